@@ -1,0 +1,124 @@
+# Needs only CPython >= 3.11, a C++20 compiler and pip: cmake and ninja come from PyPI.
+#
+#   make demo     train on digits with two ranks, uncompressed and at 4 bits
+#   make test     install what the tests need and run them all
+#
+# Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
+# changed source file reinstalls it (the CMake build in build/ is kept, so this takes seconds).
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+# Extra arguments: make test ARGS="-k codec -x", make bench-step ARGS=--steps=50
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMP := $(VENV)/stamps
+
+# Directories are listed too: their time changes when a file in them is removed.
+SOURCES := pyproject.toml $(shell find CMakeLists.txt gradcomp native -not -path '*__pycache__*' 2>/dev/null)
+CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+
+ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint types layers docs format sanitize clean \
+        bench bench-codec bench-step bench-convergence
+
+help:
+	@sed -n 's/^#  *make/  make/p' Makefile
+	@echo "  make install lint types layers docs format sanitize clean"
+	@echo "  make bench-codec bench-step bench-convergence"
+
+# ------------------------------------------------------------------------------------------ environment
+
+$(STAMP)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "$(PYTHON) is older than 3.11; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMP) && touch $@
+
+# torch goes first and pinned. Left to the resolver, a dependency on torch may bring in another build of it,
+# with gigabytes of CUDA libraries.
+$(STAMP)/torch: $(STAMP)/venv
+	$(PIP) "$(TORCH)"
+	@touch $@
+
+# The build requirements live in the environment (no build isolation), so that CMake's cache stays valid.
+$(STAMP)/build: pyproject.toml | $(STAMP)/venv
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "cmake>=3.26", "ninja>=1.11", sep="\n")' \
+	    > $(VENV)/build-requirements.txt
+	$(PIP) -r $(VENV)/build-requirements.txt
+	@touch $@
+
+$(STAMP)/package: $(SOURCES) | $(STAMP)/torch $(STAMP)/build
+	$(PIP) --no-build-isolation ".[torch]"
+	@touch $@
+
+# The extras of the package that is already installed: no second build.
+$(STAMP)/extra-%: pyproject.toml | $(STAMP)/package
+	$(PIP) "gradcomp[$*]"
+	@touch $@
+
+install: $(STAMP)/package
+
+# ------------------------------------------------------------------------------------------ demo and tests
+
+demo: $(STAMP)/package $(STAMP)/extra-demo
+	$(BIN)/python examples/digits.py --demo $(ARGS)
+
+# PYTHONSAFEPATH keeps the source tree off sys.path, here and in every process that a test starts.
+test: $(STAMP)/package $(STAMP)/extra-test
+	PYTHONSAFEPATH=1 $(BIN)/pytest $(ARGS)
+
+# The kernel tests against native/ built with AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: $(STAMP)/package $(STAMP)/extra-test
+	$(PIP) --no-build-isolation --no-deps --upgrade --target build/sanitize/site \
+	    --config-settings=build-dir=build/sanitize/cmake \
+	    --config-settings=cmake.build-type=RelWithDebInfo \
+	    --config-settings=cmake.define.GRADCOMP_SANITIZE=address,undefined .
+	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    PYTHONSAFEPATH=1 PYTHONPATH=build/sanitize/site \
+	    $(BIN)/pytest tests/kernels --timeout=600 $(ARGS)
+
+# ------------------------------------------------------------------------------------------ checks
+
+lint: $(STAMP)/extra-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run --Werror $(CXX_FILES))
+
+types: $(STAMP)/package $(STAMP)/extra-lint
+	$(BIN)/mypy
+
+layers: $(STAMP)/extra-lint
+	$(BIN)/lint-imports
+
+docs: $(STAMP)/extra-docs
+	$(BIN)/mkdocs build --strict --quiet
+
+format: $(STAMP)/extra-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+# ------------------------------------------------------------------------------------------ benchmarks
+
+bench: bench-codec bench-step bench-convergence
+
+bench-codec: $(STAMP)/package
+	$(BIN)/python benchmarks/codec.py $(ARGS)
+
+# Builds hosts out of network namespaces: needs root, and says so.
+bench-step: $(STAMP)/package
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+bench-convergence: $(STAMP)/package $(STAMP)/extra-demo
+	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
