@@ -1,0 +1,54 @@
+"""The compiled kernels, on contiguous vectors of bytes; `gradcomp.kernels.native` is their typed face."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+def encode(
+    codec: int,
+    table: npt.NDArray[np.uint8],
+    payload: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    *,
+    stochastic: bool,
+    seed: int,
+    step: int,
+    rank: int,
+    scale: float,
+    decay: float,
+) -> None: ...
+def decode(
+    codec: int,
+    table: npt.NDArray[np.uint8],
+    payload: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    *,
+    divisor: float,
+    scale: float,
+) -> None: ...
+def decode_add(
+    codec: int, table: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint8], *, scale: float
+) -> None: ...
+def reduce(
+    codec: int,
+    table: npt.NDArray[np.uint8],
+    payloads: Sequence[npt.NDArray[np.uint8]],
+    out: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    *,
+    stochastic: bool,
+    seed: int,
+    step: int,
+    divisor: float,
+    decay: float,
+) -> None: ...
+def nonzero(table: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None: ...
+def isa() -> str:
+    """The instruction set in use: "avx512", "avx2" or "baseline"."""
+
+def set_isa(name: str) -> None:
+    """Use another instruction set; ValueError if this CPU or build lacks it."""
+
+def available_isas() -> list[str]:
+    """The instruction sets of this build that this CPU has, fastest first."""

@@ -1,0 +1,60 @@
+"""Philox4x32-10, the counter-based generator behind stochastic rounding.
+
+A draw is a pure function of (seed, step, rank, layer, element), so nothing random is stored or sent, and
+neither the layout of layers in buckets nor the kernel that computes it can change it.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LOW_WORD = np.uint64(0xFFFFFFFF)
+
+
+def philox4x32(counter: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.NDArray[np.uint32]:
+    """Random words for each counter.
+
+    Args:
+        counter: uint32, shape (..., 4).
+        key: two 32-bit words.
+
+    Returns:
+        uint32 of the counter's shape.
+    """
+    # 64-bit lanes hold 32-bit words, so that a product keeps its high half.
+    c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0),
+            product1 & _LOW_WORD,
+            (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1),
+            product0 & _LOW_WORD,
+        )
+        k0 = (k0 + _WEYL[0]) & 0xFFFFFFFF
+        k1 = (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return np.stack((c0, c1, c2, c3), axis=-1).astype(np.uint32)
+
+
+def uniform(
+    start: int, length: int, *, seed: int, layer: int, step: int, rank: int
+) -> npt.NDArray[np.float32]:
+    """Draws in [0, 1), multiples of 2**-16, for the elements start..start+length of a layer.
+
+    Element i takes 16-bit lane i % 8, low half first, of the words at counter (i // 8, layer, step, rank).
+    """
+    first_block, last_block = start // 8, -(-(start + length) // 8)
+    counter = np.empty((last_block - first_block, 4), np.uint32)
+    counter[:, 0] = np.arange(first_block, last_block, dtype=np.uint64)
+    counter[:, 1:] = layer, step, rank
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).astype("<u4")
+    lanes = words.view("<u2").reshape(-1)[start % 8 : start % 8 + length]
+    return lanes.astype(np.float32) * np.float32(2.0**-16)

@@ -1,0 +1,163 @@
+"""The segment table: what a kernel call works on, and how many bytes it puts on the wire.
+
+A kernel call serves a whole group of segments. A segment is a run of consecutive elements of one layer with
+one level; the table has one row per segment and refers to memory by address, so that gradients are read and
+means are written where they lie. Whoever fills in an address keeps the array behind it alive during the call.
+
+The payload of a segment is ``[one scale record per bucket, in order][codes]``, little endian, without padding
+between the two. Codes of the quantising codecs form one bit stream: code i occupies the bits [i*bits,
+(i+1)*bits), bit 0 of a byte being its least significant one; unused bits of the last byte are zero. Casts
+store one element per code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+MINMAX: Final = 0
+L2: Final = 1
+LINF: Final = 2
+FP32: Final = 3
+FP16: Final = 4
+BF16: Final = 5
+FP64: Final = 6
+
+QUANTISERS: Final = (MINMAX, L2, LINF)
+
+FLOAT32: Final = 0
+FLOAT16: Final = 1
+BFLOAT16: Final = 2
+FLOAT64: Final = 3
+
+DTYPES: Final[tuple[np.dtype[Any], ...]] = (
+    np.dtype("<f4"),
+    np.dtype("<f2"),
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype("<f8"),
+)
+"""NumPy dtype of each dtype number of the table."""
+
+MAX_ELEMENTS: Final = 1 << 35
+"""Elements per layer: the random counter holds element // 8 in 32 bits."""
+
+OWNER_RANK: Final = 0xFFFFFFFF
+"""The rank in the random counter of a chunk's owner, who encodes the mean."""
+
+SEGMENT: Final = np.dtype(
+    [
+        ("gradient", "<u8"),  # address of the first gradient element; 0: absent, the gradient is zero
+        ("residual", "<u8"),  # address of the float32 residual to read; 0: none
+        ("shadow", "<u8"),  # address of the float32 residual to write; 0: none
+        ("output", "<u8"),  # address of the first output element; 0: do not write
+        ("payload", "<i8"),  # byte offset of the segment's payload in the buffer of the call
+        ("start", "<i8"),  # number of the segment's first element within its layer
+        ("length", "<i8"),  # elements
+        ("layer", "<u4"),  # layer hash, a word of the random counter
+        ("bits", "<i4"),  # level of a quantising codec, 1..8; casts ignore it
+        ("bucket_size", "<i4"),  # elements per scale record; FP32, BF16 and FP64 ignore it
+        ("dtype", "<i4"),  # of gradient and output, an index into DTYPES
+    ]
+)
+
+SegmentTable: TypeAlias = npt.NDArray[np.void]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
+    """Bytes of a segment's payload."""
+    if codec not in _WIRE_FORMAT:
+        raise ValueError(f"unknown codec {codec}")
+    if not 0 <= length <= MAX_ELEMENTS:
+        raise ValueError(f"length {length} is not in 0..{MAX_ELEMENTS}")
+    if codec in QUANTISERS and not 1 <= bits <= 8:
+        raise ValueError(f"bits {bits} is not in 1..8")
+    if bucket_size < 1:
+        raise ValueError(f"bucket_size {bucket_size} is not positive")
+    scale_bytes, code_bits = _WIRE_FORMAT[codec]
+    return scale_bytes * -(-length // bucket_size) + -(-length * (code_bits or bits) // 8)
+
+
+def wire_bytes_table(codec: int, table: SegmentTable) -> npt.NDArray[np.int64]:
+    """Bytes of each segment's payload, for a table whose rows :func:`check_table` would accept."""
+    if codec not in _WIRE_FORMAT:
+        raise ValueError(f"unknown codec {codec}")
+    scale_bytes, code_bits = _WIRE_FORMAT[codec]
+    length = table["length"].astype(np.int64)
+    bits = code_bits or table["bits"].astype(np.int64)
+    buckets = -(-length // table["bucket_size"].astype(np.int64))
+    size: npt.NDArray[np.int64] = scale_bytes * buckets + -(-length * bits // 8)
+    return size
+
+
+# codec: (bytes of a bucket's scale record, bits of a code or 0 for the segment's level)
+_WIRE_FORMAT: Final = {
+    MINMAX: (8, 0),
+    L2: (4, 0),
+    LINF: (4, 0),
+    FP32: (0, 32),
+    FP16: (4, 16),
+    BF16: (0, 16),
+    FP64: (0, 64),
+}
+
+
+def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
+    """Raise ValueError for the first row that is malformed or does not lie inside every payload buffer."""
+    if codec not in _WIRE_FORMAT:
+        raise ValueError(f"unknown codec {codec}")
+    check_elements(table)
+    _require(table, table["bucket_size"] >= 1, "bucket_size is not positive")
+    _require(
+        table,
+        (table["dtype"] == FLOAT64) == (codec == FP64),
+        "dtype float64 goes with codec FP64, and FP64 with nothing else",
+    )
+    if codec in QUANTISERS:
+        _require(table, (table["bits"] >= 1) & (table["bits"] <= 8), "bits is not in 1..8")
+    size = wire_bytes_table(codec, table)
+    for payload_size in payload_sizes:
+        # Written as a difference: the sum of a hostile offset and a size could wrap.
+        _require(
+            table,
+            (table["payload"] >= 0) & (table["payload"] <= payload_size - size),
+            f"the segment does not lie inside the payload of {payload_size} bytes",
+        )
+
+
+def check_elements(table: SegmentTable) -> None:
+    """Raise ValueError for the first row whose dtype or element numbers are out of range."""
+    _require(table, (table["dtype"] >= 0) & (table["dtype"] < len(DTYPES)), "unknown dtype")
+    _require(
+        table,
+        (table["length"] >= 0)
+        & (table["length"] <= MAX_ELEMENTS)
+        & (table["start"] >= 0)
+        & (table["start"] <= MAX_ELEMENTS - table["length"]),
+        f"elements start..start+length are not in 0..{MAX_ELEMENTS}",
+    )
+
+
+def _require(table: SegmentTable, condition: npt.NDArray[np.bool_], complaint: str) -> None:
+    if not condition.all():
+        raise ValueError(f"{complaint}: {table[int(np.argmin(condition))]}")
+
+
+def check_array(
+    name: str, array: Any, dtype: Any, length: int | None = None, *, writable: bool = False
+) -> None:
+    """Raise TypeError for anything but a contiguous vector of `dtype`, ValueError for another length."""
+    if not (
+        isinstance(array, np.ndarray)
+        and array.dtype == dtype
+        and array.ndim == 1
+        and array.flags.c_contiguous
+        and (array.flags.writeable or not writable)
+    ):
+        kind = "writable, contiguous" if writable else "contiguous"
+        raise TypeError(f"{name} must be a {kind} one-dimensional NumPy array of {np.dtype(dtype)}")
+    if length is not None and len(array) != length:
+        raise ValueError(f"{name} has {len(array)} items for {length} segments")
