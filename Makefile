@@ -98,7 +98,7 @@ layers: $(STAMP)/extra-lint
 	$(BIN)/lint-imports
 
 docs: $(STAMP)/extra-docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP)/extra-lint
 	$(BIN)/ruff check --fix .
