@@ -81,7 +81,7 @@ sanitize: $(STAMP)/package $(STAMP)/extra-test
 	    --config-settings=cmake.define.GRADCOMP_SANITIZE=address,undefined .
 	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
 	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    PYTHONSAFEPATH=1 PYTHONPATH=build/sanitize/site \
+	    PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/sanitize/site" \
 	    $(BIN)/pytest tests/kernels --timeout=600 $(ARGS)
 
 # ------------------------------------------------------------------------------------------ checks
