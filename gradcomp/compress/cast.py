@@ -1,0 +1,62 @@
+"""Half-precision (or plain float32) on the wire, float32 in every sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.identity import CAST_BLOCK
+from gradcomp.compress.messages import Context, Exchange, Reduce
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level
+from gradcomp.kernels.codec import Codec, Group, Table
+from gradcomp.kernels.segments import BF16, FP16, FP32
+
+_KINDS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
+
+#: Elements that share one power-of-two scale in the float16 codec.
+FP16_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Cast(Compressor):
+    """Round every value to ``dtype``: float16, bfloat16, or float32 (exact: how excluded layers travel).
+
+    Means are added in float32 and rounded once more for the way back. Float16 values are scaled per block of 512 by a
+    power of two (4 bytes a block), so that neither a large loss scale overflows nor a small gradient vanishes.
+    Wire, per element and direction: 2 bytes (+ 4/512 for float16), or 4. Two rounds under scatter-reduce-allgather.
+    State: a residual with ``feedback`` (off by default: rounding to nearest has no systematic direction).
+    """
+
+    name: ClassVar[str] = "cast"
+
+    dtype: str = "bfloat16"
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _KINDS:
+            raise ConfigError(f"cast dtype must be one of {', '.join(_KINDS)}, got {self.dtype!r}")
+
+    @property
+    def keeps_residual(self) -> bool:
+        """With ``feedback``, unless nothing is lost."""
+        return self.feedback and self.dtype != "float32"
+
+    def codec_for(self, table: Table) -> Codec:
+        """The codec of the wire dtype."""
+        return Codec(_KINDS[self.dtype])
+
+    def fill(self, table: Table, level: Level) -> None:
+        """No level; float16 has scaling blocks."""
+        table["bits"] = 0
+        table["bucket_size"] = FP16_BLOCK if self.dtype == "float16" else CAST_BLOCK
+
+    def cut_elements(self, layer: LayerSpec) -> int:
+        """A scaling block for float16, else one cache line."""
+        return FP16_BLOCK if self.dtype == "float16" else CAST_BLOCK
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """One Reduce."""
+        return (yield Reduce(self.codec_for(group.table), group))

@@ -1,0 +1,65 @@
+"""No compression: the exact mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce, Sum
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level
+from gradcomp.kernels.codec import Codec, Group, Table
+from gradcomp.kernels.segments import BFLOAT16, BF16, FLOAT64, FP32, FP64
+
+#: Cut points of casts: one cache line of float32.
+CAST_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Identity(Compressor):
+    """Uncompressed exchange: mean = (sum of g over ranks) / N.
+
+    Float32 and float64 layers are summed by the transport's own allreduce (one round, 2 d (N-1)/N bytes per rank for
+    d bytes of gradient), so the mean is bit-identical to that allreduce divided by N. Float16 layers are summed the
+    same way in float32: a half-precision sum would lose bits. Bfloat16 layers travel as they are and are added in
+    float32 by a reduction; the one rounding is the output's. No state.
+    """
+
+    name: ClassVar[str] = "none"
+
+    def fill(self, table: Table, level: Level) -> None:
+        """No level; cuts at cache lines."""
+        table["bits"] = 0
+        table["bucket_size"] = CAST_BLOCK
+
+    def cut_elements(self, layer: LayerSpec) -> int:
+        """One cache line of float32."""
+        return CAST_BLOCK
+
+    def codec_for(self, table: Table) -> Codec:
+        """The lossless codec of the table's dtype (a group holds one dtype)."""
+        return Codec({FLOAT64: FP64, BFLOAT16: BF16}.get(int(table["dtype"][0]), FP32))
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """One Sum over the packed gradients, or one Reduce for bfloat16."""
+        codec, table = self.codec_for(group.table), group.table
+        if codec.kind == BF16:
+            return (yield Reduce(codec, group))
+        # A Sum's buffer holds the segments one after the other.
+        table["payload"] = np.concatenate(([0], np.cumsum(codec.wire_bytes(table))[:-1]))
+        flags = np.zeros(len(table), dtype=np.uint8)
+
+        def write(view: Floats) -> Bytes:
+            codec.encode(table, view.view(np.uint8), flags, context.draw, scale=context.scale)
+            return flags
+
+        total = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
+        # Decode would blank flagged segments; here the optimizer sees the sum as it is, as without gradcomp.
+        overflow = np.zeros_like(flags)
+        codec.decode(
+            table, total.view(np.uint8), overflow, divisor=float(context.world), scale=context.unscale
+        )
+        return overflow

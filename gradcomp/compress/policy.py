@@ -1,0 +1,87 @@
+"""From what the user asked for to a plan: which layer gets which compressor, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.cast import Cast
+from gradcomp.compress.identity import Identity
+from gradcomp.compress.registry import from_string
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import Filter, LayerSpec
+from gradcomp.core.plan import Assignment, Plan
+
+#: How a layer travels that is not worth compressing, beside layers that are.
+EXACT = Cast("float32")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A default compressor, a filter of layers that travel exactly, and overrides by name pattern.
+
+    ``overrides`` maps shell patterns on layer names to compressors (or string forms); the first match wins, over
+    the filter too: ``Policy(Quantize(4), overrides={"head.*": "none", "embedding.*": Quantize(2)})``.
+    """
+
+    default: Compressor = field(default_factory=Identity)
+    overrides: Mapping[str, Compressor | str] = field(default_factory=dict)
+    filter: Filter = field(default_factory=Filter)
+
+    def choose(self, layer: LayerSpec) -> tuple[Compressor, str | None]:
+        """The layer's compressor, and why it travels exactly if it does."""
+        if layer.dtype == "float64":
+            return Identity(), "float64"
+        for pattern, compressor in self.overrides.items():
+            if fnmatchcase(layer.name, pattern):
+                chosen = resolve(compressor)
+                return (
+                    (self._exact(), f"override {pattern!r}")
+                    if isinstance(chosen, Identity)
+                    else (chosen, None)
+                )
+        if isinstance(self.default, Identity):
+            return self.default, "compression is none"
+        reason = self.filter.reason_to_exclude(layer)
+        return (self._exact(), reason) if reason else (self.default, None)
+
+    def _exact(self) -> Compressor:
+        """Exact layers ride in the payload of the compressed ones; with none of those, in an allreduce."""
+        everything = [self.default, *(resolve(c) for c in self.overrides.values())]
+        return Identity() if all(isinstance(c, Identity) for c in everything) else EXACT
+
+    def plan(self, layers: Sequence[LayerSpec], version: int = 0) -> Plan:
+        """The plan for these layers."""
+        chosen = ((layer.name, self.choose(layer)[0]) for layer in layers)
+        return Plan(version, tuple(Assignment(name, c.family_string(), c.level) for name, c in chosen))
+
+    def excluded(self, layers: Sequence[LayerSpec]) -> dict[str, str]:
+        """Name -> reason for the layers that travel exactly."""
+        reasons = ((layer.name, self.choose(layer)[1]) for layer in layers)
+        return {name: reason for name, reason in reasons if reason}
+
+
+def resolve(compression: Compressor | str) -> Compressor:
+    """A compressor from itself or its string form."""
+    if isinstance(compression, str):
+        return from_string(compression)
+    if not isinstance(compression, Compressor):
+        raise ConfigError(
+            f"compression must be a compressor such as gc.Quantize(bits=4), or a string form, got {compression!r}"
+        )
+    return compression
+
+
+def as_policy(compression: Policy | Compressor | str) -> Policy:
+    """What the user passed as ``compression=``, as a policy."""
+    return compression if isinstance(compression, Policy) else Policy(resolve(compression))
+
+
+class Compression:
+    """The names that Horovod's users know."""
+
+    none = Identity()
+    fp16 = Cast("float16")
+    bf16 = Cast("bfloat16")

@@ -1,0 +1,1 @@
+"""Types, plan, state store, statistics, configuration and errors. Imports nothing above itself."""

@@ -1,0 +1,184 @@
+"""The settings of a process: one frozen object, the only reader of ``GRADCOMP_*`` variables.
+
+Precedence: argument, then environment, then the TOML file that ``GRADCOMP_CONFIG`` names, then the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradcomp.core.errors import ConfigError
+
+logger = logging.getLogger("gradcomp")
+
+PREFIX = "GRADCOMP_"
+
+
+def _setting(default: Any, doc: str, check: Callable[[Any], bool], rule: str, *, shared: bool = False) -> Any:
+    """A field with its documentation and its validity rule; ``shared`` settings must agree on all ranks."""
+    return field(default=default, metadata={"doc": doc, "check": check, "rule": rule, "shared": shared})
+
+
+def _positive(value: Any) -> bool:
+    return bool(value > 0)
+
+
+def _not_negative(value: Any) -> bool:
+    return bool(value >= 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings that are not part of a compressor. Each is an argument of ``init`` and a ``GRADCOMP_*`` variable."""
+
+    seed: int = _setting(
+        0, "Seed of all random draws.", lambda v: 0 <= v < 2**64, "in [0, 2**64)", shared=True
+    )
+    slice_elements: int = _setting(
+        1 << 20,
+        "Most elements of one bucket; a larger layer is cut into slices.",
+        lambda v: v >= 8,
+        "at least 8",
+        shared=True,
+    )
+    overlap: bool = _setting(
+        True, "Exchange while backward runs; off: only after it.", lambda v: True, "a boolean", shared=True
+    )
+    reorder: bool = _setting(
+        True,
+        "Re-order buckets once by the order in which rank 0's gradients arrived in its first step.",
+        lambda v: True,
+        "a boolean",
+        shared=True,
+    )
+    cold_after_steps: int = _setting(
+        3, "Steps without a gradient anywhere after which a layer moves to the last bucket.", _positive, "positive",
+        shared=True,
+    )  # fmt: skip
+    statistics_every_steps: int = _setting(
+        100, "Steps between reduced statistics and the periodic log line; 0 for never.", _not_negative,
+        "not negative", shared=True,
+    )  # fmt: skip
+    fingerprint_steps: int = _setting(
+        5, "First steps after which parameters are compared across ranks; 0 for none.", _not_negative,
+        "not negative", shared=True,
+    )  # fmt: skip
+    fingerprint_every_steps: int = _setting(
+        0, "Further comparisons of parameters, every so many steps; 0 for none.", _not_negative, "not negative",
+        shared=True,
+    )  # fmt: skip
+    stall_warning_seconds: float = _setting(
+        60.0, "Wait after which a rank says what it waits for.", _positive, "positive"
+    )
+    timeout_seconds: float = _setting(
+        600.0, "Wait after which a rank aborts the job with a TransportError.", _positive, "positive"
+    )
+    trace_spans: int = _setting(4096, "Spans kept for the trace; 0 for none.", _not_negative, "not negative")
+    kernels: str = _setting(
+        "auto",
+        "Kernel body: auto (the compiled one, an error without it), native or reference (NumPy).",
+        lambda v: v in ("auto", "native", "reference"),
+        "auto, native or reference",
+    )
+    isa: str = _setting(
+        "auto",
+        "Instruction set of the compiled kernels: auto, avx512, avx2 or baseline.",
+        lambda v: v in ("auto", "avx512", "avx2", "baseline"),
+        "auto, avx512, avx2 or baseline",
+    )
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if not item.metadata["check"](value):
+                raise ConfigError(f"setting {item.name} must be {item.metadata['rule']}, got {value!r}")
+        if self.stall_warning_seconds > self.timeout_seconds:
+            object.__setattr__(self, "stall_warning_seconds", self.timeout_seconds)
+
+    @staticmethod
+    def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
+        """Settings from arguments, environment and file, in this order; ``None`` means "not given".
+
+        Raises ConfigError for an unknown argument or file key and for an invalid value. An unknown ``GRADCOMP_*``
+        variable is only warned about: it may belong to another version.
+        """
+        environ = os.environ if environ is None else environ
+        types = {item.name: type(item.default) for item in dataclasses.fields(Config)}
+        values: dict[str, Any] = {}
+        path = environ.get(PREFIX + "CONFIG")
+        if path:
+            values.update(_from_file(Path(path), types))
+        for variable, text in environ.items():
+            if not variable.startswith(PREFIX) or variable == PREFIX + "CONFIG":
+                continue
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in types:
+                logger.warning("unknown variable %s is ignored%s", variable, _closest(name, types))
+                continue
+            values[name] = _parse(variable, text, types[name])
+        for name, value in arguments.items():
+            if name not in types:
+                raise ConfigError(f"unknown setting {name!r}{_closest(name, types)}")
+            if value is not None:
+                values[name] = _coerce(f"argument {name}", value, types[name])
+        return Config(**values)
+
+    def shared(self) -> dict[str, Any]:
+        """The settings that every rank must have in common."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["shared"]}
+
+    @staticmethod
+    def table() -> str:
+        """The settings as a Markdown table (``docs/configuration.md`` holds it; a test compares)."""
+        rows = ["| variable | default | meaning | must be |", "|---|---|---|---|"]
+        for item in dataclasses.fields(Config):
+            meta = item.metadata
+            default = str(item.default).lower() if isinstance(item.default, bool) else item.default
+            rows.append(f"| `{PREFIX}{item.name.upper()}` | `{default}` | {meta['doc']} | {meta['rule']} |")
+        return "\n".join(rows)
+
+
+def _closest(name: str, types: Mapping[str, type]) -> str:
+    match = difflib.get_close_matches(name, types, n=1)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def _from_file(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {PREFIX}CONFIG={path}: {error}") from error
+    for name in data:
+        if name not in types:
+            raise ConfigError(f"unknown setting {name!r} in {path}{_closest(name, types)}")
+    return {name: _coerce(f"{name} in {path}", value, types[name]) for name, value in data.items()}
+
+
+def _parse(variable: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        lowered = text.strip().lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{variable} must be a boolean (1/0, true/false), got {text!r}")
+    try:
+        return kind(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"{variable} must be of type {kind.__name__}, got {text!r}") from error
+
+
+def _coerce(where: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{where} must be of type {kind.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,28 @@
+"""Typed errors: everything gradcomp raises on purpose derives from :class:`GradcompError`.
+
+The page ``docs/errors.md`` says for each what the caller may still do.
+"""
+
+
+class GradcompError(Exception):
+    """Base of every error that gradcomp raises on purpose."""
+
+
+class ConfigError(GradcompError, ValueError):
+    """An argument, a setting or the launch environment is wrong; nothing was started."""
+
+
+class PlanMismatchError(GradcompError):
+    """The ranks disagree about layers, compression, settings or version."""
+
+
+class TransportError(GradcompError, ConnectionError):
+    """A peer died, stalled past the deadline, or the job was aborted; the exchanger is unusable."""
+
+
+class WireFormatError(GradcompError, ValueError):
+    """Bytes from a peer are not what the protocol allows at this point."""
+
+
+class StateError(GradcompError):
+    """The call is not allowed now (step open, not initialised, layer after its step closed, ranks drifted)."""

@@ -1,0 +1,83 @@
+"""The plan: which compressor, at which level, for every layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.layers import LayerSpec
+
+Level = int | float | None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One layer's entry: ``compressor`` is the string form without its level, ``level`` the knob."""
+
+    layer: str
+    compressor: str
+    level: Level = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layer -> compressor and level, in the order of the layers; equal on all ranks.
+
+    ``version`` grows by one with every change. ``digest`` identifies plan and layers together: ranks compare it
+    before the first exchange, and its first four bytes travel in every header.
+    """
+
+    version: int
+    assignments: tuple[Assignment, ...]
+
+    def __post_init__(self) -> None:
+        if self.version < 0:
+            raise ConfigError(f"plan version must not be negative, got {self.version}")
+
+    @cached_property
+    def by_layer(self) -> Mapping[str, Assignment]:
+        """Assignments by layer name."""
+        return {a.layer: a for a in self.assignments}
+
+    def to_json(self) -> str:
+        """Canonical text: equal plans give equal text."""
+        rows = [[a.layer, a.compressor, a.level] for a in self.assignments]
+        return json.dumps(
+            {"version": self.version, "assignments": rows}, sort_keys=True, separators=(",", ":")
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Inverse of :meth:`to_json`; raises WireFormatError on anything else."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            rows = tuple(Assignment(str(name), str(comp), level) for name, comp, level in data["assignments"])
+            return Plan(int(data["version"]), rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireFormatError(f"not a plan: {error}") from error
+
+    def digest(self, layers: Sequence[LayerSpec]) -> bytes:
+        """SHA-256 over the plan and the manifest of the layers."""
+        return hashlib.sha256((self.to_json() + manifest(layers)).encode()).digest()
+
+    def check_covers(self, layers: Iterable[LayerSpec]) -> None:
+        """Raise ConfigError unless the plan assigns exactly these layers."""
+        names = {layer.name for layer in layers}
+        planned = set(self.by_layer)
+        if names != planned:
+            raise ConfigError(
+                f"plan does not fit the layers: without assignment {sorted(names - planned)}, "
+                f"unknown {sorted(planned - names)}"
+            )
+
+
+def manifest(layers: Sequence[LayerSpec]) -> str:
+    """Canonical text of the layers: name, shape, dtype, in order."""
+    return json.dumps(
+        [[layer.name, list(layer.shape), layer.dtype] for layer in layers], separators=(",", ":")
+    )

@@ -1,0 +1,135 @@
+"""Residuals: double-buffered float32 arenas, read by this step and written for the next.
+
+Every exchange reads the current value of a row and writes the next one beside it. Committing a row swaps the two;
+discarding a step costs nothing. Rows are layers for the first residual, ranges of layers for the second.
+Memory: 8 bytes per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
+
+
+class DoubleBuffer:
+    """Rows of float32, each with a current and a next value.
+
+    ``lengths``: elements per row. All rows start at zero.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
+        self._offsets: Indices = np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64)
+        total = int(self._offsets[-1])
+        self._arenas: tuple[Floats, Floats] = (np.zeros(total, np.float32), np.zeros(total, np.float32))
+        self._bases = np.array([arena.ctypes.data for arena in self._arenas], dtype=np.uint64)
+        self._current = np.zeros(len(self.lengths), dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both arenas."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def read_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
+        """Addresses of element ``starts[i]`` of row ``rows[i]``'s current value."""
+        return self._addresses(self._current[rows], rows, starts)
+
+    def write_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
+        """Addresses of element ``starts[i]`` of row ``rows[i]``'s next value."""
+        return self._addresses(1 - self._current[rows], rows, starts)
+
+    def _addresses(self, arenas: Indices, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
+        return self._bases[arenas] + ((self._offsets[rows] + starts) * 4).astype(np.uint64)
+
+    def commit(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Make the next value current for the rows where the mask is true."""
+        self._current[rows] ^= 1
+
+    def value(self, row: int) -> Floats:
+        """A view of the row's current value; writing to it changes the state."""
+        start, end = self._offsets[row], self._offsets[row + 1]
+        return self._arenas[self._current[row]][start:end]
+
+
+@dataclass(frozen=True)
+class Range:
+    """``length`` elements of layer number ``layer``, from element ``start``."""
+
+    layer: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.start + self.length
+
+
+class Residuals:
+    """First residuals (one row per layer) and the second residuals of the ranges that this rank owns.
+
+    ``sizes[i]`` is the number of elements kept for layer i: its size with error feedback, else 0.
+    The invariant that every change keeps: the mean over ranks of (first residual) plus the owner's second residual
+    is what has not been applied yet.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.first = DoubleBuffer(sizes)
+        self.ranges: tuple[Range, ...] = ()
+        self.second = DoubleBuffer(())
+        self._range_layers: Indices = np.zeros(0, dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return self.first.nbytes + self.second.nbytes
+
+    def grow(self, sizes: Sequence[int]) -> None:
+        """Make room for layers that did not keep a residual before; what exists is kept."""
+        wanted = np.maximum(self.first.lengths, np.asarray(sizes, dtype=np.int64))
+        if np.array_equal(wanted, self.first.lengths):
+            return
+        fresh = DoubleBuffer(wanted.tolist())
+        for row in np.flatnonzero(self.first.lengths).tolist():
+            fresh.value(row)[:] = self.first.value(row)
+        self.first = fresh
+
+    def commit(self, layers: npt.NDArray[np.bool_]) -> None:
+        """Accept the step for the layers where the mask is true."""
+        self.first.commit(layers)
+        self.second.commit(layers[self._range_layers])
+
+    def own(self, ranges: Sequence[Range], world: int) -> None:
+        """Take over ``ranges``; what this rank no longer owns goes into its first residual, N-fold.
+
+        The second residual belongs to the mean, a first residual to one of N summands: hence the factor.
+        """
+        fresh = DoubleBuffer([r.length for r in ranges])
+        by_layer: dict[int, list[int]] = {}
+        for row, owned in enumerate(ranges):
+            by_layer.setdefault(owned.layer, []).append(row)
+        for row, old in enumerate(self.ranges):
+            values = self.second.value(row)
+            if not values.any():
+                continue
+            left = np.ones(old.length, dtype=np.bool_)
+            for new_row in by_layer.get(old.layer, ()):
+                new = ranges[new_row]
+                lo, hi = max(old.start, new.start), min(old.end, new.end)
+                if lo < hi:
+                    fresh.value(new_row)[lo - new.start : hi - new.start] = values[
+                        lo - old.start : hi - old.start
+                    ]
+                    left[lo - old.start : hi - old.start] = False
+            if left.any() and self.first.lengths[old.layer]:
+                self.first.value(old.layer)[old.start : old.end][left] += np.float32(world) * values[left]
+        self.ranges = tuple(ranges)
+        self.second = fresh
+        self._range_layers = np.array([r.layer for r in ranges], dtype=np.int64)

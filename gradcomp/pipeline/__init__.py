@@ -1,0 +1,7 @@
+"""Buckets through compressors and reductions, over one transport. No threads: whoever owns a pipeline polls it."""
+
+from gradcomp.pipeline.inbox import Inbox
+from gradcomp.pipeline.layout import Bucket, Layout, build_layout
+from gradcomp.pipeline.pipeline import Pipeline, StepResult, Waiting
+
+__all__ = ["Bucket", "Inbox", "Layout", "Pipeline", "StepResult", "Waiting", "build_layout"]

@@ -1,0 +1,95 @@
+"""What the training thread has handed in for the current step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gradcomp.core.errors import StateError
+from gradcomp.core.header import PRESENT, SPARSE
+from gradcomp.core.layers import LayerSpec
+from gradcomp.pipeline.layout import Layout
+
+#: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
+Allocate = Callable[[int], int]
+
+
+class Inbox:
+    """Addresses and states of the layers that reported, and which buckets are complete.
+
+    Written by whoever submits, read by the pipeline when a bucket starts; the owner serialises the two. A bucket is
+    complete when all its layers reported, or at the flush.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        self._layers = layers
+        self.gradients = np.zeros(len(layers), dtype=np.uint64)
+        self.outputs = np.zeros(len(layers), dtype=np.uint64)
+        self.states = np.zeros(len(layers), dtype=np.uint8)
+        self.arrivals: list[int] = []
+        self.flushed = False
+        self._keep: list[object] = []
+        self._missing: list[int] = []
+        self._buckets_of: tuple[tuple[int, ...], ...] = ()
+        self._reported: list[bool] = []
+
+    def open(self, layout: Layout) -> None:
+        """Forget the last step."""
+        self.gradients[:] = 0
+        self.outputs[:] = 0
+        self.states[:] = 0
+        self.arrivals = []
+        self.flushed = False
+        self._keep = []
+        self._missing = [len(bucket.layers) for bucket in layout.buckets]
+        self._buckets_of = layout.buckets_of
+        self._reported = [False] * len(self._layers)
+
+    def submit(self, layer: int, gradient: int, output: int, keep: object = None) -> bool:
+        """A layer's gradient is ready at address ``gradient``; its mean goes to ``output``.
+
+        ``keep`` is held until the step ends. Returns whether a bucket became complete.
+        """
+        self._report(layer, PRESENT)
+        self.gradients[layer] = gradient
+        self.outputs[layer] = output
+        self._keep.append(keep)
+        return self._count_down(layer)
+
+    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> bool:
+        """A layer has no dense gradient in this step. Returns whether a bucket became complete."""
+        self._report(layer, SPARSE if sparse else 0)
+        self.outputs[layer] = output
+        return self._count_down(layer)
+
+    def _report(self, layer: int, state: int) -> None:
+        if self.flushed:
+            raise StateError(
+                f"layer {self._layers[layer].name!r} has a gradient after its step closed; with several backward "
+                'passes over different parameters use finish="step"'
+            )
+        if self._reported[layer]:
+            raise StateError(f"layer {self._layers[layer].name!r} was submitted twice in one step")
+        self._reported[layer] = True
+        self.states[layer] = state
+        self.arrivals.append(layer)
+
+    def _count_down(self, layer: int) -> bool:
+        complete = False
+        for bucket in self._buckets_of[layer]:
+            self._missing[bucket] -= 1
+            complete |= self._missing[bucket] == 0
+        return complete
+
+    def flush(self) -> None:
+        """No more layers will report in this step."""
+        self.flushed = True
+
+    def ready(self, bucket: int) -> bool:
+        """Whether the bucket is complete."""
+        return self.flushed or self._missing[bucket] == 0
+
+    def release(self) -> None:
+        """Let go of the arrays."""
+        self._keep = []

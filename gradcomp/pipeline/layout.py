@@ -1,0 +1,142 @@
+"""Which layers and slices travel together, and in which order: a function of the plan and of what all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradcomp.compress import Compressor, at_level
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.kernels.codec import Group, Sizes
+from gradcomp.kernels.segments import DTYPES, SEGMENT
+
+_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Layers and slices that travel together.
+
+    ``layers``: numbers of the layers in it, each once, in order; a layer's position is its slot in the header.
+    ``slots[g][i]``: the slot of segment i of group g.
+    """
+
+    number: int
+    layers: Sizes
+    groups: tuple[Group, ...]
+    slots: tuple[Sizes, ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all groups."""
+        return sum(group.elements for group in self.groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The buckets of a step, in the order in which they travel."""
+
+    buckets: tuple[Bucket, ...]
+    buckets_of: tuple[tuple[int, ...], ...]  # layer number -> numbers of the buckets that hold its slices
+
+
+@dataclass(frozen=True)
+class _Piece:
+    layer: int
+    start: int
+    length: int
+
+
+def build_layout(
+    layers: Sequence[LayerSpec],
+    plan: Plan,
+    order: Sequence[int],
+    cold: frozenset[int],
+    bucket_elements: int,
+) -> Layout:
+    """Lay out the layers numbered in ``order``; those in ``cold`` come last.
+
+    Buckets are filled in order up to ``bucket_elements``; a layer that does not fit is cut where its compressor
+    allows it. A layer missing from ``order`` does not travel (sparse gradients go another way).
+    """
+    compressors = [at_level(a.compressor, a.level) for a in (plan.by_layer[layer.name] for layer in layers)]
+    hot = [i for i in order if i not in cold]
+    buckets: list[list[_Piece]] = []
+    for part in (hot, [i for i in order if i in cold]):
+        buckets += _fill(layers, compressors, part, bucket_elements)
+    if len(buckets) > 0xFFFF:
+        raise ConfigError(
+            f"{len(buckets)} buckets; raise slice_elements (at most 65535 buckets are possible)"
+        )
+    buckets_of: list[list[int]] = [[] for _ in layers]
+    for number, pieces in enumerate(buckets):
+        for layer in dict.fromkeys(piece.layer for piece in pieces):
+            buckets_of[layer].append(number)
+    return Layout(
+        tuple(_bucket(n, pieces, layers, compressors) for n, pieces in enumerate(buckets)),
+        tuple(tuple(numbers) for numbers in buckets_of),
+    )
+
+
+def _fill(
+    layers: Sequence[LayerSpec], compressors: Sequence[Compressor], part: Sequence[int], capacity: int
+) -> list[list[_Piece]]:
+    buckets: list[list[_Piece]] = []
+    current: list[_Piece] = []
+    room = capacity
+    for i in part:
+        cut = compressors[i].cut_elements(layers[i])
+        at, size = 0, layers[i].size
+        while True:
+            left = size - at
+            take = left if left <= room else room // cut * cut
+            if left and not take and not current:
+                take = min(left, cut)  # a bucket of its own for a cut that is larger than the capacity
+            if take or not left:
+                current.append(_Piece(i, at, take))
+                at += take
+                room -= take
+            if at >= size:
+                break
+            buckets.append(current)
+            current, room = [], capacity
+    return [*buckets, current] if current else buckets
+
+
+def _bucket(
+    number: int, pieces: Sequence[_Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
+) -> Bucket:
+    slots = {layer: slot for slot, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
+    families: dict[tuple[str, str], list[_Piece]] = {}
+    for piece in pieces:
+        key = (compressors[piece.layer].family_string(), layers[piece.layer].dtype)
+        families.setdefault(key, []).append(piece)
+    groups = [_group(members, layers, compressors) for members in families.values()]
+    return Bucket(
+        number,
+        np.array(list(slots), dtype=np.int64),
+        tuple(groups),
+        tuple(np.array([slots[p.layer] for p in members], dtype=np.int64) for members in families.values()),
+    )
+
+
+def _group(pieces: Sequence[_Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]) -> Group:
+    table = np.zeros(len(pieces), dtype=SEGMENT)
+    for row, piece in enumerate(pieces):
+        compressor, spec = compressors[piece.layer], layers[piece.layer]
+        one = table[row : row + 1]
+        compressor.fill(one, compressor.level)
+        one["start"], one["length"] = piece.start, piece.length
+        one["layer"], one["dtype"] = spec.hash, _DTYPE_NUMBERS[spec.dtype]
+    first = compressors[pieces[0].layer]
+    return Group(
+        first,
+        table,
+        np.array([p.layer for p in pieces], dtype=np.int64),
+        first.keeps_residual,
+        first.residual_decay,
+    )

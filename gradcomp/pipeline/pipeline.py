@@ -1,0 +1,354 @@
+"""The step protocol: buckets in an agreed order, one round of each per tick, votes, commit, changes of plan.
+
+No threads and no sockets: the owner submits layers, polls until the step is done, and commits or discards it. N
+pipelines over an in-process transport run N ranks in one thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.messages import Context
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError, StateError, WireFormatError
+from gradcomp.core.header import PRESENT, SPARSE, Ballot, Stamp
+from gradcomp.core.layers import LayerSpec, check_unique
+from gradcomp.core.plan import Plan
+from gradcomp.core.state import Range, Residuals
+from gradcomp.core.statistics import Statistics, Trace
+from gradcomp.kernels.codec import Draw
+from gradcomp.pipeline.bucket import BucketProgram
+from gradcomp.pipeline.inbox import Inbox
+from gradcomp.pipeline.layout import Layout, build_layout
+from gradcomp.pipeline.memory import Allocate, StepMemory
+from gradcomp.reduce.base import Call
+from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Waiting(enum.Enum):
+    """What a pipeline needs before it can go on."""
+
+    NOTHING = "no step is open, or the step is done"
+    LAYERS = "the next bucket is not complete"
+    WIRE = "a collective is under way"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know of a finished exchange. One boolean per layer; equal on all ranks.
+
+    ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank had a
+    NaN or an infinity, or the mean overflowed.
+    """
+
+    step: int
+    present: Mask
+    sparse: Mask
+    nonfinite: Mask
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step may be committed."""
+        return not self.nonfinite.any()
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A bucket under way: its program and the collectives of its current round."""
+
+    number: int
+    program: Generator[list[Operation], None, None]
+    handles: list[Handle] = field(default_factory=list)
+    issued: float = 0.0
+
+
+class Pipeline:
+    """One rank's side of an exchanger.
+
+    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. Methods are called by one thread
+    at a time.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        plan: Plan,
+        transport: Transport,
+        config: Config,
+        allocate: Allocate,
+    ) -> None:
+        check_unique(layers)
+        if not layers:
+            raise ConfigError("there is no layer to exchange")
+        plan.check_covers(layers)
+        self.layers = tuple(layers)
+        self.plan = plan
+        self.transport = transport
+        self.config = config
+        self.step = 0
+        self.order: list[int] = list(range(len(layers)))
+        self.cold: frozenset[int] = frozenset()
+        self.sparse: frozenset[int] = frozenset()
+        self.inbox = Inbox(self.layers)
+        self.residuals = Residuals([0] * len(layers))
+        self.statistics = Statistics()
+        self.reduced_statistics: Statistics | None = None
+        self.trace = Trace(config.trace_spans, transport.rank)
+        self.result: StepResult | None = None
+        self._allocate = allocate
+        self._next_plan: Plan | None = None
+        self._streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
+        self._scale = 1.0
+        self._running: Generator[Waiting, None, None] | None = None
+        self._position = (0, 0)
+        self._stale = True
+        self.layout = self._relayout()
+
+    # -- the step, from outside ---------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an exchange has begun and is not done."""
+        return self._running is not None
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """(step, bucket, round) that this rank has reached: for messages about stalls."""
+        return (self.step, *self._position)
+
+    def open(self, scale: float = 1.0) -> None:
+        """Begin an exchange. An earlier one that was not committed is discarded.
+
+        ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
+        """
+        if self.is_open:
+            raise StateError("an exchange is already open")
+        self.result = None
+        if self._stale:
+            self.layout = self._relayout()
+        self._scale = scale
+        self.inbox.open(self.layout)
+        self._position = (0, 0)
+        self._running = self._run()
+
+    def poll(self) -> Waiting:
+        """Do what can be done without blocking; say what is missing."""
+        if self._running is None:
+            return Waiting.NOTHING
+        try:
+            return next(self._running)
+        except StopIteration:
+            self._running = None
+            return Waiting.NOTHING
+
+    def commit(self) -> bool:
+        """Accept the finished step: residuals take their new values, unless a value was not finite.
+
+        Returns whether it was accepted; the answer is the same on all ranks.
+        """
+        if self.is_open or self.result is None:
+            raise StateError("there is no finished exchange to commit")
+        result, self.result = self.result, None
+        if result.finite:
+            self.residuals.commit(result.present)
+        else:
+            self.statistics.skipped_steps += 1
+        return result.finite
+
+    def discard(self) -> None:
+        """Forget the finished step; the state stays what it was before."""
+        if self.is_open:
+            raise StateError("the exchange is still under way")
+        self.result = None
+
+    def propose(self, plan: Plan) -> None:
+        """Vote for the next plan; it takes over at the step after the one in which all ranks hold it."""
+        plan.check_covers(self.layers)
+        if plan.version != self.plan.version + 1:
+            raise ConfigError(f"the next plan must have version {self.plan.version + 1}, not {plan.version}")
+        self._next_plan = plan
+
+    def restore(
+        self, step: int, order: Sequence[int], plan: Plan, cold: frozenset[int], sparse: frozenset[int]
+    ) -> None:
+        """Go on from a checkpoint; the residuals are written by the caller afterwards."""
+        if self.is_open:
+            raise StateError("an exchange is open")
+        plan.check_covers(self.layers)
+        self.step, self.order, self.plan = step, list(order), plan
+        self.cold, self.sparse = cold, sparse
+        self.result = None
+        self.layout = self._relayout()
+
+    # -- the step, inside ---------------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[Waiting, None, None]:
+        """Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share."""
+        count = len(self.layers)
+        votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
+        flights: list[_Flight] = []  # newest first
+        ready = 1 if self._next_plan is not None else 0
+        opened = perf_counter()
+        while not self.config.overlap and not self.inbox.flushed:
+            yield Waiting.LAYERS
+        for program in self._programs:
+            while not self.inbox.ready(program.bucket.number):
+                yield Waiting.LAYERS
+            number = program.bucket.number
+            self.trace.add("ready", self.step, number, opened, perf_counter())
+            ballot = Ballot(len(program.bucket.layers))
+            votes.append((program.bucket.layers, ballot))
+            started = _Flight(number, self._start(program, ballot, ready))
+            self._issue(started)
+            yield from self._advance(flights)
+            flights.insert(0, started)
+            while flights and not self.config.overlap:
+                yield from self._advance(flights)
+        while flights:
+            yield from self._advance(flights)
+
+        states = np.zeros(count, dtype=np.uint8)
+        for layers, ballot in votes:
+            states[layers] |= ballot.states
+        all_ready = votes[0][1].ready if votes else 0
+        yield from self._finish(states, all_ready == self.transport.size)
+
+    def _start(
+        self, program: BucketProgram, ballot: Ballot, ready: int
+    ) -> Generator[list[Operation], None, None]:
+        draw = Draw(self.config.seed, self.step & 0xFFFFFFFF, self.transport.rank)
+        stamp = Stamp(self._check, self.step, program.bucket.number)
+        memory = StepMemory(
+            program.bucket,
+            self.step,
+            ballot,
+            self.inbox,
+            self.residuals,
+            self._allocate,
+            self.trace,
+            self.statistics,
+        )
+        states = self.inbox.states[program.bucket.layers]
+        world = self.transport.size
+        call = Call(stamp, draw, states, ready, world, 1.0 / self._scale, self._scale)
+        context = Context(draw, world, call.scale, call.unscale)
+        return program.run(call, context, memory, ballot)
+
+    def _issue(self, flight: _Flight) -> bool:
+        """Go on to the flight's next round; False if it has landed."""
+        try:
+            operations = next(flight.program)
+        except StopIteration:
+            return False
+        flight.issued = perf_counter()
+        flight.handles = [operation.issue(self.transport) for operation in operations]
+        return True
+
+    def _advance(self, flights: list[_Flight]) -> Generator[Waiting, None, None]:
+        """One round of every flight, the newest first; landed flights leave the list."""
+        for flight in list(flights):
+            for handle in flight.handles:
+                while not handle.poll():
+                    self._position = (flight.number, len(flights) - flights.index(flight) - 1)
+                    yield Waiting.WIRE
+            now = perf_counter()
+            self.trace.add("wire", self.step, flight.number, flight.issued, now)
+            self.statistics.wire_seconds += now - flight.issued
+            if not self._issue(flight):
+                flights.remove(flight)
+
+    def _collective(self, operation: Operation) -> Generator[Waiting, None, None]:
+        handle = operation.issue(self.transport)
+        while not handle.poll():
+            yield Waiting.WIRE
+
+    def _finish(self, states: npt.NDArray[np.uint8], all_ready: bool) -> Generator[Waiting, None, None]:
+        """Draw the conclusions that every rank draws from the same votes."""
+        present = (states & PRESENT) != 0
+        sparse = (states & SPARSE) != 0
+        nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
+        if self.step == 0 and self.config.reorder:
+            yield from self._agree_on_order()
+        self._mark_cold(present)
+        newly_sparse = frozenset(np.flatnonzero(sparse).tolist()) - self.sparse
+        if newly_sparse:
+            self.sparse |= newly_sparse
+            self._stale = True
+        if all_ready and self._next_plan is not None:
+            self.plan, self._next_plan = self._next_plan, None
+            self._stale = True
+        self.statistics.steps += 1
+        self.statistics.wire_bytes = self.transport.bytes_sent
+        self.statistics.dense_bytes += self._dense_bytes
+        every = self.config.statistics_every_steps
+        if every and (self.step + 1) % every == 0:
+            vector = self.statistics.vector()
+            yield from self._collective(AllReduce(vector))
+            self.reduced_statistics = Statistics.mean(vector, self.transport.size)
+        self.inbox.release()
+        self.result = StepResult(self.step, present, sparse, nonfinite)
+        self.step += 1
+
+    def _agree_on_order(self) -> Generator[Waiting, None, None]:
+        """Everyone takes the order in which rank 0's gradients arrived; what did not arrive keeps its place behind."""
+        count = len(self.layers)
+        order = np.zeros(count, dtype="<i4")
+        if self.transport.rank == 0:
+            arrived = self.inbox.arrivals
+            rest = sorted(set(range(count)) - set(arrived))
+            order[:] = arrived + rest
+        counts = [order.nbytes] + [0] * (self.transport.size - 1)
+        yield from self._collective(AllGather(order.view(np.uint8), counts))
+        if not np.array_equal(np.sort(order), np.arange(count)):
+            raise WireFormatError("rank 0 sent an order that is not a permutation of the layers")
+        if order.tolist() != self.order:
+            self.order = order.tolist()
+            self._stale = True
+
+    def _mark_cold(self, present: Mask) -> None:
+        """Layers absent everywhere move behind the others, so that they hold nobody up; present ones come back."""
+        streak = self._streak
+        streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)
+        limit = self.config.cold_after_steps
+        cold = {i for i in self.cold if streak[i] < limit} | set(np.flatnonzero(streak <= -limit).tolist())
+        if cold != self.cold:
+            self.cold = frozenset(cold)
+            self._stale = True
+
+    # -- layout -------------------------------------------------------------------------------------------------
+
+    def _relayout(self) -> Layout:
+        """Buckets and their programs for the current plan, order, cold and sparse layers; state moves along."""
+        order = [i for i in self.order if i not in self.sparse]
+        layout = build_layout(self.layers, self.plan, order, self.cold, self.config.slice_elements)
+        rank, world = self.transport.rank, self.transport.size
+        digest = self.plan.digest(self.layers)
+        self._check = zlib.crc32(digest + np.array(order, dtype="<i4").tobytes())
+        context = Context(Draw(self.config.seed, 0, rank), world)
+        self._programs = [BucketProgram(bucket, rank, world, context) for bucket in layout.buckets]
+        sizes = [0] * len(self.layers)
+        for bucket in layout.buckets:
+            for group in bucket.groups:
+                for layer in group.layers.tolist() if group.feedback else ():
+                    sizes[layer] = self.layers[layer].size
+        self.residuals.grow(sizes)
+        ranges: list[Range] = []
+        for program in self._programs:
+            if program.reduction is not None:
+                first = len(ranges)
+                ranges += program.reduction.ranges
+                program.reduction.assign(range(first, len(ranges)))
+        self.residuals.own(ranges, world)
+        dense = sum(self.layers[i].nbytes for i in order)
+        self._dense_bytes = 2 * dense * (world - 1) // world
+        self._stale = False
+        return layout

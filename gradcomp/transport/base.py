@@ -1,0 +1,121 @@
+"""The second vocabulary: what a reduction may ask of a transport."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def poll(self) -> bool:
+        """True once the collective is complete here; raises TransportError if it failed. Never blocks."""
+        ...
+
+
+class Transport(ABC):
+    """Non-blocking collectives over one communicator that belongs to one exchanger.
+
+    All ranks issue the same collectives in the same order. Arrays are one-dimensional and contiguous and stay
+    untouched by the caller until the handle is complete. ``bytes_sent`` counts the payload bytes that this rank sent to
+    other ranks.
+    """
+
+    rank: int
+    size: int
+    bytes_sent: int = 0
+
+    @abstractmethod
+    def allreduce(self, array: npt.NDArray[Any]) -> Handle:
+        """Sum ``array`` (float32 or float64) over ranks, in place; bit-identical on all ranks.
+
+        Wire: 2 d (N-1)/N bytes per rank for an array of d bytes.
+        """
+
+    @abstractmethod
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> Handle:
+        """Send ``send_counts[j]`` bytes, consecutive in ``send``, to rank j; receive likewise.
+
+        Wire: the sum of the send counts, without the own one.
+        """
+
+    @abstractmethod
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
+        """Fill ``buffer`` with every rank's part; part i has ``counts[i]`` bytes and lies behind the parts before it.
+
+        The caller has written its own part. Wire: (N-1) times the own part.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the communicator. Collective where the engine needs it; idempotent."""
+
+    def allgather_bytes(self, payload: bytes) -> list[bytes]:
+        """Blocking helper for construction and checkpoints: every rank's bytes, of any length, in rank order."""
+        sizes = np.zeros(self.size, dtype=np.int64)
+        sizes[self.rank] = len(payload)
+        wait(self.allgatherv(sizes.view(np.uint8), [8] * self.size))
+        buffer = np.zeros(int(sizes.sum()), dtype=np.uint8)
+        bounds = np.concatenate(([0], np.cumsum(sizes)))
+        buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
+        wait(self.allgatherv(buffer, sizes.tolist()))
+        return [buffer[bounds[i] : bounds[i + 1]].tobytes() for i in range(self.size)]
+
+
+def wait(handle: Handle) -> None:
+    """Poll until complete. For construction and checkpoints only; the engine has its own, watched loop."""
+    pause = 20e-6
+    while not handle.poll():
+        time.sleep(pause)
+        pause = min(2 * pause, 2e-3)
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce:
+    """Request for :meth:`Transport.allreduce`."""
+
+    array: npt.NDArray[Any]
+
+    def issue(self, transport: Transport) -> Handle:
+        """Start it."""
+        return transport.allreduce(self.array)
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Request for :meth:`Transport.alltoallv`."""
+
+    send: Bytes
+    send_counts: Sequence[int]
+    recv: Bytes
+    recv_counts: Sequence[int]
+
+    def issue(self, transport: Transport) -> Handle:
+        """Start it."""
+        return transport.alltoallv(self.send, self.send_counts, self.recv, self.recv_counts)
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """Request for :meth:`Transport.allgatherv`."""
+
+    buffer: Bytes
+    counts: Sequence[int]
+
+    def issue(self, transport: Transport) -> Handle:
+        """Start it."""
+        return transport.allgatherv(self.buffer, self.counts)
+
+
+Operation = AllReduce | AllToAll | AllGather

@@ -1,0 +1,157 @@
+"""N ranks inside one process, without sockets: tests and simulations.
+
+A collective completes on every rank once all ranks have issued it. ``World`` can be told to delay completions, to cut a
+message short or to lose a rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.errors import TransportError
+from gradcomp.transport.base import Bytes, Transport
+
+#: Called with (rank, collective number, polls so far): True holds the completion back.
+Delay = Callable[[int, int, int], bool]
+#: Called with (source, destination, message): returns what arrives.
+Tamper = Callable[[int, int, Bytes], Bytes]
+
+
+@dataclass(eq=False)
+class _Call:
+    kind: str
+    arguments: tuple[Any, ...]
+
+
+class World:
+    """The meeting place of N in-process ranks."""
+
+    def __init__(self, size: int, delay: Delay | None = None, tamper: Tamper | None = None) -> None:
+        self.size = size
+        self.delay = delay
+        self.tamper = tamper
+        self.dead: set[int] = set()
+        self._lock = threading.Lock()  # ranks may also be threads
+        self._calls: dict[int, dict[int, _Call]] = {}
+        self._finished: set[int] = set()
+
+    def transports(self) -> list[InProcessTransport]:
+        """One transport per rank."""
+        return [InProcessTransport(self, rank) for rank in range(self.size)]
+
+    def kill(self, rank: int) -> None:
+        """From now on every collective that ``rank`` has not joined fails on the others."""
+        self.dead.add(rank)
+
+    def join(self, number: int, rank: int, call: _Call) -> None:
+        """Register ``rank``'s part of collective ``number`` and carry it out when it is the last one."""
+        with self._lock:
+            calls = self._calls.setdefault(number, {})
+            calls[rank] = call
+            if len(calls) < self.size:
+                return
+            kinds = {c.kind for c in calls.values()}
+            if len(kinds) != 1:
+                raise TransportError(f"collective {number}: ranks issued {sorted(kinds)}")
+            getattr(self, "_" + kinds.pop())([calls[r].arguments for r in range(self.size)])
+            self._finished.add(number)
+            del self._calls[number]
+
+    def complete(self, number: int) -> bool:
+        """Whether collective ``number`` was carried out; TransportError if it never will be."""
+        if number in self._finished:
+            return True
+        missing = self.dead - self._calls.get(number, {}).keys()
+        if missing:
+            raise TransportError(f"rank {min(missing)} left before collective {number}")
+        return False
+
+    def _deliver(self, source: int, destination: int, target: Bytes, message: Bytes) -> None:
+        if self.tamper is not None:
+            message = self.tamper(source, destination, message.copy())
+        if len(target) < len(message):
+            raise TransportError(
+                f"rank {source} sent {len(message)} bytes, rank {destination} expects {len(target)}"
+            )
+        target[: len(message)] = message
+
+    def _allreduce(self, arguments: list[tuple[npt.NDArray[Any]]]) -> None:
+        total = arguments[0][0].copy()
+        for (array,) in arguments[1:]:
+            total += array
+        for (array,) in arguments:
+            array[:] = total
+
+    def _alltoallv(self, arguments: list[tuple[Bytes, Sequence[int], Bytes, Sequence[int]]]) -> None:
+        for source, (send, send_counts, _, _) in enumerate(arguments):
+            send_bounds = np.concatenate(([0], np.cumsum(send_counts)))
+            for destination, (_, _, recv, recv_counts) in enumerate(arguments):
+                at = int(sum(recv_counts[:source]))
+                self._deliver(
+                    source,
+                    destination,
+                    recv[at : at + recv_counts[source]],
+                    send[send_bounds[destination] : send_bounds[destination + 1]],
+                )
+
+    def _allgatherv(self, arguments: list[tuple[Bytes, Sequence[int]]]) -> None:
+        bounds = np.concatenate(([0], np.cumsum(arguments[0][1])))
+        for source, (buffer, _) in enumerate(arguments):
+            part = buffer[bounds[source] : bounds[source + 1]]
+            for destination, (target, _) in enumerate(arguments):
+                if destination != source:
+                    self._deliver(source, destination, target[bounds[source] : bounds[source + 1]], part)
+
+
+@dataclass(eq=False)
+class _Handle:
+    world: World
+    rank: int
+    number: int
+    polls: int = 0
+
+    def poll(self) -> bool:
+        self.polls += 1
+        if self.world.delay is not None and self.world.delay(self.rank, self.number, self.polls):
+            return False
+        return self.world.complete(self.number)
+
+
+class InProcessTransport(Transport):
+    """One rank of a :class:`World`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.size = world.size
+        self.bytes_sent = 0
+        self._number = 0
+
+    def _join(self, kind: str, *arguments: Any) -> _Handle:
+        number = self._number
+        self._number += 1
+        self.world.join(number, self.rank, _Call(kind, arguments))
+        return _Handle(self.world, self.rank, number)
+
+    def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
+        self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
+        return self._join("allreduce", array)
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> _Handle:
+        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
+        return self._join("alltoallv", send, send_counts, recv, recv_counts)
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
+        self.bytes_sent += (self.size - 1) * counts[self.rank]
+        return self._join("allgatherv", buffer, counts)
+
+    def close(self) -> None:
+        """Nothing to release."""
