@@ -83,9 +83,10 @@ def encode(
     sizes = wire_bytes_table(codec, table)
     for i, segment in enumerate(table):
         number = _number_type(codec)
-        contribution = number(scale) * _gradient(segment, number)
-        if segment["residual"]:
-            contribution = contribution + number(decay) * _residual(segment).astype(number)
+        with np.errstate(all="ignore"):
+            contribution = number(scale) * _gradient(segment, number)
+            if segment["residual"]:
+                contribution = contribution + number(decay) * _residual(segment).astype(number)
         draws = _draws(segment, codec, stochastic, seed, step, rank)
         target = payload[segment["payload"] : segment["payload"] + sizes[i]]
         flags[i] |= _encode_segment(codec, segment, contribution, draws, target)
@@ -501,8 +502,7 @@ def _view(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def _gradient(segment: np.void, number: Any) -> npt.NDArray[Any]:
     if not segment["gradient"]:
         return np.zeros(int(segment["length"]), number)
-    with np.errstate(all="ignore"):
-        return _view(segment["gradient"], segment["length"], DTYPES[segment["dtype"]]).astype(number)
+    return _view(segment["gradient"], segment["length"], DTYPES[segment["dtype"]]).astype(number)
 
 
 def _residual(segment: np.void) -> Floats:

@@ -1,0 +1,169 @@
+// The boundary to Python: types in the signatures, every bound checked, the GIL released.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <cfenv>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Bytes = nb::ndarray<std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::int64_t size(const ConstBytes& bytes) {
+    return static_cast<std::int64_t>(bytes.size());
+}
+std::int64_t size(const Bytes& bytes) {
+    return static_cast<std::int64_t>(bytes.size());
+}
+
+gradcomp::SegmentTable view_table(const ConstBytes& rows) {
+    if (rows.size() % sizeof(gradcomp::Segment) != 0)
+        throw std::invalid_argument("the table does not consist of whole rows");
+    return {rows.data(), size(rows) / std::int64_t{sizeof(gradcomp::Segment)}};
+}
+
+void check_per_segment(const char* name, const Bytes& bytes, const gradcomp::SegmentTable& table) {
+    if (size(bytes) != table.size())
+        throw std::invalid_argument(std::string(name) + " has " + std::to_string(bytes.size()) +
+                                    " items for " + std::to_string(table.size()) + " segments");
+}
+
+void check_segments(gradcomp::Codec codec, const gradcomp::SegmentTable& table, std::int64_t payload_size) {
+    for (std::int64_t row = 0; row < table.size(); ++row)
+        gradcomp::check_segment(codec, row, table[row], payload_size);
+}
+
+void check_outputs(gradcomp::Codec codec, const gradcomp::SegmentTable& table, std::int64_t payload_size) {
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        if (table[row].output != 0) gradcomp::check_segment(codec, row, table[row], payload_size);
+    }
+}
+
+// Round to nearest, keep subnormal numbers: the calling thread may have chosen otherwise.
+class DefaultFloatEnvironment {
+  public:
+    DefaultFloatEnvironment() {
+        std::fegetenv(&callers_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloatEnvironment() { std::fesetenv(&callers_); }
+    DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+    DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+  private:
+    std::fenv_t callers_;
+};
+
+template <class Call>
+void run(void (*kernel)(const Call&), const Call& call) {
+    const nb::gil_scoped_release released;
+    const DefaultFloatEnvironment environment;
+    kernel(call);
+}
+
+void encode(int codec_number, const ConstBytes& rows, const Bytes& payload, const Bytes& flags,
+            bool stochastic, std::uint64_t seed, std::uint32_t step, std::uint32_t rank, double scale,
+            double decay) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_per_segment("flags", flags, table);
+    check_segments(codec, table, size(payload));
+    run(gradcomp::active_kernels().encode,
+        gradcomp::EncodeCall{
+            codec, table, payload.data(), flags.data(), {stochastic, seed, step, rank}, scale, decay});
+}
+
+void decode(int codec_number, const ConstBytes& rows, const ConstBytes& payload, const Bytes& flags,
+            double divisor, double scale) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_per_segment("flags", flags, table);
+    check_outputs(codec, table, size(payload));
+    run(gradcomp::active_kernels().decode,
+        gradcomp::DecodeCall{codec, table, payload.data(), flags.data(), divisor, scale});
+}
+
+void decode_add(int codec_number, const ConstBytes& rows, const ConstBytes& payload, double scale) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_outputs(codec, table, size(payload));
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        if (table[row].output != 0 && table[row].dtype != gradcomp::Dtype::float32)
+            throw std::invalid_argument("decode_add adds to float32 outputs only");
+    }
+    run(gradcomp::active_kernels().decode_add, gradcomp::DecodeAddCall{codec, table, payload.data(), scale});
+}
+
+void reduce(int codec_number, const ConstBytes& rows, const std::vector<ConstBytes>& payloads,
+            const Bytes& out, const Bytes& flags, bool stochastic, std::uint64_t seed, std::uint32_t step,
+            double divisor, double decay) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_per_segment("flags", flags, table);
+    check_segments(codec, table, size(out));
+    if (payloads.empty()) throw std::invalid_argument("reduce needs at least one payload");
+    std::vector<const std::uint8_t*> sources;
+    for (const ConstBytes& payload : payloads) {
+        check_segments(codec, table, size(payload));
+        if (payload.data() < out.data() + out.size() && out.data() < payload.data() + payload.size())
+            throw std::invalid_argument("out overlaps a payload");
+        sources.push_back(payload.data());
+    }
+    run(gradcomp::active_kernels().reduce,
+        gradcomp::ReduceCall{codec,
+                             table,
+                             sources,
+                             out.data(),
+                             flags.data(),
+                             {stochastic, seed, step, gradcomp::owner_rank},
+                             divisor,
+                             decay});
+}
+
+void nonzero(const ConstBytes& rows, const Bytes& out) {
+    const auto table = view_table(rows);
+    check_per_segment("out", out, table);
+    for (std::int64_t row = 0; row < table.size(); ++row) gradcomp::check_elements(row, table[row]);
+    const nb::gil_scoped_release released;
+    for (std::int64_t row = 0; row < table.size(); ++row) out.data()[row] = gradcomp::any_nonzero(table[row]);
+}
+
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const gradcomp::Kernels& kernels : gradcomp::available_kernels()) names.emplace_back(kernels.isa);
+    return names;
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    // noconvert: an array of another type is refused, not copied.
+    const auto array = [](const char* name) { return nb::arg(name).noconvert(); };
+
+    module.def("encode", &encode, "codec"_a, array("table"), array("payload"), array("flags"), nb::kw_only(),
+               "stochastic"_a, "seed"_a, "step"_a, "rank"_a, "scale"_a, "decay"_a);
+    module.def("decode", &decode, "codec"_a, array("table"), array("payload"), array("flags"), nb::kw_only(),
+               "divisor"_a, "scale"_a);
+    module.def("decode_add", &decode_add, "codec"_a, array("table"), array("payload"), nb::kw_only(),
+               "scale"_a);
+    module.def("reduce", &reduce, "codec"_a, array("table"), array("payloads"), array("out"), array("flags"),
+               nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a);
+    module.def("nonzero", &nonzero, array("table"), array("out"));
+
+    module.def("isa", [] { return gradcomp::active_kernels().isa; });
+    module.def("set_isa", &gradcomp::select_kernels, "name"_a);
+    module.def("available_isas", &available_isas);
+}

@@ -1,0 +1,340 @@
+// The codecs of float32, each as the arithmetic of one bucket. All have this shape:
+//
+//   Code                    how a code is stored before packing
+//   record_bytes            of a bucket's scale record; 0: no record, and buckets mean nothing
+//   Range                   what one pass over a bucket's contributions finds out; padding() does not disturb
+//   it Codec(range, bits)      to encode; representable() says whether all is finite, write() writes the
+//   record Codec(record, bits)     to decode code<stochastic>(c, u)  the code of c; u in [0, 1) rounds it
+//   value(code)             what a decoder makes of it
+//   bounded, bounds         whether, and which, two values enclose those of all codes, hostile records
+//   included
+#pragma once
+
+#include <cstring>
+
+#include "simd.hpp"
+
+namespace gradcomp::GRADCOMP_BODY {
+
+inline std::int32_t bits_of(float x) {
+    return __builtin_bit_cast(std::int32_t, x);
+}
+inline float float_of(std::int32_t bits) {
+    return __builtin_bit_cast(float, bits);
+}
+inline bool is_finite(float x) {
+    return (bits_of(x) & 0x7FFFFFFF) < float32_overflow;
+}
+
+inline float read_float(const std::uint8_t* p) {
+    float x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline void write_float(std::uint8_t* p, float x) {
+    std::memcpy(p, &x, sizeof x);
+}
+
+// Codes of t >= 0: rounded to nearest even, or to floor(t + u); at most `limit`.
+template <bool stochastic>
+inline I32 round_code(F32 t, F32 u, F32 limit) {
+    // limit is a whole number, so that clamping first gives the same code.
+    if constexpr (stochastic) return truncate(min(t + u, limit));
+    return round_to_even(min(t, limit));
+}
+
+class MinMax {
+  public:
+    using Code = std::uint8_t;
+    static constexpr std::int64_t record_bytes = 8;
+    static constexpr bool bounded = true;
+
+    class Range {
+      public:
+        static float padding(const float* c) { return c[0]; }
+        void add(F32 c) {
+            low_ = min(low_, c);
+            high_ = max(high_, c);
+            largest_ = GRADCOMP_BODY::max(largest_, magnitude_bits(c));
+        }
+        // The sum turns -0 into +0, whichever of the two a minimum picked.
+        float low() const { return reduce_min(low_) + 0.0f; }
+        float high() const { return reduce_max(high_) + 0.0f; }
+        // Minima and maxima lose a NaN.
+        bool finite() const { return reduce_max(largest_) < float32_overflow; }
+
+      private:
+        F32 low_ = splat(__builtin_inff());
+        F32 high_ = splat(-__builtin_inff());
+        I32 largest_ = splat(0);
+    };
+
+    MinMax(const Range& range, int bits) : levels_(levels(bits)) {
+        const float low = range.low();
+        const float span = range.high() - low;
+        float unit = span / levels(bits);
+        float inverse = levels(bits) / span;
+        if (!is_finite(inverse)) unit = inverse = 0.0f;
+        set(low, unit, bits);
+        inverse_ = splat(inverse);
+        representable_ = range.finite() && is_finite(unit);
+    }
+
+    MinMax(const std::uint8_t* record, int bits) : levels_(levels(bits)) {
+        set(read_float(record), read_float(record + 4), bits);
+    }
+
+    bool representable() const { return representable_; }
+
+    void write(std::uint8_t* record) const {
+        write_float(record, bounds[0]);
+        write_float(record + 4, unit_scalar_);
+    }
+
+    template <bool stochastic>
+    I32 code(F32 c, F32 u) const {
+        return round_code<stochastic>((c - low_) * inverse_, u, splat(levels_));
+    }
+
+    F32 value(I32 code) const { return low_ + to_float(code) * unit_; }
+
+    float bounds[2];
+
+  private:
+    static float levels(int bits) { return static_cast<float>((1 << bits) - 1); }
+
+    void set(float low, float unit, int bits) {
+        low_ = splat(low);
+        unit_ = splat(unit);
+        unit_scalar_ = unit;
+        bounds[0] = low;
+        bounds[1] = low + levels(bits) * unit;
+    }
+
+    float levels_;
+    float unit_scalar_;
+    F32 low_, unit_, inverse_;
+    bool representable_;
+};
+
+class L2Norm {
+  public:
+    static float padding(const float*) { return 0.0f; }
+    void add(F32 c) { sums_.add(c); }
+    float norm() const {
+        double lane[16];
+        sums_.store(lane);
+        for (int width = 8; width > 0; width /= 2) {
+            for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
+        }
+        return static_cast<float>(__builtin_sqrt(lane[0]));
+    }
+
+  private:
+    SquareSums sums_;
+};
+
+class LInfNorm {
+  public:
+    static float padding(const float*) { return 0.0f; }
+    void add(F32 c) { largest_ = max(largest_, magnitude_bits(c)); }
+    float norm() const { return float_of(reduce_max(largest_)); }
+
+  private:
+    I32 largest_ = splat(0);
+};
+
+// A norm and the steps that it is divided into. A norm too small to be divided by counts as zero.
+struct NormScale {
+    float norm;
+    float inverse;
+
+    NormScale(float measured, float steps) : norm(measured), inverse(steps / measured) {
+        if (!is_finite(inverse) && norm == norm) norm = inverse = 0.0f;
+    }
+};
+
+// Sign and magnitude, for two bits or more: a magnitude of steps of norm / (2**(bits-1) - 1).
+template <class Norm>
+class SignMagnitude {
+  public:
+    using Code = std::uint8_t;
+    using Range = Norm;
+    static constexpr std::int64_t record_bytes = 4;
+    static constexpr bool bounded = true;
+
+    SignMagnitude(const Range& range, int bits) {
+        const NormScale scale(range.norm(), steps(bits));
+        set(scale.norm, bits);
+        inverse_ = splat(scale.inverse);
+    }
+
+    SignMagnitude(const std::uint8_t* record, int bits) { set(read_float(record), bits); }
+
+    bool representable() const { return is_finite(norm_); }
+
+    void write(std::uint8_t* record) const { write_float(record, norm_); }
+
+    template <bool stochastic>
+    I32 code(F32 c, F32 u) const {
+        const I32 magnitude = round_code<stochastic>(absolute(c) * inverse_, u, splat(steps(bits_)));
+        // Zero has no sign.
+        const I32 negative = as_int(c) & (splat(0) - magnitude) & splat(sign_bit);
+        return magnitude | shift_right(negative, 32 - bits_);
+    }
+
+    F32 value(I32 code) const {
+        const I32 negative = shift_left(shift_right(code, bits_ - 1), 31);
+        const I32 magnitude = code & splat((1 << (bits_ - 1)) - 1);
+        return as_float(as_int(to_float(magnitude) * unit_) ^ negative);
+    }
+
+    float bounds[2];
+
+  private:
+    static constexpr std::int32_t sign_bit = INT32_MIN;
+
+    static float steps(int bits) { return static_cast<float>((1 << (bits - 1)) - 1); }
+
+    void set(float norm, int bits) {
+        const float unit = norm / steps(bits);
+        bits_ = bits;
+        norm_ = norm;
+        unit_ = splat(unit);
+        bounds[0] = bounds[1] = steps(bits) * unit;
+    }
+
+    int bits_;
+    float norm_;
+    F32 unit_, inverse_;
+};
+
+// One bit: plus or minus the norm. Stochastic rounding keeps the mean.
+template <class Norm>
+class PureSign {
+  public:
+    using Code = std::uint8_t;
+    using Range = Norm;
+    static constexpr std::int64_t record_bytes = 4;
+    static constexpr bool bounded = true;
+
+    PureSign(const Range& range, int) {
+        const NormScale scale(range.norm(), 1.0f);
+        set(scale.norm);
+        inverse_ = splat(scale.inverse);
+    }
+
+    PureSign(const std::uint8_t* record, int) { set(read_float(record)); }
+
+    bool representable() const { return is_finite(bounds[0]); }
+
+    void write(std::uint8_t* record) const { write_float(record, bounds[0]); }
+
+    template <bool stochastic>
+    I32 code(F32 c, F32 u) const {
+        if constexpr (stochastic) {
+            const F32 positive_probability = (c * inverse_ + splat(1.0f)) * splat(0.5f);
+            return splat(1) + less(u, positive_probability);
+        }
+        return less(c, splat(0.0f)) & splat(1);
+    }
+
+    F32 value(I32 code) const { return as_float(as_int(norm_) ^ shift_left(code, 31)); }
+
+    float bounds[2];
+
+  private:
+    void set(float norm) {
+        norm_ = splat(norm);
+        bounds[0] = bounds[1] = norm;
+    }
+
+    F32 norm_, inverse_;
+};
+
+// Half precision after scaling by a power of two, which puts the largest magnitude below 2**15.
+class ScaledHalf {
+  public:
+    using Code = std::uint16_t;
+    using Range = LInfNorm;
+    static constexpr std::int64_t record_bytes = 4;
+    static constexpr bool bounded = false;
+
+    ScaledHalf(const Range& range, int) : representable_(is_finite(range.norm())) {
+        const std::int32_t largest = bits_of(range.norm());
+        const std::int32_t exponent = (largest >> 23) - 127 - 14;
+        // Both the factor and its inverse stay normal numbers.
+        const std::int32_t e = largest == 0 ? 0 : exponent < -126 ? -126 : exponent;
+        factor_ = splat(float_of((127 + e) << 23));
+        inverse_ = splat(float_of((127 - e) << 23));
+        factor_scalar_ = float_of((127 + e) << 23);
+    }
+
+    ScaledHalf(const std::uint8_t* record, int) : factor_(splat(read_float(record))) {}
+
+    bool representable() const { return representable_; }
+
+    void write(std::uint8_t* record) const { write_float(record, factor_scalar_); }
+
+    template <bool stochastic>
+    I32 code(F32 c, F32) const {
+        return to_half(c * inverse_);
+    }
+
+    F32 value(I32 code) const { return from_half(code) * factor_; }
+
+  private:
+    F32 factor_, inverse_;
+    float factor_scalar_;
+    bool representable_;
+};
+
+class Bfloat16 {
+  public:
+    using Code = std::uint16_t;
+    using Range = LInfNorm;
+    static constexpr std::int64_t record_bytes = 0;
+    static constexpr bool bounded = false;
+
+    Bfloat16(const Range& range, int) : representable_(bits_of(range.norm()) < bfloat16_overflow) {}
+    Bfloat16(const std::uint8_t*, int) {}
+
+    bool representable() const { return representable_; }
+    void write(std::uint8_t*) const {}
+
+    template <bool stochastic>
+    I32 code(F32 c, F32) const {
+        return to_bfloat16(c);
+    }
+
+    F32 value(I32 code) const { return from_bfloat16(code); }
+
+  private:
+    bool representable_;
+};
+
+class Float32 {
+  public:
+    using Code = std::uint32_t;
+    using Range = LInfNorm;
+    static constexpr std::int64_t record_bytes = 0;
+    static constexpr bool bounded = false;
+
+    Float32(const Range& range, int) : representable_(is_finite(range.norm())) {}
+    Float32(const std::uint8_t*, int) {}
+
+    bool representable() const { return representable_; }
+    void write(std::uint8_t*) const {}
+
+    template <bool stochastic>
+    I32 code(F32 c, F32) const {
+        return as_int(c);
+    }
+
+    F32 value(I32 code) const { return as_float(code); }
+
+  private:
+    bool representable_;
+};
+
+}  // namespace gradcomp::GRADCOMP_BODY

@@ -1,0 +1,151 @@
+// The kernels of one instruction set; compiled once for each, see CMakeLists.txt.
+
+#include "../kernels.hpp"
+
+#include "decode.hpp"
+#include "encode.hpp"
+#include "fp64.hpp"
+#include "sources.hpp"
+
+#define GRADCOMP_STRING(name) #name
+#define GRADCOMP_NAME_OF(name) GRADCOMP_STRING(name)
+
+namespace gradcomp::GRADCOMP_BODY {
+
+namespace {
+
+// Call f<Class>() with the class of a codec at a level; FP64 has none.
+template <class Function>
+bool with_codec(Codec codec, int bits, Function f) {
+    switch (codec) {
+        case Codec::minmax:
+            return f.template operator()<MinMax>();
+        case Codec::l2:
+            return bits == 1 ? f.template operator()<PureSign<L2Norm>>()
+                             : f.template operator()<SignMagnitude<L2Norm>>();
+        case Codec::linf:
+            return bits == 1 ? f.template operator()<PureSign<LInfNorm>>()
+                             : f.template operator()<SignMagnitude<LInfNorm>>();
+        case Codec::fp16:
+            return f.template operator()<ScaledHalf>();
+        case Codec::bf16:
+            return f.template operator()<Bfloat16>();
+        default:
+            return f.template operator()<Float32>();
+    }
+}
+
+template <class Class>
+bool encode_from(const Segment& segment, const Source& source, const Rounding& rounding,
+                 std::int64_t scale_bytes, std::uint8_t* payload) {
+    const EncodeJob job{
+        segment, source, rounding, payload, payload + scale_bytes, segment.length >= streaming_length};
+    // Only bounded codecs, the quantising ones, draw.
+    if constexpr (Class::bounded) {
+        if (rounding.stochastic) return encode_segment<Class, true>(job);
+    }
+    return encode_segment<Class, false>(job);
+}
+
+// What an encoder leaves behind for a segment that is not finite.
+void discard(Codec codec, const Segment& segment, std::uint8_t* payload, std::uint8_t& flag) {
+    std::memset(payload, 0, static_cast<std::size_t>(wire_bytes(codec, segment)));
+    flag |= 1;
+}
+
+void encode(const EncodeCall& call) {
+    for (std::int64_t row = 0; row < call.table.size(); ++row) {
+        const Segment segment = call.table[row];
+        std::uint8_t* const payload = call.payload + segment.payload;
+        bool finite;
+        if (call.codec == Codec::fp64) {
+            finite = encode_fp64(segment, call.scale, call.decay, payload);
+        } else {
+            const Gradient source(segment, static_cast<float>(call.scale), static_cast<float>(call.decay));
+            finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
+                return encode_from<Class>(segment, source, call.rounding, scale_bytes(call.codec, segment),
+                                          payload);
+            });
+        }
+        if (!finite) discard(call.codec, segment, payload, call.flags[row]);
+    }
+    stream_fence();
+}
+
+void reduce(const ReduceCall& call) {
+    for (std::int64_t row = 0; row < call.table.size(); ++row) {
+        const Segment segment = call.table[row];
+        std::uint8_t* const out = call.out + segment.payload;
+        bool finite;
+        if (call.codec == Codec::fp64) {
+            finite = reduce_fp64(segment, call.payloads, call.divisor, call.decay, out);
+        } else {
+            finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
+                const std::int64_t scales = scale_bytes(call.codec, segment);
+                const Mean<Class> source(segment, call.payloads, scales, static_cast<float>(call.divisor),
+                                         static_cast<float>(call.decay));
+                return encode_from<Class>(segment, source, call.rounding, scales, out);
+            });
+        }
+        if (!finite) discard(call.codec, segment, out, call.flags[row]);
+    }
+    stream_fence();
+}
+
+void fill_with_nan(const Segment& segment) {
+    const auto fill = [&]<class Element>(Element nan) {
+        auto* const out = reinterpret_cast<std::uint8_t*>(segment.output);
+        for (std::int64_t i = 0; i < segment.length; ++i)
+            std::memcpy(out + i * std::int64_t{sizeof(Element)}, &nan, sizeof(Element));
+    };
+    switch (segment.dtype) {
+        case Dtype::float32:
+            return fill(std::uint32_t{0x7FC00000});
+        case Dtype::float16:
+            return fill(std::uint16_t{0x7E00});
+        case Dtype::bfloat16:
+            return fill(std::uint16_t{0x7FC0});
+        case Dtype::float64:
+            return fill(std::uint64_t{0x7FF8000000000000});
+    }
+}
+
+// Decode to the output, or add to it; returns whether something is not finite there.
+bool decode_row(Codec codec, const Segment& segment, const std::uint8_t* payload, double divisor,
+                double scale, bool added) {
+    if (codec == Codec::fp64) return !decode_fp64(segment, payload, divisor, scale);
+    return with_codec(codec, segment.bits, [&]<class Class>() {
+        const PayloadView view{payload, payload + scale_bytes(codec, segment)};
+        const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
+        return decode_segment<Class>(segment, view, finish, added);
+    });
+}
+
+void decode(const DecodeCall& call) {
+    for (std::int64_t row = 0; row < call.table.size(); ++row) {
+        const Segment segment = call.table[row];
+        if (segment.output == 0) continue;
+        if (call.flags[row] != 0)
+            fill_with_nan(segment);
+        else if (decode_row(call.codec, segment, call.payload + segment.payload, call.divisor, call.scale,
+                            false))
+            call.flags[row] |= 1;
+    }
+    stream_fence();
+}
+
+void decode_add(const DecodeAddCall& call) {
+    for (std::int64_t row = 0; row < call.table.size(); ++row) {
+        const Segment segment = call.table[row];
+        if (segment.output != 0)
+            decode_row(call.codec, segment, call.payload + segment.payload, 1.0, call.scale, true);
+    }
+}
+
+}  // namespace
+
+Kernels kernels() {
+    return {GRADCOMP_NAME_OF(GRADCOMP_BODY), encode, decode, decode_add, reduce};
+}
+
+}  // namespace gradcomp::GRADCOMP_BODY

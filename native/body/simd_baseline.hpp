@@ -1,0 +1,222 @@
+// Sixteen lanes in four 128-bit vectors of the compiler's own extension (GCC, Clang), for any CPU.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace gradcomp::GRADCOMP_BODY {
+
+using FloatQuad = float __attribute__((vector_size(16)));
+using IntQuad = std::int32_t __attribute__((vector_size(16)));
+using UintQuad = std::uint32_t __attribute__((vector_size(16)));
+
+struct F32 {
+    FloatQuad q[4];
+};
+struct I32 {
+    IntQuad q[4];
+};
+
+template <class Result, class Function>
+inline Result for_quads(Function function) {
+    return {function(0), function(1), function(2), function(3)};
+}
+
+inline F32 splat(float x) {
+    const FloatQuad q = {x, x, x, x};
+    return {q, q, q, q};
+}
+inline I32 splat(std::int32_t x) {
+    const IntQuad q = {x, x, x, x};
+    return {q, q, q, q};
+}
+
+inline F32 load(const float* p) {
+    F32 x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline void store(float* p, F32 x) {
+    std::memcpy(p, &x, sizeof x);
+}
+// No portable way to pass the cache by.
+inline void stream(float* p, F32 x) {
+    store(p, x);
+}
+inline void stream_fence() {}
+inline void prefetch(const void* p) {
+    __builtin_prefetch(p);
+}
+
+inline F32 operator+(F32 a, F32 b) {
+    return for_quads<F32>([&](int k) { return a.q[k] + b.q[k]; });
+}
+inline F32 operator-(F32 a, F32 b) {
+    return for_quads<F32>([&](int k) { return a.q[k] - b.q[k]; });
+}
+inline F32 operator*(F32 a, F32 b) {
+    return for_quads<F32>([&](int k) { return a.q[k] * b.q[k]; });
+}
+inline F32 operator/(F32 a, F32 b) {
+    return for_quads<F32>([&](int k) { return a.q[k] / b.q[k]; });
+}
+inline F32 min(F32 a, F32 b) {
+    return for_quads<F32>([&](int k) { return a.q[k] < b.q[k] ? a.q[k] : b.q[k]; });
+}
+inline F32 max(F32 a, F32 b) {
+    return for_quads<F32>([&](int k) { return a.q[k] > b.q[k] ? a.q[k] : b.q[k]; });
+}
+
+inline I32 operator+(I32 a, I32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] + b.q[k]; });
+}
+inline I32 operator-(I32 a, I32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] - b.q[k]; });
+}
+inline I32 operator&(I32 a, I32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] & b.q[k]; });
+}
+inline I32 operator|(I32 a, I32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] | b.q[k]; });
+}
+inline I32 operator^(I32 a, I32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] ^ b.q[k]; });
+}
+inline I32 max(I32 a, I32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] > b.q[k] ? a.q[k] : b.q[k]; });
+}
+inline I32 shift_left(I32 x, int n) {
+    return for_quads<I32>(
+        [&](int k) { return reinterpret_cast<IntQuad>(reinterpret_cast<UintQuad>(x.q[k]) << n); });
+}
+inline I32 shift_right(I32 x, int n) {
+    return for_quads<I32>(
+        [&](int k) { return reinterpret_cast<IntQuad>(reinterpret_cast<UintQuad>(x.q[k]) >> n); });
+}
+
+inline float reduce_min(F32 x) {
+    float result = x.q[0][0];
+    for (int i = 1; i < 16; ++i) result = x.q[i / 4][i % 4] < result ? x.q[i / 4][i % 4] : result;
+    return result;
+}
+inline float reduce_max(F32 x) {
+    float result = x.q[0][0];
+    for (int i = 1; i < 16; ++i) result = x.q[i / 4][i % 4] > result ? x.q[i / 4][i % 4] : result;
+    return result;
+}
+inline std::int32_t reduce_max(I32 x) {
+    std::int32_t result = x.q[0][0];
+    for (int i = 1; i < 16; ++i) result = x.q[i / 4][i % 4] > result ? x.q[i / 4][i % 4] : result;
+    return result;
+}
+
+// All ones where a < b.
+inline I32 less(F32 a, F32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] < b.q[k]; });
+}
+inline I32 less(I32 a, I32 b) {
+    return for_quads<I32>([&](int k) { return a.q[k] < b.q[k]; });
+}
+
+inline I32 as_int(F32 x) {
+    return for_quads<I32>([&](int k) { return reinterpret_cast<IntQuad>(x.q[k]); });
+}
+inline F32 as_float(I32 x) {
+    return for_quads<F32>([&](int k) { return reinterpret_cast<FloatQuad>(x.q[k]); });
+}
+inline F32 to_float(I32 x) {
+    return for_quads<F32>([&](int k) { return __builtin_convertvector(x.q[k], FloatQuad); });
+}
+// For 0 <= x < 2**22. At 2**23 the spacing of floats is 1, so the addition rounds.
+inline I32 round_to_even(F32 x) {
+    return as_int(x + splat(0x1p23f)) - as_int(splat(0x1p23f));
+}
+inline I32 truncate(F32 x) {
+    return for_quads<I32>([&](int k) { return __builtin_convertvector(x.q[k], IntQuad); });
+}
+
+// Unsigned integers of any width; a store keeps the low bits of each lane.
+template <class Unsigned>
+inline I32 load_widen(const Unsigned* p) {
+    I32 x;
+    for (int i = 0; i < 16; ++i) x.q[i / 4][i % 4] = static_cast<std::int32_t>(p[i]);
+    return x;
+}
+template <class Unsigned>
+inline void store_narrow(Unsigned* p, I32 x) {
+    for (int i = 0; i < 16; ++i) p[i] = static_cast<Unsigned>(x.q[i / 4][i % 4]);
+}
+
+// Half precision in the low 16 bits of each lane.
+inline F32 from_half(I32 half) {
+    const I32 magnitude = shift_left(half & splat(0x7FFF), 13);
+    // The exponent bias differs by 112; the product is exact, for subnormal halves too.
+    const I32 finite = as_int(as_float(magnitude) * splat(0x1p112f));
+    const I32 special = less(splat(0x7BFF), half & splat(0x7FFF));
+    const I32 sign = shift_left(half & splat(0x8000), 16);
+    return as_float(finite | (special & splat(0x7F800000)) | sign);
+}
+inline I32 to_half(F32 x) {
+    const I32 magnitude = as_int(x) & splat(0x7FFFFFFF);
+    const I32 odd = shift_right(magnitude, 13) & splat(1);
+    const I32 normal = shift_right(magnitude + splat(0xFFF - (112 << 23)) + odd, 13);
+    // At 1/2 the spacing of floats is that of subnormal halves, so the addition rounds.
+    const I32 subnormal = as_int(as_float(magnitude) + splat(0.5f)) - as_int(splat(0.5f));
+    const auto select = [](I32 mask, I32 yes, I32 no) { return (mask & yes) | ((mask ^ splat(-1)) & no); };
+    I32 half = select(less(magnitude, as_int(splat(0x1p-14f))), subnormal, normal);
+    half = select(less(magnitude, as_int(splat(65520.0f))), half, splat(0x7C00));
+    half = select(less(splat(0x7F800000), magnitude), splat(0x7E00), half);
+    return half | (shift_right(as_int(x), 16) & splat(0x8000));
+}
+
+// Sums of squares in double precision, one per lane.
+class SquareSums {
+  public:
+    void add(F32 x) {
+        for (int i = 0; i < 16; ++i) {
+            const double wide = static_cast<double>(x.q[i / 4][i % 4]);
+            sums_[i] += wide * wide;
+        }
+    }
+    void store(double (&lanes)[16]) const { std::memcpy(lanes, sums_, sizeof sums_); }
+
+  private:
+    double sums_[16] = {};
+};
+
+// A 32-bit word in the low half of a 64-bit lane. What lies in the high half never matters.
+struct Words {
+    static constexpr int lanes = 1;
+    // The lane order for which store_quads writes in sequence.
+    static constexpr std::uint64_t order[lanes] = {0};
+    std::uint64_t v;
+};
+
+inline Words splat_words(std::uint32_t x) {
+    return {x};
+}
+inline Words load_words(const std::uint64_t* p) {
+    return {*p};
+}
+inline Words operator+(Words a, Words b) {
+    return {a.v + b.v};
+}
+inline Words operator^(Words a, Words b) {
+    return {a.v ^ b.v};
+}
+// Low and high word of the 64-bit product.
+inline Words multiply(Words a, Words b) {
+    return {(a.v & 0xFFFFFFFF) * (b.v & 0xFFFFFFFF)};
+}
+inline Words high_word(Words product) {
+    return {product.v >> 32};
+}
+
+// Write the four words of each lane side by side, the lanes in sequence.
+inline void store_quads(std::uint16_t* p, Words w0, Words w1, Words w2, Words w3) {
+    const std::uint32_t words[4] = {static_cast<std::uint32_t>(w0.v), static_cast<std::uint32_t>(w1.v),
+                                    static_cast<std::uint32_t>(w2.v), static_cast<std::uint32_t>(w3.v)};
+    std::memcpy(p, words, sizeof words);
+}
+
+}  // namespace gradcomp::GRADCOMP_BODY

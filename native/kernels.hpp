@@ -1,0 +1,79 @@
+// The kernels: one call serves a whole table. gradcomp/kernels/reference.py defines what each computes.
+//
+// Callers check the table first; a kernel trusts its rows, and nothing it reads from a payload.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "segment.hpp"
+
+namespace gradcomp {
+
+struct Rounding {
+    bool stochastic;
+    std::uint64_t seed;
+    std::uint32_t step;
+    std::uint32_t rank;
+};
+
+struct EncodeCall {
+    Codec codec;
+    SegmentTable table;
+    std::uint8_t* payload;
+    std::uint8_t* flags;
+    Rounding rounding;
+    double scale;
+    double decay;
+};
+
+struct DecodeCall {
+    Codec codec;
+    SegmentTable table;
+    const std::uint8_t* payload;
+    std::uint8_t* flags;
+    double divisor;
+    double scale;
+};
+
+struct DecodeAddCall {
+    Codec codec;
+    SegmentTable table;
+    const std::uint8_t* payload;
+    double scale;
+};
+
+struct ReduceCall {
+    Codec codec;
+    SegmentTable table;
+    std::span<const std::uint8_t* const> payloads;
+    std::uint8_t* out;
+    std::uint8_t* flags;
+    Rounding rounding;
+    double divisor;
+    double decay;
+};
+
+// The same sources, compiled for one instruction set.
+struct Kernels {
+    std::string_view isa;
+    void (*encode)(const EncodeCall&);
+    void (*decode)(const DecodeCall&);
+    void (*decode_add)(const DecodeAddCall&);
+    void (*reduce)(const ReduceCall&);
+};
+
+// What this build has and this CPU can run, fastest first; never empty.
+const std::vector<Kernels>& available_kernels();
+
+// The body in use: the fastest, unless another was selected.
+const Kernels& active_kernels();
+
+// Throw std::invalid_argument if there is no such body.
+void select_kernels(std::string_view isa);
+
+bool any_nonzero(const Segment& segment);
+
+}  // namespace gradcomp

@@ -1,0 +1,66 @@
+// The segment table and the layout of payloads; gradcomp/kernels/segments.py describes both.
+#pragma once
+
+#include <cstdint>
+
+namespace gradcomp {
+
+enum class Codec : std::int32_t { minmax = 0, l2 = 1, linf = 2, fp32 = 3, fp16 = 4, bf16 = 5, fp64 = 6 };
+
+enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };
+
+// A row of the table, as it lies in memory.
+struct Segment {
+    std::uint64_t gradient;  // address, 0: absent
+    std::uint64_t residual;  // address of float32, 0: none
+    std::uint64_t shadow;    // address of float32, 0: none
+    std::uint64_t output;    // address, 0: do not write
+    std::int64_t payload;    // byte offset
+    std::int64_t start;      // number of the first element within the layer
+    std::int64_t length;     // elements
+    std::uint32_t layer;     // hash, a word of the random counter
+    std::int32_t bits;
+    std::int32_t bucket_size;
+    Dtype dtype;
+};
+static_assert(sizeof(Segment) == 72);
+
+// The random counter holds element / 8 in 32 bits.
+inline constexpr std::int64_t max_elements = std::int64_t{1} << 35;
+
+// The rank in the random counter of a chunk's owner, who encodes the mean.
+inline constexpr std::uint32_t owner_rank = 0xFFFFFFFF;
+
+// Bytes of one bucket's scale record.
+int scale_record_bytes(Codec codec);
+
+// Bytes of all scale records, which precede the codes.
+std::int64_t scale_bytes(Codec codec, const Segment& segment);
+
+// Bytes of the whole payload.
+std::int64_t wire_bytes(Codec codec, const Segment& segment);
+
+// The rows of a table, which need not be aligned.
+class SegmentTable {
+  public:
+    SegmentTable(const std::uint8_t* rows, std::int64_t size) : rows_(rows), size_(size) {}
+
+    std::int64_t size() const { return size_; }
+    Segment operator[](std::int64_t row) const;
+
+  private:
+    const std::uint8_t* rows_;
+    std::int64_t size_;
+};
+
+// Throw std::invalid_argument, naming the row, unless elements and dtype are in range.
+void check_elements(std::int64_t row, const Segment& segment);
+
+// Throw std::invalid_argument, naming the row, unless it is well formed and lies inside a payload of that
+// size.
+void check_segment(Codec codec, std::int64_t row, const Segment& segment, std::int64_t payload_size);
+
+// Throw std::invalid_argument for a number that is no codec.
+Codec check_codec(int number);
+
+}  // namespace gradcomp

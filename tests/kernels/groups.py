@@ -1,0 +1,177 @@
+"""Groups of segments with their memory, and what a body of the kernels makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradcomp import kernels
+from gradcomp.kernels import segments
+
+CODECS = {
+    "minmax": segments.MINMAX,
+    "l2": segments.L2,
+    "linf": segments.LINF,
+    "fp32": segments.FP32,
+    "fp16": segments.FP16,
+    "bf16": segments.BF16,
+    "fp64": segments.FP64,
+}
+
+
+def dtypes_of(codec: int) -> tuple[int, ...]:
+    """The dtypes that go with a codec."""
+    if codec == segments.FP64:
+        return (segments.FLOAT64,)
+    return (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
+
+
+def levels_of(codec: int) -> Sequence[int]:
+    """The levels of a codec; casts have none."""
+    return range(1, 9) if codec in segments.QUANTISERS else (0,)
+
+
+@dataclass
+class Segment:
+    """One row of a table, by value."""
+
+    gradient: Any  # array in the segment's dtype, or None with `length` given
+    residual: Any = None
+    bits: int = 4
+    bucket_size: int = 512
+    start: int = 0
+    layer: int = 0
+    shadow: bool = False
+    dtype: int = segments.FLOAT32
+    length: int = -1
+
+    def __post_init__(self) -> None:
+        if self.gradient is not None:
+            self.length = len(self.gradient)
+
+
+@dataclass
+class Result:
+    """What a kernel wrote. The shadow of a flagged segment is unspecified, and left out."""
+
+    payload: bytes
+    flags: list[int]
+    arrays: list[bytes | None]
+
+
+@dataclass
+class Group:
+    """Segments side by side in one payload, with gaps, between guard bytes that nobody may touch."""
+
+    codec: int
+    rows: Sequence[Segment]
+    gap: int = 3
+    table: Any = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = np.zeros(len(self.rows), segments.SEGMENT)
+        for i, row in enumerate(self.rows):
+            for name in ("bits", "bucket_size", "start", "layer", "dtype", "length"):
+                self.table[i][name] = getattr(row, name)
+            if row.length > 0 and row.gradient is not None:
+                self.table[i]["gradient"] = row.gradient.ctypes.data
+            if row.length > 0 and row.residual is not None:
+                self.table[i]["residual"] = row.residual.ctypes.data
+        sizes = kernels.wire_bytes_table(self.codec, self.table)
+        self.table["payload"] = self.gap + np.cumsum(sizes + self.gap) - (sizes + self.gap)
+        self.size = int(self.gap + (sizes + self.gap).sum())
+
+    def encode(self, body: Any, **options: Any) -> Result:
+        """Encode with a body of the kernels: `reference`, `native` or the package itself."""
+        options = {"stochastic": False, "seed": 1, "step": 2, "rank": 3, "scale": 1.0, "decay": 1.0} | options
+        table, shadows = self._with_arrays(
+            "shadow", [np.dtype(np.float32) if row.shadow else None for row in self.rows]
+        )
+        payload = np.full(self.size, 0xA5, np.uint8)
+        flags = np.zeros(len(table), np.uint8)
+        body.encode(self.codec, table, payload, flags, **options)
+        return _result(payload, flags, shadows)
+
+    def reduce(self, body: Any, payloads: Sequence[bytes], **options: Any) -> Result:
+        """Encode the mean of payloads."""
+        options = {
+            "stochastic": False,
+            "seed": 1,
+            "step": 2,
+            "divisor": float(len(payloads)),
+            "decay": 1.0,
+        } | options
+        table, shadows = self._with_arrays(
+            "shadow", [np.dtype(np.float32) if row.shadow else None for row in self.rows]
+        )
+        out = np.full(self.size, 0xA5, np.uint8)
+        flags = np.zeros(len(table), np.uint8)
+        sources = [np.frombuffer(payload, np.uint8) for payload in payloads]
+        body.reduce(self.codec, table, sources, out, flags, **options)
+        return _result(out, flags, shadows)
+
+    def decode(self, body: Any, payload: bytes, flags: Sequence[int] | None = None, **options: Any) -> Result:
+        """Decode to fresh outputs."""
+        options = {"divisor": 1.0, "scale": 1.0} | options
+        table, outputs = self._with_arrays("output", [segments.DTYPES[row.dtype] for row in self.rows])
+        flag_array = np.array([0] * len(table) if flags is None else flags, np.uint8)
+        body.decode(self.codec, table, np.frombuffer(payload, np.uint8), flag_array, **options)
+        return Result(payload, flag_array.tolist(), [_canonical(output) for output in outputs])
+
+    def decode_add(self, body: Any, payload: bytes, *, scale: float = 1.0) -> Result:
+        """Decode, and add to ones."""
+        table, outputs = self._with_arrays("output", [np.dtype(np.float32)] * len(self.rows))
+        table["dtype"] = segments.FLOAT32
+        for output in outputs:
+            output[:] = 1
+        body.decode_add(self.codec, table, np.frombuffer(payload, np.uint8), scale=scale)
+        return Result(payload, [], [_canonical(output) for output in outputs])
+
+    def values(self, payload: bytes) -> list[Any]:
+        """Decoded values, one array per segment."""
+        decoded = self.decode(kernels, payload)
+        return [
+            np.frombuffer(data or b"", segments.DTYPES[row.dtype])
+            for data, row in zip(decoded.arrays, self.rows, strict=True)
+        ]
+
+    def _with_arrays(self, column: str, dtypes: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The table with an array of each dtype, one per row, in a column."""
+        table = self.table.copy()
+        arrays: list[Any] = []
+        for i, dtype in enumerate(dtypes):
+            arrays.append(None if dtype is None else GuardedArray(self.rows[i].length, dtype).array)
+            if dtype is not None and self.rows[i].length > 0:
+                table[i][column] = arrays[i].ctypes.data
+        return table, arrays
+
+
+class GuardedArray:
+    """An array of NaN at an odd alignment, with guard elements around it."""
+
+    def __init__(self, length: int, dtype: Any) -> None:
+        self.memory = np.full(length + 2, np.nan, dtype)
+        self.array = self.memory[1 : length + 1]
+
+
+def _result(payload: Any, flags: Any, shadows: list[Any]) -> Result:
+    for shadow in shadows:
+        if shadow is not None:
+            assert np.isnan(shadow.base[[0, -1]]).all(), "written beyond the shadow"
+    kept = [
+        None if flag or shadow is None else shadow.tobytes()
+        for flag, shadow in zip(flags, shadows, strict=True)
+    ]
+    return Result(payload.tobytes(), flags.tolist(), kept)
+
+
+def _canonical(output: Any) -> bytes:
+    """The bytes of an output; one NaN is as good as another."""
+    assert np.isnan(output.base[[0, -1]].astype(np.float64)).all(), "written beyond the output"
+    copy = output.copy()
+    copy[np.isnan(copy)] = np.nan
+    return copy.tobytes()

@@ -1,0 +1,253 @@
+"""Every body of the kernels gives the bytes of the reference, guard bytes and gaps included."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of
+
+from gradcomp.kernels import reference, segments
+
+native = pytest.importorskip("gradcomp.kernels.native")
+extension = pytest.importorskip("gradcomp._native")
+
+BUCKET_SIZES = (1, 3, 8, 100, 128, 512, 1024, 3000)
+ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+
+
+@pytest.fixture(autouse=True, params=extension.available_isas())
+def isa(request: Any) -> Any:
+    """Run a test once per instruction set."""
+    before = extension.isa()
+    extension.set_isa(request.param)
+    yield request.param
+    extension.set_isa(before)
+
+
+def lengths_around(bucket_size: int) -> set[int]:
+    """Lengths at which a loop can go wrong."""
+    return {0, 1, 7, 8, 17, 135, bucket_size - 1, bucket_size, bucket_size + 1, 3 * bucket_size + 5}
+
+
+@functools.cache
+def sweep(codec: int) -> Group:
+    """One segment for every combination of level, dtype, bucket size and length; each third has no residual."""
+    rng = np.random.default_rng(codec)
+    rows: list[Segment] = []
+    for bucket_size in BUCKET_SIZES:
+        for length in sorted(lengths_around(bucket_size)):
+            for bits in levels_of(codec):
+                dtype = dtypes_of(codec)[len(rows) % len(dtypes_of(codec))]
+                count = len(rows)
+                rows.append(
+                    Segment(
+                        rng.normal(scale=10.0 ** rng.integers(-3, 3), size=length).astype(
+                            segments.DTYPES[dtype]
+                        ),
+                        None if count % 3 == 0 else rng.normal(size=length).astype(np.float32),
+                        bits=bits,
+                        bucket_size=bucket_size,
+                        start=count if count % 5 else segments.MAX_ELEMENTS - length,
+                        layer=count * 2654435761 % 2**32,
+                        shadow=count % 4 != 0,
+                        dtype=dtype,
+                    )
+                )
+    return Group(codec, rows)
+
+
+@functools.cache
+def reference_encoding(codec: int, stochastic: bool, scale: float = 1.0, decay: float = 1.0) -> Result:
+    return sweep(codec).encode(reference, stochastic=stochastic, scale=scale, decay=decay)
+
+
+@CODEC
+@ROUNDING
+@pytest.mark.parametrize(("scale", "decay"), [(1.0, 1.0), (0.3, 0.9)])
+def test_encode(codec: int, stochastic: bool, scale: float, decay: float) -> None:
+    expected = reference_encoding(codec, stochastic, scale, decay)
+    assert sweep(codec).encode(native, stochastic=stochastic, scale=scale, decay=decay) == expected
+    assert not any(expected.flags)
+
+
+@CODEC
+@pytest.mark.parametrize(("divisor", "scale"), [(1.0, 1.0), (3.0, 1.0), (4.0, 0.7)])
+def test_decode(codec: int, divisor: float, scale: float) -> None:
+    payload = reference_encoding(codec, False).payload
+    expected = _reference_decoding(codec, divisor, scale)
+    assert sweep(codec).decode(native, payload, divisor=divisor, scale=scale) == expected
+    assert not any(expected.flags)
+
+
+@functools.cache
+def _reference_decoding(codec: int, divisor: float, scale: float) -> Result:
+    return sweep(codec).decode(
+        reference, reference_encoding(codec, False).payload, divisor=divisor, scale=scale
+    )
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS.values() if c != segments.FP64])
+def test_decode_add(codec: int) -> None:
+    payload = reference_encoding(codec, False).payload
+    assert sweep(codec).decode_add(native, payload, scale=0.3) == sweep(codec).decode_add(
+        reference, payload, scale=0.3
+    )
+
+
+@CODEC
+@ROUNDING
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_reduce(codec: int, stochastic: bool, ranks: int) -> None:
+    assert sweep(codec).reduce(native, _payloads(codec, ranks), stochastic=stochastic) == _reference_mean(
+        codec, stochastic, ranks
+    )
+
+
+def _payloads(codec: int, ranks: int) -> list[bytes]:
+    variants = [(False, 1.0, 1.0), (True, 1.0, 1.0), (False, 0.3, 0.9), (True, 0.3, 0.9)]
+    return [reference_encoding(codec, *variants[rank % 4]).payload for rank in range(ranks)]
+
+
+@functools.cache
+def _reference_mean(codec: int, stochastic: bool, ranks: int) -> Result:
+    return sweep(codec).reduce(reference, _payloads(codec, ranks), stochastic=stochastic)
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS.values() if c != segments.FP64])
+@ROUNDING
+def test_long_segments_stream(codec: int, stochastic: bool) -> None:
+    # Long enough for stores that pass the cache by, at every alignment of a float32 in a cache line.
+    length = (1 << 16) + 100
+    rng = np.random.default_rng(0)
+    gradient = rng.normal(size=length).astype(np.float32)
+    residual = rng.normal(size=length).astype(np.float32)
+    for offset in range(0, 16, 3):
+        rows = [Segment(gradient[offset:], residual[offset:], shadow=True, bucket_size=512)]
+        group = Group(codec, rows)
+        encoded = group.encode(reference, stochastic=stochastic)
+        assert group.encode(native, stochastic=stochastic) == encoded
+        assert group.decode(native, encoded.payload) == group.decode(reference, encoded.payload)
+
+
+AWKWARD = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    np.inf,
+    -np.inf,
+    np.nan,
+    1e-45,
+    -1e-45,
+    1e-38,
+    3e38,
+    -3e38,
+    65504.0,
+    65520.0,
+    3.39e38,
+]
+
+
+@st.composite
+def awkward_segments(draw: Any, codec: int) -> Segment:
+    dtype = draw(st.sampled_from(dtypes_of(codec)))
+    length = draw(st.integers(0, 40))
+    common = draw(st.sampled_from([*AWKWARD, None]))
+    elements = st.one_of(
+        st.sampled_from(AWKWARD) if common is None else st.just(common), st.floats(width=32, allow_nan=True)
+    )
+    array = hnp.arrays(np.float32, length, elements=elements, fill=st.nothing())
+    with np.errstate(all="ignore"):
+        gradient = draw(st.none() | array.map(lambda x: x.astype(segments.DTYPES[dtype])))
+    return Segment(
+        gradient,
+        draw(st.none() | array),
+        bits=draw(st.sampled_from(levels_of(codec))),
+        bucket_size=draw(st.sampled_from([1, 3, 8, 17, 2**31 - 1])),
+        start=draw(st.integers(0, 100)),
+        layer=draw(st.integers(0, 2**32 - 1)),
+        shadow=draw(st.booleans()),
+        dtype=dtype,
+        length=length,
+    )
+
+
+@CODEC
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_numbers(codec: int, data: Any) -> None:
+    rows = data.draw(st.lists(awkward_segments(codec), min_size=1, max_size=3))
+    group = Group(codec, rows)
+    options = {
+        "stochastic": data.draw(st.booleans()),
+        "seed": data.draw(st.integers(0, 2**64 - 1)),
+        "step": data.draw(st.integers(0, 2**32 - 1)),
+    }
+    scale, decay = data.draw(st.sampled_from([(1.0, 1.0), (0.1, 0.5), (1e30, 1.0), (2.0**-140, 1.0)]))
+    encoded = group.encode(reference, rank=5, scale=scale, decay=decay, **options)
+    assert group.encode(native, rank=5, scale=scale, decay=decay, **options) == encoded
+    divisor = data.draw(st.sampled_from([1.0, 3.0, 0.0]))
+    for flags in (encoded.flags, None):
+        decoded = group.decode(reference, encoded.payload, flags, divisor=divisor, scale=scale)
+        assert group.decode(native, encoded.payload, flags, divisor=divisor, scale=scale) == decoded
+    mean = group.reduce(reference, [encoded.payload] * 2, decay=decay, **options)
+    assert group.reduce(native, [encoded.payload] * 2, decay=decay, **options) == mean
+
+
+@CODEC
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_bytes(codec: int, data: Any) -> None:
+    rows = [
+        Segment(
+            None,
+            bits=data.draw(st.sampled_from(levels_of(codec))),
+            bucket_size=data.draw(st.sampled_from([1, 5, 64])),
+            length=data.draw(st.integers(0, 50)),
+            dtype=data.draw(st.sampled_from(dtypes_of(codec))),
+            shadow=True,
+        )
+    ]
+    group = Group(codec, rows)
+    payload = data.draw(st.binary(min_size=group.size, max_size=group.size))
+    decoded = group.decode(reference, payload)
+    assert group.decode(native, payload) == decoded
+    for stochastic in (False, True):
+        mean = group.reduce(reference, [payload, payload], stochastic=stochastic)
+        assert group.reduce(native, [payload, payload], stochastic=stochastic) == mean
+    if codec != segments.FP64:
+        assert group.decode_add(native, payload) == group.decode_add(reference, payload)
+
+
+@pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16, segments.FLOAT64])
+@pytest.mark.parametrize("length", [0, 1, 3, 4097])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("nan")])
+def test_nonzero(dtype: int, length: int, value: float) -> None:
+    gradient = np.zeros(length, segments.DTYPES[dtype])
+    gradient[-1:] = value
+    codec = segments.FP64 if dtype == segments.FLOAT64 else segments.FP32
+    group = Group(codec, [Segment(gradient, dtype=dtype), Segment(None, length=5, dtype=dtype)])
+    for body in (reference, native):
+        out = np.full(2, 7, np.uint8)
+        body.nonzero(group.table, out)
+        assert out.tolist() == [length > 0 and value != 0, False]
+
+
+@pytest.mark.usefixtures("isa")
+def test_flush_to_zero_of_the_caller_does_not_matter() -> None:
+    torch = pytest.importorskip("torch")
+    gradient = np.array([1e-40, 0.0, 3e-41], np.float32)
+    group = Group(segments.FP32, [Segment(gradient)])
+    assert torch.set_flush_denormal(True)
+    try:
+        encoded = group.encode(native, scale=0.5)
+    finally:
+        torch.set_flush_denormal(False)
+    assert encoded == group.encode(reference, scale=0.5)
