@@ -159,7 +159,7 @@ class Pipeline:
             raise StateError("there is no finished exchange to commit")
         result, self.result = self.result, None
         if result.finite:
-            self.residuals.commit(result.present)
+            self.residuals.commit(result.present & self._keeps_residual)
         else:
             self.statistics.skipped_steps += 1
         return result.finite
@@ -341,6 +341,8 @@ class Pipeline:
                 for layer in group.layers.tolist() if group.feedback else ():
                     sizes[layer] = self.layers[layer].size
         self.residuals.grow(sizes)
+        # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
+        self._keeps_residual = np.array(sizes) > 0
         ranges: list[Range] = []
         for program in self._programs:
             if program.reduction is not None:
