@@ -93,7 +93,7 @@ def _fill(
         at, size = 0, layers[i].size
         while True:
             left = size - at
-            take = left if left <= room else room // cut * cut
+            take = left if left <= room else max(room, 0) // cut * cut
             if left and not take and not current:
                 take = min(left, cut)  # a bucket of its own for a cut that is larger than the capacity
             if take or not left:
