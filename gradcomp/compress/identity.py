@@ -59,7 +59,5 @@ class Identity(Compressor):
         total = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
         # Decode would blank flagged segments; here the optimizer sees the sum as it is, as without gradcomp.
         overflow = np.zeros_like(flags)
-        codec.decode(
-            table, total.view(np.uint8), overflow, divisor=float(context.world), scale=context.unscale
-        )
+        codec.decode(table, total.view(np.uint8), overflow, divisor=context.divisor, scale=context.unscale)
         return overflow

@@ -48,9 +48,14 @@ Exchange = Generator[Message, Any, Bytes]
 
 @dataclass(frozen=True)
 class Context:
-    """What an exchange knows beside its group. ``scale`` multiplies gradients before, ``unscale`` means after."""
+    """What an exchange knows beside its group.
+
+    ``scale`` multiplies gradients before, ``unscale`` the results after; ``divisor`` turns a sum over ranks into the
+    result: the number of ranks, or 1 where the user asked for sums.
+    """
 
     draw: Draw
     world: int
     scale: float = 1.0
     unscale: float = 1.0
+    divisor: float = 1.0

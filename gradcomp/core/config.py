@@ -88,6 +88,12 @@ class Config:
         lambda v: v in ("auto", "native", "reference"),
         "auto, native or reference",
     )
+    log_level: str = _setting(
+        "info",
+        "Level of the gradcomp logger where the program has not set one.",
+        lambda v: v in ("debug", "info", "warning", "error"),
+        "debug, info, warning or error",
+    )
     isa: str = _setting(
         "auto",
         "Instruction set of the compiled kernels: auto, avx512, avx2 or baseline.",

@@ -17,7 +17,6 @@ Table = npt.NDArray[np.void]
 Sizes = npt.NDArray[np.int64]
 
 
-
 @dataclass(frozen=True)
 class Draw:
     """Coordinates of the random numbers of one step: counter-based, so nothing random is saved or sent."""

@@ -74,8 +74,8 @@ class _Flight:
 class Pipeline:
     """One rank's side of an exchanger.
 
-    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. Methods are called by one thread
-    at a time.
+    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. ``average=False`` hands out the
+    sum over ranks instead of the mean. Apart from the inbox, methods are called by one thread at a time.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class Pipeline:
         transport: Transport,
         config: Config,
         allocate: Allocate,
+        *,
+        average: bool = True,
     ) -> None:
         check_unique(layers)
         if not layers:
@@ -105,6 +107,8 @@ class Pipeline:
         self.trace = Trace(config.trace_spans, transport.rank)
         self.result: StepResult | None = None
         self._allocate = allocate
+        self._average = average
+        self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
         self._streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._scale = 1.0
@@ -239,8 +243,10 @@ class Pipeline:
         )
         states = self.inbox.states[program.bucket.layers]
         world = self.transport.size
-        call = Call(stamp, draw, states, ready, world, 1.0 / self._scale, self._scale)
-        context = Context(draw, world, call.scale, call.unscale)
+        scale = 1.0 / self._scale
+        # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
+        call = Call(stamp, draw, states, ready, world, scale, self._scale * (1 if self._average else world))
+        context = Context(draw, world, scale, self._scale, float(world) if self._average else 1.0)
         return program.run(call, context, memory, ballot)
 
     def _issue(self, flight: _Flight) -> bool:
@@ -261,6 +267,7 @@ class Pipeline:
                     self._position = (flight.number, len(flights) - flights.index(flight) - 1)
                     yield Waiting.WIRE
             now = perf_counter()
+            self.advances += 1
             self.trace.add("wire", self.step, flight.number, flight.issued, now)
             self.statistics.wire_seconds += now - flight.issued
             if not self._issue(flight):

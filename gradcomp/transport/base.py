@@ -57,6 +57,9 @@ class Transport(ABC):
         The caller has written its own part. Wire: (N-1) times the own part.
         """
 
+    def abandon(self) -> None:  # noqa: B027 - most engines have nothing to do here
+        """Called once after a failure, when collectives may be left that never end. Must not block."""
+
     @abstractmethod
     def close(self) -> None:
         """Release the communicator. Collective where the engine needs it; idempotent."""

@@ -1,0 +1,78 @@
+"""Before the first exchange all ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import GradcompError, PlanMismatchError, WireFormatError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.transport.base import Transport
+from gradcomp.version import __version__
+
+
+def describe(layers: Sequence[LayerSpec], plan: Plan, config: Config, **extra: Any) -> dict[str, Any]:
+    """What must be equal on all ranks: version, settings, layers, plan."""
+    return {
+        "version": __version__,
+        "settings": {**config.shared(), **extra},
+        "layers": {layer.name: [list(layer.shape), layer.dtype] for layer in layers},
+        "order": [layer.name for layer in layers],
+        "compression": {a.layer: [a.compressor, a.level] for a in plan.assignments},
+    }
+
+
+def agree(
+    transport: Transport, description: Mapping[str, Any] | None, error: GradcompError | None = None
+) -> None:
+    """Collective: raise PlanMismatchError on every rank unless all descriptions are equal.
+
+    A rank that cannot go on passes its ``error`` instead; it raises that one, the others one that quotes it.
+    Wire: two rounds of a digest; the descriptions themselves travel only if the digests differ.
+    """
+    mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(description or {})
+    text = json.dumps(mine, sort_keys=True)
+    digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest())
+    if error is None and len(set(digests)) == 1:
+        return
+    if len(set(digests)) > 1 or error is not None:
+        everyone = [_parse(rank, part) for rank, part in enumerate(transport.allgather_bytes(text.encode()))]
+        if error is not None:
+            raise error
+        raise PlanMismatchError(_difference(everyone))
+
+
+def _parse(rank: int, part: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(part)
+    except ValueError as error:
+        raise WireFormatError(f"rank {rank} sent a description that is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise WireFormatError(f"rank {rank} sent a description that is not an object")
+    return data
+
+
+def _difference(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """The first thing in which a rank differs from rank 0, or the first rank that failed."""
+    for rank, other in enumerate(everyone):
+        if "error" in other:
+            return f"rank {rank} failed: {other['error']}"
+    for rank, other in enumerate(everyone):
+        for key in everyone[0]:
+            mine, theirs = everyone[0][key], other.get(key)
+            if mine == theirs:
+                continue
+            if isinstance(mine, dict) and isinstance(theirs, dict):
+                names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+                name = names[0]
+                what = f"{key} of {name!r}" if key != "layers" else f"layer {name!r}"
+                return (
+                    f"{what}: rank 0 has {mine.get(name, 'none')}, rank {rank} has {theirs.get(name, 'none')}"
+                    f" ({len(names)} differ)"
+                )
+            return f"{key}: rank 0 has {mine}, rank {rank} has {theirs}"
+    return "the ranks differ"

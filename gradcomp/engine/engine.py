@@ -1,0 +1,89 @@
+"""One background thread per process; it serves every exchanger."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+from gradcomp.core.errors import StateError
+from gradcomp.pipeline import Waiting
+
+if TYPE_CHECKING:
+    from gradcomp.engine.exchanger import Exchanger
+
+logger = logging.getLogger("gradcomp")
+
+SPIN_SECONDS = 50e-6
+LONGEST_SLEEP_SECONDS = 200e-6
+WATCH_SECONDS = 0.5
+
+
+class Engine:
+    """Polls the exchangers' pipelines; never blocks inside a collective.
+
+    While a collective is under way it spins for 50 microseconds, then sleeps up to 200. While no bucket is complete
+    it sleeps until a layer completes one. Twice a second it looks at the control channel.
+    """
+
+    def __init__(self) -> None:
+        self._exchangers: tuple[Exchanger, ...] = ()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, exchanger: Exchanger) -> None:
+        """Serve an exchanger; starts the thread with the first one."""
+        with self._lock:
+            if self._stopping:
+                raise StateError("the engine has been stopped")
+            self._exchangers = (*self._exchangers, exchanger)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="gradcomp", daemon=True)
+                self._thread.start()
+
+    def remove(self, exchanger: Exchanger) -> None:
+        """Stop serving an exchanger."""
+        with self._lock:
+            self._exchangers = tuple(e for e in self._exchangers if e is not exchanger)
+
+    def wake(self) -> None:
+        """Something changed: look at once."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread; idempotent."""
+        with self._lock:
+            self._stopping = True
+            thread, self._thread = self._thread, None
+        self._wake.set()
+        if thread is not None:
+            thread.join()
+
+    def _loop(self) -> None:
+        progress_at = watch_at = monotonic()
+        pause = 0.0
+        while not self._stopping:
+            self._wake.clear()
+            waiting, advanced = set(), False
+            for exchanger in self._exchangers:
+                before = exchanger.advances
+                waiting.add(exchanger.poll())
+                advanced |= exchanger.advances != before
+            now = monotonic()
+            if now >= watch_at:
+                watch_at = now + WATCH_SECONDS
+                for exchanger in self._exchangers:
+                    exchanger.watch()
+            if Waiting.WIRE not in waiting:
+                self._wake.wait(max(0.0, watch_at - now))
+                continue
+            if advanced:
+                progress_at, pause = now, SPIN_SECONDS / 2
+            if now - progress_at > SPIN_SECONDS:
+                pause = min(2 * pause, LONGEST_SLEEP_SECONDS)
+                sleep(pause)
+            else:
+                sleep(0)

@@ -1,0 +1,245 @@
+"""One wrapped optimizer's side of the engine: layers, plan, state, step counter, its own communicator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from time import monotonic, perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import GradcompError, StateError, TransportError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.engine.agreement import agree, describe
+from gradcomp.engine.engine import Engine
+from gradcomp.engine.watch import Watch
+from gradcomp.pipeline import Pipeline, StepResult, Waiting
+from gradcomp.pipeline.memory import Allocate
+from gradcomp.transport.base import Transport
+from gradcomp.transport.control import ControlChannel
+
+logger = logging.getLogger("gradcomp")
+
+
+class Exchanger:
+    """Exchanges the gradients of a fixed list of layers, step after step.
+
+    Construction is collective: the ranks compare layers, plan and settings first (PlanMismatchError on every rank if
+    they differ). The training thread opens a step, submits layers, flushes and waits; the engine's thread does the
+    rest. After a failure every call raises the same TransportError.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layers: Sequence[LayerSpec],
+        plan: Plan,
+        transport: Transport,
+        control: ControlChannel,
+        config: Config,
+        allocate: Allocate,
+        *,
+        name: str = "0",
+        average: bool = True,
+    ) -> None:
+        agree(transport, describe(layers, plan, config, average=average))
+        self._pipeline = Pipeline(layers, plan, transport, config, allocate, average=average)
+        self._engine = engine
+        self._config = config
+        self._transport = transport
+        self._watch = Watch(control, f"exchanger/{name}", transport.rank, transport.size)
+        self._done = threading.Event()
+        self._opened = False
+        self._error: GradcompError | None = None
+        self._closed = False
+        self._progress_at = monotonic()
+        self._seen_advances = 0
+        self._pid = os.getpid()
+        engine.add(self)
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; between steps the training thread may read and change it."""
+        return self._pipeline
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun that nobody has waited for."""
+        return self._opened
+
+    @property
+    def error(self) -> GradcompError | None:
+        """Why the exchanger is unusable, if it is."""
+        return self._error
+
+    def open(self, scale: float = 1.0) -> None:
+        """Begin an exchange; see :meth:`Pipeline.open`."""
+        self._check()
+        self._pipeline.open(scale)
+        self._done.clear()
+        self._opened = True
+        self._progress_at = monotonic()
+
+    def submit(self, layer: int, gradient: int, output: int, keep: object = None) -> None:
+        """A gradient is ready; see :meth:`Inbox.submit`. Callable from any one thread at a time."""
+        if self._pipeline.inbox.submit(layer, gradient, output, keep):
+            self._engine.wake()
+
+    def submit_absent(self, layer: int, *, sparse: bool = False) -> None:
+        """A layer has no dense gradient in this step."""
+        if self._pipeline.inbox.submit_absent(layer, sparse=sparse):
+            self._engine.wake()
+
+    def flush(self) -> None:
+        """No more layers will come in this step."""
+        self._pipeline.inbox.flush()
+        self._engine.wake()
+
+    def wait(self) -> StepResult:
+        """Block until the step is done; the means are then in the outputs."""
+        begin = perf_counter()
+        self._done.wait()
+        self._pipeline.statistics.exposed_seconds += perf_counter() - begin
+        self._opened = False
+        self._check()
+        result = self._pipeline.result
+        assert result is not None, "a step that is done has a result"
+        return result
+
+    def commit(self) -> bool:
+        """Accept the step that was waited for; False, on all ranks alike, if a value was not finite."""
+        self._check()
+        return self._pipeline.commit()
+
+    def discard(self) -> None:
+        """Forget the step that was waited for."""
+        self._pipeline.discard()
+
+    def fingerprint(self, digests: npt.NDArray[np.uint32]) -> None:
+        """Collective, between steps: raise StateError naming the first layer whose digest differs between ranks."""
+        self._check()
+        everyone = self._transport.allgather_bytes(np.ascontiguousarray(digests, dtype="<u4").tobytes())
+        for rank, other in enumerate(everyone):
+            theirs = np.frombuffer(other, dtype="<u4")
+            if len(theirs) != len(digests):
+                raise StateError(
+                    f"rank {rank} has {len(theirs)} parameters, rank {self._transport.rank} {len(digests)}"
+                )
+        table = np.stack([np.frombuffer(other, dtype="<u4") for other in everyone])
+        differs = (table != table[0]).any(axis=0)
+        if differs.any():
+            layer = int(np.argmax(differs))
+            ranks = np.flatnonzero(table[:, layer] != table[0, layer]).tolist()
+            raise StateError(
+                f"after step {self._pipeline.step} the parameter of layer {self._pipeline.layers[layer].name!r} differs "
+                f"between rank 0 and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
+                "parameters (broadcast_parameters) or do not apply the same update"
+            )
+
+    def abort(self, message: str) -> None:
+        """End the exchange on all ranks: they raise TransportError with this message within seconds."""
+        self._watch.publish_abort(message)
+
+    def close(self) -> None:
+        """Leave the engine and release the communicator. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.remove(self)
+        if self._error is None and not self._pipeline.is_open:
+            self._transport.close()
+        else:
+            self._transport.abandon()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise StateError("the exchanger is closed")
+        if os.getpid() != self._pid:
+            raise StateError("gradcomp does not run in a forked child; initialise it there, or use spawn")
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    @property
+    def advances(self) -> int:
+        """Rounds completed so far."""
+        return self._pipeline.advances
+
+    def poll(self) -> Waiting:
+        """Do what can be done without blocking."""
+        if self._error is not None or self._done.is_set() or not self._opened:
+            return Waiting.NOTHING
+        try:
+            waiting = self._pipeline.poll()
+        except GradcompError as error:
+            self._fail(error)
+            return Waiting.NOTHING
+        except Exception as error:
+            logger.exception("the engine met a bug")
+            self._fail(StateError(f"the engine met a bug: {error!r}"))
+            return Waiting.NOTHING
+        if waiting is Waiting.NOTHING:
+            self._done.set()
+        if waiting is not Waiting.WIRE or self._pipeline.advances != self._seen_advances:
+            self._seen_advances = self._pipeline.advances
+            self._progress_at = monotonic()
+        elif monotonic() - self._progress_at > self._config.stall_warning_seconds:
+            self._check_deadline()
+        return waiting
+
+    def _check_deadline(self) -> None:
+        try:
+            self._watch.waited(
+                monotonic() - self._progress_at,
+                self._pipeline.position,
+                self._config.stall_warning_seconds,
+                self._config.timeout_seconds,
+            )
+        except TransportError as error:
+            self._fail(error)
+
+    def watch(self) -> None:
+        """Look at the control channel."""
+        if self._error is not None:
+            return
+        try:
+            message = self._watch.look(self._pipeline.position)
+        except TransportError as error:
+            # Without an exchange under way this is how a peer's orderly end looks.
+            if self._opened:
+                self._fail(error)
+            return
+        if message is not None:
+            self._stop_with(TransportError(f"aborted: {message}"))
+
+    def _fail(self, error: GradcompError) -> None:
+        """Something broke here: find out why, tell everyone, raise in the training thread."""
+        if isinstance(error, TransportError):
+            where = self._pipeline.position
+            text = f"{error}"
+            if "waited" not in text:
+                text = f"step {where[0]}, bucket {where[1]}{self._layers_in(where[1])}: {text}; {self._watch.culprits(where)}"
+            error = TransportError(text)
+        self._watch.publish_abort(f"rank {self._transport.rank}: {type(error).__name__}: {error}")
+        self._stop_with(error)
+
+    def _layers_in(self, bucket: int) -> str:
+        buckets = self._pipeline.layout.buckets
+        if bucket >= len(buckets):
+            return ""
+        names = [self._pipeline.layers[layer].name for layer in buckets[bucket].layers[:3].tolist()]
+        more = ", ..." if len(buckets[bucket].layers) > 3 else ""
+        return f" ({', '.join(names)}{more})"
+
+    def _stop_with(self, error: GradcompError) -> None:
+        self._error = error
+        self._transport.abandon()
+        self._done.set()

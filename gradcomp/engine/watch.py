@@ -1,0 +1,140 @@
+"""Who is late, who is dead: stall warnings, deadlines and aborts over the control channel.
+
+Keys, all below the exchanger's prefix: ``question`` (a counter: "where are you?"), ``at/<rank>`` (that rank's answer and
+position), ``abort`` (the message with which every rank raises).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from time import monotonic, sleep
+from typing import Any
+
+from gradcomp.core.errors import TransportError
+from gradcomp.transport.control import ControlChannel
+
+logger = logging.getLogger("gradcomp")
+
+#: A rank whose process lives answers within this time, whatever its training thread does.
+ANSWER_SECONDS = 2.0
+
+Position = tuple[int, int, int]
+
+
+class Watch:
+    """One exchanger's view of the control channel. Used by the engine's thread only."""
+
+    def __init__(self, control: ControlChannel, prefix: str, rank: int, size: int) -> None:
+        self._control = control
+        self._prefix = prefix
+        self._rank = rank
+        self._size = size
+        self._answered = 0
+        self._asked = 0
+        self._warned = False
+        self._lost = False
+
+    def look(self, position: Position) -> str | None:
+        """Answer a question if there is one; return the abort message if the job was aborted."""
+        if self._lost:
+            return None
+        abort = self._lookup("abort")
+        if abort is not None:
+            return abort.decode(errors="replace")
+        question = self._lookup("question")
+        if question is not None and question.isdigit() and int(question) > self._answered:
+            self._answered = int(question)
+            self._publish(f"at/{self._rank}", json.dumps([self._answered, *position]).encode())
+        return None
+
+    def waited(self, seconds: float, position: Position, warn_after: float, abort_after: float) -> None:
+        """Called while waiting for the wire: warn once, then raise TransportError past the deadline."""
+        if seconds < warn_after:
+            self._warned = False
+            return
+        if seconds >= abort_after:
+            raise TransportError(
+                f"rank {self._rank} waited {seconds:.1f} s at {_where(position)}; {self.culprits(position)}"
+            )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "rank %d has waited %.0f s at %s; %s",
+                self._rank,
+                seconds,
+                _where(position),
+                self.culprits(position),
+            )
+
+    def culprits(self, position: Position) -> str:
+        """Ask all ranks where they are; say which are dead or behind. Takes up to two seconds."""
+        try:
+            answers = self._ask(position)
+        except TransportError as error:
+            return f"the ranks cannot be asked: {error}"
+        silent = [r for r in range(self._size) if r not in answers]
+        behind = [r for r, at in answers.items() if at < position]
+        parts = []
+        if silent:
+            parts.append(f"no answer from rank {', '.join(map(str, silent))} (dead or stopped)")
+        for r in behind:
+            parts.append(f"rank {r} has only reached {_where(answers[r])}")
+        return "; ".join(parts) or "all ranks answer and are at the same place"
+
+    def _ask(self, position: Position) -> dict[int, Position]:
+        known = self._lookup("question")
+        number = (int(known) if known is not None and known.isdigit() else 0) + 1
+        self._answered = number
+        self._publish(f"at/{self._rank}", json.dumps([number, *position]).encode())
+        self._publish("question", str(number).encode())
+        answers: dict[int, Position] = {self._rank: position}
+        deadline = monotonic() + ANSWER_SECONDS
+        while len(answers) < self._size and monotonic() < deadline:
+            sleep(0.05)
+            for r in range(self._size):
+                if r not in answers:
+                    answer = _parse(self._lookup(f"at/{r}"))
+                    if answer is not None and answer[0] >= number:
+                        answers[r] = (answer[1], answer[2], answer[3])
+        return answers
+
+    def publish_abort(self, message: str) -> None:
+        """Tell every rank to raise; the first message stays."""
+        if self._lost:
+            return
+        try:
+            if self._lookup("abort") is None:
+                self._publish("abort", message.encode())
+        except TransportError:
+            logger.debug("the abort could not be published", exc_info=True)
+
+    def _lookup(self, key: str) -> bytes | None:
+        try:
+            return self._control.lookup(f"{self._prefix}/{key}")
+        except TransportError:
+            self._lost = True
+            raise
+
+    def _publish(self, key: str, value: bytes) -> None:
+        try:
+            self._control.publish(f"{self._prefix}/{key}", value)
+        except TransportError:
+            self._lost = True
+            raise
+
+
+def _parse(answer: bytes | None) -> list[int] | None:
+    if answer is None:
+        return None
+    try:
+        data: Any = json.loads(answer)
+    except ValueError:
+        return None
+    if isinstance(data, list) and len(data) == 4 and all(isinstance(v, int) for v in data):
+        return data
+    return None
+
+
+def _where(position: Position) -> str:
+    return "step {}, bucket {}, round {}".format(*position)

@@ -1,0 +1,265 @@
+"""Between autograd and the engine: hooks, windows of accumulation, and when a step begins and ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd import Variable
+
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.engine import Exchanger
+from gradcomp.pipeline import StepResult
+from gradcomp.torch.sparse import mean_of_rows
+
+logger = logging.getLogger("gradcomp")
+
+Finish = Literal["backward", "step"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When gradients are exchanged.
+
+    ``passes``: backward passes per exchange. ``finish="backward"``: when the last of them returns, gradients are means;
+    ``"step"``: when ``synchronize()`` or ``step()`` returns, for several backward passes over disjoint parameters.
+    """
+
+    passes: int = 1
+    finish: Finish = "backward"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.passes, int) or self.passes < 1:
+            raise ConfigError(
+                f"backward_passes_per_step must be a whole number of at least 1, got {self.passes!r}"
+            )
+        if self.finish not in ("backward", "step"):
+            raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
+
+
+class GradientExchange:
+    """Hooks on parameters that feed an exchanger.
+
+    A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward passes
+    touched it. At the end of the window the engine is flushed and waited for; then every ``.grad`` that some rank
+    touched is the mean.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        timing: Timing,
+        *,
+        sparse_as_dense: bool,
+        divisor: float,
+        predivide: float,
+        grad_scaler: Any,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.names = list(names)
+        self.timing = timing
+        self.grad_scaler = grad_scaler
+        self._exchanger: Exchanger | None = None
+        self._sparse_as_dense = sparse_as_dense
+        self._divisor = divisor
+        self._predivide = predivide
+        self._touched: dict[int, int] = {}  # layer -> backward passes in this window
+        self._submitted: set[int] = set()
+        self._passes = 0
+        self._in_backward = False
+        self._suspended = False
+        self._result: StepResult | None = None  # exchanged, neither committed nor discarded
+        self._means: dict[int, torch.Tensor] = {}  # gradients as the last exchange left them
+        self._room: dict[int, torch.Tensor] = {}  # means of layers that this rank did not have
+        self._sparse_rows: dict[int, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+
+    @property
+    def exchanger(self) -> Exchanger:
+        """The exchanger; set once by :meth:`attach`."""
+        assert self._exchanger is not None, "attach() comes first"
+        return self._exchanger
+
+    def attach(self, exchanger: Exchanger) -> None:
+        """Start listening to autograd."""
+        self._exchanger = exchanger
+        for layer, parameter in enumerate(self.parameters):
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(layer)))
+
+    def detach(self) -> None:
+        """Stop listening."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def allocate(self, layer: int) -> int:
+        """Room for the mean of a layer that only other ranks had (engine's thread)."""
+        parameter = self.parameters[layer]
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
+            gradient = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        self._room[layer] = gradient.detach()
+        return int(gradient.data_ptr())
+
+    # -- autograd -----------------------------------------------------------------------------------------------
+
+    def _hook(self, layer: int) -> Any:
+        def fire(parameter: torch.Tensor) -> None:
+            self._arrived(layer)
+
+        return fire
+
+    def _arrived(self, layer: int) -> None:
+        if not self._touched and not self._submitted:
+            self._leave_last_result(layer)
+        self._touched[layer] = self._touched.get(layer, 0) + 1
+        if self._suspended:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+        last = (self._passes if self.timing.finish == "backward" else self._touched[layer] - 1) + 1
+        if last >= self.timing.passes:
+            self._submit(layer)
+
+    def _leave_last_result(self, layer: int) -> None:
+        """A new window begins although the last result was neither stepped on nor zeroed.
+
+        If its means are still in the gradients, they will be applied: what was sent counts as sent.
+        """
+        if self._result is None:
+            return
+        kept = [i for i, mean in self._means.items() if self.parameters[i].grad is mean]
+        if kept and layer not in self._means and layer not in self.exchanger.pipeline.sparse:
+            raise StateError(
+                f"layer {self.names[layer]!r} has a gradient after its step closed; with several backward passes over "
+                'different parameters use finish="step"'
+            )
+        if kept:
+            self.exchanger.commit()
+        self.forget()
+
+    def _submit(self, layer: int) -> None:
+        if layer in self._submitted:
+            raise StateError(
+                f"layer {self.names[layer]!r} has a second gradient in one exchange; declare all passes with "
+                "backward_passes_per_step, or accumulate under no_sync()"
+            )
+        if not self.exchanger.is_open:
+            self.exchanger.open(self._scale())
+        self._submitted.add(layer)
+        gradient = self._gradient(layer)
+        if gradient is None:
+            self.exchanger.submit_absent(layer, sparse=True)
+        else:
+            address = gradient.data_ptr()
+            self.exchanger.submit(layer, address, address, gradient)
+
+    def _gradient(self, layer: int) -> torch.Tensor | None:
+        """The layer's gradient in a form whose memory can be exchanged as it lies; None if it stays sparse."""
+        parameter = self.parameters[layer]
+        gradient = parameter.grad
+        assert gradient is not None, "a hook fires after its gradient was accumulated"
+        if gradient.is_sparse:
+            if not self._sparse_as_dense:
+                self._sparse_rows[layer] = gradient
+                return None
+            gradient = gradient.to_dense()
+        elif layer in self.exchanger.pipeline.sparse:
+            raise StateError(
+                f"layer {self.names[layer]!r} had sparse gradients before and has a dense one now"
+            )
+        if gradient.stride() != parameter.stride() or gradient is not parameter.grad:
+            gradient = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = gradient
+        return gradient.detach()
+
+    def _scale(self) -> float:
+        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        return scale * self._predivide
+
+    def _end_of_backward(self) -> None:
+        self._in_backward = False
+        if self._suspended:
+            return
+        self._passes += 1
+        if self.timing.finish == "backward" and self._passes >= self.timing.passes:
+            self.finish()
+
+    # -- the end of a window ------------------------------------------------------------------------------------
+
+    def finish(self) -> StepResult:
+        """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new."""
+        if self._result is not None and not self._touched and not self.exchanger.is_open:
+            return self._result
+        if not self.exchanger.is_open:
+            self.exchanger.open(self._scale())
+        for layer in sorted(self._touched.keys() - self._submitted):
+            if self.parameters[layer].grad is not None:
+                self._submit(layer)
+        self.exchanger.flush()
+        result = self.exchanger.wait()
+        for layer, gradient in self._room.items():
+            self.parameters[layer].grad = gradient
+        self._exchange_sparse()
+        self._means = {
+            layer: gradient
+            for layer in result.present.nonzero()[0].tolist()
+            if (gradient := self.parameters[layer].grad) is not None
+        }
+        self._result = result
+        self._touched, self._submitted, self._room, self._sparse_rows = {}, set(), {}, {}
+        self._passes = 0
+        return result
+
+    def _exchange_sparse(self) -> None:
+        """Layers that some rank has sparse gradients of, now or earlier: all ranks know them."""
+        pipeline = self.exchanger.pipeline
+        for layer in sorted(pipeline.sparse):
+            parameter = self.parameters[layer]
+            mean = mean_of_rows(
+                pipeline.transport, self.names[layer], parameter, self._sparse_rows.get(layer), self._divisor
+            )
+            if mean is not None:
+                parameter.grad = mean
+
+    def has_result(self) -> bool:
+        """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
+        return self._result is not None and not self._touched
+
+    def commit(self) -> bool:
+        """The means will be applied: residuals take their new values."""
+        accepted = self.exchanger.commit()
+        self.forget()
+        return accepted
+
+    def drain(self) -> None:
+        """Gradients are about to be zeroed: end what is under way, and let it not count."""
+        if self._exchanger is None or self._exchanger.error is not None:
+            return
+        self._in_backward = False  # a backward that raised never came to its end
+        if self.exchanger.is_open:
+            self.finish()
+        if self._result is not None:
+            self.exchanger.discard()
+        self.forget()
+        self._touched, self._passes = {}, 0
+
+    def forget(self) -> None:
+        """The last result has been dealt with."""
+        self._result = None
+        self._means = {}
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Accumulate without exchanging."""
+        previous, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = previous

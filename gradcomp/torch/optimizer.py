@@ -1,0 +1,366 @@
+"""``DistributedOptimizer``: the wrapped optimizer, on means over ranks."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.core.errors import ConfigError, GradcompError, StateError
+from gradcomp.core.statistics import Span, Statistics
+from gradcomp.engine import Exchanger
+from gradcomp.engine.agreement import agree
+from gradcomp.pipeline.snapshot import inherit
+from gradcomp.torch import runtime
+from gradcomp.torch.collectives import Average, ReduceOp, Sum
+from gradcomp.torch.exchange import Finish, GradientExchange, Timing
+from gradcomp.torch.layers import Named, name_parameters, spec
+from gradcomp.torch.report import Reporter, banner
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Optimizer,
+    named_parameters: NamedParameters | None = None,
+    compression: Policy | Compressor | str = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    *,
+    finish: Finish = "backward",
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Optimizer:
+    """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
+
+    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. Gradients are exchanged while
+    backward runs; when it returns from the last of ``backward_passes_per_step`` passes, ``.grad`` is the mean, so
+    clipping and unscaling work as usual. ``step()`` accepts the exchange, ``zero_grad()`` without it forgets it.
+
+    Args:
+        named_parameters: as ``model.named_parameters()``; without it, names are positions and patterns cannot match.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
+        backward_passes_per_step: gradients are summed over so many passes before they are exchanged.
+        op: ``Average`` or ``Sum`` over ranks.
+        gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
+        sparse_as_dense: exchange sparse gradients as dense ones; else their rows are gathered, uncompressed.
+        finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
+        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+
+    Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the
+    compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
+    Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
+    ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
+    """
+    state = runtime.current()
+    if isinstance(optimizer, Distributed):
+        raise StateError("this optimizer is already a DistributedOptimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    arguments = Arguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        finish,
+        grad_scaler,
+    )
+    core = _build(state, optimizer, named_parameters, arguments)
+    _adopt(optimizer, core)
+    return optimizer
+
+
+class Arguments:
+    """The arguments of :func:`DistributedOptimizer`, validated."""
+
+    def __init__(
+        self,
+        compression: Policy | Compressor | str,
+        passes: int,
+        op: ReduceOp,
+        predivide: float,
+        sparse_as_dense: bool,
+        finish: Finish,
+        grad_scaler: Any,
+    ) -> None:
+        self._compression = compression
+        self._passes = passes
+        self._finish = finish
+        self.op = op
+        self.predivide = predivide
+        self.sparse_as_dense = sparse_as_dense
+        self.grad_scaler = grad_scaler
+
+    def check(self) -> tuple[Policy, Timing]:
+        """Raise ConfigError for what cannot work."""
+        if self.op not in (Average, Sum):
+            raise ConfigError(f"op must be Average or Sum, got {self.op!r}")
+        if not self.predivide > 0 or (self.predivide != 1.0 and self.op is not Average):
+            raise ConfigError(
+                "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
+            )
+        return as_policy(self._compression), Timing(self._passes, self._finish)
+
+
+class Core:
+    """What a distributed optimizer has beside the wrapped one."""
+
+    def __init__(self, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange) -> None:
+        self.arguments = arguments
+        self.named = named
+        self.frozen = frozen
+        self.exchange = exchange
+        self.reporter: Reporter | None = None
+        self.skip_synchronize = False
+        self.warned_about_scaler = False
+        self.steps = 0
+
+
+def _build(
+    state: runtime.Runtime,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters | None,
+    arguments: Arguments,
+) -> Core:
+    """Validate on every rank, compare, and start. A rank that fails tells the others before it raises."""
+    transport = state.make_transport() if state.size > 1 else None
+    try:
+        policy, timing = arguments.check()
+        named, frozen = name_parameters(optimizer, named_parameters)
+        if any(p.device.type != "cpu" for _, p in named):
+            raise ConfigError("gradients on a device other than the CPU are not supported yet")
+        layers = [spec(name, parameter) for name, parameter in named]
+        if not layers:
+            raise ConfigError("the optimizer has no trainable parameter")
+        plan = policy.plan(layers)
+    except GradcompError as error:
+        if transport is not None:
+            agree(transport, None, error)
+        raise
+    exchange = GradientExchange(
+        [p for _, p in named],
+        [n for n, _ in named],
+        timing,
+        sparse_as_dense=arguments.sparse_as_dense,
+        divisor=float(state.size) if arguments.op is Average else 1.0,
+        predivide=arguments.predivide,
+        grad_scaler=arguments.grad_scaler,
+    )
+    core = Core(arguments, named, frozen, exchange)
+    if transport is not None:
+        exchanger = Exchanger(
+            state.engine,
+            layers,
+            plan,
+            transport,
+            state.make_control(),
+            state.config,
+            exchange.allocate,
+            name=str(next(state.names)),
+            average=arguments.op is Average,
+        )
+        state.exchangers.append(exchanger)
+        exchange.attach(exchanger)
+        core.reporter = Reporter(exchanger, state.config)
+        banner(exchanger, policy)
+    return core
+
+
+class Distributed:
+    """The methods that a distributed optimizer has beside, or instead of, those of its class."""
+
+    _gradcomp: Core
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on the means. Exchanges first what was not exchanged yet (a short last window, ``finish="step"``)."""
+        core = self._gradcomp
+        if core.exchange._exchanger is None:
+            return super().step(closure)  # type: ignore[misc]
+        _check_frozen(core)
+        _check_scaler(core, sys._getframe(1))
+        if closure is not None:
+            return self._step_with(closure)
+        if not (core.skip_synchronize and core.exchange.has_result()):
+            core.exchange.finish()
+        core.exchange.commit()
+        result = super().step()  # type: ignore[misc]
+        self._after_step()
+        return result
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """Every evaluation of the closure is an exchange of its own, used by the wrapped optimizer."""
+        core = self._gradcomp
+
+        def evaluate() -> Any:
+            loss = closure()
+            core.exchange.finish()
+            core.exchange.commit()
+            return loss
+
+        result = super().step(evaluate)  # type: ignore[misc]
+        self._after_step()
+        return result
+
+    # A scheduler made before wrapping looks for this mark, and warns without it.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _after_step(self) -> None:
+        core = self._gradcomp
+        core.steps += 1
+        self._opt_called = True
+        config = runtime.current().config
+        first = core.steps <= config.fingerprint_steps
+        every = config.fingerprint_every_steps
+        if first or (every and core.steps % every == 0):
+            digests = [_digest(p) for _, p in core.named]
+            core.exchange.exchanger.fingerprint(np.array(digests, dtype=np.uint32))
+        if core.reporter is not None:
+            core.reporter.after_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients; an exchange that ``step()`` did not accept is ended and forgotten."""
+        self._gradcomp.exchange.drain()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def synchronize(self) -> None:
+        """Make gradients the means now; free if they are."""
+        if self._gradcomp.exchange._exchanger is not None:
+            self._gradcomp.exchange.finish()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Horovod's way to say that ``synchronize()`` was called before this ``step()``."""
+        core = self._gradcomp
+        core.skip_synchronize = True
+        try:
+            yield
+        finally:
+            core.skip_synchronize = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without exchanging them; the next backward outside exchanges the sum."""
+        with self._gradcomp.exchange.suspended():
+            yield
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, collectively: all ranks add the same. Residuals of the others are kept.
+
+        ``param_group["names"]`` may name them; else their position does.
+        """
+        names = param_group.pop("names", None)
+        super().add_param_group(param_group)  # type: ignore[misc]
+        core: Core | None = self.__dict__.get("_gradcomp")
+        if core is None:
+            return  # called by the wrapped class's constructor
+        group = len(self.param_groups) - 1  # type: ignore[attr-defined]
+        added = self.param_groups[group]["params"]  # type: ignore[attr-defined]
+        if names is None:
+            names = [f"group{group}.param{i}" for i in range(len(added))]
+        elif len(names) != len(added):
+            raise ConfigError(f"{len(names)} names for {len(added)} parameters")
+        _rebuild(self, core, [*core.named, *core.frozen, *zip(names, added, strict=True)])
+
+    def statistics(self) -> Statistics:
+        """This rank's counters since the start. Local: no communication."""
+        exchanger = self._gradcomp.exchange._exchanger
+        return Statistics() if exchanger is None else exchanger.pipeline.statistics
+
+    def reduced_statistics(self) -> Statistics | None:
+        """The mean of all ranks' counters at the last multiple of ``statistics_every_steps``. Local."""
+        exchanger = self._gradcomp.exchange._exchanger
+        return None if exchanger is None else exchanger.pipeline.reduced_statistics
+
+    def trace_spans(self) -> tuple[Span, ...]:
+        """The last spans: ready, encode, wire, reduce, decode, per bucket. Local."""
+        exchanger = self._gradcomp.exchange._exchanger
+        return () if exchanger is None else exchanger.pipeline.trace.spans()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the spans as Chrome trace JSON. Local."""
+        if self._gradcomp.exchange._exchanger is not None:
+            self._gradcomp.exchange._exchanger.pipeline.trace.write(path)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
+        # copyreg's function, so that a pickle loads where gradcomp is not installed.
+        return copyreg._reconstructor, (_base(type(self)), object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain optimizer with parameters of its own."""
+        plain = _base(type(self)).__new__(_base(type(self)))
+        memo[id(self)] = plain
+        plain.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        return plain
+
+
+def _base(kind: type) -> type:
+    """The class that was wrapped."""
+    return kind.__mro__[2]
+
+
+def _adopt(optimizer: torch.optim.Optimizer, core: Core) -> None:
+    """Turn the optimizer into a distributed one, in place: schedulers and users that hold it go on holding it."""
+    kind = type(optimizer)
+    # A scheduler made before may have put a bound ``step`` on the instance, which would bypass ours.
+    optimizer.__dict__.pop("step", None)
+    optimizer.__dict__["_gradcomp"] = core
+    optimizer.__class__ = type(
+        kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
+
+
+def _rebuild(optimizer: Any, core: Core, named: Named) -> None:
+    """New layers: a new exchanger, with the old one's state."""
+    state = runtime.current()
+    old = core.exchange
+    old.drain()
+    old.detach()
+    fresh = _build(state, optimizer, named, core.arguments)
+    if old._exchanger is not None:
+        inherit(fresh.exchange.exchanger.pipeline, old.exchanger.pipeline)
+        state.exchangers.remove(old.exchanger)
+        old.exchanger.close()
+    fresh.steps = core.steps
+    optimizer.__dict__["_gradcomp"] = fresh
+
+
+def _digest(parameter: torch.Tensor) -> int:
+    data = parameter.detach()
+    if not data.is_contiguous():
+        data = data.contiguous()
+    return zlib.crc32(data.view(-1).view(torch.uint8).numpy())
+
+
+def _check_frozen(core: Core) -> None:
+    thawed = [name for name, parameter in core.frozen if parameter.requires_grad]
+    if thawed:
+        raise StateError(
+            f"parameters that were frozen when the optimizer was wrapped now require gradients and are not exchanged: "
+            f"{', '.join(thawed[:5])}; wrap after unfreezing, or add them with add_param_group"
+        )
+
+
+def _check_scaler(core: Core, caller: Any) -> None:
+    """Warn once if a GradScaler steps us that we were not told of, and residuals would be in scaled units."""
+    if core.warned_about_scaler or core.arguments.grad_scaler is not None:
+        return
+    if isinstance(caller.f_locals.get("self"), torch.amp.GradScaler):
+        core.warned_about_scaler = True
+        if core.exchange.exchanger.pipeline.residuals.nbytes:
+            runtime.logger.warning(
+                "a GradScaler is in use: pass it as DistributedOptimizer(grad_scaler=...), or every change of its "
+                "scale leaves the residuals in the wrong units"
+            )

@@ -1,0 +1,154 @@
+"""torch.distributed as a transport: a process group of gradcomp's own, made from the ranks of the user's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from gradcomp.core.errors import TransportError
+from gradcomp.transport.base import Bytes, Transport
+from gradcomp.transport.control import ControlChannel
+
+#: Gloo's own deadline lies behind the engine's, so that the engine is the one to say what happened.
+GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
+_CONTROL_TIMEOUT = timedelta(seconds=3)
+
+
+@dataclass(eq=False)
+class _Handle:
+    """A collective under way; keeps its tensors alive."""
+
+    work: Any
+    tensors: tuple[torch.Tensor, ...]
+
+    def poll(self) -> bool:
+        if not self.work.is_completed():
+            return False
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"collective failed: {error}") from error
+        return True
+
+
+class TorchTransport(Transport):
+    """Collectives on CPU memory through Gloo.
+
+    Construction is collective over ``ranks`` (global ranks; None: all). All-gathers of unequal parts go through
+    all-to-all, which Gloo runs faster than its all-gather.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None, timeout_seconds: float) -> None:
+        try:
+            self._group = dist.new_group(
+                ranks=None if ranks is None else list(ranks),
+                timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS),
+                backend="gloo",
+                use_local_synchronization=ranks is not None,
+            )
+        except RuntimeError as error:
+            raise TransportError(f"the ranks could not meet: {error}") from error
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+        self.bytes_sent = 0
+        self._abandoned = False
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        return self._group
+
+    def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
+        """See :class:`Transport`."""
+        self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
+        tensor = torch.from_numpy(array)
+        return self._issue(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> _Handle:
+        """See :class:`Transport`."""
+        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
+        source = torch.from_numpy(send[: sum(send_counts)])
+        target = torch.from_numpy(recv[: sum(recv_counts)])
+        return self._alltoall(target, source, list(recv_counts), list(send_counts))
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
+        """See :class:`Transport`."""
+        self.bytes_sent += (self.size - 1) * counts[self.rank]
+        start = sum(counts[: self.rank])
+        copies = np.tile(buffer[start : start + counts[self.rank]], self.size)
+        return self._alltoall(
+            torch.from_numpy(buffer), torch.from_numpy(copies), list(counts), [counts[self.rank]] * self.size
+        )
+
+    def _alltoall(
+        self, target: torch.Tensor, source: torch.Tensor, out_splits: list[int], in_splits: list[int]
+    ) -> _Handle:
+        return self._issue(
+            lambda: dist.all_to_all_single(
+                target, source, out_splits, in_splits, group=self._group, async_op=True
+            ),
+            target,
+            source,
+        )
+
+    def _issue(self, call: Any, *tensors: torch.Tensor) -> _Handle:
+        try:
+            return _Handle(call(), tensors)
+        except RuntimeError as error:
+            raise TransportError(f"collective failed: {error}") from error
+
+    def abandon(self) -> None:
+        """Give the group up after a failure: its destructor would wait for collectives that never end."""
+        if not self._abandoned:
+            self._abandoned = True
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def close(self) -> None:
+        """Destroy the group, unless it was abandoned."""
+        if not self._abandoned and dist.is_initialized():
+            self._abandoned = True
+            dist.destroy_process_group(self._group)
+
+
+class TorchControl(ControlChannel):
+    """The job's own store, over a connection that only the engine's thread uses."""
+
+    def __init__(self, prefix: str) -> None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            # The default group's client may be inside a blocking call of the training thread.
+            store = dist.TCPStore(
+                store.host,
+                store.port,
+                None,
+                is_master=False,
+                timeout=_CONTROL_TIMEOUT,
+                wait_for_workers=False,
+            )
+        self._store = dist.PrefixStore(prefix, store)
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Set a value."""
+        try:
+            self._store.set(key, value.decode())
+        except RuntimeError as error:
+            raise TransportError(f"the job's key-value store is gone: {error}") from error
+
+    def lookup(self, key: str) -> bytes | None:
+        """Get a value without waiting for it."""
+        try:
+            return bytes(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError as error:
+            raise TransportError(f"the job's key-value store is gone: {error}") from error
