@@ -25,7 +25,8 @@ class Identity(Compressor):
     Float32 and float64 layers are summed by the transport's own allreduce (one round, 2 d (N-1)/N bytes per rank for
     d bytes of gradient), so the mean is bit-identical to that allreduce divided by N. Float16 layers are summed the
     same way in float32: a half-precision sum would lose bits. Bfloat16 layers travel as they are and are added in
-    float32 by a reduction; the one rounding is the output's. No state.
+    float32 by a reduction; the one rounding is the output's. No state, and so no use for
+    the loss scale: sums keep it. A segment with a non-finite value is NaN in every summand that has one.
     """
 
     name: ClassVar[str] = "none"
@@ -53,11 +54,14 @@ class Identity(Compressor):
         flags = np.zeros(len(table), dtype=np.uint8)
 
         def write(view: Floats) -> Bytes:
-            codec.encode(table, view.view(np.uint8), flags, context.draw, scale=context.scale)
+            codec.encode(table, view.view(np.uint8), flags, context.draw)
+            # Encode leaves zeros for a segment that is not finite, and the others would add up to a finite mean.
+            for row in np.flatnonzero(flags):
+                start = int(table["payload"][row]) // view.itemsize
+                view[start : start + int(table["length"][row])] = np.nan
             return flags
 
         total = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
-        # Decode would blank flagged segments; here the optimizer sees the sum as it is, as without gradcomp.
         overflow = np.zeros_like(flags)
         codec.decode(table, total.view(np.uint8), overflow, divisor=context.divisor, scale=context.unscale)
         return overflow
