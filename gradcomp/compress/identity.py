@@ -63,5 +63,5 @@ class Identity(Compressor):
 
         total = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
         overflow = np.zeros_like(flags)
-        codec.decode(table, total.view(np.uint8), overflow, divisor=context.divisor, scale=context.unscale)
+        codec.decode(table, total.view(np.uint8), overflow, divisor=context.divisor)
         return overflow
