@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.identity import CAST_BLOCK
-from gradcomp.compress.messages import Context, Exchange, Reduce
+from gradcomp.compress.messages import Bytes, Context, Exchange, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -59,4 +59,5 @@ class Cast(Compressor):
 
     def exchange(self, group: Group, context: Context) -> Exchange:
         """One Reduce."""
-        return (yield Reduce(self.codec_for(group.table), group))
+        flags: Bytes = yield Reduce(self.codec_for(group.table), group)
+        return flags

@@ -12,7 +12,7 @@ from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce,
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels.codec import Codec, Group, Table
-from gradcomp.kernels.segments import BFLOAT16, BF16, FLOAT64, FP32, FP64
+from gradcomp.kernels.segments import BF16, BFLOAT16, FLOAT64, FP32, FP64
 
 #: Cut points of casts: one cache line of float32.
 CAST_BLOCK = 16
@@ -48,7 +48,8 @@ class Identity(Compressor):
         """One Sum over the packed gradients, or one Reduce for bfloat16."""
         codec, table = self.codec_for(group.table), group.table
         if codec.kind == BF16:
-            return (yield Reduce(codec, group))
+            reduced: Bytes = yield Reduce(codec, group)
+            return reduced
         # A Sum's buffer holds the segments one after the other.
         table["payload"] = np.concatenate(([0], np.cumsum(codec.wire_bytes(table))[:-1]))
         flags = np.zeros(len(table), dtype=np.uint8)

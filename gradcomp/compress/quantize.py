@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradcomp.compress.base import Compressor
-from gradcomp.compress.messages import Context, Exchange, Reduce
+from gradcomp.compress.messages import Bytes, Context, Exchange, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -88,4 +88,5 @@ class Quantize(Compressor):
 
     def exchange(self, group: Group, context: Context) -> Exchange:
         """One Reduce."""
-        return (yield Reduce(self.codec_for(group.table), group))
+        flags: Bytes = yield Reduce(self.codec_for(group.table), group)
+        return flags

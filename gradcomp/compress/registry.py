@@ -66,7 +66,7 @@ def at_level(family: str, level: Level) -> Compressor:
     compressor = from_string(family)
     if compressor.level_field is None or level is None:
         return compressor
-    return dataclasses.replace(compressor, **{compressor.level_field: level})  # type: ignore[arg-type]
+    return dataclasses.replace(compressor, **{compressor.level_field: level})
 
 
 def _value(text: str) -> Any:

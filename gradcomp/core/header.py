@@ -57,12 +57,12 @@ class Ballot:
     @property
     def present(self) -> npt.NDArray[np.bool_]:
         """Layers that some rank had a dense gradient for."""
-        return (self.states & PRESENT) != 0
+        return (self.states & PRESENT).astype(np.bool_)
 
     @property
     def nonfinite(self) -> npt.NDArray[np.bool_]:
         """Layers that some rank found a non-finite value in."""
-        return (self.states & NONFINITE) != 0
+        return (self.states & NONFINITE).astype(np.bool_)
 
 
 @dataclass(frozen=True)

@@ -61,18 +61,18 @@ class Trace:
             {"ph": "M", "pid": self._rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
             for tid, name in enumerate(names)
         ]
-        for span in self.spans():
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": self._rank,
-                    "tid": names.index(span.name),
-                    "name": f"{span.name} {span.bucket}",
-                    "ts": (span.begin - self._epoch) * 1e6,
-                    "dur": (span.end - span.begin) * 1e6,
-                    "args": {"step": span.step, "bucket": span.bucket},
-                }
-            )
+        events += [
+            {
+                "ph": "X",
+                "pid": self._rank,
+                "tid": names.index(span.name),
+                "name": f"{span.name} {span.bucket}",
+                "ts": (span.begin - self._epoch) * 1e6,
+                "dur": (span.end - span.begin) * 1e6,
+                "args": {"step": span.step, "bucket": span.bucket},
+            }
+            for span in self.spans()
+        ]
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
         partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

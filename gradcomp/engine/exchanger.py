@@ -137,9 +137,10 @@ class Exchanger:
         if differs.any():
             layer = int(np.argmax(differs))
             ranks = np.flatnonzero(table[:, layer] != table[0, layer]).tolist()
+            name = self._pipeline.layers[layer].name
             raise StateError(
-                f"after step {self._pipeline.step} the parameter of layer {self._pipeline.layers[layer].name!r} differs "
-                f"between rank 0 and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
+                f"after step {self._pipeline.step} the parameter of layer {name!r} differs between rank 0 "
+                f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
                 "parameters (broadcast_parameters) or do not apply the same update"
             )
 
@@ -226,7 +227,8 @@ class Exchanger:
             where = self._pipeline.position
             text = f"{error}"
             if "waited" not in text:
-                text = f"step {where[0]}, bucket {where[1]}{self._layers_in(where[1])}: {text}; {self._watch.culprits(where)}"
+                place = f"step {where[0]}, bucket {where[1]}{self._layers_in(where[1])}"
+                text = f"{place}: {text}; {self._watch.culprits(where)}"
             error = TransportError(text)
         self._watch.publish_abort(f"rank {self._transport.rank}: {type(error).__name__}: {error}")
         self._stop_with(error)

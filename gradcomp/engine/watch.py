@@ -1,7 +1,7 @@
 """Who is late, who is dead: stall warnings, deadlines and aborts over the control channel.
 
-Keys, all below the exchanger's prefix: ``question`` (a counter: "where are you?"), ``at/<rank>`` (that rank's answer and
-position), ``abort`` (the message with which every rank raises).
+Keys, all below the exchanger's prefix: ``question`` (a counter: "where are you?"), ``at/<rank>`` (that rank's answer
+and position), ``abort`` (the message with which every rank raises).
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class Watch:
         parts = []
         if silent:
             parts.append(f"no answer from rank {', '.join(map(str, silent))} (dead or stopped)")
-        for r in behind:
-            parts.append(f"rank {r} has only reached {_where(answers[r])}")
+        parts += [f"rank {r} has only reached {_where(answers[r])}" for r in behind]
         return "; ".join(parts) or "all ranks answer and are at the same place"
 
     def _ask(self, position: Position) -> dict[int, Position]:

@@ -76,9 +76,8 @@ class BucketProgram:
     ) -> list[Program]:
         programs: list[Program] = []
         if any(isinstance(message, Reduce) for message in messages.values()):
-            assert self.reduction is not None and round_number == 0, (
-                "a compressor reduces in its first round only"
-            )
+            assert round_number == 0, "a compressor reduces in its first round only"
+            assert self.reduction is not None, "the first messages were the same when the program was made"
             programs.append(self._reduce(self.reduction, call, binding, ballot))
         by_dtype: dict[str, dict[int, Sum]] = {}
         for g, message in messages.items():

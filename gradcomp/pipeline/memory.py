@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.core.header import Ballot
 from gradcomp.core.state import Residuals
@@ -15,6 +16,8 @@ from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import DTYPES
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket
+
+Addresses = npt.NDArray[np.uint64]
 
 _ITEM_BYTES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.uint64)
 
@@ -85,7 +88,7 @@ class StepMemory:
         self._trace.add(name, self._step, self._bucket.number, begin, end)
 
 
-def _at(bases: np.ndarray, table: Table) -> np.ndarray:  # type: ignore[type-arg]
+def _at(bases: Addresses, table: Table) -> Addresses:
     """Addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
     offsets = table["start"].astype(np.uint64) * _ITEM_BYTES[table["dtype"]]
     return np.where(bases == 0, bases, bases + offsets)

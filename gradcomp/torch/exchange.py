@@ -89,7 +89,8 @@ class GradientExchange:
         """Start listening to autograd."""
         self._exchanger = exchanger
         for layer, parameter in enumerate(self.parameters):
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(layer)))
+            hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def detach(self) -> None:
         """Stop listening."""
@@ -109,7 +110,7 @@ class GradientExchange:
     # -- autograd -----------------------------------------------------------------------------------------------
 
     def _hook(self, layer: int) -> Any:
-        def fire(parameter: torch.Tensor) -> None:
+        def fire(_: torch.Tensor) -> None:
             self._arrived(layer)
 
         return fire
@@ -122,7 +123,7 @@ class GradientExchange:
             return
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_of_backward)
         last = (self._passes if self.timing.finish == "backward" else self._touched[layer] - 1) + 1
         if last >= self.timing.passes:
             self._submit(layer)
@@ -204,8 +205,8 @@ class GradientExchange:
                 self._submit(layer)
         self.exchanger.flush()
         result = self.exchanger.wait()
-        for layer, gradient in self._room.items():
-            self.parameters[layer].grad = gradient
+        for layer, mean in self._room.items():
+            self.parameters[layer].grad = mean
         self._exchange_sparse()
         self._means = {
             layer: gradient

@@ -22,11 +22,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dimensions from slowest to fastest in memory."""
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d)))
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-int(tensor.stride()[d]), d)))
 
 
 def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
-    """A parameter's spec; its shape is given in memory order, so that ranks with other layouts do not pass for equal."""
+    """A parameter's spec; the shape is in memory order, so that another layout does not pass for an equal one."""
     if parameter.dtype.is_complex:
         raise ConfigError(f"layer {name!r} is complex; register its view_as_real form")
     shape = tuple(parameter.shape)

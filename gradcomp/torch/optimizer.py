@@ -30,7 +30,7 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: NamedParameters | None = None,
     compression: Policy | Compressor | str = Compression.none,
@@ -49,6 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     clipping and unscaling work as usual. ``step()`` accepts the exchange, ``zero_grad()`` without it forgets it.
 
     Args:
+        optimizer: any ``torch.optim.Optimizer``; changed in place.
         named_parameters: as ``model.named_parameters()``; without it, names are positions and patterns cannot match.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         backward_passes_per_step: gradients are summed over so many passes before they are exchanged.
@@ -300,9 +301,10 @@ class Distributed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain optimizer with parameters of its own."""
-        plain = _base(type(self)).__new__(_base(type(self)))
+        base: Any = _base(type(self))
+        plain = base.__new__(base)
         memo[id(self)] = plain
-        plain.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        plain.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return plain
 
 
@@ -341,7 +343,7 @@ def _digest(parameter: torch.Tensor) -> int:
     data = parameter.detach()
     if not data.is_contiguous():
         data = data.contiguous()
-    return zlib.crc32(data.view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(data.view(-1).view(torch.uint8).numpy().data)
 
 
 def _check_frozen(core: Core) -> None:

@@ -18,7 +18,8 @@ from gradcomp import kernels
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.engine import Engine, Exchanger
-from gradcomp.torch.launch import Launch, connect, discover
+from gradcomp.torch.launch import Launch, discover
+from gradcomp.torch.rendezvous import connect
 from gradcomp.transport.torch import TorchControl, TorchTransport
 from gradcomp.version import __version__
 
@@ -85,7 +86,7 @@ def init(process_group: Any = None, **settings: Any) -> None:
     if process_group is not None and owns:
         raise ConfigError("process_group was given, but torch.distributed is not initialised")
     if owns and launch.size > 1:
-        connect(launch, config.timeout_seconds)
+        launch = connect(launch, config.timeout_seconds)
     ranks = [0]
     if dist.is_initialized():
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)

@@ -14,7 +14,9 @@ from gradcomp.transport.base import Transport, wait
 def mean_of_rows(
     transport: Transport, name: str, like: torch.Tensor, gradient: torch.Tensor | None, divisor: float
 ) -> torch.Tensor | None:
-    """The sum over ranks of a row-sparse gradient of the shape of ``like``, divided by ``divisor``; None if no rank has one.
+    """The sum over ranks of a row-sparse gradient, divided by ``divisor``; None if no rank has one.
+
+    ``like`` has the gradient's shape and dtype; ``gradient`` is this rank's, or None.
 
     Coalesced on each rank first. The ranks send their rows, or all of the tensor if that is fewer bytes. Collective,
     blocking. Rounds: 2 of a few bytes (who has how much), then 2 for rows or 1 for everything. Wire per rank:

@@ -140,16 +140,19 @@ class InProcessTransport(Transport):
         return _Handle(self.world, self.rank, number)
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
+        """See :class:`Transport`; added in rank order."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         return self._join("allreduce", array)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
+        """See :class:`Transport`."""
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
         return self._join("alltoallv", send, send_counts, recv, recv_counts)
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
+        """See :class:`Transport`."""
         self.bytes_sent += (self.size - 1) * counts[self.rank]
         return self._join("allgatherv", buffer, counts)
 

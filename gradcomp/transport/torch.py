@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Transport
@@ -125,11 +126,11 @@ class TorchControl(ControlChannel):
 
     def __init__(self, prefix: str) -> None:
         store: Any = dist.distributed_c10d._get_default_store()
-        while isinstance(store, dist.PrefixStore):
+        while isinstance(store, PrefixStore):
             store = store.underlying_store
-        if isinstance(store, dist.TCPStore):
+        if isinstance(store, TCPStore):
             # The default group's client may be inside a blocking call of the training thread.
-            store = dist.TCPStore(
+            store = TCPStore(
                 store.host,
                 store.port,
                 None,
@@ -137,7 +138,7 @@ class TorchControl(ControlChannel):
                 timeout=_CONTROL_TIMEOUT,
                 wait_for_workers=False,
             )
-        self._store = dist.PrefixStore(prefix, store)
+        self._store = PrefixStore(prefix, store)
 
     def publish(self, key: str, value: bytes) -> None:
         """Set a value."""
