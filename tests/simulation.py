@@ -1,0 +1,320 @@
+"""N ranks of one model, stepped in one thread: random polling orders, delays and faults, repeatable by seed.
+
+    ranks = Simulation(layers, Quantize(4), world=3, shuffle=True, delay=0.5, slice_elements=64)
+    outcome = ranks.step(ranks.gradients())
+    outcome.mean(0)                     # of layer 0; fails unless all ranks hold the same bytes
+
+Gradients are ``[rank][layer]`` lists of flat arrays; ``None`` stands for no gradient and ``SPARSE`` for a sparse one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gradcomp import Assignment, Compressor, Config, Identity, LayerSpec, Plan, Policy
+from gradcomp.core.state import Range
+from gradcomp.pipeline import Pipeline, StepResult
+from gradcomp.transport.inprocess import InProcessTransport, World
+
+SPARSE = "sparse"
+
+Gradient = Any  # a flat array, None or SPARSE
+Gradients = list[list[Gradient]]
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float64": np.dtype(np.float64),
+}
+
+_UNTOUCHED = 777.0  # what a freshly allocated output holds, so that an unwritten mean shows
+_POLLS = 200_000  # per step; more than any test needs
+
+
+def plan_for(layers: Sequence[LayerSpec], compressor: Compressor, version: int = 0) -> Plan:
+    """Every layer under one compressor, however small; float64 layers, which no codec takes, under Identity."""
+    chosen = [Identity() if layer.dtype == "float64" else compressor for layer in layers]
+    rows = zip(layers, chosen, strict=True)
+    return Plan(version, tuple(Assignment(layer.name, c.family_string(), c.level) for layer, c in rows))
+
+
+def random_gradients(layers: Sequence[LayerSpec], world: int, seed: int = 0, size: float = 1.0) -> Gradients:
+    """Normal numbers of the given size; another draw for each rank."""
+    generator = np.random.default_rng(seed)
+    return [
+        [(size * generator.standard_normal(layer.size)).astype(DTYPES[layer.dtype]) for layer in layers]
+        for _ in range(world)
+    ]
+
+
+def true_mean(gradients: Gradients, layer: int) -> np.ndarray | None:
+    """The mean over all ranks in float64, absent gradients counting as zero; None if nobody had one."""
+    present = [rank[layer].astype(np.float64) for rank in gradients if isinstance(rank[layer], np.ndarray)]
+    return sum(present) / len(gradients) if present else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished step. ``means[rank][layer]`` is None where nothing was written."""
+
+    means: list[list[np.ndarray | None]]
+    results: list[StepResult]
+    committed: list[bool]
+
+    def mean(self, layer: int) -> np.ndarray | None:
+        """The layer's mean; all ranks must hold the same bytes."""
+        return self.all_means()[layer]
+
+    def all_means(self) -> list[np.ndarray | None]:
+        """Every layer's mean; all ranks must hold the same bytes."""
+        first = self.means[0]
+        for rank, means in enumerate(self.means):
+            for layer, (mine, theirs) in enumerate(zip(means, first, strict=True)):
+                assert same_bytes(mine, theirs), f"layer {layer} differs between rank 0 and rank {rank}"
+        return first
+
+    @property
+    def result(self) -> StepResult:
+        """What the ranks concluded; all must agree."""
+        first = self.results[0]
+        for other in self.results:
+            for name in ("present", "sparse", "nonfinite"):
+                assert np.array_equal(getattr(other, name), getattr(first, name)), f"ranks disagree on {name}"
+        return first
+
+
+def same_bytes(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    """Equal bytes, or both absent."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+class RecordingTransport(InProcessTransport):
+    """Keeps what its rank sends: (kind, bytes) per collective."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world, rank)
+        self.sent: list[tuple[str, bytes]] = []
+
+    def allreduce(self, array):
+        self.sent.append(("allreduce", array.tobytes()))
+        return super().allreduce(array)
+
+    def alltoallv(self, send, send_counts, recv, recv_counts):
+        self.sent.append(("alltoallv", send[: sum(send_counts)].tobytes()))
+        return super().alltoallv(send, send_counts, recv, recv_counts)
+
+    def allgatherv(self, buffer, counts):
+        start = sum(counts[: self.rank])
+        self.sent.append(("allgatherv", buffer[start : start + counts[self.rank]].tobytes()))
+        return super().allgatherv(buffer, counts)
+
+
+@dataclass
+class Rank:
+    """One rank: its pipeline, and the means of the current step."""
+
+    layers: Sequence[LayerSpec]
+    plan: Plan
+    transport: InProcessTransport
+    config: Config
+    outputs: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pipeline = Pipeline(self.layers, self.plan, self.transport, self.config, self._allocate)
+
+    def _allocate(self, layer: int) -> int:
+        spec = self.layers[layer]
+        assert layer not in self.outputs, f"room for layer {layer} was asked for twice"
+        self.outputs[layer] = np.full(spec.size, _UNTOUCHED, DTYPES[spec.dtype])
+        return self.outputs[layer].ctypes.data
+
+    def submit(self, layer: int, gradient: Gradient) -> None:
+        """Hand in one layer; the mean replaces a copy of the gradient, in place."""
+        if gradient is None or isinstance(gradient, str):
+            self.pipeline.inbox.submit_absent(layer, sparse=gradient == SPARSE)
+            return
+        assert gradient.dtype == DTYPES[self.layers[layer].dtype]
+        assert gradient.ndim == 1
+        out = gradient.copy()
+        self.outputs[layer] = out
+        self.pipeline.inbox.submit(layer, out.ctypes.data, out.ctypes.data, out)
+
+
+class Simulation:
+    """N ranks in one process.
+
+    ``seed`` of the simulated timing, ``config_seed`` of gradcomp's own draws.
+    ``shuffle``: ranks take turns at random, hand in layers in orders of their own and poll in between. ``delay``: the
+    probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
+    sends. ``settings`` go to :class:`Config`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        compression: Compressor | Plan | Policy,
+        world: int = 2,
+        *,
+        seed: int = 0,
+        config_seed: int = 0,
+        shuffle: bool = False,
+        delay: float = 0.0,
+        tamper: Callable[[int, int, np.ndarray], np.ndarray] | None = None,
+        record: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.layers = list(layers)
+        self.size = world
+        self.random = random.Random(seed)
+        self.shuffle = shuffle
+        hold = (lambda rank, number, polls: self.random.random() < delay) if delay else None
+        self.world = World(world, delay=hold, tamper=tamper)
+        transports = (
+            [RecordingTransport(self.world, rank) for rank in range(world)]
+            if record
+            else self.world.transports()
+        )
+        if isinstance(compression, Policy):
+            compression = compression.plan(layers)
+        elif isinstance(compression, Compressor):
+            compression = plan_for(layers, compression)
+        config = Config(seed=config_seed, **settings)
+        self.ranks = [Rank(self.layers, compression, transport, config) for transport in transports]
+        self.pipelines = [rank.pipeline for rank in self.ranks]
+        self._drawn = 0
+
+    # -- stepping -----------------------------------------------------------------------------------------------
+
+    def gradients(self, absent: Sequence[int] = (), size: float = 1.0) -> Gradients:
+        """Fresh random gradients at every call; nobody has the ``absent`` layers."""
+        self._drawn += 1
+        drawn = random_gradients(self.layers, self.size, seed=self._drawn, size=size)
+        return [[None if i in absent else g for i, g in enumerate(rank)] for rank in drawn]
+
+    def step(
+        self,
+        gradients: Gradients | None = None,
+        *,
+        scale: float = 1.0,
+        commit: bool = True,
+        order: Sequence[int] | None = None,
+        during: Callable[[], None] | None = None,
+    ) -> Outcome:
+        """One exchange on all ranks; raises the first rank's error.
+
+        ``order`` of the layers (default: last first, as backward goes); ``during`` is called at every turn.
+        """
+        errors = self.attempt(gradients, scale=scale, order=order, during=during)
+        for error in errors:
+            if error is not None:
+                raise error
+        means = [[rank.outputs.get(i) for i in range(len(self.layers))] for rank in self.ranks]
+        results = [p.result for p in self.pipelines]
+        if commit:
+            committed = [p.commit() for p in self.pipelines]
+        else:
+            committed = [False] * self.size
+            for p in self.pipelines:
+                p.discard()
+        return Outcome(means, results, committed)
+
+    def attempt(
+        self,
+        gradients: Gradients | None = None,
+        *,
+        scale: float = 1.0,
+        order: Sequence[int] | None = None,
+        during: Callable[[], None] | None = None,
+        dying: Sequence[int] = (),
+    ) -> list[Exception | None]:
+        """One exchange, without a verdict: every rank's error. A rank that raised leaves the world.
+
+        Ranks in ``dying`` leave it after a few turns, without an error of their own.
+        """
+        gradients = self.gradients() if gradients is None else gradients
+        errors: list[Exception | None] = [None] * self.size
+        turns = {r: deque(self._turns(r, gradients[r], scale, order)) for r in range(self.size)}
+        last_words = {r: self.random.randrange(3, 12) for r in dying}
+        active = list(range(self.size))
+        for _ in range(_POLLS):
+            if not active:
+                return errors
+            r = self.random.choice(active) if self.shuffle else active.pop(0)
+            if not self.shuffle:
+                active.append(r)
+            if during is not None:
+                during()
+            try:
+                if r in last_words:
+                    last_words[r] -= 1
+                    if last_words[r] < 0:
+                        self.world.kill(r)
+                        active.remove(r)
+                        continue
+                if turns[r] and (not self.shuffle or self.random.random() < 0.5):
+                    turns[r].popleft()()
+                else:
+                    self.pipelines[r].poll()
+                    if not self.pipelines[r].is_open and not turns[r]:
+                        active.remove(r)
+            except Exception as error:  # noqa: BLE001  (the verdict is the test's)
+                errors[r] = error
+                self.world.kill(r)
+                active.remove(r)
+        raise AssertionError(f"no progress; ranks {active} are at {[p.position for p in self.pipelines]}")
+
+    def _turns(
+        self, r: int, gradients: Sequence[Gradient], scale: float, order: Sequence[int] | None
+    ) -> list[Callable[[], None]]:
+        rank = self.ranks[r]
+        rank.outputs.clear()
+        if order is None:
+            order = list(reversed(range(len(self.layers))))
+            if self.shuffle:
+                self.random.shuffle(order)
+
+        def submit(layer: int) -> Callable[[], None]:
+            return lambda: rank.submit(layer, gradients[layer])
+
+        # A layer without gradient may say so, or be noticed at the flush only.
+        silent = [i for i in order if gradients[i] is None and self.random.random() < 0.5]
+        return [
+            lambda: rank.pipeline.open(scale),
+            *[submit(i) for i in order if i not in silent],
+            rank.pipeline.inbox.flush,
+        ]
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def owed(self, layer: int) -> np.ndarray:
+        """What was not applied yet: mean of the first residuals plus the owners' second ones, in float64."""
+        total = np.zeros(self.layers[layer].size)
+        for pipeline in self.pipelines:
+            residuals = pipeline.residuals
+            first = residuals.first.value(layer)
+            if first.size:
+                total += first.astype(np.float64) / self.size
+            for row, owned in enumerate(residuals.ranges):
+                if owned.layer == layer:
+                    total[owned.start : owned.end] += residuals.second.value(row)
+        return total
+
+    def state(self) -> list[tuple[list[bytes], dict[Range, bytes]]]:
+        """Every rank's residuals, to compare."""
+        return [
+            (
+                [p.residuals.first.value(i).tobytes() for i in range(len(self.layers))],
+                {r: p.residuals.second.value(row).tobytes() for row, r in enumerate(p.residuals.ranges)},
+            )
+            for p in self.pipelines
+        ]
