@@ -38,6 +38,8 @@ class Cast(Compressor):
     def __post_init__(self) -> None:
         if self.dtype not in _KINDS:
             raise ConfigError(f"cast dtype must be one of {', '.join(_KINDS)}, got {self.dtype!r}")
+        if not isinstance(self.feedback, bool):
+            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
 
     @property
     def keeps_residual(self) -> bool:

@@ -30,6 +30,10 @@ class Policy:
     overrides: Mapping[str, Compressor | str] = field(default_factory=dict)
     filter: Filter = field(default_factory=Filter)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "default", resolve(self.default))
+        object.__setattr__(self, "overrides", {name: resolve(c) for name, c in self.overrides.items()})
+
     def choose(self, layer: LayerSpec) -> tuple[Compressor, str | None]:
         """The layer's compressor, and why it travels exactly if it does."""
         if layer.dtype == "float64":

@@ -52,13 +52,16 @@ class Quantize(Compressor):
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
             raise ConfigError(f"bits must be a whole number from 1 to 8, got {self.bits!r}")
-        if not isinstance(self.bucket_size, int) or not 1 <= self.bucket_size < 2**31:
+        size = self.bucket_size
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < 2**31:
             raise ConfigError(f"bucket_size must be a whole number of at least 1, got {self.bucket_size!r}")
         if self.scaling not in _KINDS:
             raise ConfigError(f"scaling must be one of {', '.join(_KINDS)}, got {self.scaling!r}")
         if self.rounding not in ("stochastic", "nearest"):
             raise ConfigError(f"rounding must be stochastic or nearest, got {self.rounding!r}")
-        if not 0.0 <= self.decay <= 1.0:
+        if self.feedback is not None and not isinstance(self.feedback, bool):
+            raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
+        if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
 
     @property

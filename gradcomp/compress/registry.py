@@ -39,7 +39,9 @@ def registered() -> dict[str, type[Compressor]]:
 def from_string(text: str) -> Compressor:
     """Parse a string form. ConfigError says what is wrong and what exists."""
     name, _, rest = text.strip().partition(":")
-    if name in _SHORT and not rest:
+    if name in _SHORT:
+        if rest:
+            raise ConfigError(f"{name} takes no fields; write {_SHORT[name].to_string()!r} and change that")
         return _SHORT[name]
     kind = registered().get(name)
     if kind is None:
@@ -64,8 +66,10 @@ def from_string(text: str) -> Compressor:
 def at_level(family: str, level: Level) -> Compressor:
     """The compressor that a plan's assignment means."""
     compressor = from_string(family)
-    if compressor.level_field is None or level is None:
+    if level is None:
         return compressor
+    if compressor.level_field is None:
+        raise ConfigError(f"{compressor.name} has no level, got {level!r}")
     return dataclasses.replace(compressor, **{compressor.level_field: level})
 
 
