@@ -1,0 +1,153 @@
+"""String forms: what they accept, and what they say about the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import string
+from importlib.metadata import EntryPoint
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradcomp import Cast, Compression, ConfigError, Identity, Quantize
+from gradcomp.compress import at_level, from_string, registry
+
+GOOD = {
+    "none": Identity(),
+    " none ": Identity(),
+    "fp16": Cast("float16"),
+    "bf16": Cast("bfloat16"),
+    "cast": Cast(),
+    "cast:dtype=float32": Cast("float32"),
+    "cast:dtype=float16,feedback=true": Cast("float16", feedback=True),
+    "quantize": Quantize(),
+    "quantize:bits=4,bucket_size=512": Quantize(4, 512),
+    "quantize: bits = 2 , scaling = l2": Quantize(2, scaling="l2"),
+    "quantize:rounding=nearest,feedback=False": Quantize(rounding="nearest", feedback=False),
+    "quantize:feedback=none": Quantize(),
+    "quantize:decay=0.5": Quantize(decay=0.5),
+    "quantize:decay=1": Quantize(),
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_string_form_is_understood(text: str):
+    assert from_string(text) == GOOD[text]
+
+
+BAD = {
+    "": "unknown compression ''",
+    "zip": "known: bf16, cast, fp16, none, quantize",
+    "Quantize": "unknown compression",
+    "quantize:bits": "expected field=value",
+    "quantize:bits=4,colour=red": "bits, bucket_size",
+    "quantize:bits=4,bits=5": "bits is given twice",
+    "quantize:bits=0": "from 1 to 8",
+    "quantize:bits=9": "from 1 to 8",
+    "quantize:bits=-1": "from 1 to 8",
+    "quantize:bits=4.0": "from 1 to 8",
+    "quantize:bits=four": "from 1 to 8",
+    "quantize:bits=true": "from 1 to 8",
+    "quantize:bits=": "from 1 to 8",
+    "quantize:bucket_size=0": "bucket_size",
+    "quantize:bucket_size=true": "bucket_size",
+    "quantize:bucket_size=2147483648": "bucket_size",
+    "quantize:scaling=l3": "minmax, l2, linf",
+    "quantize:scaling=4": "minmax, l2, linf",
+    "quantize:rounding=up": "stochastic or nearest",
+    "quantize:feedback=maybe": "feedback",
+    "quantize:feedback=1": "feedback",
+    "quantize:decay=2": "decay",
+    "quantize:decay=nan": "decay",
+    "quantize:decay=much": "decay",
+    "cast:dtype=int8": "float32, float16, bfloat16",
+    "cast:dtype=float64": "float32, float16, bfloat16",
+    "cast:feedback=maybe": "feedback",
+    "cast:bits=4": "dtype, feedback",
+    "none:bits=4": "expected field=value",
+    "fp16:feedback=true": "cast:dtype=float16",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_string_form_is_refused_with_a_hint(text: str):
+    with pytest.raises(ConfigError) as caught:
+        from_string(text)
+    assert BAD[text] in str(caught.value)
+
+
+@given(st.text(string.printable, max_size=40).map(lambda tail: "quantize:" + tail))
+def test_any_text_is_a_compressor_or_a_config_error(text: str):
+    with contextlib.suppress(ConfigError):
+        assert isinstance(from_string(text), Quantize)
+
+
+@given(
+    bits=st.integers(1, 8),
+    bucket_size=st.integers(1, 2**31 - 1),
+    scaling=st.sampled_from(["minmax", "l2", "linf"]),
+    rounding=st.sampled_from(["stochastic", "nearest"]),
+    feedback=st.sampled_from([None, True, False]),
+    decay=st.floats(0, 1),
+)
+def test_every_quantizer_reads_back(**fields):
+    compressor = Quantize(**fields)
+    assert from_string(compressor.to_string()) == compressor
+    assert at_level(compressor.family_string(), compressor.level) == compressor
+
+
+def test_family_does_not_depend_on_the_level():
+    assert {Quantize(bits).family_string() for bits in range(1, 9)} == {Quantize(4).family_string()}
+
+
+@pytest.mark.parametrize("level", [0, 9, 2.5, "4", True])
+def test_impossible_level_is_refused(level):
+    with pytest.raises(ConfigError):
+        at_level(Quantize().family_string(), level)
+
+
+@pytest.mark.parametrize("family", ["none", "cast:dtype=bfloat16"])
+def test_level_for_a_compressor_without_one_is_refused(family: str):
+    with pytest.raises(ConfigError, match="no level"):
+        at_level(family, 4)
+
+
+def test_horovods_names_exist():
+    assert (Compression.none, Compression.fp16, Compression.bf16) == (
+        Identity(),
+        Cast("float16"),
+        Cast("bfloat16"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere(Identity):
+    name = "elsewhere"
+
+
+class TestEntryPoints:
+    @pytest.fixture(autouse=True)
+    def _fresh_registry(self):
+        registry.registered.cache_clear()
+        yield
+        registry.registered.cache_clear()
+
+    def install(self, monkeypatch, value: str):
+        point = EntryPoint("point", value, "gradcomp.compressors")
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+
+    def test_a_plug_in_is_found(self, monkeypatch):
+        monkeypatch.setattr(EntryPoint, "load", lambda self: Elsewhere)
+        self.install(monkeypatch, "package:Elsewhere")
+        assert from_string("elsewhere") == Elsewhere()
+
+    @pytest.mark.parametrize(
+        ("value", "complaint"),
+        [("fractions:Fraction", "not a Compressor"), ("gradcomp:Quantize", "two compressors are named")],
+    )
+    def test_a_plug_in_that_does_not_fit_is_refused(self, monkeypatch, value: str, complaint: str):
+        self.install(monkeypatch, value)
+        with pytest.raises(ConfigError, match=complaint):
+            from_string("none")
