@@ -40,6 +40,7 @@ class World:
         self._lock = threading.Lock()  # ranks may also be threads
         self._calls: dict[int, dict[int, _Call]] = {}
         self._finished: set[int] = set()
+        self._failed: dict[int, str] = {}
 
     def transports(self) -> list[InProcessTransport]:
         """One transport per rank."""
@@ -56,17 +57,25 @@ class World:
             calls[rank] = call
             if len(calls) < self.size:
                 return
-            kinds = {c.kind for c in calls.values()}
-            if len(kinds) != 1:
-                raise TransportError(f"collective {number}: ranks issued {sorted(kinds)}")
-            getattr(self, "_" + kinds.pop())([calls[r].arguments for r in range(self.size)])
-            self._finished.add(number)
             del self._calls[number]
+            try:
+                self._carry_out([calls[r] for r in range(self.size)])
+                self._finished.add(number)
+            except TransportError as error:
+                self._failed[number] = f"collective {number}: {error}"
+
+    def _carry_out(self, calls: list[_Call]) -> None:
+        kinds = {call.kind for call in calls}
+        if len(kinds) != 1:
+            raise TransportError(f"ranks issued {sorted(kinds)}")
+        getattr(self, "_" + kinds.pop())([call.arguments for call in calls])
 
     def complete(self, number: int) -> bool:
         """Whether collective ``number`` was carried out; TransportError if it never will be."""
         if number in self._finished:
             return True
+        if number in self._failed:
+            raise TransportError(self._failed[number])
         missing = self.dead - self._calls.get(number, {}).keys()
         if missing:
             raise TransportError(f"rank {min(missing)} left before collective {number}")
@@ -75,13 +84,16 @@ class World:
     def _deliver(self, source: int, destination: int, target: Bytes, message: Bytes) -> None:
         if self.tamper is not None:
             message = self.tamper(source, destination, message.copy())
-        if len(target) < len(message):
+        if len(target) != len(message):
             raise TransportError(
                 f"rank {source} sent {len(message)} bytes, rank {destination} expects {len(target)}"
             )
-        target[: len(message)] = message
+        target[:] = message
 
     def _allreduce(self, arguments: list[tuple[npt.NDArray[Any]]]) -> None:
+        shapes = {(array.dtype, array.shape) for (array,) in arguments}
+        if len(shapes) != 1:
+            raise TransportError(f"ranks issued arrays of {sorted(map(str, shapes))}")
         total = arguments[0][0].copy()
         for (array,) in arguments[1:]:
             total += array
@@ -101,6 +113,8 @@ class World:
                 )
 
     def _allgatherv(self, arguments: list[tuple[Bytes, Sequence[int]]]) -> None:
+        if len({tuple(counts) for _, counts in arguments}) != 1:
+            raise TransportError("ranks issued different counts")
         bounds = np.concatenate(([0], np.cumsum(arguments[0][1])))
         for source, (buffer, _) in enumerate(arguments):
             part = buffer[bounds[source] : bounds[source + 1]]
