@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from statistics import median
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -20,7 +21,7 @@ from gradcomp.engine.engine import Engine
 from gradcomp.engine.watch import Watch
 from gradcomp.pipeline import Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
-from gradcomp.transport.base import Transport
+from gradcomp.transport.base import Transport, wait
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
@@ -143,6 +144,23 @@ class Exchanger:
                 f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
                 "parameters (broadcast_parameters) or do not apply the same update"
             )
+
+    def probe(self, nbytes: int, repeats: int = 5) -> float:
+        """Collective, between steps: median seconds in which every rank sends and receives ``nbytes``."""
+        self._check()
+        rank, size = self._transport.rank, self._transport.size
+        share = max(1, nbytes // (size - 1))
+        counts = [0 if peer == rank else share for peer in range(size)]
+        send = np.zeros(sum(counts), dtype=np.uint8)
+        recv = np.empty_like(send)
+        sent_before = self._transport.bytes_sent
+        seconds = []
+        for _ in range(repeats):
+            begin = perf_counter()
+            wait(self._transport.alltoallv(send, counts, recv, counts))
+            seconds.append(perf_counter() - begin)
+        self._transport.bytes_sent = sent_before  # not part of the exchange
+        return median(seconds)
 
     def abort(self, message: str) -> None:
         """End the exchange on all ranks: they raise TransportError with this message within seconds."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from time import perf_counter
+from dataclasses import replace
+from statistics import median
 
 from gradcomp.compress import Policy
 from gradcomp.core.config import Config
@@ -14,6 +15,9 @@ logger = logging.getLogger("gradcomp")
 
 VERDICT_STEPS = 50
 WARM_UP_STEPS = 10
+
+#: Sizes of the two probes that give the wire's rate without its latency.
+PROBE_BYTES = (1 << 10, 1 << 20)
 
 
 def banner(exchanger: Exchanger, policy: Policy) -> None:
@@ -41,63 +45,66 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
 
 
 class Reporter:
-    """Rank 0's log lines. Reads counters that are local or already reduced; never communicates."""
+    """Rank 0's log lines. Statistics are local or already reduced; the one collective is the probe after 50 steps."""
 
     def __init__(self, exchanger: Exchanger, config: Config) -> None:
+        self._exchanger = exchanger
         self._pipeline = exchanger.pipeline
         self._every = config.statistics_every_steps
         self._steps = 0
-        self._mark: tuple[float, Statistics] | None = None
+        self._before = Statistics()
 
     def after_step(self) -> None:
-        """Count a step; log what is due."""
+        """Count a step; log what is due. All ranks call it alike."""
         self._steps += 1
-        if self._pipeline.transport.rank != 0:
-            return
         if self._steps == WARM_UP_STEPS:
-            self._mark = (perf_counter(), self._snapshot())
-        if self._steps == VERDICT_STEPS and self._mark is not None:
-            logger.info(self._verdict(*self._mark))
+            self._before = replace(self._pipeline.statistics)
+        if self._steps == VERDICT_STEPS:
+            latency = self._exchanger.probe(PROBE_BYTES[0])
+            rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
+            self._log(self._verdict(rate))
         if self._every and self._steps % self._every == 0:
             self._periodic()
 
-    def _snapshot(self) -> Statistics:
-        statistics = self._pipeline.statistics
-        return Statistics(*statistics.vector().tolist())  # a copy; the engine goes on counting
+    def _log(self, line: str) -> None:
+        if self._pipeline.transport.rank == 0:
+            logger.info(line)
 
     def _periodic(self) -> None:
         mean = self._pipeline.reduced_statistics
         if mean is not None and mean.steps:
-            logger.info(
-                "step %d: ratio %.2f, per step and rank %.3f MB sent, codec %.2f ms, exposed communication %.2f ms",
-                self._pipeline.step,
-                mean.ratio,
-                mean.wire_bytes / mean.steps / 1e6,
-                1e3 * mean.codec_seconds / mean.steps,
-                1e3 * mean.exposed_seconds / mean.steps,
+            sent, codec, exposed = (
+                total / mean.steps for total in (mean.wire_bytes, mean.codec_seconds, mean.exposed_seconds)
+            )
+            self._log(
+                f"step {self._pipeline.step}: ratio {mean.ratio:.2f}, per step and rank {sent / 1e6:.3f} MB sent, "
+                f"codec {1e3 * codec:.2f} ms, exposed communication {1e3 * exposed:.2f} ms"
             )
 
-    def _verdict(self, begin: float, before: Statistics) -> str:
-        """What compression gains against a bfloat16 wire here: an estimate from this run's own timings."""
-        now = self._snapshot()
-        steps = now.steps - before.steps
+    def _verdict(self, seconds_per_byte: float) -> str:
+        """What compression gains here against a bfloat16 wire.
+
+        The other wire's exposed time is predicted from the measured rate: what is left of its bytes after the window in
+        which this run's buckets became ready, but at least its last bucket.
+        """
+        now, before = self._pipeline.statistics, self._before
+        steps = max(now.steps - before.steps, 1)
         sent = (now.wire_bytes - before.wire_bytes) / steps
         exposed = (now.exposed_seconds - before.exposed_seconds) / steps
-        codec = (now.codec_seconds - before.codec_seconds) / steps
-        half = sum(2 * layer.size for layer in self._pipeline.layers)
         size = self._pipeline.transport.size
-        half_bytes = 2 * half * (size - 1) / size
-        step_ms = 1e3 * (perf_counter() - begin) / max(1, self._steps - WARM_UP_STEPS)
-        # The wire's rate while the training thread waited: codec work is the only other thing in that time.
-        waited = max(exposed - codec, 1e-9)
-        gain = waited * (half_bytes / max(sent, 1.0) - 1.0) - codec
-        head = f"after {VERDICT_STEPS} steps of {step_ms:.1f} ms: {sent / 1e6:.3f} MB sent per step and rank"
-        if sent >= half_bytes:
-            return (
-                f"{head}; a bfloat16 wire would send {half_bytes / 1e6:.3f} MB: no bytes are saved against it"
-            )
-        if gain <= 0:
-            return f"{head}; compression gains nothing here against a bfloat16 wire (estimate)"
-        return (
-            f"{head}; compared with a bfloat16 wire about {1e3 * gain:.1f} ms per step are gained (estimate)"
-        )
+        half_bytes = [2 * 2 * bucket.elements * (size - 1) / size for bucket in self._pipeline.layout.buckets]
+        head = f"after {VERDICT_STEPS} steps: {sent / 1e6:.3f} MB sent per step and rank, a bfloat16 wire would send "
+        head += f"{sum(half_bytes) / 1e6:.3f} MB"
+        other = max(sum(half_bytes) * seconds_per_byte - self._window(), half_bytes[-1] * seconds_per_byte)
+        gain_ms = 1e3 * (other - exposed)
+        if sent >= sum(half_bytes) or gain_ms <= 0:
+            return f"{head}; compression gains nothing against it here (exposed {1e3 * exposed:.1f} ms)"
+        return f"{head}; about {gain_ms:.1f} ms per step are gained (estimate at {8e-9 / seconds_per_byte:.2f} Gbit/s)"
+
+    def _window(self) -> float:
+        """Median time between the first and the last bucket's becoming ready."""
+        ready: dict[int, list[float]] = {}
+        for span in self._pipeline.trace.spans():
+            if span.name == "ready":
+                ready.setdefault(span.step, []).append(span.end)
+        return median([max(ends) - min(ends) for ends in ready.values()]) if ready else 0.0
