@@ -1,0 +1,72 @@
+"""How the benchmarks show what they measured: an aligned Markdown table, and JSON with the machine beside it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NOTHING = "–"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; the first column is aligned left, the others right. None is an empty cell."""
+    cells = [[NOTHING if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    return "\n".join([line(headers), f"|{'|'.join(f' {r} ' for r in rule)}|", *map(line, cells)])
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, without naming the machine."""
+    model, flags = platform.processor() or platform.machine(), ""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        fields = dict(
+            (part.strip() for part in line.split(":", 1))
+            for line in info.read_text().splitlines()
+            if ":" in line
+        )
+        model, flags = fields.get("model name", model), fields.get("flags", "")
+    return {
+        "cpu": model,
+        "isa": "avx512" if "avx512bw" in flags else "avx2" if "avx2" in flags else "baseline",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "numpy", "gradcomp")},
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """One line about :func:`machine`."""
+    versions = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "gradcomp") if found[name])
+    return (
+        f"{found['cpu']}, {found['cores']} cores, {found['isa']}; load {found['load_at_start']}; {versions}"
+    )
+
+
+def write_json(path: Path | None, data: dict[str, Any]) -> None:
+    """Write the figures, if a path was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
