@@ -27,11 +27,12 @@ std::vector<Kernels> find_kernels() {
     std::vector<Kernels> found;
 #ifdef GRADCOMP_X86
     __builtin_cpu_init();
-    const bool avx2_and_f16c = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    if (avx2_and_f16c && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
+    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         found.push_back(avx512::kernels());
-    if (avx2_and_f16c) found.push_back(avx2::kernels());
+    if (has_avx2) found.push_back(avx2::kernels());
 #endif
     found.push_back(baseline::kernels());
     return found;

@@ -36,25 +36,50 @@ inline std::uint64_t split(std::uint64_t stream) {
     return (stream & one) | ((stream << (8 - bits)) & (one << 8));
 }
 
-// Groups that are worked on at once, in two loops: the first is vectorised by the compiler, the second only
-// moves.
-inline constexpr std::int64_t batch_groups = 64;
+// The stream of a group as an integer, for widths that fill one.
+template <int bits>
+struct GroupOf;
+template <>
+struct GroupOf<1> {
+    using Integer = std::uint8_t;
+};
+template <>
+struct GroupOf<2> {
+    using Integer = std::uint16_t;
+};
+template <>
+struct GroupOf<4> {
+    using Integer = std::uint32_t;
+};
+
+inline std::uint64_t load_word(const std::uint8_t* p) {
+    std::uint64_t word;
+    std::memcpy(&word, p, sizeof word);
+    return word;
+}
 
 // Write the stream of 8 * groups codes, one per byte. No byte at or after `end` is touched.
 template <int bits>
 inline void pack(const std::uint8_t* codes, std::int64_t groups, std::uint8_t* stream,
                  const std::uint8_t* end) {
-    while (groups > 0) {
-        const std::int64_t batch = smaller(groups, batch_groups);
-        std::uint64_t words[batch_groups];
-        std::memcpy(words, codes, static_cast<std::size_t>(8 * batch));
-        for (std::int64_t g = 0; g < batch; ++g) words[g] = join<bits>(words[g]);
+    std::int64_t g = 0;
+    if constexpr (bits == 1 || bits == 2 || bits == 4) {
+        // No group touches its neighbour's bytes: the compiler makes vectors of this.
+        for (; g < groups; ++g) {
+            const auto group =
+                static_cast<typename GroupOf<bits>::Integer>(join<bits>(load_word(codes + 8 * g)));
+            std::memcpy(stream + g * bits, &group, bits);
+        }
+    } else {
         // Whole words while they fit: the next group overwrites what a word has beyond its own bytes.
-        std::int64_t g = 0;
-        for (; g < batch && end - stream >= 8; ++g, stream += bits) std::memcpy(stream, &words[g], 8);
-        for (; g < batch; ++g, stream += bits) std::memcpy(stream, &words[g], bits);
-        codes += 8 * batch;
-        groups -= batch;
+        for (; g < groups && end - (stream + g * bits) >= 8; ++g) {
+            const std::uint64_t word = join<bits>(load_word(codes + 8 * g));
+            std::memcpy(stream + g * bits, &word, 8);
+        }
+        for (; g < groups; ++g) {
+            const std::uint64_t word = join<bits>(load_word(codes + 8 * g));
+            std::memcpy(stream + g * bits, &word, bits);
+        }
     }
 }
 
@@ -63,21 +88,27 @@ inline void pack(const std::uint8_t* codes, std::int64_t groups, std::uint8_t* s
 template <int bits>
 inline void unpack(const std::uint8_t* stream, const std::uint8_t* end, std::int64_t groups,
                    std::uint8_t* codes) {
-    while (groups > 0) {
-        const std::int64_t batch = smaller(groups, batch_groups);
-        std::uint64_t words[batch_groups];
-        std::int64_t g = 0;
-        for (; g < batch && end - stream >= 8; ++g, stream += bits) std::memcpy(&words[g], stream, 8);
-        for (; g < batch; ++g) {
-            words[g] = 0;
-            const std::int64_t left = smaller(end - stream, bits);
-            std::memcpy(&words[g], stream, static_cast<std::size_t>(left));
-            stream += left;
+    const std::int64_t bytes = end - stream;
+    std::int64_t g = 0;
+    if constexpr (bits == 1 || bits == 2 || bits == 4) {
+        const std::int64_t whole = smaller(groups, bytes / bits);
+        for (; g < whole; ++g) {
+            typename GroupOf<bits>::Integer group;
+            std::memcpy(&group, stream + g * bits, bits);
+            const std::uint64_t word = split<bits>(group);
+            std::memcpy(codes + 8 * g, &word, 8);
         }
-        for (g = 0; g < batch; ++g) words[g] = split<bits>(words[g]);
-        std::memcpy(codes, words, static_cast<std::size_t>(8 * batch));
-        codes += 8 * batch;
-        groups -= batch;
+    } else {
+        for (; g < groups && bytes - g * bits >= 8; ++g) {
+            const std::uint64_t word = split<bits>(load_word(stream + g * bits));
+            std::memcpy(codes + 8 * g, &word, 8);
+        }
+    }
+    for (; g < groups; ++g) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, stream + g * bits, static_cast<std::size_t>(smaller(bytes - g * bits, bits)));
+        word = split<bits>(word);
+        std::memcpy(codes + 8 * g, &word, 8);
     }
 }
 

@@ -12,19 +12,30 @@ struct CodeBuffer {
     alignas(64) Code codes[8 + block_size + 8 + lanes];
 };
 
+// Where codes lie in a payload, if they can be reached there: aligned, and as whole vectors before `end`.
+template <class Code>
+inline bool in_place(const std::uint8_t* p, std::int64_t count, const std::uint8_t* end) {
+    return reinterpret_cast<std::uintptr_t>(p) % alignof(Code) == 0 &&
+           whole_vectors(count) * std::int64_t{sizeof(Code)} <= end - p;
+}
+
 // Writes codes in order.
 template <class Code>
 class CodeWriter {
   public:
-    CodeWriter(std::uint8_t* out, std::int64_t, int) : out_(out) {}
+    CodeWriter(std::uint8_t* out, std::int64_t length, int)
+        : out_(out), end_(out + length * std::int64_t{sizeof(Code)}) {}
 
-    // Room for the codes of one block, and a vector more.
-    Code* room() { return buffer_.codes; }
+    // Where the next `count` codes, at most a block, are to be put; a vector more may be.
+    Code* room(std::int64_t count) {
+        in_place_ = in_place<Code>(out_, count, end_);
+        return in_place_ ? reinterpret_cast<Code*>(out_) : buffer_.codes;
+    }
 
-    // Take the next `count` codes from room().
+    // Take `count` codes from there.
     void append(std::int64_t count) {
         const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(Code);
-        std::memcpy(out_, buffer_.codes, bytes);
+        if (!in_place_) std::memcpy(out_, buffer_.codes, bytes);
         out_ += bytes;
     }
 
@@ -32,6 +43,8 @@ class CodeWriter {
 
   private:
     std::uint8_t* out_;
+    const std::uint8_t* end_;
+    bool in_place_ = false;
     CodeBuffer<Code> buffer_;
 };
 
@@ -41,9 +54,17 @@ class CodeWriter<std::uint8_t> {
     CodeWriter(std::uint8_t* out, std::int64_t length, int bits)
         : stream_(out), end_(out + (length * bits + 7) / 8), bits_(bits), pack_(packers[bits - 1]) {}
 
-    std::uint8_t* room() { return buffer_.codes + pending_; }
+    std::uint8_t* room(std::int64_t count) {
+        // Codes of eight bits wait for no group.
+        in_place_ = bits_ == 8 && in_place<std::uint8_t>(stream_, count, end_);
+        return in_place_ ? stream_ : buffer_.codes + pending_;
+    }
 
     void append(std::int64_t count) {
+        if (in_place_) {
+            stream_ += count;
+            return;
+        }
         pending_ += count;
         const std::int64_t groups = pending_ / 8;
         if (groups == 0) return;
@@ -68,15 +89,18 @@ class CodeWriter<std::uint8_t> {
     int bits_;
     Pack pack_;
     std::int64_t pending_ = 0;
+    bool in_place_ = false;
     CodeBuffer<std::uint8_t> buffer_;
 };
 
 // Codes first..first+count of a segment, at most a block; a vector beyond them can be read too.
 template <class Code>
-inline const Code* read_codes(const std::uint8_t* in, const Segment&, std::int64_t first, std::int64_t count,
-                              CodeBuffer<Code>& buffer) {
-    std::memcpy(buffer.codes, in + first * std::int64_t{sizeof(Code)},
-                static_cast<std::size_t>(count) * sizeof(Code));
+inline const Code* read_codes(const std::uint8_t* in, const Segment& segment, std::int64_t first,
+                              std::int64_t count, CodeBuffer<Code>& buffer) {
+    const std::uint8_t* const begin = in + first * std::int64_t{sizeof(Code)};
+    if (in_place<Code>(begin, count, in + segment.length * std::int64_t{sizeof(Code)}))
+        return reinterpret_cast<const Code*>(begin);
+    std::memcpy(buffer.codes, begin, static_cast<std::size_t>(count) * sizeof(Code));
     std::memset(buffer.codes + count, 0, lanes * sizeof(Code));
     return buffer.codes;
 }
@@ -84,7 +108,8 @@ inline const Code* read_codes(const std::uint8_t* in, const Segment&, std::int64
 template <>
 inline const std::uint8_t* read_codes(const std::uint8_t* in, const Segment& segment, std::int64_t first,
                                       std::int64_t count, CodeBuffer<std::uint8_t>& buffer) {
-    const std::uint8_t* end = in + (segment.length * segment.bits + 7) / 8;
+    const std::uint8_t* const end = in + (segment.length * segment.bits + 7) / 8;
+    if (segment.bits == 8 && in_place<std::uint8_t>(in + first, count, end)) return in + first;
     const std::int64_t skipped = first % 8;
     const std::int64_t groups = (skipped + count + 7) / 8;
     std::memset(buffer.codes + 8 * (groups - 1), 0, 8 + lanes);

@@ -32,7 +32,7 @@ enum class Shadow { none, cached, streamed };
 
 // Codes, and shadow, of one block.
 template <class Codec, bool stochastic, Shadow kind>
-void encode_block(const Codec& codec, const float* c, const std::uint16_t* draws, std::int64_t count,
+void encode_block(const Codec codec, const float* c, const std::uint16_t* draws, std::int64_t count,
                   typename Codec::Code* codes, float* shadow) {
     const auto encode_vector = [&](std::int64_t i, float* shadow_at) {
         const F32 contribution = load(c + i);
@@ -53,64 +53,97 @@ void encode_block(const Codec& codec, const float* c, const std::uint16_t* draws
     }
 }
 
-// Encode a segment; false, with the payload in any state, if it is non-finite.
+// A bucket after the first pass over it.
+template <class Codec>
+struct ScannedBucket {
+    std::int64_t begin, end;
+    typename Codec::Range range;
+    const float* c;  // of its last block
+};
+
+// Encodes the segment of a job, bucket by bucket.
 template <class Codec, bool stochastic>
-bool encode_segment(const EncodeJob& job) {
-    const Segment& segment = job.segment;
-    const int bits = segment.bits;
-    const std::int64_t bucket_size = Codec::record_bytes > 0 ? segment.bucket_size : block_size;
+class SegmentEncoder {
+  public:
+    explicit SegmentEncoder(const EncodeJob& job)
+        : job_(job),
+          bucket_size_(Codec::record_bytes > 0 ? job.segment.bucket_size : block_size),
+          random_(job.rounding, job.segment.layer),
+          writer_(job.codes, job.segment.length, job.segment.bits) {}
 
-    alignas(64) float scratch[block_size];
-    alignas(64) std::uint16_t draw_buffer[block_size + RandomStream::slack];
-    const RandomStream random(job.rounding, segment.layer);
-    CodeWriter<typename Codec::Code> writer(job.codes, segment.length, bits);
-    std::uint8_t* record = job.scales;
+    // False, with the payload in any state, if the segment is non-finite.
+    bool run() {
+        const std::int64_t length = job_.segment.length;
+        if (length == 0) return true;
+        std::uint8_t* record = job_.scales;
+        // One bucket is scanned ahead: the reduction of its range to one number is a long chain of dependent
+        // instructions, and the next scan has work to do meanwhile.
+        float* scratch = scratch_[0];
+        float* next_scratch = scratch_[1];
+        ScannedBucket<Codec> next = scan(0, scratch);
+        for (std::int64_t begin = 0; begin < length; begin += bucket_size_) {
+            const ScannedBucket<Codec> bucket = next;
+            const Codec codec(bucket.range, job_.segment.bits);
+            if (bucket.end < length) next = scan(bucket.end, next_scratch);
+            if (!codec.representable()) return false;
+            codec.write(record);
+            record += Codec::record_bytes;
+            encode(codec, bucket, scratch);
+            float* const used = scratch;
+            scratch = next_scratch;
+            next_scratch = used;
+        }
+        writer_.finish();
+        return true;
+    }
 
-    const auto contributions = [&](std::int64_t first, std::int64_t count) {
-        const float* c = job.source.block(first, count, scratch);
+  private:
+    const float* contributions(std::int64_t first, std::int64_t count, float* scratch) const {
+        const float* c = job_.source.block(first, count, scratch);
         for (std::int64_t i = count; i < whole_vectors(count); ++i)
             scratch[i] = Codec::Range::padding(scratch);
         return c;
-    };
+    }
 
-    for (std::int64_t bucket = 0; bucket < segment.length; bucket += bucket_size) {
-        const std::int64_t end = smaller(bucket + bucket_size, segment.length);
-        const float* c = nullptr;
-
-        typename Codec::Range range;
-        for (std::int64_t first = bucket; first < end; first += block_size) {
-            const std::int64_t count = smaller(block_size, end - first);
-            c = contributions(first, count);
-            for (std::int64_t i = 0; i < count; i += lanes) range.add(load(c + i));
+    ScannedBucket<Codec> scan(std::int64_t begin, float* scratch) const {
+        ScannedBucket<Codec> bucket{begin, smaller(begin + bucket_size_, job_.segment.length), {}, nullptr};
+        for (std::int64_t first = begin; first < bucket.end; first += block_size) {
+            const std::int64_t count = smaller(block_size, bucket.end - first);
+            bucket.c = contributions(first, count, scratch);
+            for (std::int64_t i = 0; i < count; i += lanes) bucket.range.add(load(bucket.c + i));
         }
+        return bucket;
+    }
 
-        const Codec codec(range, bits);
-        if (!codec.representable()) return false;
-        codec.write(record);
-        record += Codec::record_bytes;
-
-        for (std::int64_t first = bucket; first < end; first += block_size) {
-            const std::int64_t count = smaller(block_size, end - first);
-            if (end - bucket > block_size) c = contributions(first, count);
+    void encode(const Codec& codec, const ScannedBucket<Codec>& bucket, float* scratch) {
+        const bool one_block = bucket.end - bucket.begin <= block_size;
+        for (std::int64_t first = bucket.begin; first < bucket.end; first += block_size) {
+            const std::int64_t count = smaller(block_size, bucket.end - first);
+            const float* c = one_block ? bucket.c : contributions(first, count, scratch);
             const std::uint16_t* draws = nullptr;
-            if constexpr (stochastic) draws = random.draw(segment.start + first, count, draw_buffer);
-            const auto encode = [&]<Shadow kind>(float* shadow) {
-                encode_block<Codec, stochastic, kind>(codec, c, draws, count, writer.room(), shadow);
-            };
-            if (segment.shadow == 0) {
-                encode.template operator()<Shadow::none>(nullptr);
+            if constexpr (stochastic) draws = random_.draw(job_.segment.start + first, count, draws_);
+            if (job_.segment.shadow == 0) {
+                encode_block<Codec, stochastic, Shadow::none>(codec, c, draws, count, writer_.room(count),
+                                                              nullptr);
             } else {
-                auto* const shadow = reinterpret_cast<float*>(segment.shadow) + first;
-                if (job.streaming && aligned_for_stream(shadow))
-                    encode.template operator()<Shadow::streamed>(shadow);
+                auto* const shadow = reinterpret_cast<float*>(job_.segment.shadow) + first;
+                if (job_.streaming && aligned_for_stream(shadow))
+                    encode_block<Codec, stochastic, Shadow::streamed>(codec, c, draws, count,
+                                                                      writer_.room(count), shadow);
                 else
-                    encode.template operator()<Shadow::cached>(shadow);
+                    encode_block<Codec, stochastic, Shadow::cached>(codec, c, draws, count,
+                                                                    writer_.room(count), shadow);
             }
-            writer.append(count);
+            writer_.append(count);
         }
     }
-    writer.finish();
-    return true;
-}
+
+    const EncodeJob& job_;
+    std::int64_t bucket_size_;
+    RandomStream random_;
+    CodeWriter<typename Codec::Code> writer_;
+    alignas(64) float scratch_[2][block_size];
+    alignas(64) std::uint16_t draws_[block_size + RandomStream::slack];
+};
 
 }  // namespace gradcomp::GRADCOMP_BODY

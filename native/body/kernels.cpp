@@ -42,9 +42,9 @@ bool encode_from(const Segment& segment, const Source& source, const Rounding& r
         segment, source, rounding, payload, payload + scale_bytes, segment.length >= streaming_length};
     // Only bounded codecs, the quantising ones, draw.
     if constexpr (Class::bounded) {
-        if (rounding.stochastic) return encode_segment<Class, true>(job);
+        if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
     }
-    return encode_segment<Class, false>(job);
+    return SegmentEncoder<Class, false>(job).run();
 }
 
 // What an encoder leaves behind for a segment that is not finite.

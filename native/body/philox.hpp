@@ -27,6 +27,8 @@ class RandomStream {
     // 16 random bits for each of the layer's elements first..first+count. The buffer has room for count +
     // slack; returns where in it the first draw lies.
     const std::uint16_t* draw(std::int64_t first, std::int64_t count, std::uint16_t* buffer) const {
+        // A copy that no store can alias: the keys stay in registers.
+        const RandomStream stream = *this;
         const auto block = static_cast<std::uint32_t>(first / 8);
         std::uint64_t numbers[Words::lanes];
         for (int lane = 0; lane < Words::lanes; ++lane) numbers[lane] = block + Words::order[lane];
@@ -34,7 +36,7 @@ class RandomStream {
         const Words advance = splat_words(Words::lanes);
         const std::int64_t end = first % 8 + count;
         for (std::int64_t i = 0; i < end; i += 8 * Words::lanes) {
-            write_block(counter, buffer + i);
+            stream.write_block(counter, buffer + i);
             counter = counter + advance;
         }
         return buffer + first % 8;

@@ -33,9 +33,6 @@ inline void stream(float* p, F32 x) {
 inline void stream_fence() {
     _mm_sfence();
 }
-inline void prefetch(const void* p) {
-    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
-}
 
 inline F32 operator+(F32 a, F32 b) {
     return {_mm512_add_ps(a.v, b.v)};
@@ -143,14 +140,15 @@ inline I32 to_half(F32 x) {
     return {_mm512_cvtepu16_epi32(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
 }
 
-// Sums of squares in double precision, one per lane.
+// Sums of squares in double precision, one per lane. The square of a float is exact there, so that fusing it
+// with the sum changes nothing.
 class SquareSums {
   public:
     void add(F32 x) {
         const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
         const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
-        low_ = _mm512_add_pd(low_, _mm512_mul_pd(low, low));
-        high_ = _mm512_add_pd(high_, _mm512_mul_pd(high, high));
+        low_ = _mm512_fmadd_pd(low, low, low_);
+        high_ = _mm512_fmadd_pd(high, high, high_);
     }
     void store(double (&lanes)[16]) const {
         _mm512_storeu_pd(lanes, low_);

@@ -44,9 +44,6 @@ inline void stream(float* p, F32 x) {
     store(p, x);
 }
 inline void stream_fence() {}
-inline void prefetch(const void* p) {
-    __builtin_prefetch(p);
-}
 
 inline F32 operator+(F32 a, F32 b) {
     return for_quads<F32>([&](int k) { return a.q[k] + b.q[k]; });
