@@ -1,0 +1,245 @@
+"""Which rank this process is, read from the environment that its launcher set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from gradcomp.core.errors import ConfigError
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process's place in the job, and what its launcher left behind for the ranks to meet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    #: torchrun, horovodrun, mpirun, slurm, single, or "process group" if torch.distributed was there first.
+    launcher: str
+    #: False: the launcher did not say which ranks share a host, and local and cross values assume equal blocks.
+    placed: bool = True
+    #: MASTER_ADDR and MASTER_PORT.
+    master: Address | None = None
+    #: torchrun's own store listens at ``master``: the prefix that keeps this attempt's keys apart.
+    served_attempt: str | None = None
+    #: horovodrun's HTTP key-value server.
+    horovod_server: Address | None = None
+    #: This host as horovodrun names it.
+    hostname: str | None = None
+    #: The network interface that GLOO_SOCKET_IFNAME asks for.
+    interface: str | None = None
+    #: The launcher's own name for this job; the same for all of its ranks on this host.
+    job: str = ""
+
+    @staticmethod
+    def existing(rank: int, size: int) -> Launch:
+        """The place of a process whose ranks met through torch.distributed without gradcomp."""
+        return _launch("process group", _Place(rank, size))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The variables by which a launcher says rank and size; None where it has none for a value."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    cross_rank: str | None = None
+    cross_size: str | None = None
+
+
+_TORCHRUN = _Form(
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
+)
+_HOROVODRUN = _Form(
+    "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE",
+)  # fmt: skip
+_OPEN_MPI = _Form(
+    "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+)  # fmt: skip
+_HYDRA = _Form("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What one form says; pairs it does not say are None."""
+
+    rank: int
+    size: int
+    local: tuple[int, int] | None = None
+    cross: tuple[int, int] | None = None
+
+
+def discover(environ: Mapping[str, str] = os.environ) -> Launch:
+    """This process's place: from torchrun, horovodrun, Open MPI, MPICH's Hydra or srun; else a world of one.
+
+    Where several are there, the innermost counts: torchrun's workers, then those of horovodrun and mpirun, then
+    Slurm's. RANK and WORLD_SIZE that a user exported under another launcher must agree with it. Raises ConfigError,
+    which names the variables, for a half-set, impossible or contradictory environment and for elastic horovodrun.
+    """
+    told = {form: place for form in _FORMS if (place := _read(form, environ)) is not None}
+    if _TORCHRUN in told and "TORCHELASTIC_RUN_ID" in environ:
+        told = {_TORCHRUN: told[_TORCHRUN]}
+    _check_agreement(told, environ)
+    launcher, place = "single", _Place(0, 1, (0, 1), (0, 1))
+    if told:
+        form = max(told, key=lambda f: (told[f].local is not None) + (told[f].cross is not None))
+        launcher, place = form.launcher, told[form]
+    elif (step := _read_slurm(environ)) is not None:
+        launcher, place = "slurm", step
+    if place.size == 1:
+        return _launch(launcher, place)
+    served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(
+        _launch(launcher, place),
+        master=_address("MASTER_ADDR", "MASTER_PORT", environ),
+        served_attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if served else None,
+        horovod_server=_horovod_server(environ),
+        hostname=environ.get("HOROVOD_HOSTNAME") or None,
+        interface=environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None,
+        job=_job(launcher, environ),
+    )
+
+
+_FORMS = (_TORCHRUN, _HOROVODRUN, _OPEN_MPI, _HYDRA)
+
+
+def _read(form: _Form, environ: Mapping[str, str]) -> _Place | None:
+    both = _pair(form.rank, form.size, environ)
+    local = _pair(form.local_rank, form.local_size, environ)
+    if both is None:
+        if local is not None:
+            raise ConfigError(f"{form.local_rank} is set, but {form.rank} and {form.size} are not")
+        return None
+    rank, size = both
+    if local is not None and local[1] > size:
+        raise ConfigError(f"{form.local_size}={local[1]} is larger than {form.size}={size}")
+    cross = None
+    if form.cross_rank is not None and form.cross_size is not None:
+        cross = _pair(form.cross_rank, form.cross_size, environ)
+    return _Place(rank, size, local, cross)
+
+
+def _read_slurm(environ: Mapping[str, str]) -> _Place | None:
+    """The place in a step of srun; None in a batch script, in a shell of salloc and in a step of one task."""
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    both = _pair("SLURM_PROCID", tasks, environ)
+    if both is None or both[1] == 1:
+        return None
+    nodes = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
+    cross = _pair("SLURM_NODEID", nodes, environ) if nodes in environ else None
+    local = None
+    counts = _tasks_per_node(
+        environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    )
+    if (
+        "SLURM_LOCALID" in environ
+        and cross is not None
+        and len(counts) == cross[1]
+        and sum(counts) == both[1]
+    ):
+        local = (_number("SLURM_LOCALID", environ), counts[cross[0]])
+    return _Place(*both, local, cross)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's short form: "2(x3),1" stands for 2, 2, 2, 1. Empty if it is anything else."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        count, _, times = part.rstrip(")").partition("(x")
+        if not count.isdecimal() or not (times or "1").isdecimal():
+            return []
+        counts += [int(count)] * int(times or "1")
+    return counts
+
+
+def _pair(rank: str, size: str, environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """A rank and the size it counts in: both or neither, and the rank below the size."""
+    present = [name for name in (rank, size) if environ.get(name, "") != ""]
+    if not present:
+        return None
+    if len(present) == 1:
+        missing = size if present == [rank] else rank
+        raise ConfigError(f"{present[0]} is set, but {missing} is not")
+    values = _number(rank, environ), _number(size, environ)
+    if not 0 <= values[0] < values[1]:
+        raise ConfigError(f"{rank}={values[0]} is not in 0 .. {size} - 1, with {size}={values[1]}")
+    return values
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} must be an integer, got {environ[name]!r}") from None
+
+
+def _check_agreement(told: Mapping[_Form, _Place], environ: Mapping[str, str]) -> None:
+    for one, other in pairwise(told):
+        if (told[one].rank, told[one].size) != (told[other].rank, told[other].size):
+            said = ", ".join(f"{n}={environ[n]}" for f in (one, other) for n in (f.rank, f.size))
+            raise ConfigError(
+                f"two launchers disagree about this process: {said}; unset the variables of one"
+            )
+
+
+def _launch(launcher: str, place: _Place) -> Launch:
+    """Fill in what the launcher did not say: known for one host, otherwise a guess that ``placed`` marks."""
+    rank, size = place.rank, place.size
+    one_host = size == 1 or (place.local is not None and place.local[1] == size)
+    local_rank, local_size = (rank, size) if place.local is None and one_host else place.local or (0, 1)
+    guess = (0, 1) if one_host else (rank // local_size, -(-size // local_size))
+    cross_rank, cross_size = place.cross or guess
+    placed = one_host or (place.local is not None and place.cross is not None)
+    return Launch(rank, size, local_rank, local_size, cross_rank, cross_size, launcher, placed)
+
+
+def _address(host: str, port: str, environ: Mapping[str, str]) -> Address | None:
+    present = [name for name in (host, port) if environ.get(name, "") != ""]
+    if not present:
+        return None
+    if len(present) == 1:
+        raise ConfigError(f"{present[0]} is set, but {port if present == [host] else host} is not")
+    number = _number(port, environ)
+    if not 0 < number < 65536:
+        raise ConfigError(f"{port} must be in 1 .. 65535, got {number}")
+    return environ[host], number
+
+
+def _horovod_server(environ: Mapping[str, str]) -> Address | None:
+    server = _address("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", environ)
+    if server is not None and environ.get("HOROVOD_ELASTIC") == "1":
+        raise ConfigError(
+            "HOROVOD_ELASTIC=1: gradcomp does not support elastic jobs; use horovodrun with -np only"
+        )
+    return server
+
+
+def _job(launcher: str, environ: Mapping[str, str]) -> str:
+    """The launcher's name for this job. Hydra has none: there it is the process that started this host's ranks."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE",)
+    if all(environ.get(name) for name in names):
+        return ",".join(f"{name}={environ[name]}" for name in names)
+    return f"parent={_parent_of_session()}"
+
+
+def _parent_of_session() -> int:
+    """The parent of this session's leader, so that a shell between the launcher and Python makes no difference."""
+    try:
+        return int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return os.getppid()

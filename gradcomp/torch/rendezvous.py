@@ -1,0 +1,116 @@
+"""How the ranks of a job meet: they agree on an address, share a key-value store and form the default group.
+
+The store outlives the group, so that ``init`` after ``shutdown`` need not agree on an address again.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from gradcomp.core.errors import TransportError
+from gradcomp.torch.jobstore import Deadline, first_line, open_store
+from gradcomp.torch.launch import Launch
+
+_store: Any = None
+_meetings = 0
+
+
+def connect(launch: Launch, timeout_seconds: float) -> Launch:
+    """Form torch.distributed's default group (Gloo) unless there is one; the launch with its place on the hosts.
+
+    Collective; ``timeout_seconds`` bounds the whole meeting and becomes the group's timeout. A world of one needs no
+    group and gets none. Wire: a few small values per rank, over TCP to rank 0's store.
+
+    Raises ConfigError if nothing says where to meet, TransportError, which names the missing ranks and the address,
+    if not all ranks are there in time.
+    """
+    global _store, _meetings
+    if launch.size == 1 or dist.is_initialized():
+        return launch
+    deadline = Deadline(launch, timeout_seconds)
+    _meetings += 1
+    with ExitStack() as once_met:
+        store, _store = _store, None  # kept only if the meeting succeeds
+        if store is None:
+            store = open_store(launch, deadline, once_met)
+        meeting = PrefixStore(f"gradcomp/meeting-{_meetings}", store)
+        hosts = _check_in(meeting, launch.rank, range(launch.size), deadline)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=meeting,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except RuntimeError as error:
+        raise deadline.error(
+            f"the ranks met, but Gloo could not connect them: {first_line(error)}"
+        ) from error
+    _store = store
+    return _placed(launch, launch.rank, hosts)
+
+
+def locate(launch: Launch, ranks: Sequence[int], timeout_seconds: float) -> Launch:
+    """The launch with its place among ``ranks`` of an existing default group, by host names in the group's store.
+
+    Collective over ``ranks``. Raises TransportError, which names the ranks that did not call it in time.
+    """
+    global _meetings
+    if launch.placed or len(ranks) == 1:
+        return launch
+    _meetings += 1
+    prefix = f"gradcomp/locate-{_meetings}/{ranks[0]}-{len(ranks)}"
+    store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    hosts = _check_in(store, launch.rank, ranks, Deadline(launch, timeout_seconds))
+    return _placed(launch, list(ranks).index(launch.rank), hosts)
+
+
+def _check_in(store: Any, rank: int, ranks: Sequence[int], deadline: Deadline) -> list[str]:
+    """Wait until every rank has been here; their host names."""
+    keys = [f"host/{r}" for r in ranks]
+    try:
+        if store.add(f"claim/{rank}", 1) != 1:
+            raise deadline.error(f"another process says that it is rank {rank}")
+        store.set(f"host/{rank}", socket.gethostname())
+        try:
+            store.wait(keys, deadline.left())
+        except dist.DistStoreError:
+            missing = [str(r) for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
+            raise deadline.error(
+                f"rank {', '.join(missing)} of {len(ranks)} did not arrive in time"
+            ) from None
+        return [bytes(name).decode(errors="replace") for name in store.multi_get(keys)]
+    except TransportError:
+        raise
+    except RuntimeError as error:
+        raise deadline.error(f"the store is gone: {first_line(error)}") from error
+
+
+def _placed(launch: Launch, index: int, hosts: Sequence[str]) -> Launch:
+    """Local and cross values by host name, as Horovod counts: cross is among the ranks with the same local rank."""
+    if launch.placed:
+        return launch
+    before: dict[str, int] = {}
+    places = []
+    for host in hosts:
+        places.append((host, before.get(host, 0)))
+        before[host] = before.get(host, 0) + 1
+    host, local_rank = places[index]
+    peers = [h for h, local in places if local == local_rank]
+    return replace(
+        launch,
+        local_rank=local_rank,
+        local_size=before[host],
+        cross_rank=peers.index(host),
+        cross_size=len(peers),
+        placed=True,
+    )
