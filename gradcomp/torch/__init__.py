@@ -16,6 +16,7 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from gradcomp.torch.collectives import (
     Average,
     Sum,
@@ -25,9 +26,6 @@ from gradcomp.torch.collectives import (
     allreduce_async,
     allreduce_async_,
     barrier,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
     poll,
     synchronize,
 )

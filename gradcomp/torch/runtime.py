@@ -18,6 +18,7 @@ from gradcomp import kernels
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.engine import Engine, Exchanger
+from gradcomp.torch import channel
 from gradcomp.torch.launch import Launch, discover
 from gradcomp.torch.rendezvous import connect
 from gradcomp.transport.torch import TorchControl, TorchTransport
@@ -110,10 +111,13 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     failed = getattr(sys, "last_value", None)
-    for exchanger in runtime.exchangers:
-        if failed is not None:
-            exchanger.abort(f"rank {rank_of(runtime)} ended with {type(failed).__name__}: {failed}")
-    orderly = failed is None and all(exchanger.error is None for exchanger in runtime.exchangers)
+    reason = None
+    if failed is not None:
+        reason = f"rank {rank_of(runtime)} ended with {type(failed).__name__}: {failed}"
+        for exchanger in runtime.exchangers:
+            exchanger.abort(reason)
+    orderly = channel.close(reason) and failed is None
+    orderly = orderly and all(exchanger.error is None for exchanger in runtime.exchangers)
     if orderly and runtime.user_group is not None:
         _farewell(runtime)
     runtime.engine.stop()

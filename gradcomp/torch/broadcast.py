@@ -1,0 +1,199 @@
+"""The root's parameters, optimizer state and objects on every rank; what holds for all calls is in ``collectives``."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.torch.channel import Call, Channel, alone, current_channel, root_problem
+from gradcomp.torch.tensors import bytes_of, dense_problem, form
+
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT_BYTES = 16
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0) -> None:
+    """Overwrite parameters and buffers on every rank with those of ``root_rank``, in place, bit for bit.
+
+    ``params``: a ``state_dict()``, or ``(name, tensor)`` pairs such as ``named_parameters()``. Names, shapes and dtypes
+    must be the same on all ranks; their order need not. Entries of a dict that are not tensors are replaced, as by
+    :func:`broadcast_object`. Wire: broadcasts of up to 64 MiB, d bytes in all.
+    """
+    entries, problem = _entries(params)
+    lines = [f"broadcast_parameters(root_rank={root_rank})"]
+    lines += [f"{name}: {form(value)}" for name, value in entries]
+    channel = current_channel()
+    call = Call("broadcast_parameters", lines, problem=problem or root_problem(root_rank, channel))
+    if channel is None:
+        alone(call).result()
+        return
+    channel.submit(call, lambda _: None).result()
+    tensors = [value.detach() for _, value in entries if isinstance(value, torch.Tensor)]
+    for chunk in _chunks(tensors):
+        _broadcast_chunk(channel, chunk, root_rank)
+    others = {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
+    if others:
+        received = broadcast_object(others, root_rank)
+        if channel.rank != root_rank:
+            assert isinstance(params, MutableMapping)
+            params.update(received)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Give every rank's optimizer the state and the hyperparameters of ``root_rank``'s, bit for bit.
+
+    Also where only the root has state, or the others have more. The optimizers must be of one class, with groups of
+    the same parameter shapes and dtypes. Wire: as :func:`broadcast_object` of ``optimizer.state_dict()``.
+    """
+    lines = [f"broadcast_optimizer_state(root_rank={root_rank})"]
+    problem: str | None = None
+    given: Any = optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        lines.append(type(optimizer).__name__)
+        for number, group in enumerate(optimizer.param_groups):
+            lines += [f"group {number}: {form(parameter)}" for parameter in group["params"]]
+    else:
+        problem = f"not a torch.optim.Optimizer: {type(optimizer).__name__}"
+    channel = current_channel()
+    call = Call("broadcast_optimizer_state", lines, problem=problem or root_problem(root_rank, channel))
+    if channel is None:
+        alone(call).result()
+        return
+    channel.submit(call, lambda _: None).result()
+    is_root = channel.rank == root_rank
+    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank)
+    if not is_root:
+        optimizer.load_state_dict(state)
+        _restore_dtypes(optimizer, state["state"])
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
+    """``load_state_dict`` casts state to its parameter's dtype, which the root's did not go through."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, state in saved.items():
+        held = optimizer.state[parameters[index]]
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """``root_rank``'s object on every rank; what the others pass is ignored.
+
+    Tensors (received on the CPU), numbers, strings, bytes, None, and lists, tuples, dicts and sets of them. Unlike
+    Horovod's, never a pickle of arbitrary classes: anything else is a ConfigError on every rank. Wire: one broadcast
+    of the object as ``torch.save`` writes it.
+    """
+    channel = current_channel()
+    problem = root_problem(root_rank, channel)
+    payload, number = b"", 0
+    if channel is not None and channel.rank == root_rank:
+        payload, number = _encode(obj)
+    lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
+    call = Call("broadcast_object", lines, number, problem)
+    if channel is None:
+        alone(call).result()
+        return obj
+
+    def work(numbers: list[int]) -> tuple[bytes, bool]:
+        length = abs(numbers[root_rank])
+        buffer = torch.zeros(length, dtype=torch.uint8)
+        if payload:
+            buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        channel.broadcast(buffer, root_rank)
+        return buffer.numpy().tobytes(), numbers[root_rank] > 0
+
+    received, encoded = channel.submit(call, work).result()
+    if not encoded:
+        raise ConfigError(f"broadcast_object: rank {root_rank}: {received.decode(errors='replace')}")
+    return obj if channel.rank == root_rank else _decode(received)
+
+
+def _encode(obj: Any) -> tuple[bytes, int]:
+    """The object's bytes and their number; or a complaint and minus the number of its bytes."""
+    try:
+        buffer = io.BytesIO()
+        torch.save(obj, buffer)
+        data = buffer.getvalue()
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - pickling runs the object's own code
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        culprit = found[1] if found else f"{type(obj).__name__}: {str(error).partition(chr(10))[0]}"
+        complaint = (
+            "only tensors, numbers, strings, bytes, None and lists, tuples, dicts and sets of them can be broadcast, "
+            f"this has {culprit}"
+        ).encode()
+        return complaint, -len(complaint)
+    return data, len(data)
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise WireFormatError(f"broadcast_object: these {len(data)} bytes are no object") from error
+
+
+def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:
+    """Named values in order of name, and what is wrong with them."""
+    try:
+        pairs = [(name, value) for name, value in (params.items() if isinstance(params, Mapping) else params)]
+    except (TypeError, ValueError):
+        return [], "params must be a state_dict, or (name, tensor) pairs such as named_parameters()"
+    names = [name for name, _ in pairs]
+    if not all(isinstance(name, str) for name in names):
+        return [], "a name in params is not a string"
+    if (
+        repeated := {name for name in names if names.count(name) > 1}
+        if len(set(names)) < len(names)
+        else None
+    ):
+        return [], f"name {min(repeated)!r} appears twice in params"
+    for name, value in pairs:
+        if isinstance(value, torch.Tensor):
+            if problem := dense_problem(value):
+                return [], f"{name}: {problem}"
+        elif not isinstance(params, MutableMapping):
+            return [], f"{name} is not a tensor but {type(value).__name__}, and params is not a dict"
+    return sorted(pairs), None
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that travel together: up to 64 MiB, or one that is larger."""
+    chunk: list[torch.Tensor] = []
+    held_bytes = 0
+    for tensor in tensors:
+        if chunk and held_bytes + _aligned(tensor.nbytes) > _CHUNK_BYTES:
+            yield chunk
+            chunk, held_bytes = [], 0
+        chunk.append(tensor)
+        held_bytes += _aligned(tensor.nbytes)
+    if chunk:
+        yield chunk
+
+
+def _broadcast_chunk(channel: Channel, tensors: list[torch.Tensor], root: int) -> None:
+    """One broadcast of the bytes of all tensors, each at a multiple of 16."""
+    buffer = torch.zeros(sum(_aligned(t.nbytes) for t in tensors), dtype=torch.uint8)
+    parts, start = [], 0
+    for tensor in tensors:
+        parts.append(buffer[start : start + tensor.nbytes])
+        start += _aligned(tensor.nbytes)
+    if channel.rank == root:
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(bytes_of(tensor))
+    call = Call("broadcast_parameters", [f"{len(buffer)} bytes from rank {root}"])
+    channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
+    if channel.rank != root:
+        with torch.no_grad():
+            for part, tensor in zip(parts, tensors, strict=True):
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,297 @@
+"""The user's own collectives: one thread, program order, and no data move before all ranks agree what is called.
+
+On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of 56
+bytes per rank: a digest of what this rank calls. Waiting ends at a deadline, or within a second of another rank's
+failure, which is published in the job's key-value store (``user/abort``). Past a second of waiting a rank publishes how
+many calls it has made (``user/at/<rank>``), so that the ranks that stay away can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradcomp.core.errors import (
+    ConfigError,
+    GradcompError,
+    PlanMismatchError,
+    StateError,
+    TransportError,
+    WireFormatError,
+)
+from gradcomp.transport.control import ControlChannel
+
+logger = logging.getLogger("gradcomp")
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.5  # between looks at the store while waiting
+_MOST_DESCRIPTION_BYTES = 1 << 26
+_DRAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """What this rank calls. ``lines`` must be the same on all ranks; ``number`` is shared with them.
+
+    ``problem``: why this rank cannot take part. It still meets the others, so that all of them raise ConfigError.
+    """
+
+    name: str
+    lines: Sequence[str]
+    number: int = 0
+    problem: str | None = None
+
+
+class Channel:
+    """One process group's queue of calls and the thread that makes them."""
+
+    def __init__(self, group: Any, control: ControlChannel, timeout: float, stall_warning: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group = group
+        self._control = control
+        self._timeout_seconds = timeout
+        self._stall_warning_seconds = stall_warning
+        self._calls = 0
+        self._name = ""
+        self._process = os.getpid()
+        self._failure: GradcompError | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="gradcomp-user", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a call failed such that the group is unusable."""
+        return self._failure is not None
+
+    def submit(self, call: Call, work: Callable[[list[int]], T]) -> Future[T]:
+        """Queue a call: agree with the other ranks, then ``work(every rank's number)`` on this channel's thread.
+
+        The future raises ConfigError if any rank has a problem, PlanMismatchError if the calls differ, on every rank;
+        after these the channel can be used further. It raises TransportError if a rank fails or stays away.
+        """
+        future: Future[T] = Future()
+
+        def serve() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                self._name = call.name
+                self._calls += 1
+                future.set_result(work(self._agree(call)))
+            except (ConfigError, PlanMismatchError) as error:
+                future.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
+                future.set_exception(self._fail(error))
+
+        if os.getpid() != self._process:
+            raise StateError(f"{call.name}: a forked child is not a rank")
+        if not self._thread.is_alive():
+            raise StateError(f"{call.name}: gradcomp was shut down")
+        self._queue.put(serve)
+        return future
+
+    def close(self, reason: str | None = None) -> None:
+        """End the thread after the calls under way; with a reason, tell the other ranks to stop waiting instead."""
+        self._queue.put(None)
+        if reason is not None and self._failure is None:
+            self._publish_abort(reason)
+        elif self._failure is None:
+            self._thread.join(_DRAIN_SECONDS)
+
+    # ------------------------------------------------------------------ for the work of a call, on the thread
+
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        """Sum in place. Wire: 2 d (N-1)/N bytes per rank for d bytes."""
+        self._wait(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite with the root's. Wire: d bytes to every rank but the root, along a tree."""
+        source = dist.get_global_rank(self._group, root)
+        self._wait(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))
+
+    def allgather(self, part: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Every rank's ``counts[i]`` bytes, one behind the other. Wire: N-1 times the own part per rank."""
+        whole = torch.empty(sum(counts), dtype=torch.uint8)
+        copies = part.repeat(self.size)
+        splits = [part.numel()] * self.size
+        self._wait(
+            lambda: dist.all_to_all_single(
+                whole, copies, list(counts), splits, group=self._group, async_op=True
+            )
+        )
+        return whole
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        with torch.no_grad():
+            while (item := self._queue.get()) is not None:
+                item()
+
+    def _agree(self, call: Call) -> list[int]:
+        """Every rank's number, if all call the same and none has a problem."""
+        description = "\n".join(call.lines).encode()
+        text = description if call.problem is None else call.problem.encode()
+        header = np.zeros(7, dtype=np.int64)
+        header[:3] = call.problem is not None, call.number, len(text)
+        header[3:] = np.frombuffer(hashlib.sha256(description).digest(), dtype=np.int64)
+        raw = self.allgather(torch.from_numpy(header.view(np.uint8)), [header.nbytes] * self.size)
+        headers = raw.numpy().view(np.int64).reshape(self.size, -1)
+        troubled = np.flatnonzero(headers[:, 0])
+        if len(troubled) == 0 and (headers[:, 3:] == headers[0, 3:]).all():
+            return [int(number) for number in headers[:, 1]]
+        texts = self._exchange_texts(text, [int(length) for length in headers[:, 2]])
+        if len(troubled) > 0:
+            raise ConfigError(f"{call.name}: rank {troubled[0]}: {texts[troubled[0]]}")
+        raise PlanMismatchError(f"{call.name}: the ranks do not call the same: {_difference(texts)}")
+
+    def _exchange_texts(self, text: bytes, lengths: list[int]) -> list[str]:
+        if not all(0 <= length <= _MOST_DESCRIPTION_BYTES for length in lengths):
+            raise WireFormatError(f"descriptions of {lengths} bytes")
+        own = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if text
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        whole = self.allgather(own, lengths).numpy().tobytes()
+        ends = np.cumsum(lengths)
+        return [
+            whole[end - length : end].decode(errors="replace")
+            for end, length in zip(ends, lengths, strict=True)
+        ]
+
+    def _wait(self, issue: Callable[[], Any]) -> None:
+        """Issue a collective and poll it against the deadline and the other ranks' failures."""
+        try:
+            work = issue()
+        except RuntimeError as error:
+            raise TransportError(_first_line(error)) from error
+        started = time.monotonic()
+        next_look = started + _LOOK_SECONDS
+        warned = False
+        pause = 20e-6
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, 200e-6)
+            now = time.monotonic()
+            if now < next_look:
+                continue
+            next_look = now + _LOOK_SECONDS
+            self._look(now - started)
+            if not warned and now - started > self._stall_warning_seconds:
+                warned = True
+                logger.warning("%s: rank %d waits; %s", self._name, self.rank, self._absent())
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise TransportError(_first_line(error)) from error
+
+    def _look(self, waited_seconds: float) -> None:
+        self._control.publish(f"user/at/{self.rank}", str(self._calls).encode())
+        abort = self._control.lookup("user/abort")
+        if abort is not None:
+            self._failure = TransportError(abort.decode(errors="replace"))
+            raise self._failure
+        if waited_seconds > self._timeout_seconds:
+            raise TransportError(f"no end after {waited_seconds:.1f} s; {self._absent()}")
+
+    def _absent(self) -> str:
+        """The ranks that do not wait in this call."""
+        absent = []
+        for rank in range(self.size):
+            at = self._control.lookup(f"user/at/{rank}") or b"0"
+            if not at.isdigit() or int(at) < self._calls:
+                absent.append(str(rank))
+        return f"rank {', '.join(absent)} did not call it" if absent else "all ranks called it"
+
+    def _fail(self, error: Exception) -> GradcompError:
+        """Give the channel up and tell the others."""
+        if self._failure is None:
+            message = f"{self._name}: rank {self.rank}: {error}"
+            kind = type(error) if isinstance(error, GradcompError) else TransportError
+            self._failure = kind(message)
+            self._failure.__cause__ = error
+            self._publish_abort(message)
+        return self._failure
+
+    def _publish_abort(self, message: str) -> None:
+        try:
+            if self._control.lookup("user/abort") is None:
+                self._control.publish("user/abort", message.encode())
+        except TransportError:
+            logger.debug("the abort could not be published", exc_info=True)
+
+
+_open: tuple[Any, Channel] | None = None
+
+
+def current_channel() -> Channel | None:
+    """The channel of this life of gradcomp; None in a world of one. StateError before ``init``."""
+    from gradcomp.torch import runtime
+
+    global _open
+    group = runtime.user_group()
+    if group is None:
+        return None
+    if _open is None or _open[0] is not group:
+        config = runtime.current().config
+        control = runtime.current().make_control()
+        _open = group, Channel(group, control, config.timeout_seconds, config.stall_warning_seconds)
+    return _open[1]
+
+
+def close(reason: str | None = None) -> bool:
+    """Called by ``shutdown``: finish what was begun, or tell the others why not. False if the group is unusable."""
+    global _open
+    held, _open = _open, None
+    if held is None:
+        return True
+    held[1].close(reason)
+    return not held[1].failed
+
+
+def alone(call: Call) -> Future[None]:
+    """What a call does in a world of one: nothing, unless it has a problem."""
+    if call.problem is not None:
+        raise ConfigError(f"{call.name}: {call.problem}")
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def root_problem(root_rank: Any, channel: Channel | None) -> str | None:
+    """Why this is no rank to send from; None if it is one."""
+    size = 1 if channel is None else channel.size
+    if isinstance(root_rank, int) and 0 <= root_rank < size:
+        return None
+    return f"root_rank must be in 0 .. {size - 1}, got {root_rank!r}"
+
+
+def _difference(texts: Sequence[str]) -> str:
+    """The first line in which a rank differs from rank 0."""
+    for rank, text in enumerate(texts):
+        ours, theirs = texts[0].split("\n"), text.split("\n")
+        for i in range(max(len(ours), len(theirs))):
+            pair = [lines[i] if i < len(lines) else "nothing more" for lines in (ours, theirs)]
+            if pair[0] != pair[1]:
+                return f"rank 0 has {pair[0]}, rank {rank} has {pair[1]}"
+    raise AssertionError(f"digests differ, descriptions do not: {texts}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

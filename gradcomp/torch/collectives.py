@@ -1,0 +1,223 @@
+"""Collectives for the user's own tensors and objects, with Horovod's meanings.
+
+All ranks call the same in the same order. Each call costs one small round (56 bytes per rank) in which the ranks
+compare what they call; then the data move. d is the size of the tensor on the wire, N the number of ranks. In a world
+of one nothing moves. All of them raise StateError before ``init``, ConfigError for an argument that cannot be exchanged
+and PlanMismatchError if the calls differ, both on every rank, and TransportError if a rank is dead or stays away.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from gradcomp.core.errors import WireFormatError
+from gradcomp.torch.channel import Call, alone, current_channel
+from gradcomp.torch.tensors import bytes_of, dense_problem, dtype_name, form
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class ReduceOp(enum.Enum):
+    """How ranks' values become one."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+
+
+class Handle:
+    """An operation under way; give it to :func:`poll` and :func:`synchronize`."""
+
+    def __init__(self, future: Future[None], finish: Callable[[], torch.Tensor]) -> None:
+        self._future = future
+        self._finish = finish
+        self._result: torch.Tensor | None = None
+
+    def poll(self) -> bool:
+        """True once :meth:`wait` returns, or raises, at once."""
+        return self._future.done()
+
+    def wait(self) -> torch.Tensor:
+        """The result, the same each time."""
+        if self._result is None:
+            self._future.result()
+            with torch.no_grad():
+                self._result = self._finish()
+        return self._result
+
+
+# ---------------------------------------------------------------------------------------------- allreduce
+
+
+def allreduce(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+) -> torch.Tensor:
+    """The mean (default) or sum of ``tensor`` over ranks, as a new tensor of its dtype and device; differentiable.
+
+    Dense tensors of any shape. float16 and bfloat16 are added in float32, integers in int64 (a sum that does not fit
+    wraps); the average of integers is a ConfigError. ``average`` is Horovod's older spelling of ``op``; give one of
+    them. Wire: one allreduce, 2 d (N-1)/N bytes per rank.
+    """
+    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        return _AllReduce.apply(tensor, average, name, op)  # type: ignore[no-any-return, no-untyped-call]
+    return allreduce_async(tensor, average, name, op).wait()
+
+
+def allreduce_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+) -> torch.Tensor:
+    """As :func:`allreduce`, in place and not differentiable; returns ``tensor``."""
+    return allreduce_async_(tensor, average, name, op).wait()
+
+
+def allreduce_async(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+) -> Handle:
+    """Begin an :func:`allreduce` of the values that ``tensor`` has now; not differentiable."""
+    return _begin_allreduce(tensor, average, name, op, None)
+
+
+def allreduce_async_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+) -> Handle:
+    """Begin an :func:`allreduce_`; ``tensor`` is overwritten by :func:`synchronize`, not before."""
+    return _begin_allreduce(tensor, average, name, op, tensor)
+
+
+def poll(handle: Handle) -> bool:
+    """Whether :func:`synchronize` would return at once. Local."""
+    return handle.poll()
+
+
+def synchronize(handle: Handle) -> torch.Tensor:
+    """Wait for an operation; its result. A second call returns the same. Raises what the operation raised."""
+    return handle.wait()
+
+
+def _begin_allreduce(
+    tensor: torch.Tensor,
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    out: torch.Tensor | None,
+) -> Handle:
+    reduce_op, problem = _reduce_op(average, op)
+    problem = problem or dense_problem(tensor, (*_FLOATS, *_INTEGERS))
+    if problem is None and reduce_op is Average and tensor.dtype in _INTEGERS:
+        problem = f"the average of {tensor.dtype} is not defined; use op=Sum, or a floating-point tensor"
+    wire = torch.empty(0) if problem else _to_wire(tensor)
+    called = f"allreduce(name={name!r}, op={reduce_op.name}) of {form(tensor)}"
+    channel, call = current_channel(), Call("allreduce", [called], problem=problem)
+
+    def finish() -> torch.Tensor:
+        if channel is not None and reduce_op is Average:
+            wire.div_(channel.size)
+        result = wire.view(tensor.shape).to(tensor.device, tensor.dtype)
+        return result if out is None else out.copy_(result)
+
+    if channel is None:
+        return Handle(alone(call), finish)
+    return Handle(channel.submit(call, lambda _: channel.allreduce(wire)), finish)
+
+
+def _reduce_op(average: bool | None, op: Any) -> tuple[ReduceOp, str | None]:
+    if average is not None and op is not None:
+        return Average, "average and op are two spellings of the same argument; give one"
+    if op is not None and not isinstance(op, ReduceOp):
+        return Average, f"op must be Average or Sum, got {op!r}"
+    return op or (Sum if average is False else Average), None
+
+
+def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat copy in host memory, in the dtype in which ranks are added."""
+    wide = tensor.dtype
+    if wide in (torch.float16, torch.bfloat16):
+        wide = torch.float32
+    elif wide in _INTEGERS:
+        wide = torch.int64
+    return tensor.detach().to("cpu", wide, copy=True).contiguous().view(-1)
+
+
+class _AllReduce(torch.autograd.Function):
+    """The gradient of an average (sum) over ranks is the average (sum) of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, average: Any, name: Any, op: Any) -> torch.Tensor:
+        ctx.arguments = average, name, op
+        return allreduce_async(tensor, average, name, op).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return allreduce_async(gradients[0], *ctx.arguments).wait(), None, None, None
+
+
+# --------------------------------------------------------------------------------------- allgather, barrier
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    """Every rank's ``tensor`` in rank order, joined along the first dimension; differentiable.
+
+    Any dtype, at least one dimension; first dimensions may differ between ranks, the others may not. Returns a new
+    tensor on the same device. Wire: one all-to-all, (N-1) d bytes per rank.
+    """
+    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        return _AllGather.apply(tensor, name)  # type: ignore[no-any-return, no-untyped-call]
+    return _allgather(tensor, name)[0]
+
+
+def _allgather(tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, int]:
+    """The joined tensor, and the row at which this rank's part begins."""
+    problem = dense_problem(tensor)
+    if problem is None and tensor.dim() == 0:
+        problem = "a tensor without dimensions cannot be joined; use tensor.reshape(1)"
+    channel = current_channel()
+    rows = 0 if problem else tensor.shape[0]
+    form = "" if problem else f"{dtype_name(tensor.dtype)} [*, {str(list(tensor.shape[1:]))[1:]}"
+    call = Call("allgather", [f"allgather(name={name!r}) of {form}"], rows, problem)
+    if channel is None:
+        alone(call).result()
+        return tensor.detach().clone(), 0
+    part = torch.empty(0, dtype=torch.uint8) if problem else bytes_of(tensor)
+
+    def work(all_rows: list[int]) -> tuple[torch.Tensor, list[int]]:
+        if min(all_rows) < 0:
+            raise WireFormatError(f"first dimensions {all_rows}")
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        return channel.allgather(part, [n * row_bytes for n in all_rows]), all_rows
+
+    whole, all_rows = channel.submit(call, work).result()
+    joined = whole.view(tensor.dtype).view(sum(all_rows), *tensor.shape[1:]).to(tensor.device)
+    return joined, sum(all_rows[: channel.rank])
+
+
+class _AllGather(torch.autograd.Function):
+    """The gradient of a rank's part is the sum over ranks of the gradients of these rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: Any) -> torch.Tensor:
+        joined, ctx.start = _allgather(tensor, name)
+        ctx.rows, ctx.name = tensor.shape[0], name
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = allreduce_async(gradients[0], name=ctx.name, op=Sum).wait()
+        return whole[ctx.start : ctx.start + ctx.rows], None
+
+
+def barrier() -> None:
+    """Return once every rank has called it. Wire: the round in which calls are compared, nothing else."""
+    call = Call("barrier", ["barrier()"])
+    channel = current_channel()
+    if channel is not None:
+        channel.submit(call, lambda _: None).result()
