@@ -1,0 +1,163 @@
+"""Start the ranks of a job as real processes, directly or through torchrun; nothing survives the call.
+
+Fault tests start processes directly: torchrun ends the survivors of a dead rank before they can report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+#: Variables by which launchers, and the test run itself, could reach the ranks.
+_LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "HOROVOD_", "OMPI_", "PMI", "MPI_", "SLURM_",
+    "GRADCOMP_", "GLOO_",
+)  # fmt: skip
+
+
+class Finished(NamedTuple):
+    """How a process ended. ``returncode`` is negative for a signal; -9 also after a timeout."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_ranks(
+    source: str | Callable[[], None],
+    world: int,
+    *,
+    env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+    timeout: float = 60.0,
+    arguments: tuple[str, ...] = (),
+) -> list[Finished]:
+    """Run a program as ``world`` ranks of this host; all results, in rank order.
+
+    ``source``: the program, or a function without arguments whose body needs nothing around it. ``env``: further
+    variables, for all ranks or by rank; the default is what torch.distributed's ``env://`` reads. A mapping adds to
+    that, a function replaces it.
+    """
+    if callable(env):
+        variables = [env(rank) for rank in range(world)]
+    else:
+        port = str(free_port())
+        variables = [{**plain_variables(rank, world, port), **(env or {})} for rank in range(world)]
+    with _program(source) as program:
+        command = [sys.executable, str(program), *arguments]
+        return _finish(
+            [_start(command, one, program.parent, str(r)) for r, one in enumerate(variables)], timeout
+        )
+
+
+def run_torchrun(
+    source: str | Callable[[], None],
+    world: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 90.0,
+    arguments: tuple[str, ...] = (),
+) -> list[Finished]:
+    """As :func:`run_ranks`, through torchrun; the return code of all ranks is torchrun's."""
+    with _program(source) as program:
+        logs = program.parent / "logs"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
+            "--redirects=3", f"--log-dir={logs}", str(program), *arguments,
+        ]  # fmt: skip
+        (whole,) = _finish([_start(command, env or {}, program.parent, "torchrun")], timeout)
+        return [
+            Finished(whole.returncode, _log(logs, rank, "stdout"), _log(logs, rank, "stderr") or whole.stderr)
+            for rank in range(world)
+        ]
+
+
+def plain_variables(rank: int, world: int, port: str) -> dict[str, str]:
+    """What a user sets by hand to start ranks on one host."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without anything a launcher could have set; one thread per rank."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@contextlib.contextmanager
+def _program(source: str | Callable[[], None]) -> Iterator[Path]:
+    if callable(source):
+        text = textwrap.dedent(inspect.getsource(source)) + f"\n\n{source.__name__}()\n"
+    else:
+        text = textwrap.dedent(source)
+    with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
+        program = Path(directory) / "program.py"
+        program.write_text(text, encoding="utf-8")
+        yield program
+
+
+class _Started(NamedTuple):
+    process: subprocess.Popen[bytes]
+    stdout: Path
+    stderr: Path
+
+
+def _start(command: list[str], variables: Mapping[str, str], directory: Path, name: str) -> _Started:
+    """Output goes to files: a full pipe would stop a rank, and a job with it."""
+    stdout, stderr = directory / f"{name}.stdout", directory / f"{name}.stderr"
+    with stdout.open("wb") as out, stderr.open("wb") as err:
+        process = subprocess.Popen(
+            command,
+            env={**clean_environment(), **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    return _Started(process, stdout, stderr)
+
+
+def _finish(started: list[_Started], timeout: float) -> list[Finished]:
+    deadline = time.monotonic() + timeout
+    try:
+        for one in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for one in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.process.pid, signal.SIGKILL)  # its session: children too
+            one.process.wait()
+    return [
+        Finished(
+            one.process.returncode,
+            one.stdout.read_text(errors="replace"),
+            one.stderr.read_text(errors="replace"),
+        )
+        for one in started
+    ]
+
+
+def _log(logs: Path, rank: int, stream: str) -> str:
+    """What one worker of torchrun wrote: ``<run>/attempt_<last>/<rank>/stdout.log``."""
+    found = sorted(logs.glob(f"*/attempt_*/{rank}/{stream}.log"))
+    return found[-1].read_text(errors="replace") if found else ""
