@@ -109,7 +109,10 @@ class ByteHeader:
         states = source[FIXED.itemsize : self.nbytes]
         if states.size and int(states.max()) > (PRESENT | NONFINITE | SPARSE):
             raise WireFormatError(f"rank {sender} sent an unknown layer state {int(states.max())}")
-        return int(source[_COMPARED_BYTES]) | int(source[_COMPARED_BYTES + 1]) << 8, states
+        ready = int(source[_COMPARED_BYTES]) | int(source[_COMPARED_BYTES + 1]) << 8
+        if ready > 1:
+            raise WireFormatError(f"rank {sender} sent {ready} as its vote")
+        return ready, states
 
     def _explain(self, source: Bytes, chunk: int, sender: int) -> None:
         got = source[: FIXED.itemsize].copy().view(FIXED)[0]
@@ -156,6 +159,8 @@ class CountHeader:
         counts = source[16 : self.length]
         if not (np.all(counts >= 0) and np.all(counts <= world)):
             raise WireFormatError(f"step {stamp.step}, bucket {stamp.bucket}: counts outside 0..{world}")
+        if not np.array_equal(counts, np.floor(counts)):
+            raise WireFormatError(f"step {stamp.step}, bucket {stamp.bucket}: counts that are not whole")
         ballot.ready = int(counts[0])
         votes = counts[1:].reshape(3, self.layers)
         for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):

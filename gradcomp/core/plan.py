@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version < 0:
             raise ConfigError(f"plan version must not be negative, got {self.version}")
+        if len(self.by_layer) != len(self.assignments):
+            raise ConfigError("a layer is assigned twice")
 
     @cached_property
     def by_layer(self) -> Mapping[str, Assignment]:
@@ -56,9 +59,11 @@ class Plan:
         """Inverse of :meth:`to_json`; raises WireFormatError on anything else."""
         try:
             data: dict[str, Any] = json.loads(text)
-            rows = tuple(Assignment(str(name), str(comp), level) for name, comp, level in data["assignments"])
-            return Plan(int(data["version"]), rows)
-        except (KeyError, TypeError, ValueError) as error:
+            rows = tuple(_assignment(*row) for row in data["assignments"])
+            if type(data["version"]) is not int:
+                raise TypeError(f"version {data['version']!r}")
+            return Plan(data["version"], rows)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise WireFormatError(f"not a plan: {error}") from error
 
     def digest(self, layers: Sequence[LayerSpec]) -> bytes:
@@ -74,6 +79,13 @@ class Plan:
                 f"plan does not fit the layers: without assignment {sorted(names - planned)}, "
                 f"unknown {sorted(planned - names)}"
             )
+
+
+def _assignment(layer: Any, compressor: Any, level: Any) -> Assignment:
+    fits = level is None or type(level) is int or (type(level) is float and math.isfinite(level))
+    if type(layer) is not str or type(compressor) is not str or not fits:
+        raise TypeError(f"assignment {layer!r}, {compressor!r}, {level!r}")
+    return Assignment(layer, compressor, level)
 
 
 def manifest(layers: Sequence[LayerSpec]) -> str:

@@ -56,7 +56,8 @@ class Trace:
 
         One row (thread) per span name, one process per rank, microseconds.
         """
-        names = sorted({span.name for span in self._spans})
+        spans = self.spans()  # others may go on adding
+        names = sorted({span.name for span in spans})
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": self._rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
             for tid, name in enumerate(names)
@@ -71,7 +72,7 @@ class Trace:
                 "dur": (span.end - span.begin) * 1e6,
                 "args": {"step": span.step, "bucket": span.bucket},
             }
-            for span in self.spans()
+            for span in spans
         ]
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
