@@ -10,6 +10,10 @@ def inherit(new: Pipeline, old: Pipeline) -> None:
     rows = {layer.name: i for i, layer in enumerate(new.layers)}
     new.step = old.step
     old.residuals.own((), old.transport.size)  # everything into first residuals
+    sizes = [0] * len(new.layers)
+    for i, layer in enumerate(old.layers):
+        sizes[rows[layer.name]] = int(old.residuals.first.lengths[i])
+    new.residuals.grow(sizes)
     for i, layer in enumerate(old.layers):
         if old.residuals.first.lengths[i]:
             new.residuals.first.value(rows[layer.name])[:] = old.residuals.first.value(i)
