@@ -1,0 +1,305 @@
+"""What the codecs promise: layout, error bounds, unbiasedness, residuals, and what becomes of awkward numbers.
+
+These are facts about the definition, so they are asked of the body in use; test_bodies.py ties the others to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
+
+from gradcomp import kernels
+from gradcomp.kernels import reference, segments
+
+QUANTISER = pytest.mark.parametrize(
+    "codec", segments.QUANTISERS, ids=[name for name, codec in CODECS.items() if codec in segments.QUANTISERS]
+)
+CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+
+
+def normal(length: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=length).astype(np.float32)
+
+
+def one(codec: int, gradient: Any, residual: Any = None, **row: Any) -> Group:
+    """A group of one segment, its payload at offset 0."""
+    dtype = segments.FLOAT64 if codec == segments.FP64 else segments.FLOAT32
+    return Group(codec, [Segment(gradient, residual, **({"dtype": dtype} | row))], gap=0)
+
+
+# --- wire bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "length", "bits", "bucket_size", "size"),
+    [
+        (segments.MINMAX, 1000, 4, 512, 2 * 8 + 500),
+        (segments.MINMAX, 1001, 3, 100, 11 * 8 + 376),
+        (segments.L2, 1, 1, 512, 4 + 1),
+        (segments.LINF, 512, 8, 512, 4 + 512),
+        (segments.FP32, 7, 0, 1, 28),
+        (segments.FP16, 513, 0, 512, 2 * 4 + 1026),
+        (segments.BF16, 7, 0, 1, 14),
+        (segments.FP64, 7, 0, 1, 56),
+        (segments.MINMAX, 0, 4, 512, 0),
+    ],
+)
+def test_wire_bytes(codec: int, length: int, bits: int, bucket_size: int, size: int) -> None:
+    assert kernels.wire_bytes(codec, length, bits, bucket_size) == size
+    table = np.zeros(1, segments.SEGMENT)
+    table["length"], table["bits"], table["bucket_size"] = length, bits, bucket_size
+    assert kernels.wire_bytes_table(codec, table).tolist() == [size]
+
+
+# --- layout -------------------------------------------------------------------------------------------------------
+
+
+def test_minmax_payload_by_hand() -> None:
+    encoded = one(segments.MINMAX, np.array([0, 1, 2, 3, 10], np.float32), bits=2, bucket_size=4).encode(
+        kernels
+    )
+    scales = np.frombuffer(encoded.payload[:16], "<f4")
+    assert scales.tolist() == [0, 1, 10, 0]  # lo and unit of each bucket; the second is flat
+    assert encoded.payload[16:] == bytes([0b11_10_01_00, 0b00])
+
+
+def test_sign_magnitude_payload_by_hand() -> None:
+    gradient = np.array([-7, 3, 0, -0.0], np.float32)
+    encoded = one(segments.LINF, gradient, bits=4, bucket_size=4).encode(kernels)
+    assert np.frombuffer(encoded.payload[:4], "<f4").tolist() == [7]
+    assert encoded.payload[4:] == bytes([0x3F, 0x00])
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bit_stream(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, 45).astype(np.uint8)
+    stream = reference.pack_bits(codes, bits)
+    as_one_integer = sum(int(code) << (i * bits) for i, code in enumerate(codes))
+    assert stream.tobytes() == as_one_integer.to_bytes(-(-45 * bits // 8), "little")
+    np.testing.assert_array_equal(reference.unpack_bits(stream, bits, 45), codes)
+
+
+@CODEC
+def test_segments_do_not_depend_on_their_neighbours(codec: int) -> None:
+    dtype = dtypes_of(codec)[0]
+    rows = [
+        Segment(normal(n, n).astype(segments.DTYPES[dtype]), bits=max(levels_of(codec)), layer=n, dtype=dtype)
+        for n in (5, 700, 64)
+    ]
+    group = Group(codec, rows)
+    together = group.encode(kernels, stochastic=True).payload
+    for row, place in zip(rows, group.table, strict=True):
+        alone = Group(codec, [row], gap=0).encode(kernels, stochastic=True).payload
+        assert together[place["payload"] : place["payload"] + len(alone)] == alone
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+@ROUNDING
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_minmax_error_is_within_a_step(bits: int, stochastic: bool) -> None:
+    gradient = normal(5000)
+    group = one(segments.MINMAX, gradient, bits=bits)
+    (value,) = group.values(group.encode(kernels, stochastic=stochastic).payload)
+    for first in range(0, 5000, 512):
+        g, v = gradient[first : first + 512], value[first : first + 512]
+        step = (g.max() - g.min()) / (2**bits - 1)
+        assert np.abs(g - v).max() <= step * (1 if stochastic else 0.5) * (1 + 1e-4)
+
+
+@ROUNDING
+@pytest.mark.parametrize("codec", [segments.L2, segments.LINF], ids=["l2", "linf"])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_norm_error_is_within_a_step(codec: int, bits: int, stochastic: bool) -> None:
+    gradient = normal(5000)
+    group = one(codec, gradient, bits=bits)
+    (value,) = group.values(group.encode(kernels, stochastic=stochastic).payload)
+    for first in range(0, 5000, 512):
+        g, v = gradient[first : first + 512].astype(np.float64), value[first : first + 512]
+        norm = np.linalg.norm(g, 2 if codec == segments.L2 else np.inf)
+        step = norm / (2 ** (bits - 1) - 1)
+        assert np.abs(g - v).max() <= step * (1 if stochastic else 0.5) * (1 + 1e-4)
+
+
+@QUANTISER
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
+    gradient = np.tile(normal(32), 4)
+    group = one(codec, gradient, bits=bits, bucket_size=128)
+    draws = 400
+    values = np.array(
+        [group.values(group.encode(kernels, stochastic=True, step=step).payload)[0] for step in range(draws)],
+        np.float64,
+    )
+    # Equal elements differ in their draws only: 4 * draws samples of each.
+    samples = values.reshape(draws * 4, 32)
+    standard_error = samples.std(axis=0) / np.sqrt(len(samples))
+    # u has 16 bits, so that floor(t + u) is short of t by half of 2**-16 on average: far below what shows here.
+    assert (np.abs(samples.mean(axis=0) - gradient[:32]) <= 5 * standard_error + 1e-5).all()
+
+
+@pytest.mark.parametrize("exponent", [-140, -126, -60, 0, 60, 127])
+def test_fp16_scales_with_the_block(exponent: int) -> None:
+    gradient = np.ldexp(np.array([1.0, -1.9990234375, 0.5], np.float32), exponent)
+    (value,) = (group := one(segments.FP16, gradient)).values(group.encode(kernels).payload)
+    np.testing.assert_array_equal(value, gradient)
+
+
+@pytest.mark.parametrize(("codec", "relative"), [(segments.FP16, 2.0**-11), (segments.BF16, 2.0**-8)])
+def test_half_precision_error(codec: int, relative: float) -> None:
+    gradient = normal(3000)
+    (value,) = (group := one(codec, gradient)).values(group.encode(kernels).payload)
+    # Below the normal range of its block, fp16 keeps an absolute error.
+    np.testing.assert_allclose(value, gradient, rtol=relative, atol=2.0**-22)
+
+
+@pytest.mark.parametrize("codec", [segments.FP32, segments.FP64])
+def test_copies_are_exact(codec: int) -> None:
+    dtype = np.float64 if codec == segments.FP64 else np.float32
+    gradient = np.array([1.1, -0.0, 1e-40, 3e38, 2.0**-149], dtype)
+    (value,) = (group := one(codec, gradient)).values(group.encode(kernels).payload)
+    assert value.tobytes() == gradient.tobytes()
+
+
+# --- residuals ----------------------------------------------------------------------------------------------------
+
+
+@CODEC
+@ROUNDING
+def test_shadow_is_what_was_not_sent(codec: int, stochastic: bool) -> None:
+    dtype = segments.DTYPES[dtypes_of(codec)[0]]
+    gradient, residual = normal(1500, 1).astype(dtype), normal(1500, 2)
+    group = one(codec, gradient, residual, bits=3, shadow=True)
+    encoded = group.encode(kernels, stochastic=stochastic, scale=0.25, decay=0.5)
+    (value,) = group.values(encoded.payload)
+    contribution = dtype.type(0.25) * gradient + dtype.type(0.5) * residual.astype(dtype)
+    expected = (contribution - value).astype(np.float32)
+    assert np.frombuffer(encoded.arrays[0] or b"", np.float32).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("codec", [segments.MINMAX, segments.L2, segments.LINF, segments.FP16])
+def test_residual_may_be_overwritten_by_the_shadow(codec: int) -> None:
+    gradient, residual = normal(5000, 1), normal(5000, 2)
+    for bucket_size in (100, 512, 5000):
+        group = one(codec, gradient, residual, bucket_size=bucket_size, shadow=True)
+        expected = group.encode(kernels)
+        in_place = residual.copy()
+        table = group.table.copy()
+        table["residual"] = table["shadow"] = in_place.ctypes.data
+        payload = np.zeros(group.size, np.uint8)
+        kernels.encode(
+            codec, table, payload, np.zeros(1, np.uint8),
+            stochastic=False, seed=0, step=0, rank=0, scale=1.0, decay=1.0,
+        )  # fmt: skip
+        assert (payload.tobytes(), in_place.tobytes()) == (expected.payload, expected.arrays[0])
+
+
+@CODEC
+def test_absent_gradient_sends_the_residual(codec: int) -> None:
+    dtype = dtypes_of(codec)[0]
+    residual = normal(100)
+    absent = Group(codec, [Segment(None, residual, bits=8, length=100, dtype=dtype)]).encode(kernels)
+    zeros = np.zeros(100, segments.DTYPES[dtype])
+    assert absent == Group(codec, [Segment(zeros, residual, bits=8, dtype=dtype)]).encode(kernels)
+
+
+@CODEC
+def test_reduce_is_the_mean_of_the_values_encoded_again(codec: int) -> None:
+    dtype = segments.DTYPES[dtypes_of(codec)[0]]
+    groups = [one(codec, normal(1000, seed).astype(dtype), bits=5) for seed in range(3)]
+    payloads = [group.encode(kernels).payload for group in groups]
+    values = [group.values(payload)[0] for group, payload in zip(groups, payloads, strict=True)]
+    mean = (values[0] + values[1] + values[2]) / dtype.type(3)
+    again = one(codec, mean, bits=5).encode(kernels, stochastic=True, rank=segments.OWNER_RANK)
+    assert groups[0].reduce(kernels, payloads, stochastic=True).payload == again.payload
+
+
+# --- awkward numbers ----------------------------------------------------------------------------------------------
+
+
+@CODEC
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 1, 511, 512, 699])
+def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: float, position: int) -> None:
+    dtype = dtypes_of(codec)[0]
+    good = Segment(normal(700).astype(segments.DTYPES[dtype]), bits=4, dtype=dtype)
+    spoilt = Segment(good.gradient.copy(), bits=4, dtype=dtype, shadow=True)
+    spoilt.gradient[position] = bad
+    group = Group(codec, [good, spoilt, good])
+    encoded = group.encode(kernels)
+    assert encoded.flags == [0, 1, 0]
+    size = kernels.wire_bytes(codec, 700, 4, 512)
+    offset = group.table["payload"][1]
+    assert encoded.payload[offset : offset + size] == bytes(size)
+    decoded = group.decode(kernels, encoded.payload, encoded.flags)
+    values = [np.frombuffer(data or b"", segments.DTYPES[dtype]) for data in decoded.arrays]
+    assert [bool(np.isnan(value).all()) for value in values] == [False, True, False]
+    assert np.isfinite(values[0]).all()
+    assert np.isfinite(values[2]).all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "gradient"),
+    [
+        (segments.MINMAX, [3e38, -3e38]),  # the range overflows
+        (segments.L2, [3e38, 3e38]),  # the norm overflows
+        (segments.BF16, [3.4e38, 0]),  # rounds to infinity
+    ],
+)
+def test_overflow_of_a_scale_is_flagged(codec: int, gradient: list[float]) -> None:
+    encoded = one(codec, np.array(gradient, np.float32), bits=2).encode(kernels)
+    assert encoded.flags == [1]
+    assert not any(encoded.payload)
+
+
+@pytest.mark.parametrize("dtype", [segments.FLOAT16, segments.BFLOAT16])
+@pytest.mark.parametrize(
+    "codec", [segments.MINMAX, segments.LINF, segments.FP32], ids=["minmax", "linf", "fp32"]
+)
+def test_overflow_of_the_output_is_flagged(codec: int, dtype: int) -> None:
+    limit = 65504.0 if dtype == segments.FLOAT16 else 3.3895314e38
+    payload = one(codec, np.array([limit, 0], np.float32)).encode(kernels).payload
+    group = Group(codec, [Segment(None, length=2, dtype=dtype)], gap=0)
+    assert group.decode(kernels, payload).flags == [0]
+    assert group.decode(kernels, payload, scale=1.01).flags == [1]
+    assert group.decode(kernels, payload, scale=1.01, divisor=2.0).flags == [0]
+
+
+@QUANTISER
+@ROUNDING
+@pytest.mark.parametrize("number", [0.0, -0.0, 1e-45, 1e-39])
+def test_vanishing_scales_decode_to_something_small(codec: int, stochastic: bool, number: float) -> None:
+    gradient = np.full(40, number, np.float32)
+    gradient[::2] *= -1
+    for bits in range(1, 9):
+        group = one(codec, gradient, bits=bits, shadow=True)
+        encoded = group.encode(kernels, stochastic=stochastic)
+        (value,) = group.values(encoded.payload)
+        assert encoded.flags == [0]
+        assert np.isfinite(value).all()
+        assert np.abs(value).max() <= np.sqrt(40) * np.abs(gradient).max()
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 2.5, -1e-3])
+def test_equal_numbers_survive_minmax(number: float) -> None:
+    gradient = np.full(40, number, np.float32)
+    (value,) = (group := one(segments.MINMAX, gradient)).values(group.encode(kernels).payload)
+    np.testing.assert_array_equal(value, gradient)
+    assert not np.signbit(value).any() or number < 0
+
+
+def test_l2_norm_adds_in_a_fixed_order() -> None:
+    # In lane 0 the large square comes first and swallows the small ones; alone in lane 1 they would count.
+    c = np.zeros((1, 16 * 40), np.float32)
+    c[0, 0] = 2.0**27
+    c[0, 16::16] = 1.0
+    assert reference.l2_norm(c).tolist() == [2.0**27]
+    lanes = np.float64(2.0**54) + np.float64(39)
+    c = np.roll(c, 1)
+    assert reference.l2_norm(c).tolist() == [np.float32(np.sqrt(np.float64(2.0**54)))]
+    assert np.sqrt(lanes) >= 2.0**27

@@ -1,0 +1,64 @@
+"""The bytes on the wire, pinned: a change here is a change of the protocol.
+
+`python tests/kernels/test_golden.py` writes the file anew, from the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
+
+from gradcomp.kernels import native, reference, segments
+
+GOLDEN = Path(__file__).parent / "golden" / "payloads.json"
+
+
+def cases() -> dict[str, tuple[Group, dict[str, Any]]]:
+    """One small segment for every codec, level and rounding. The numbers come from a formula, not from a library."""
+    found: dict[str, tuple[Group, dict[str, Any]]] = {}
+    i = np.arange(43)
+    gradient = ((i * i * 7 + i * 3) % 97 - 48).astype(np.float64) / 32
+    residual = ((i * 5) % 11 - 5).astype(np.float32) / 64
+    for name, codec in CODECS.items():
+        dtype = dtypes_of(codec)[0]
+        for bits in levels_of(codec):
+            for stochastic in (False, True) if codec in segments.QUANTISERS else (False,):
+                row = Segment(
+                    gradient.astype(segments.DTYPES[dtype]),
+                    residual,
+                    bits=bits,
+                    bucket_size=20,
+                    start=13,
+                    layer=0xDEADBEEF,
+                    dtype=dtype,
+                )
+                options = {
+                    "stochastic": stochastic,
+                    "seed": 0x0123456789ABCDEF,
+                    "step": 7,
+                    "rank": 1,
+                    "decay": 0.5,
+                }
+                key = f"{name}-{bits}-{'stochastic' if stochastic else 'nearest'}"
+                found[key] = (Group(codec, [row], gap=0), options)
+    return found
+
+
+@pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
+@pytest.mark.parametrize("key", cases())
+def test_payload(key: str, body: Any) -> None:
+    group, options = cases()[key]
+    assert group.encode(body, **options).payload.hex() == json.loads(GOLDEN.read_text())[key]
+
+
+if __name__ == "__main__":
+    payloads = {
+        key: group.encode(reference, **options).payload.hex() for key, (group, options) in cases().items()
+    }
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(json.dumps(payloads, indent=1) + "\n")

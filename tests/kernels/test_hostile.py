@@ -1,0 +1,185 @@
+"""Input that no caller should give: clear errors before any memory is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcomp import kernels
+from gradcomp.kernels import native, reference, segments
+
+BODY = pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
+
+
+OUTPUT = np.zeros(100, np.float64)
+
+
+def table(**columns: Any) -> Any:
+    row = np.zeros(1, segments.SEGMENT)
+    for name, value in ({"length": 8, "bits": 4, "bucket_size": 8} | columns).items():
+        row[name] = value
+    return row
+
+
+def calls(body: Any, codec: int, rows: Any, payload: Any, flags: Any) -> dict[str, Callable[[], None]]:
+    draw = {"stochastic": False, "seed": 0, "step": 0}
+    outputs = rows.copy()
+    outputs["output"] = OUTPUT.ctypes.data
+    other = np.zeros(1000, np.uint8)
+    return {
+        "encode": lambda: body.encode(codec, rows, payload, flags, **draw, rank=0, scale=1.0, decay=1.0),
+        "decode": lambda: body.decode(codec, outputs, payload, flags, divisor=1.0, scale=1.0),
+        "decode_add": lambda: body.decode_add(codec, outputs, payload, scale=1.0),
+        "reduce out": lambda: body.reduce(
+            codec, rows, [other], payload, flags, **draw, divisor=1.0, decay=1.0
+        ),
+        "reduce in": lambda: body.reduce(
+            codec, rows, [other, payload], other.copy(), flags, **draw, divisor=1.0, decay=1.0
+        ),
+    }
+
+
+MALFORMED = {
+    "payload too short": (segments.MINMAX, {"length": 9}),
+    "payload too short by a scale": (segments.L2, {"bucket_size": 1, "length": 4}),
+    "offset beyond the end": (segments.MINMAX, {"payload": 1}),
+    "offset negative": (segments.MINMAX, {"payload": -1}),
+    "offset wraps": (segments.MINMAX, {"payload": 2**63 - 1}),
+    "bits 0": (segments.LINF, {"bits": 0}),
+    "bits 9": (segments.LINF, {"bits": 9}),
+    "bits negative": (segments.MINMAX, {"bits": -(2**31)}),
+    "bucket of none": (segments.MINMAX, {"bucket_size": 0}),
+    "bucket negative": (segments.FP16, {"bucket_size": -1}),
+    "length negative": (segments.MINMAX, {"length": -1}),
+    "length huge": (segments.FP64, {"length": 2**62, "dtype": segments.FLOAT64}),
+    "start negative": (segments.MINMAX, {"start": -1}),
+    "start beyond the counter": (segments.MINMAX, {"start": segments.MAX_ELEMENTS}),
+    "dtype unknown": (segments.FP32, {"dtype": 4, "length": 1}),
+    "dtype negative": (segments.FP32, {"dtype": -1, "length": 1}),
+    "float64 with a float32 codec": (segments.FP32, {"dtype": segments.FLOAT64, "length": 1}),
+    "float32 with FP64": (segments.FP64, {"length": 1}),
+    "codec unknown": (7, {}),
+    "codec negative": (-1, {}),
+}
+
+
+@BODY
+@pytest.mark.parametrize(("codec", "columns"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_row(body: Any, codec: int, columns: dict[str, int]) -> None:
+    payload = np.full(12, 0xA5, np.uint8)
+    for name, call in calls(body, codec, table(**columns), payload, np.zeros(1, np.uint8)).items():
+        with pytest.raises(ValueError, match=r"segment|codec|bits|bucket_size|dtype|elements|payload"):
+            call()
+        assert (payload == 0xA5).all(), name
+
+
+@BODY
+def test_rows_without_output_are_not_checked(body: Any) -> None:
+    rows = table(payload=10**6)
+    body.decode(segments.MINMAX, rows, np.zeros(0, np.uint8), np.zeros(1, np.uint8), divisor=1.0, scale=1.0)
+    body.decode_add(segments.MINMAX, rows, np.zeros(0, np.uint8), scale=1.0)
+
+
+WRONG_ARRAYS = {
+    "float32": np.zeros(100, np.float32),
+    "int8": np.zeros(100, np.int8),
+    "two dimensions": np.zeros((10, 10), np.uint8),
+    "strided": np.zeros(200, np.uint8)[::2],
+    "a list": [0] * 100,
+    "None": None,
+}
+
+
+@BODY
+@pytest.mark.parametrize("wrong", WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
+def test_wrong_payload(body: Any, wrong: Any) -> None:
+    for call in calls(body, segments.MINMAX, table(), wrong, np.zeros(1, np.uint8)).values():
+        with pytest.raises(TypeError):
+            call()
+
+
+@BODY
+@pytest.mark.parametrize("wrong", WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
+def test_wrong_flags(body: Any, wrong: Any) -> None:
+    every_call = calls(body, segments.MINMAX, table(), np.zeros(100, np.uint8), wrong)
+    for name in ("encode", "decode", "reduce out"):
+        with pytest.raises(TypeError):
+            every_call[name]()
+
+
+@BODY
+def test_read_only_target(body: Any) -> None:
+    payload = np.zeros(100, np.uint8)
+    payload.flags.writeable = False
+    every_call = calls(body, segments.MINMAX, table(), payload, np.zeros(1, np.uint8))
+    for name in ("encode", "reduce out"):
+        with pytest.raises(TypeError):
+            every_call[name]()
+
+
+@BODY
+@pytest.mark.parametrize(
+    "wrong",
+    [np.zeros(1, np.uint8), np.zeros((1, 1), segments.SEGMENT), np.zeros(4, segments.SEGMENT)[::2], None],
+    ids=["bytes", "two dimensions", "strided", "None"],
+)
+def test_wrong_table(body: Any, wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        body.nonzero(wrong, np.zeros(1, np.uint8))
+
+
+@BODY
+def test_flags_of_another_length(body: Any) -> None:
+    every_call = calls(body, segments.MINMAX, table(), np.zeros(100, np.uint8), np.zeros(2, np.uint8))
+    for name in ("encode", "decode", "reduce out"):
+        with pytest.raises(ValueError, match="2 items for 1 segments"):
+            every_call[name]()
+
+
+@BODY
+def test_reduce_of_nothing_or_onto_itself(body: Any) -> None:
+    options = {"stochastic": False, "seed": 0, "step": 0, "divisor": 1.0, "decay": 1.0}
+    out, flags = np.zeros(100, np.uint8), np.zeros(1, np.uint8)
+    with pytest.raises(ValueError, match="at least one"):
+        body.reduce(segments.MINMAX, table(), [], out, flags, **options)
+    with pytest.raises(ValueError, match="overlaps"):
+        body.reduce(segments.MINMAX, table(), [out], out, flags, **options)
+
+
+@BODY
+def test_decode_add_to_half_precision(body: Any) -> None:
+    rows = table(output=OUTPUT.ctypes.data, dtype=segments.FLOAT16)
+    with pytest.raises(ValueError, match="float32"):
+        body.decode_add(segments.MINMAX, rows, np.zeros(100, np.uint8), scale=1.0)
+
+
+@BODY
+def test_nonzero_of_malformed_rows(body: Any) -> None:
+    for columns in ({"length": -1}, {"dtype": 9}, {"start": -5}):
+        with pytest.raises(ValueError, match=r"elements|dtype"):
+            body.nonzero(table(**columns), np.zeros(1, np.uint8))
+
+
+@pytest.mark.parametrize("arguments", [(7, 1, 1, 1), (0, -1, 1, 1), (0, 1, 0, 1), (0, 1, 9, 1), (0, 1, 1, 0)])
+def test_wire_bytes_of_nonsense(arguments: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"codec|length|bits|bucket_size"):
+        kernels.wire_bytes(*arguments)
+
+
+def test_selecting_a_body() -> None:
+    before = kernels.body()
+    with kernels.use("reference"):
+        assert kernels.body() == "reference"
+    assert kernels.body() == before
+    with pytest.raises(ValueError, match="not installed"):
+        kernels.use("abacus")  # type: ignore[arg-type]
+
+
+def test_selecting_an_instruction_set() -> None:
+    extension = pytest.importorskip("gradcomp._native")
+    assert extension.isa() in extension.available_isas()
+    with pytest.raises(ValueError, match="sse9"):
+        extension.set_isa("sse9")
