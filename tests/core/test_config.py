@@ -1,0 +1,135 @@
+"""Settings: who wins, what is refused, what is documented."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gradcomp import Config, ConfigError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+
+
+@pytest.fixture
+def toml(tmp_path: Path):
+    def write(text: str) -> dict[str, str]:
+        path = tmp_path / "gradcomp.toml"
+        path.write_text(text)
+        return {"GRADCOMP_CONFIG": str(path)}
+
+    return write
+
+
+def test_argument_beats_environment_beats_file_beats_default(toml):
+    environ = toml("seed = 1\ntrace_spans = 1\nslice_elements = 100\n")
+    environ |= {"GRADCOMP_SEED": "2", "GRADCOMP_TRACE_SPANS": "2"}
+    config = Config.resolve(environ, seed=3)
+    assert (config.seed, config.trace_spans, config.slice_elements) == (3, 2, 100)
+    assert config.timeout_seconds == Config().timeout_seconds
+
+
+def test_none_means_not_given():
+    assert Config.resolve({"GRADCOMP_SEED": "2"}, seed=None).seed == 2
+
+
+def test_nothing_given_is_the_default():
+    assert Config.resolve({}) == Config()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_is_a_variable(name: str):
+    default = FIELDS[name].default
+    other = {"kernels": "reference", "isa": "baseline", "log_level": "debug"}.get(name)
+    other = other if other else not default if isinstance(default, bool) else default + 8
+    assert getattr(Config.resolve({f"GRADCOMP_{name.upper()}": f" {other} "}), name) == other
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("yes", True), ("ON", True), ("0", False), ("false", False), ("No", False)],
+)
+def test_booleans_in_variables(text: str, value: bool):
+    assert Config.resolve({"GRADCOMP_OVERLAP": text}).overlap is value
+
+
+BAD_VARIABLES = {
+    "GRADCOMP_SEED": ["-1", str(2**64), "x", "1.5", ""],
+    "GRADCOMP_SLICE_ELEMENTS": ["7", "1e6"],
+    "GRADCOMP_OVERLAP": ["2", "maybe", ""],
+    "GRADCOMP_COLD_AFTER_STEPS": ["0"],
+    "GRADCOMP_STATISTICS_EVERY_STEPS": ["-1"],
+    "GRADCOMP_TIMEOUT_SECONDS": ["0", "-1", "nan", "soon"],
+    "GRADCOMP_STALL_WARNING_SECONDS": ["nan"],
+    "GRADCOMP_KERNELS": ["cuda", "Native"],
+    "GRADCOMP_ISA": ["sse"],
+}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [(name, text) for name, texts in BAD_VARIABLES.items() for text in texts]
+)
+def test_bad_variable_is_refused_by_name(variable: str, text: str):
+    with pytest.raises(ConfigError) as caught:
+        Config.resolve({variable: text})
+    assert variable.removeprefix("GRADCOMP_").lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"seed": "1"}, {"seed": True}, {"overlap": 1}, {"timeout_seconds": "600"}, {"kernels": 1}]
+)
+def test_argument_of_another_type_is_refused(arguments):
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        Config.resolve({}, **arguments)
+
+
+def test_whole_number_of_seconds_is_fine():
+    assert Config.resolve({}, timeout_seconds=30).timeout_seconds == 30.0
+
+
+def test_unknown_argument_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="did you mean slice_elements"):
+        Config.resolve({}, slice_element=10)
+
+
+def test_unknown_variable_is_only_warned_about(caplog):
+    assert Config.resolve({"GRADCOMP_SLICE_ELEMENT": "9", "OTHER": "x"}) == Config()
+    assert [record.getMessage() for record in caplog.records] == [
+        "unknown variable GRADCOMP_SLICE_ELEMENT is ignored (did you mean slice_elements?)"
+    ]
+
+
+BAD_FILES = {
+    "unknown key": "sede = 1",
+    "wrong type": 'seed = "1"',
+    "invalid value": "slice_elements = 1",
+    "not toml": "seed 1",
+    "a table": "[seed]\nx = 1",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_file_is_refused(toml, text: str):
+    with pytest.raises(ConfigError):
+        Config.resolve(toml(text))
+
+
+def test_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        Config.resolve({"GRADCOMP_CONFIG": str(tmp_path / "none.toml")})
+
+
+def test_the_warning_comes_no_later_than_the_end():
+    assert Config(timeout_seconds=5.0).stall_warning_seconds == 5.0
+
+
+def test_what_is_particular_to_a_rank_is_not_compared():
+    shared = set(Config().shared())
+    assert {"seed", "slice_elements", "overlap", "reorder", "cold_after_steps"} <= shared
+    assert not {"timeout_seconds", "stall_warning_seconds", "kernels", "isa", "trace_spans"} & shared
+
+
+def test_the_page_holds_the_table():
+    assert f"\n{Config.table()}\n" in PAGE.read_text(), "put Config.table() into docs/configuration.md"

@@ -1,0 +1,179 @@
+"""The votes of a bucket's first round, in both forms, and headers that should not be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp import PlanMismatchError, WireFormatError
+from gradcomp.core.header import FIXED, NONFINITE, PRESENT, SPARSE, Ballot, ByteHeader, CountHeader, Stamp
+
+STAMP = Stamp(check=0xDEADBEEF, step=41, bucket=3)
+LAYERS = 5
+STATES = np.array([0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE], dtype=np.uint8)
+CHUNK = 1
+
+
+def header(stamp: Stamp = STAMP, ready: int = 1, round_number: int = 0, layers: int = LAYERS) -> ByteHeader:
+    made = ByteHeader(layers, np.array([10, 20, 30], dtype=np.int64))
+    made.stamp(stamp, round_number, ready)
+    return made
+
+
+def message(states: np.ndarray = STATES, **options) -> np.ndarray:
+    made = header(**options)
+    buffer = np.full(made.nbytes + 20, 0xAA, dtype=np.uint8)
+    made.write(buffer, CHUNK, states)
+    return buffer
+
+
+class TestByteHeader:
+    def test_votes_arrive(self):
+        for ready in (0, 1):
+            vote, states = header(ready=0).read(message(ready=ready), CHUNK, sender=2)
+            assert vote == ready
+            assert states.tolist() == STATES.tolist()
+
+    def test_it_is_24_bytes_and_one_per_layer(self):
+        assert header().nbytes == FIXED.itemsize + LAYERS == 24 + LAYERS
+        assert (message()[header().nbytes :] == 0xAA).all()
+
+    def test_a_bucket_may_hold_no_layers_states(self):
+        states = np.zeros(0, np.uint8)
+        assert header(layers=0).read(message(states, layers=0), CHUNK, sender=0)[1].size == 0
+
+    @pytest.mark.parametrize("kept", [0, 1, 23, 24, 28])
+    def test_a_truncated_one_is_refused(self, kept: int):
+        with pytest.raises(WireFormatError, match=f"rank 2 sent {kept} bytes"):
+            header().read(message()[:kept], CHUNK, sender=2)
+
+    WRONG = {
+        "magic": (0x1234, WireFormatError),
+        "protocol": (2, PlanMismatchError),
+        "round": (1, WireFormatError),
+        "check": (0, PlanMismatchError),
+        "step": (40, WireFormatError),
+        "bucket": (2, WireFormatError),
+        "chunk": (0, WireFormatError),
+        "payload_bytes": (21, WireFormatError),
+        "layers": (4, WireFormatError),
+        "ready": (2, WireFormatError),
+    }
+
+    @pytest.mark.parametrize("name", FIXED.names)
+    def test_every_field_is_checked_and_named(self, name: str):
+        value, error = self.WRONG[name]
+        buffer = message()
+        buffer[: FIXED.itemsize].view(FIXED)[name] = value
+        with pytest.raises(error, match="rank 2 sent") as caught:
+            header().read(buffer, CHUNK, sender=2)
+        assert name == "ready" or f"{name} {value} instead of" in str(caught.value)
+
+    def test_an_unknown_state_is_refused(self):
+        buffer = message()
+        buffer[FIXED.itemsize + 2] = 8
+        with pytest.raises(WireFormatError, match="unknown layer state 8"):
+            header().read(buffer, CHUNK, sender=2)
+
+    def test_steps_are_compared_modulo_two_to_the_32(self):
+        header(Stamp(1, 2**32 + 5, 0)).read(message(stamp=Stamp(1, 2**32 + 5, 0)), CHUNK, sender=0)
+
+    @given(st.binary(max_size=40))
+    def test_random_bytes_are_a_typed_error(self, data: bytes):
+        with pytest.raises((WireFormatError, PlanMismatchError)):
+            header().read(np.frombuffer(data, np.uint8), CHUNK, sender=2)
+
+    @given(st.integers(0, 24 + LAYERS - 1), st.integers(0, 255))
+    def test_a_changed_byte_is_an_error_or_a_vote(self, at: int, value: int):
+        buffer = message()
+        buffer[at] = value
+        try:
+            ready, states = header().read(buffer, CHUNK, sender=2)
+        except (WireFormatError, PlanMismatchError):
+            return
+        assert ready in (0, 1)
+        assert (states < 8).all()
+
+
+def summed(stamps: list[Stamp], readies: list[int], states: list[np.ndarray]) -> np.ndarray:
+    """What an allreduce makes of the ranks' counts."""
+    counts = CountHeader(len(states[0]))
+    total = np.zeros(counts.length, np.float32)
+    for stamp, ready, mine in zip(stamps, readies, states, strict=True):
+        one = np.full(counts.length, np.nan, np.float32)
+        counts.write(one, stamp, ready, mine)
+        total += one
+    return total
+
+
+votes = st.lists(
+    st.tuples(st.integers(0, 1), st.lists(st.integers(0, 7), min_size=LAYERS, max_size=LAYERS)),
+    min_size=1,
+    max_size=7,
+)
+
+
+class TestCountHeader:
+    @given(votes, st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.integers(0, 2**16 - 1))
+    def test_votes_add_up(self, ranks, check: int, step: int, bucket: int):
+        stamp = Stamp(check, step, bucket)
+        states = [np.array(mine, np.uint8) for _, mine in ranks]
+        total = summed([stamp] * len(ranks), [ready for ready, _ in ranks], states)
+        ballot = Ballot(LAYERS)
+        CountHeader(LAYERS).read(total, stamp, len(ranks), ballot)
+        assert ballot.ready == sum(ready for ready, _ in ranks)
+        assert ballot.states.tolist() == np.bitwise_or.reduce(states).tolist()
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=7)
+    )
+    def test_every_rank_notices_that_one_is_elsewhere(self, places):
+        stamps = [Stamp(*place) for place in places]
+        total = summed(stamps, [0] * len(stamps), [STATES] * len(stamps))
+        for stamp in stamps:
+            if len(set(stamps)) == 1:
+                CountHeader(LAYERS).read(total, stamp, len(stamps), Ballot(LAYERS))
+            else:
+                with pytest.raises(PlanMismatchError, match=f"step {stamp.step}, bucket {stamp.bucket}"):
+                    CountHeader(LAYERS).read(total, stamp, len(stamps), Ballot(LAYERS))
+
+    @pytest.mark.parametrize("below", [1.0, 2.0])
+    def test_differences_that_cancel_in_the_sum_are_noticed(self, below: float):
+        total = summed([STAMP] * 3, [0] * 3, [STATES] * 3)
+        # One rank's nibble is lower and another's higher by as much: the sum stays, the squares give it away.
+        nibble = total[0] / 3
+        total[8] += (nibble - below) ** 2 + (nibble + below) ** 2 - 2 * nibble**2
+        with pytest.raises(PlanMismatchError):
+            CountHeader(LAYERS).read(total, STAMP, 3, Ballot(LAYERS))
+
+    def test_the_largest_world_is_counted_exactly(self):
+        world = 65_536
+        one = np.zeros(CountHeader(LAYERS).length, np.float32)
+        CountHeader(LAYERS).write(one, STAMP, 1, STATES)
+        ballot = Ballot(LAYERS)
+        CountHeader(LAYERS).read(one * np.float32(world), STAMP, world, ballot)
+        assert ballot.ready == world
+        assert ballot.states.tolist() == STATES.tolist()
+
+    @pytest.mark.parametrize("at", [16, 17, -1])
+    @pytest.mark.parametrize("value", [-1.0, 4.0, 0.5, np.nan, np.inf])
+    def test_an_impossible_count_is_refused(self, at: int, value: float):
+        total = summed([STAMP] * 3, [0] * 3, [STATES] * 3)
+        total[at] = value
+        with pytest.raises(WireFormatError, match="counts"):
+            CountHeader(LAYERS).read(total, STAMP, 3, Ballot(LAYERS))
+
+    @settings(max_examples=50)
+    @given(st.binary(min_size=4 * 32, max_size=4 * 32))
+    def test_random_bytes_are_a_typed_error(self, data: bytes):
+        with pytest.raises((WireFormatError, PlanMismatchError)):
+            CountHeader(LAYERS).read(np.frombuffer(data, np.float32), STAMP, 3, Ballot(LAYERS))
+
+
+def test_a_ballot_tells_dense_from_sparse():
+    ballot = Ballot(LAYERS)
+    ballot.states |= STATES
+    assert ballot.present.tolist() == [False, True, True, False, True]
+    assert ballot.nonfinite.tolist() == [False, False, True, False, True]

@@ -1,0 +1,161 @@
+"""Residuals: double buffers, and second residuals that change hands."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp.core.state import DoubleBuffer, Range, Residuals
+
+
+def at(address: int, length: int) -> np.ndarray:
+    """The float32 values at an address."""
+    return np.frombuffer((ctypes.c_char * (4 * length)).from_address(int(address)), np.float32)
+
+
+def write_next(buffer: DoubleBuffer, row: int, value: float) -> None:
+    (address,) = buffer.write_addresses(np.array([row]), np.array([0]))
+    at(address, int(buffer.lengths[row]))[:] = value
+
+
+LENGTHS = [3, 0, 5]
+
+
+class TestDoubleBuffer:
+    def test_rows_start_at_zero(self):
+        buffer = DoubleBuffer(LENGTHS)
+        assert [buffer.value(row).tolist() for row in range(3)] == [[0.0] * n for n in LENGTHS]
+
+    def test_what_is_written_shows_after_the_commit_of_its_row_only(self):
+        buffer = DoubleBuffer(LENGTHS)
+        write_next(buffer, 0, 1.0)
+        write_next(buffer, 2, 2.0)
+        assert not buffer.value(0).any()
+        buffer.commit(np.array([True, True, False]))
+        assert buffer.value(0).tolist() == [1.0] * 3
+        assert not buffer.value(2).any()
+
+    def test_a_step_without_commit_leaves_the_value(self):
+        buffer = DoubleBuffer(LENGTHS)
+        write_next(buffer, 2, 1.0)
+        buffer.commit(np.array([False, False, True]))
+        write_next(buffer, 2, 2.0)
+        write_next(buffer, 2, 3.0)
+        assert buffer.value(2).tolist() == [1.0] * 5
+
+    def test_reading_and_writing_never_meet(self):
+        buffer = DoubleBuffer(LENGTHS)
+        for _ in range(3):
+            buffer.commit(np.array([True, False, True]))
+            for row in (0, 2):
+                rows, starts = np.array([row]), np.array([0])
+                assert buffer.read_addresses(rows, starts) != buffer.write_addresses(rows, starts)
+                assert buffer.read_addresses(rows, starts)[0] == buffer.value(row).ctypes.data
+
+    def test_addresses_count_in_elements(self):
+        buffer = DoubleBuffer(LENGTHS)
+        base, later = buffer.read_addresses(np.array([2, 2]), np.array([0, 3]))
+        assert later - base == 12
+
+    def test_memory_is_eight_bytes_an_element(self):
+        assert DoubleBuffer(LENGTHS).nbytes == 8 * sum(LENGTHS)
+
+    def test_no_rows_are_fine(self):
+        DoubleBuffer(()).commit(np.zeros(0, dtype=bool))
+
+
+# --- ownership ----------------------------------------------------------------------------------------------
+
+SIZES = [40, 0, 25]
+
+
+@st.composite
+def ownerships(draw, world: int):
+    """Who owns what: each layer cut anywhere, each piece given to a rank, or to nobody."""
+    owned = [[] for _ in range(world)]
+    for layer, size in enumerate(SIZES):
+        cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=4))) if size > 1 else []
+        for start, end in zip([0, *cuts], [*cuts, size], strict=True):
+            owner = draw(st.integers(-1, world - 1))
+            if owner >= 0:
+                owned[owner].append(Range(layer, start, end - start))
+    return [draw(st.permutations(ranges)) for ranges in owned]
+
+
+sequences = st.integers(1, 5).flatmap(lambda world: st.lists(ownerships(world), min_size=2, max_size=4))
+
+
+def total(ranks: list[Residuals], layer: int) -> np.ndarray:
+    """N times the second residuals plus the first ones, over ranks."""
+    result = np.zeros(SIZES[layer])
+    for rank in ranks:
+        result += rank.first.value(layer)
+        for row, owned in enumerate(rank.ranges):
+            if owned.layer == layer:
+                result[owned.start : owned.end] += len(ranks) * rank.second.value(row).astype(np.float64)
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(sequences, st.integers(0, 2**32 - 1))
+def test_nothing_is_lost_when_ranges_change_hands(sequence, seed: int):
+    world = len(sequence[0])
+    generator = np.random.default_rng(seed)
+    ranks = [Residuals(SIZES) for _ in range(world)]
+    for rank in ranks:
+        for layer in range(len(SIZES)):
+            rank.first.value(layer)[:] = generator.integers(-99, 99, SIZES[layer])  # exact in float32
+    for ownership in sequence:
+        before = [total(ranks, layer) for layer in range(len(SIZES))]
+        for rank, ranges in zip(ranks, ownership, strict=True):
+            rank.own(ranges, world)
+        for layer in range(len(SIZES)):
+            assert np.array_equal(total(ranks, layer), before[layer])
+        for rank in ranks:
+            for row in range(len(rank.ranges)):
+                rank.second.value(row)[:] = generator.integers(-99, 99, rank.ranges[row].length)
+
+
+def test_what_stays_with_its_owner_stays_a_second_residual():
+    residuals = Residuals([10])
+    residuals.own([Range(0, 2, 6)], world=3)
+    residuals.second.value(0)[:] = [1, 2, 3, 4, 5, 6]
+    residuals.own([Range(0, 0, 4), Range(0, 6, 4)], world=3)
+    assert residuals.second.value(0).tolist() == [0, 0, 1, 2]
+    assert residuals.second.value(1).tolist() == [5, 6, 0, 0]
+    assert residuals.first.value(0).tolist() == [0, 0, 0, 0, 9, 12, 0, 0, 0, 0]
+
+
+def test_growing_keeps_what_exists():
+    residuals = Residuals([4, 0])
+    residuals.first.value(0)[:] = 7
+    residuals.grow([4, 6])
+    assert residuals.first.value(0).tolist() == [7.0] * 4
+    assert residuals.first.value(1).tolist() == [0.0] * 6
+
+
+def test_nothing_shrinks():
+    residuals = Residuals([4, 6])
+    residuals.first.value(1)[:] = 7
+    residuals.grow([0, 0])
+    assert residuals.first.value(1).tolist() == [7.0] * 6
+
+
+def test_a_commit_takes_both_residuals_of_a_layer():
+    residuals = Residuals([4, 4])
+    residuals.own([Range(1, 0, 2), Range(0, 1, 3)], world=2)
+    for row in range(2):
+        write_next(residuals.first, row, 1.0)
+        write_next(residuals.second, row, 2.0)
+    residuals.commit(np.array([False, True]))
+    assert [residuals.first.value(row)[0] for row in range(2)] == [0.0, 1.0]
+    assert [residuals.second.value(row)[0] for row in range(2)] == [2.0, 0.0]
+
+
+def test_memory_counts_both_residuals():
+    residuals = Residuals([10])
+    residuals.own([Range(0, 0, 4)], world=2)
+    assert residuals.nbytes == 8 * 14
