@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from statistics import median
 from time import monotonic, perf_counter
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,24 @@ from gradcomp.core.plan import Plan
 from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.watch import Watch
-from gradcomp.pipeline import Pipeline, StepResult, Waiting
+from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.transport.base import Transport, wait
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
+
+
+class Listener(Protocol):
+    """Who wants to hear of means before the step ends. Called on the engine's thread; must not block."""
+
+    def landed(self, bucket: Bucket) -> None:
+        """The means of the bucket's layers and slices are in their outputs."""
+        ...
+
+    def failed(self, error: GradcompError) -> None:
+        """No further mean will come, in this step or later."""
+        ...
 
 
 class Exchanger:
@@ -47,9 +60,21 @@ class Exchanger:
         *,
         name: str = "0",
         average: bool = True,
+        listener: Listener | None = None,
+        order_step: int = 0,
     ) -> None:
-        agree(transport, describe(layers, plan, config, average=average))
-        self._pipeline = Pipeline(layers, plan, transport, config, allocate, average=average)
+        agree(transport, describe(layers, plan, config, average=average, order_step=order_step))
+        self._pipeline = Pipeline(
+            layers,
+            plan,
+            transport,
+            config,
+            allocate,
+            average=average,
+            landed=None if listener is None else listener.landed,
+            order_step=order_step,
+        )
+        self._listener = listener
         self._engine = engine
         self._config = config
         self._transport = transport
@@ -93,9 +118,9 @@ class Exchanger:
         if self._pipeline.inbox.submit(layer, gradient, output, keep):
             self._engine.wake()
 
-    def submit_absent(self, layer: int, *, sparse: bool = False) -> None:
-        """A layer has no dense gradient in this step."""
-        if self._pipeline.inbox.submit_absent(layer, sparse=sparse):
+    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
+        """A layer has no dense gradient in this step; the mean, if another rank has one, goes to ``output``."""
+        if self._pipeline.inbox.submit_absent(layer, sparse=sparse, output=output):
             self._engine.wake()
 
     def flush(self) -> None:
@@ -262,4 +287,6 @@ class Exchanger:
     def _stop_with(self, error: GradcompError) -> None:
         self._error = error
         self._transport.abandon()
+        if self._listener is not None:
+            self._listener.failed(error)
         self._done.set()

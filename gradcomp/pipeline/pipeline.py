@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -26,7 +26,7 @@ from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.kernels.codec import Draw
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.inbox import Inbox
-from gradcomp.pipeline.layout import Layout, build_layout
+from gradcomp.pipeline.layout import Bucket, Layout, build_layout
 from gradcomp.pipeline.memory import Allocate, StepMemory
 from gradcomp.reduce.base import Call
 from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
@@ -75,7 +75,9 @@ class Pipeline:
     """One rank's side of an exchanger.
 
     ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. ``average=False`` hands out the
-    sum over ranks instead of the mean. Apart from the inbox, methods are called by one thread at a time.
+    sum over ranks instead of the mean. ``landed(bucket)`` is called when a bucket's means are in the outputs.
+    ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. Apart from the inbox,
+    methods are called by one thread at a time.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Pipeline:
         allocate: Allocate,
         *,
         average: bool = True,
+        landed: Callable[[Bucket], None] | None = None,
+        order_step: int = 0,
     ) -> None:
         check_unique(layers)
         if not layers:
@@ -108,6 +112,8 @@ class Pipeline:
         self.result: StepResult | None = None
         self._allocate = allocate
         self._average = average
+        self._landed = landed
+        self._order_step = order_step
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
         self._streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
@@ -272,6 +278,8 @@ class Pipeline:
             self.statistics.wire_seconds += now - flight.issued
             if not self._issue(flight):
                 flights.remove(flight)
+                if self._landed is not None:
+                    self._landed(self.layout.buckets[flight.number])
 
     def _collective(self, operation: Operation) -> Generator[Waiting, None, None]:
         handle = operation.issue(self.transport)
@@ -283,7 +291,7 @@ class Pipeline:
         present = (states & PRESENT) != 0
         sparse = (states & SPARSE) != 0
         nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
-        if self.step == 0 and self.config.reorder:
+        if self.step == self._order_step and self.config.reorder:
             yield from self._agree_on_order()
         self._mark_cold(present)
         newly_sparse = frozenset(np.flatnonzero(sparse).tolist()) - self.sparse
