@@ -113,7 +113,7 @@ def digits_job(plan: Plan, seed: int, rank: int, size: int, data: models.Digits)
         with torch.no_grad():
             return (model(data.test_images).argmax(1) == data.test_labels).float().mean().item()
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     steps = plan.digits_epochs * (share // batch)
     return Job(
         model, optimizer, batches(), lambda m, x, y: functional.cross_entropy(m(x), y), steps, None, accuracy

@@ -172,17 +172,17 @@ class Hosts:
         ]
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         given_up: float | None = None
-        while any(process.poll() is None for process in processes):
+        while None in (codes := [process.poll() for process in processes]):
             now = time.monotonic()
             if deadline is not None and now > deadline:
                 self.end()
                 raise subprocess.TimeoutExpired(list(command), timeout_seconds or 0.0)
-            if given_up is None and any(process.returncode for process in processes):
+            if given_up is None and any(codes):
                 given_up = now + grace_seconds
             if given_up is not None and now > given_up:
                 self.end()
             time.sleep(0.02)
-        return [process.returncode for process in processes]
+        return [code for code in codes if code is not None]
 
     def sent_bytes(self, rank: int) -> int:
         """What the host's interface has sent, by its own counter."""

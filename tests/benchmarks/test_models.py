@@ -1,0 +1,60 @@
+"""What the benchmarks train."""
+
+from __future__ import annotations
+
+import itertools
+
+import models
+import pytest
+import torch
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(["a"] * 50 + ["b"] * 30 + ["c"] * 20))
+    return path
+
+
+def test_the_lstm_has_10_6_million_parameters():
+    with torch.device("meta"):
+        model = models.WordLSTM()
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 10.6
+
+
+def test_words_are_numbered_by_falling_frequency_and_the_rest_is_word_0(text_file):
+    text = models.load_text(text_file, vocabulary=3)
+    assert text.train.tolist() == [1] * 50 + [2] * 30 + [0] * 10
+    assert text.test.tolist() == [0] * 10
+
+
+def test_targets_are_the_words_after_the_tokens(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"{i:03}" for i in range(200)))
+    text = models.load_text(path)
+    tokens, targets = next(text.batches(rank=0, batch=4, length=5, seed=0))
+    assert torch.equal(targets, tokens + 1)
+    for tokens, targets in text.test_batches(batch=2, length=3, limit=100):
+        assert torch.equal(targets, tokens + 1)
+
+
+def test_batches_depend_on_seed_and_rank_only():
+    text = models.Text(torch.arange(1000), torch.arange(10), "numbers")
+
+    def first(rank: int, seed: int) -> list[int]:
+        batches = itertools.islice(text.batches(rank, 2, 4, seed), 3)
+        return torch.cat([tokens for tokens, _ in batches]).flatten().tolist()
+
+    assert first(0, 0) == first(0, 0)
+    assert len({tuple(first(rank, seed)) for rank in range(2) for seed in range(2)}) == 4
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(SystemExit, match="there is no file"):
+        models.load_text(tmp_path / "absent.txt")
+
+
+def test_the_standard_library_is_text_enough():
+    text = models.load_text(None, limit_words=100_000)
+    assert len(text.train) == 90_000
+    assert len(text.test) == 10_000
