@@ -1,0 +1,225 @@
+"""Speed of the codecs on one thread, as a ratio to moving the same float32 data.
+
+    python benchmarks/codec.py [--megabytes 64] [--rounds 9] [--json PATH]
+
+Each figure is time(baseline) / time(kernel) over the same float32 bytes: medians of runs that alternate between the
+baseline and the kernel in one process. The baseline is `np.copyto` of warmed arrays; for rows with a residual, which
+read a gradient and a residual and write the new residual beside the payload, it is `np.add(a, b, out=c)`.
+
+The bars apply to AVX-512 at 4 and 8 bits; a figure below its bar is marked and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp import _native, kernels
+
+Floats = npt.NDArray[np.float32]
+
+CODECS = {"minmax": kernels.MINMAX, "l2": kernels.L2, "linf": kernels.LINF}
+BUCKET_SIZE = 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    isa: str
+    codec: str
+    bits: int
+    operation: str
+    gigabytes_per_second: float
+    ratio: float
+    bar: float | None
+
+    @property
+    def missed(self) -> bool:
+        return self.bar is not None and self.ratio < self.bar
+
+
+# For AVX-512 at 4 and 8 bits. Stochastic rounding without a residual is reported without a bar.
+BARS = {
+    "encode": 1.3,
+    "decode": 1.5,
+    "encode, residual": 0.75,
+    "encode, residual, stochastic": 0.6,
+}
+
+
+def aligned(length: int, dtype: Any = np.float32) -> Any:
+    """An array that begins a cache line, with its pages mapped."""
+    size = length * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    offset = -memory.ctypes.data % 64
+    return memory[offset : offset + size].view(dtype)
+
+
+class Workload:
+    """The arrays of all operations, and the operations on them."""
+
+    def __init__(self, length: int) -> None:
+        rng = np.random.default_rng(0)
+        self.length = length
+        self.gradient: Floats = aligned(length)
+        self.gradient[:] = rng.standard_normal(length, np.float32)
+        self.residual: Floats = aligned(length)
+        self.residual[:] = 0.1 * rng.standard_normal(length, np.float32)
+        self.shadow: Floats = aligned(length)
+        self.output: Floats = aligned(length)
+        size = kernels.wire_bytes(kernels.MINMAX, length, 8, BUCKET_SIZE)
+        self.payloads = [aligned(size, np.uint8) for _ in range(2)]
+        self.mean = aligned(size, np.uint8)
+        self.flags = np.zeros(1, np.uint8)
+
+    def table(self, bits: int, **addresses: Any) -> kernels.SegmentTable:
+        table = np.zeros(1, kernels.SEGMENT)
+        table["length"], table["bits"], table["bucket_size"] = self.length, bits, BUCKET_SIZE
+        for column, array in addresses.items():
+            table[column] = array.ctypes.data
+        return table
+
+    def copy(self) -> None:
+        np.copyto(self.output, self.gradient)
+
+    def add(self) -> None:
+        np.add(self.gradient, self.residual, out=self.shadow)
+
+    def encode(self, codec: int, bits: int, *, stochastic: bool, residual: bool, payload: int = 0) -> None:
+        feedback = {"residual": self.residual, "shadow": self.shadow} if residual else {}
+        kernels.encode(
+            codec,
+            self.table(bits, gradient=self.gradient, **feedback),
+            self.payloads[payload],
+            self.flags,
+            stochastic=stochastic,
+            seed=1,
+            step=1,
+            rank=payload,
+            scale=1.0,
+            decay=1.0,
+        )
+
+    def decode(self, codec: int, bits: int) -> None:
+        table = self.table(bits, output=self.output)
+        kernels.decode(codec, table, self.payloads[0], self.flags, divisor=1.0, scale=1.0)
+
+    def decode_add(self, codec: int, bits: int) -> None:
+        kernels.decode_add(codec, self.table(bits, output=self.output), self.payloads[0], scale=1e-3)
+
+    def reduce(self, codec: int, bits: int) -> None:
+        kernels.reduce(
+            codec,
+            self.table(bits),
+            self.payloads,
+            self.mean,
+            self.flags,
+            stochastic=False,
+            seed=1,
+            step=1,
+            divisor=2.0,
+            decay=1.0,
+        )
+
+
+def alternate(baseline: Callable[[], None], kernel: Callable[[], None], rounds: int) -> tuple[float, float]:
+    """Median seconds of each, run in turn; the first round warms up."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 1):
+        for function, times in zip((baseline, kernel), seconds, strict=True):
+            begin = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
+
+
+def measure(work: Workload, isa: str, name: str, bits: int, rounds: int) -> Iterator[Row]:
+    """All figures of one codec at one level."""
+    codec = CODECS[name]
+    float_bytes = 4 * work.length
+
+    def row(operation: str, baseline: Callable[[], None], kernel: Callable[[], None]) -> Row:
+        before, after = alternate(baseline, kernel, rounds)
+        bar = BARS.get(operation) if isa == "avx512" and bits in (4, 8) else None
+        return Row(isa, name, bits, operation, float_bytes / after / 1e9, before / after, bar)
+
+    for stochastic in (False, True):
+        suffix = ", stochastic" if stochastic else ""
+        for residual in (False, True):
+            yield row(
+                "encode" + (", residual" if residual else "") + suffix,
+                work.add if residual else work.copy,
+                lambda s=stochastic, r=residual: work.encode(codec, bits, stochastic=s, residual=r),  # type: ignore[misc]
+            )
+    for payload in range(2):
+        work.encode(codec, bits, stochastic=False, residual=False, payload=payload)
+    yield row("decode", work.copy, lambda: work.decode(codec, bits))
+    yield row("decode-add", work.copy, lambda: work.decode_add(codec, bits))
+    yield row("reduce of 2", work.copy, lambda: work.reduce(codec, bits))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=int, default=64, help="of float32 data (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="runs per figure (default: %(default)s)")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=["minmax", "l2"], metavar="CODEC")
+    parser.add_argument("--bits", nargs="+", type=int, default=range(1, 9), metavar="BITS")
+    parser.add_argument("--isas", nargs="+", default=_native.available_isas(), metavar="ISA")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+
+    work = Workload((arguments.megabytes << 20) // 4)
+    rows: list[Row] = []
+    with kernels.use("native"):
+        for isa in arguments.isas:
+            _native.set_isa(isa)
+            for name in arguments.codecs:
+                for bits in arguments.bits:
+                    print(f"\n{isa} {name} {bits} bits")
+                    for row in measure(work, isa, name, bits, arguments.rounds):
+                        bar = (
+                            ""
+                            if row.bar is None
+                            else f"  bar {row.bar:.2f}" + ("  MISSED" if row.missed else "")
+                        )
+                        print(
+                            f"  {row.operation:30} {row.gigabytes_per_second:6.1f} GB/s  x {row.ratio:5.2f}{bar}"
+                        )
+                        rows.append(row)
+
+    missed = sum(row.missed for row in rows)
+    print(f"\n{missed} of {sum(row.bar is not None for row in rows)} bars missed")
+    if arguments.json:
+        machine = {"processor": processor_name(), "system": platform.platform(), "numpy": np.__version__}
+        settings = {"megabytes": arguments.megabytes, "rounds": arguments.rounds, "bucket_size": BUCKET_SIZE}
+        report = {"machine": machine, "settings": settings, "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+def processor_name() -> str:
+    """What the system calls its processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
