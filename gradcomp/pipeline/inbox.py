@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Inbox:
         self.arrivals: list[int] = []
         self.flushed = False
         self._keep: list[object] = []
+        self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
         self._missing: list[int] = []
         self._buckets_of: tuple[tuple[int, ...], ...] = ()
         self._reported: list[bool] = []
@@ -43,6 +45,7 @@ class Inbox:
         self.flushed = False
         self._keep = []
         self._missing = [len(bucket.layers) for bucket in layout.buckets]
+        self.completed = [0.0] * len(layout.buckets)
         self._buckets_of = layout.buckets_of
         self._reported = [False] * len(self._layers)
 
@@ -79,11 +82,15 @@ class Inbox:
         complete = False
         for bucket in self._buckets_of[layer]:
             self._missing[bucket] -= 1
-            complete |= self._missing[bucket] == 0
+            if self._missing[bucket] == 0:
+                self.completed[bucket] = perf_counter()
+                complete = True
         return complete
 
     def flush(self) -> None:
         """No more layers will report in this step."""
+        now = perf_counter()
+        self.completed = [at or now for at in self.completed]
         self.flushed = True
 
     def ready(self, bucket: int) -> bool:

@@ -118,6 +118,7 @@ class Pipeline:
         self._next_plan: Plan | None = None
         self._streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._scale = 1.0
+        self._opened_at = 0.0
         self._running: Generator[Waiting, None, None] | None = None
         self._position = (0, 0)
         self._stale = True
@@ -148,6 +149,7 @@ class Pipeline:
         self._scale = scale
         self.inbox.open(self.layout)
         self._position = (0, 0)
+        self._opened_at = perf_counter()
         self._running = self._run()
 
     def poll(self) -> Waiting:
@@ -207,14 +209,15 @@ class Pipeline:
         votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
         flights: list[_Flight] = []  # newest first
         ready = 1 if self._next_plan is not None else 0
-        opened = perf_counter()
         while not self.config.overlap and not self.inbox.flushed:
             yield Waiting.LAYERS
         for program in self._programs:
             while not self.inbox.ready(program.bucket.number):
                 yield Waiting.LAYERS
             number = program.bucket.number
-            self.trace.add("ready", self.step, number, opened, perf_counter())
+            complete = self.inbox.completed[number]
+            self.trace.add("ready", self.step, number, self._opened_at, complete)
+            self.trace.add("queue", self.step, number, complete, perf_counter())
             ballot = Ballot(len(program.bucket.layers))
             votes.append((program.bucket.layers, ballot))
             started = _Flight(number, self._start(program, ballot, ready))
