@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradcomp.compress import Compressor, at_level
+from gradcomp.compress import Compressor, Identity, at_level
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -63,7 +63,7 @@ def build_layout(
     Buckets are filled in order up to ``bucket_elements``; a layer that does not fit is cut where its compressor
     allows it. A layer missing from ``order`` does not travel (sparse gradients go another way).
     """
-    compressors = [at_level(a.compressor, a.level) for a in (plan.by_layer[layer.name] for layer in layers)]
+    compressors = compressors_of(layers, plan)
     hot = [i for i in order if i not in cold]
     buckets: list[list[_Piece]] = []
     for part in (hot, [i for i in order if i in cold]):
@@ -80,6 +80,16 @@ def build_layout(
         tuple(_bucket(n, pieces, layers, compressors) for n, pieces in enumerate(buckets)),
         tuple(tuple(numbers) for numbers in buckets_of),
     )
+
+
+def compressors_of(layers: Sequence[LayerSpec], plan: Plan) -> list[Compressor]:
+    """Each layer's compressor; ConfigError if there is no such compressor or level, or the dtype does not suit it."""
+    assigned = [plan.by_layer[layer.name] for layer in layers]
+    compressors = [at_level(a.compressor, a.level) for a in assigned]
+    for layer, compressor in zip(layers, compressors, strict=True):
+        if layer.dtype == "float64" and not isinstance(compressor, Identity):
+            raise ConfigError(f"layer {layer.name!r} is float64, which only travels uncompressed")
+    return compressors
 
 
 def _fill(

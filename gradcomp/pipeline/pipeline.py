@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.messages import Context
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, StateError, WireFormatError
+from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.header import PRESENT, SPARSE, Ballot, Stamp
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
@@ -26,7 +26,7 @@ from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.kernels.codec import Draw
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.inbox import Inbox
-from gradcomp.pipeline.layout import Bucket, Layout, build_layout
+from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
 from gradcomp.pipeline.memory import Allocate, StepMemory
 from gradcomp.reduce.base import Call
 from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
@@ -187,6 +187,7 @@ class Pipeline:
         plan.check_covers(self.layers)
         if plan.version != self.plan.version + 1:
             raise ConfigError(f"the next plan must have version {self.plan.version + 1}, not {plan.version}")
+        compressors_of(self.layers, plan)
         self._next_plan = plan
 
     def restore(
@@ -198,6 +199,7 @@ class Pipeline:
         plan.check_covers(self.layers)
         self.step, self.order, self.plan = step, list(order), plan
         self.cold, self.sparse = cold, sparse
+        self._next_plan = None
         self.result = None
         self.layout = self._relayout()
 
@@ -301,9 +303,8 @@ class Pipeline:
         if newly_sparse:
             self.sparse |= newly_sparse
             self._stale = True
-        if all_ready and self._next_plan is not None:
-            self.plan, self._next_plan = self._next_plan, None
-            self._stale = True
+        if all_ready:
+            yield from self._swap_plan()
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
         self.statistics.dense_bytes += self._dense_bytes
@@ -331,6 +332,22 @@ class Pipeline:
         if order.tolist() != self.order:
             self.order = order.tolist()
             self._stale = True
+
+    def _swap_plan(self) -> Generator[Waiting, None, None]:
+        """All ranks hold a next plan: make sure that it is the same one, since message sizes follow from it."""
+        assert self._next_plan is not None, "all ranks voted, and so did this one"
+        mine, world = self._next_plan.digest(self.layers), self.transport.size
+        digests = np.zeros((world, len(mine)), dtype=np.uint8)
+        digests[self.transport.rank] = np.frombuffer(mine, dtype=np.uint8)
+        yield from self._collective(AllGather(digests.reshape(-1), [len(mine)] * world))
+        others = [rank for rank in range(world) if digests[rank].tobytes() != mine]
+        if others:
+            raise PlanMismatchError(
+                f"plan {self._next_plan.version} of rank {self.transport.rank} differs from that of rank "
+                f"{', '.join(map(str, others))}"
+            )
+        self.plan, self._next_plan = self._next_plan, None
+        self._stale = True
 
     def _mark_cold(self, present: Mask) -> None:
         """Layers absent everywhere move behind the others, so that they hold nobody up; present ones come back."""
