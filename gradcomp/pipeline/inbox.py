@@ -29,7 +29,7 @@ class Inbox:
         self.outputs = np.zeros(len(layers), dtype=np.uint64)
         self.states = np.zeros(len(layers), dtype=np.uint8)
         self.arrivals: list[int] = []
-        self.flushed = False
+        self.flushed = True  # no step is open
         self._keep: list[object] = []
         self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
         self._missing: list[int] = []
@@ -69,7 +69,7 @@ class Inbox:
     def _report(self, layer: int, state: int) -> None:
         if self.flushed:
             raise StateError(
-                f"layer {self._layers[layer].name!r} has a gradient after its step closed; with several backward "
+                f"layer {self._layers[layer].name!r} has a gradient while no step takes any, or after its step closed; with several backward "
                 'passes over different parameters use finish="step"'
             )
         if self._reported[layer]:
