@@ -5,26 +5,23 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
-from gradcomp.core.errors import ConfigError, GradcompError, StateError
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.statistics import Span, Statistics
-from gradcomp.engine import Exchanger
-from gradcomp.engine.agreement import agree
 from gradcomp.pipeline.snapshot import inherit
 from gradcomp.torch import runtime
 from gradcomp.torch.collectives import Average, ReduceOp, Sum
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
-from gradcomp.torch.layers import Named, name_parameters, spec
-from gradcomp.torch.report import Reporter, banner
+from gradcomp.torch.layers import Named, name_parameters
+from gradcomp.torch.report import Reporter
+from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -135,21 +132,14 @@ def _build(
     named_parameters: NamedParameters | None,
     arguments: Arguments,
 ) -> Core:
-    """Validate on every rank, compare, and start. A rank that fails tells the others before it raises."""
-    transport = state.make_transport() if state.size > 1 else None
-    try:
+    """Validate on every rank, compare, and start."""
+
+    def validate() -> tuple[Timing, Named, Named, Proposal]:
         policy, timing = arguments.check()
         named, frozen = name_parameters(optimizer, named_parameters)
-        if any(p.device.type != "cpu" for _, p in named):
-            raise ConfigError("gradients on a device other than the CPU are not supported yet")
-        layers = [spec(name, parameter) for name, parameter in named]
-        if not layers:
-            raise ConfigError("the optimizer has no trainable parameter")
-        plan = policy.plan(layers)
-    except GradcompError as error:
-        if transport is not None:
-            agree(transport, None, error)
-        raise
+        return timing, named, frozen, propose(policy, named)
+
+    (timing, named, frozen, proposal), transport = validate_together(state, validate)
     exchange = GradientExchange(
         [p for _, p in named],
         [n for n, _ in named],
@@ -161,21 +151,9 @@ def _build(
     )
     core = Core(arguments, named, frozen, exchange)
     if transport is not None:
-        exchanger = Exchanger(
-            state.engine,
-            layers,
-            plan,
-            transport,
-            state.make_control(),
-            state.config,
-            exchange.allocate,
-            name=str(next(state.names)),
-            average=arguments.op is Average,
-        )
-        state.exchangers.append(exchanger)
+        average = arguments.op is Average
+        exchanger, core.reporter = start(state, transport, proposal, exchange.allocate, average=average)
         exchange.attach(exchanger)
-        core.reporter = Reporter(exchanger, state.config)
-        banner(exchanger, policy)
     return core
 
 
@@ -221,12 +199,7 @@ class Distributed:
         core = self._gradcomp
         core.steps += 1
         self._opt_called = True
-        config = runtime.current().config
-        first = core.steps <= config.fingerprint_steps
-        every = config.fingerprint_every_steps
-        if first or (every and core.steps % every == 0):
-            digests = [_digest(p) for _, p in core.named]
-            core.exchange.exchanger.fingerprint(np.array(digests, dtype=np.uint32))
+        compare_parameters(runtime.current(), core.exchange.exchanger, core.named, core.steps)
         if core.reporter is not None:
             core.reporter.after_step()
 
@@ -285,7 +258,7 @@ class Distributed:
         return None if exchanger is None else exchanger.pipeline.reduced_statistics
 
     def trace_spans(self) -> tuple[Span, ...]:
-        """The last spans: ready, encode, wire, reduce, decode, per bucket. Local."""
+        """The last spans: ready, queue, encode, wire, reduce, decode, per bucket. Local."""
         exchanger = self._gradcomp.exchange._exchanger
         return () if exchanger is None else exchanger.pipeline.trace.spans()
 
@@ -337,13 +310,6 @@ def _rebuild(optimizer: Any, core: Core, named: Named) -> None:
         old.exchanger.close()
     fresh.steps = core.steps
     optimizer.__dict__["_gradcomp"] = fresh
-
-
-def _digest(parameter: torch.Tensor) -> int:
-    data = parameter.detach()
-    if not data.is_contiguous():
-        data = data.contiguous()
-    return zlib.crc32(data.view(-1).view(torch.uint8).numpy().data)
 
 
 def _check_frozen(core: Core) -> None:

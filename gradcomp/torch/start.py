@@ -1,0 +1,106 @@
+"""What wrappers of optimizers and of models have in common: validate together, agree, begin to exchange."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcomp.compress import Policy
+from gradcomp.core.errors import ConfigError, GradcompError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.engine import Exchanger, Listener
+from gradcomp.engine.agreement import agree
+from gradcomp.pipeline.memory import Allocate
+from gradcomp.torch.layers import Named, spec
+from gradcomp.torch.report import Reporter, banner
+from gradcomp.torch.runtime import Runtime
+from gradcomp.transport.torch import TorchTransport
+
+T = TypeVar("T")
+
+
+def validate_together(state: Runtime, validate: Callable[[], T]) -> tuple[T, TorchTransport | None]:
+    """What ``validate`` returns, and a communicator; None in a world of one.
+
+    Collective. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
+    """
+    transport = state.make_transport() if state.size > 1 else None
+    try:
+        return validate(), transport
+    except GradcompError as error:
+        if transport is not None:
+            agree(transport, None, error)
+        raise
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank is about to exchange, and how."""
+
+    policy: Policy
+    layers: list[LayerSpec]
+    plan: Plan
+
+
+def propose(policy: Policy, named: Named) -> Proposal:
+    """The plan for these parameters; ConfigError for what cannot be exchanged."""
+    if any(p.device.type != "cpu" for _, p in named):
+        raise ConfigError("gradients on a device other than the CPU are not supported yet")
+    layers = [spec(name, parameter) for name, parameter in named]
+    if not layers:
+        raise ConfigError("there is no trainable parameter")
+    return Proposal(policy, layers, policy.plan(layers))
+
+
+def start(
+    state: Runtime,
+    transport: TorchTransport,
+    proposal: Proposal,
+    allocate: Allocate,
+    *,
+    average: bool = True,
+    listener: Listener | None = None,
+    order_step: int = 0,
+) -> tuple[Exchanger, Reporter]:
+    """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`."""
+    exchanger = Exchanger(
+        state.engine,
+        proposal.layers,
+        proposal.plan,
+        transport,
+        state.make_control(),
+        state.config,
+        allocate,
+        name=str(next(state.names)),
+        average=average,
+        listener=listener,
+        order_step=order_step,
+    )
+    state.exchangers.append(exchanger)
+    banner(exchanger, proposal.policy)
+    return exchanger, Reporter(exchanger, state.config)
+
+
+def compare_parameters(state: Runtime, exchanger: Exchanger, named: Named, steps: int) -> None:
+    """The fingerprint, in the steps in which it is due. Collective: StateError names the first layer that differs."""
+    every = state.config.fingerprint_every_steps
+    if steps <= state.config.fingerprint_steps or (every and steps % every == 0):
+        exchanger.fingerprint(_digests(named))
+
+
+def _digests(named: Named) -> npt.NDArray[np.uint32]:
+    return np.array([_digest(parameter) for _, parameter in named], dtype=np.uint32)
+
+
+def _digest(parameter: torch.Tensor) -> int:
+    data = parameter.detach()
+    if not data.is_contiguous():
+        data = data.contiguous()
+    return zlib.crc32(data.view(-1).view(torch.uint8).numpy().data)
