@@ -69,7 +69,7 @@ class Inbox:
     def _report(self, layer: int, state: int) -> None:
         if self.flushed:
             raise StateError(
-                f"layer {self._layers[layer].name!r} has a gradient while no step takes any, or after its step closed; with several backward "
+                f"layer {self._layers[layer].name!r} has a gradient after its step closed; with several backward "
                 'passes over different parameters use finish="step"'
             )
         if self._reported[layer]:
