@@ -111,6 +111,8 @@ class Residuals:
 
         The second residual belongs to the mean, a first residual to one of N summands: hence the factor.
         """
+        if tuple(ranges) == self.ranges:
+            return
         fresh = DoubleBuffer([r.length for r in ranges])
         by_layer: dict[int, list[int]] = {}
         for row, owned in enumerate(ranges):

@@ -43,6 +43,15 @@ class Layout:
     buckets: tuple[Bucket, ...]
     buckets_of: tuple[tuple[int, ...], ...]  # layer number -> numbers of the buckets that hold its slices
 
+    def residual_sizes(self, layers: Sequence[LayerSpec]) -> list[int]:
+        """Elements of each layer's residual: the layer's own if it travels with feedback, else 0."""
+        sizes = [0] * len(layers)
+        for bucket in self.buckets:
+            for group in bucket.groups:
+                for layer in group.layers.tolist() if group.feedback else ():
+                    sizes[layer] = layers[layer].size
+        return sizes
+
 
 @dataclass(frozen=True)
 class _Piece:

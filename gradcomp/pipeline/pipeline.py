@@ -116,7 +116,7 @@ class Pipeline:
         self._order_step = order_step
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
-        self._streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
+        self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._scale = 1.0
         self._opened_at = 0.0
         self._running: Generator[Waiting, None, None] | None = None
@@ -144,8 +144,7 @@ class Pipeline:
         if self.is_open:
             raise StateError("an exchange is already open")
         self.result = None
-        if self._stale:
-            self.layout = self._relayout()
+        self.settle()
         self._scale = scale
         self.inbox.open(self.layout)
         self._position = (0, 0)
@@ -190,16 +189,35 @@ class Pipeline:
         compressors_of(self.layers, plan)
         self._next_plan = plan
 
+    def settle(self) -> None:
+        """Lay out for the next step now, if the last one changed what that depends on; second residuals move along."""
+        if self._stale:
+            self.layout = self._relayout()
+
     def restore(
-        self, step: int, order: Sequence[int], plan: Plan, cold: frozenset[int], sparse: frozenset[int]
+        self,
+        step: int,
+        order: Sequence[int],
+        plan: Plan,
+        cold: frozenset[int],
+        sparse: frozenset[int],
+        *,
+        streak: Sequence[int] | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
-        """Go on from a checkpoint; the residuals are written by the caller afterwards."""
+        """Go on from elsewhere: a checkpoint, a pipeline with fewer layers. See :mod:`gradcomp.pipeline.snapshot`.
+
+        ``residuals`` replace those that are here; without them these are kept.
+        """
         if self.is_open:
             raise StateError("an exchange is open")
         plan.check_covers(self.layers)
         self.step, self.order, self.plan = step, list(order), plan
         self.cold, self.sparse = cold, sparse
         self._next_plan = None
+        self.streak[:] = 0 if streak is None else streak
+        if residuals is not None:
+            self.residuals = residuals
         self.result = None
         self.layout = self._relayout()
 
@@ -351,7 +369,7 @@ class Pipeline:
 
     def _mark_cold(self, present: Mask) -> None:
         """Layers absent everywhere move behind the others, so that they hold nobody up; present ones come back."""
-        streak = self._streak
+        streak = self.streak
         streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)
         limit = self.config.cold_after_steps
         cold = {i for i in self.cold if streak[i] < limit} | set(np.flatnonzero(streak <= -limit).tolist())
@@ -370,11 +388,7 @@ class Pipeline:
         self._check = zlib.crc32(digest + np.array(order, dtype="<i4").tobytes())
         context = Context(Draw(self.config.seed, 0, rank), world)
         self._programs = [BucketProgram(bucket, rank, world, context) for bucket in layout.buckets]
-        sizes = [0] * len(self.layers)
-        for bucket in layout.buckets:
-            for group in bucket.groups:
-                for layer in group.layers.tolist() if group.feedback else ():
-                    sizes[layer] = self.layers[layer].size
+        sizes = layout.residual_sizes(self.layers)
         self.residuals.grow(sizes)
         # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
         self._keeps_residual = np.array(sizes) > 0

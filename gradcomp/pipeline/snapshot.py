@@ -1,19 +1,386 @@
-"""A pipeline's state as plain values: out, in, and over to a pipeline with more layers."""
+"""A pipeline's state as a plain value: out, back in, over to more layers, over to another number of ranks.
+
+Everything is keyed by layer name. :func:`snapshot` and :func:`restore` are local; a run that goes on from restored
+snapshots is, bit for bit, the run that was never interrupted.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.errors import GradcompError, StateError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.core.state import Range, Residuals
+from gradcomp.pipeline.layout import build_layout
 from gradcomp.pipeline.pipeline import Pipeline
+
+logger = logging.getLogger("gradcomp")
+
+Floats = npt.NDArray[np.float32]
+
+#: Settings under which a run goes on bit for bit; others only cost that.
+SETTINGS = ("seed", "slice_elements", "cold_after_steps")
+
+_LONGEST_STREAK = 2**62
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The part of a snapshot that is equal on all ranks.
+
+    ``layers``: name -> (shape, dtype), in the order of registration, which numbers them. ``order``: names in bucket
+    order. ``streaks``: for every layer, steps present (> 0) or absent (< 0) in a row. ``settings``: :data:`SETTINGS`.
+    ``unit``: residuals are in gradient units divided by it (Horovod's predivide factor).
+    """
+
+    step: int
+    layers: Mapping[str, tuple[tuple[int, ...], str]]
+    order: tuple[str, ...]
+    plan: Plan
+    cold: frozenset[str]
+    sparse: frozenset[str]
+    streaks: Mapping[str, int]
+    settings: Mapping[str, int]
+    unit: float = 1.0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts: what JSON holds. Equal values give equal results."""
+        return {
+            "step": self.step,
+            "layers": [[name, list(shape), dtype] for name, (shape, dtype) in self.layers.items()],
+            "order": list(self.order),
+            "plan": self.plan.to_json(),
+            "cold": sorted(self.cold),
+            "sparse": sorted(self.sparse),
+            "streaks": {name: self.streaks[name] for name in self.layers},
+            "settings": dict(self.settings),
+            "unit": self.unit,
+        }
+
+    @staticmethod
+    def from_plain(data: Any) -> Shared:
+        """Inverse of :meth:`to_plain`; StateError for anything else."""
+        try:
+            return _shared(data)
+        except (KeyError, TypeError, ValueError, GradcompError) as error:
+            raise StateError(f"not a compression state: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's state between two steps.
+
+    ``first``: residuals by layer name, float32 in the layer's shape. ``ranges``: which elements of which layers
+    (numbered as in ``shared.layers``) this rank owns; ``second`` holds their second residuals, one behind the other.
+    """
+
+    rank: int
+    world: int
+    shared: Shared
+    first: Mapping[str, Floats] = field(default_factory=dict)
+    ranges: tuple[Range, ...] = ()
+    second: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+
+    def problems(self) -> list[str]:
+        """What does not fit together in it; empty if it is sound."""
+        layers, names = self.shared.layers, list(self.shared.layers)
+        found = []
+        for name, value in self.first.items():
+            if name not in layers:
+                found.append(f"residual of {name!r}, which is not one of the layers")
+            elif value.shape != layers[name][0] or value.dtype != np.float32:
+                found.append(
+                    f"residual of {name!r} has shape {list(value.shape)} and dtype {value.dtype}, "
+                    f"the layer has shape {list(layers[name][0])}"
+                )
+            elif not np.isfinite(value).all():
+                found.append(f"residual of {name!r} is not finite")
+        if sum(r.length for r in self.ranges) != self.second.size or self.second.dtype != np.float32:
+            found.append(f"{self.second.size} second residuals ({self.second.dtype}) for other ranges")
+        elif not np.isfinite(self.second).all():
+            found.append("a second residual is not finite")
+        ends: dict[int, int] = {}
+        for r in sorted(self.ranges, key=lambda r: (r.layer, r.start, r.length)):
+            if not 0 <= r.layer < len(names):
+                found.append(f"a second residual of layer number {r.layer}")
+                continue
+            name = names[r.layer]
+            inside = 0 <= ends.get(r.layer, 0) <= r.start and r.length >= 0
+            if not inside or r.end > math.prod(layers[name][0]):
+                found.append(f"second residual of {name!r} from {r.start}, {r.length} elements")
+            elif r.length and name not in self.first:
+                found.append(f"second residual of {name!r}, which has no first one")
+            ends[r.layer] = max(ends.get(r.layer, 0), r.end)
+        return found
+
+
+# ------------------------------------------------------------------------------------------- out and back in
+
+
+def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
+    """This rank's state between two steps, copied. Local. StateError while a step is open or not yet accepted.
+
+    ``unit``: see :class:`Shared`.
+    """
+    if pipeline.is_open or pipeline.result is not None:
+        raise StateError("a step is open: the state is defined between steps only")
+    pipeline.settle()  # as the next step would, so that who owns what is what the next step will use
+    names = [layer.name for layer in pipeline.layers]
+    residuals = pipeline.residuals
+    shared = pipeline.config.shared()
+    return Snapshot(
+        pipeline.transport.rank,
+        pipeline.transport.size,
+        Shared(
+            pipeline.step,
+            {layer.name: (layer.shape, layer.dtype) for layer in pipeline.layers},
+            tuple(names[i] for i in pipeline.order),
+            pipeline.plan,
+            frozenset(names[i] for i in pipeline.cold),
+            frozenset(names[i] for i in pipeline.sparse),
+            dict(zip(names, pipeline.streak.tolist(), strict=True)),
+            {name: shared[name] for name in SETTINGS},
+            unit,
+        ),
+        {
+            layer.name: residuals.first.value(i).reshape(layer.shape).copy()
+            for i, layer in enumerate(pipeline.layers)
+            if layer.size and residuals.first.lengths[i]
+        },
+        residuals.ranges,
+        np.concatenate([np.zeros(0, np.float32), *map(residuals.second.value, range(len(residuals.ranges)))]),
+    )
+
+
+def check(pipeline: Pipeline, state: Snapshot) -> None:
+    """Raise one StateError that lists everything in ``state`` that does not fit the pipeline. Changes nothing."""
+    if pipeline.is_open or pipeline.result is not None:
+        raise StateError("a step is open: the state can be replaced between steps only")
+    shared = state.shared
+    here = {layer.name: (layer.shape, layer.dtype) for layer in pipeline.layers}
+    found = [f"unknown layer {name!r}" for name in shared.layers if name not in here]
+    found += [f"missing layer {name!r}" for name in here if name not in shared.layers]
+    found += [
+        f"misshapen layer {name!r}: {list(form[0])} {form[1]} there, {list(here[name][0])} {here[name][1]} here"
+        for name, form in shared.layers.items()
+        if name in here and form != here[name]
+    ]
+    found += state.problems()
+    if not found:
+        found = _missing_residuals(pipeline, state)
+    transport = pipeline.transport
+    if (state.rank, state.world) != (transport.rank, transport.size):
+        found.append(
+            f"state of rank {state.rank} of {state.world} on rank {transport.rank} of {transport.size}"
+        )
+    if found:
+        raise StateError(f"the compression state does not fit: {'; '.join(found)}")
+
+
+def restore(pipeline: Pipeline, state: Snapshot, unit: float = 1.0) -> None:
+    """Go on from ``state``: the pipeline's own is replaced. Local; all ranks must restore states of one moment.
+
+    ``unit``: see :class:`Shared`; residuals in another are converted. The plan in the state takes over. Raises
+    StateError, with nothing changed, if anything does not fit; see :func:`check`.
+    """
+    check(pipeline, state)
+    _say_what_differs(pipeline, state.shared)
+    factor = None if unit == state.shared.unit else np.float32(state.shared.unit / unit)
+    _take_over(pipeline, state, state.shared, factor)
 
 
 def inherit(new: Pipeline, old: Pipeline) -> None:
-    """Give ``new``, which has all of ``old``'s layers and more, the step and the residuals of ``old``."""
-    rows = {layer.name: i for i, layer in enumerate(new.layers)}
-    new.step = old.step
-    old.residuals.own((), old.transport.size)  # everything into first residuals
-    sizes = [0] * len(new.layers)
-    for i, layer in enumerate(old.layers):
-        sizes[rows[layer.name]] = int(old.residuals.first.lengths[i])
-    new.residuals.grow(sizes)
-    for i, layer in enumerate(old.layers):
-        if old.residuals.first.lengths[i]:
-            new.residuals.first.value(rows[layer.name])[:] = old.residuals.first.value(i)
+    """Give ``new``, which has all of ``old``'s layers and more, the state of ``old``. Local.
+
+    A plan that has changed since the start is kept, and goes on to its next version with the new layers in it.
+    """
+    state = snapshot(old)
+    shared = state.shared
+    names = [layer.name for layer in new.layers]
+    added = [name for name in names if name not in shared.layers]
+    plan = new.plan
+    if shared.plan.version > new.plan.version:
+        known = shared.plan.by_layer
+        plan = Plan(shared.plan.version + 1, tuple(known.get(a.layer, a) for a in new.plan.assignments))
+    wider = dataclasses.replace(
+        shared,
+        order=(*shared.order, *added),
+        plan=plan,
+        streaks={**dict.fromkeys(added, 0), **shared.streaks},
+    )
+    _take_over(new, state, wider)
+
+
+def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
+    """The states of all ranks of a job, taken over by rank ``rank`` of a job of ``world`` ranks.
+
+    With N old ranks, every new rank's residual is r' = (1/N) sum over i of (r_i + N s_i), s_i being the second residual
+    of the ranges that rank i owned: the mean over ranks of what was not applied yet stays what it was, whatever the new
+    number. Sums in float64, in rank order. ``states`` is consumed one at a time. StateError if they do not belong
+    together.
+    """
+    totals: dict[str, npt.NDArray[np.float64]] = {}
+    shared: Shared | None = None
+    count = 0
+    for count, state in enumerate(states, 1):
+        found = state.problems()
+        if found:
+            raise StateError(f"the state of rank {state.rank} does not fit together: {'; '.join(found)}")
+        if state.rank != count - 1 or (shared is not None and state.shared.to_plain() != shared.to_plain()):
+            raise StateError(f"the state of rank {state.rank} is not of the same job and step")
+        shared = state.shared
+        names = list(shared.layers)
+        for name, value in state.first.items():
+            total = totals.setdefault(name, np.zeros(value.shape, dtype=np.float64))
+            total += value
+        at = 0
+        for r in state.ranges:
+            if r.length:
+                total = totals[names[r.layer]].reshape(-1)
+                total[r.start : r.end] += float(state.world) * state.second[at : at + r.length]
+            at += r.length
+    if shared is None:
+        raise StateError("no state to take over")
+    means = {name: np.asarray(total / count, dtype=np.float32) for name, total in totals.items()}
+    return Snapshot(rank, world, shared, means)
+
+
+def _missing_residuals(pipeline: Pipeline, state: Snapshot) -> list[str]:
+    """Layers that the state's plan exchanges with feedback, and that have no residual in it."""
+    shared = state.shared
+    numbers = {layer.name: i for i, layer in enumerate(pipeline.layers)}
+    try:
+        shared.plan.check_covers(pipeline.layers)
+        order = [numbers[name] for name in shared.order if name not in shared.sparse]
+        layout = build_layout(
+            pipeline.layers, shared.plan, order, frozenset(), pipeline.config.slice_elements
+        )
+    except GradcompError as error:
+        return [f"its plan cannot be carried out: {error}"]
+    sizes = layout.residual_sizes(pipeline.layers)
+    return [
+        f"missing residual of {layer.name!r}"
+        for layer, size in zip(pipeline.layers, sizes, strict=True)
+        if size and layer.name not in state.first
+    ]
+
+
+def _say_what_differs(pipeline: Pipeline, shared: Shared) -> None:
+    settings = pipeline.config.shared()
+    other = [
+        f"{name} is {settings[name]}, was {was}"
+        for name, was in shared.settings.items()
+        if settings[name] != was
+    ]
+    if other:
+        logger.warning(
+            "settings differ from the saved ones (%s): the run goes on, but not bit for bit as it would have",
+            "; ".join(other),
+        )
+    if shared.plan.version == pipeline.plan.version:
+        mine = pipeline.plan.by_layer
+        changed = [a for a in shared.plan.assignments if mine[a.layer] != a]
+        if changed:
+            logger.warning(
+                "the saved plan takes over: %d layers are not compressed as this program says, the first is %r "
+                "(%s, level %s)",
+                len(changed),
+                changed[0].layer,
+                changed[0].compressor,
+                changed[0].level,
+            )
+
+
+def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.float32 | None = None) -> None:
+    """Put residuals, times ``factor``, and ``shared`` in place of what the pipeline has."""
+    numbers = {layer.name: i for i, layer in enumerate(pipeline.layers)}
+    sizes = [0] * len(numbers)
+    for name, value in state.first.items():
+        sizes[numbers[name]] = value.size
+    residuals = Residuals(sizes)
+    names = list(state.shared.layers)
+    residuals.own([dataclasses.replace(r, layer=numbers[names[r.layer]]) for r in state.ranges], state.world)
+    pairs = [(residuals.first.value(numbers[name]), value.reshape(-1)) for name, value in state.first.items()]
+    ends = np.cumsum([r.length for r in state.ranges], dtype=np.int64)
+    seconds = np.split(state.second, ends)[: len(state.ranges)]
+    pairs += [(residuals.second.value(row), value) for row, value in enumerate(seconds)]
+    for target, value in pairs:
+        target[:] = value if factor is None else value * factor
+    # Ranges that this rank does not own here go into its first residuals.
+    pipeline.restore(
+        shared.step,
+        [numbers[name] for name in shared.order],
+        shared.plan,
+        frozenset(numbers[name] for name in shared.cold),
+        frozenset(numbers[name] for name in shared.sparse),
+        streak=[shared.streaks[layer.name] for layer in pipeline.layers],
+        residuals=residuals,
+    )
+
+
+# --------------------------------------------------------------------------------------- from what a file holds
+
+
+def _shared(data: Any) -> Shared:
+    layers: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, shape, dtype in _sequence(_mapping(data)["layers"]):
+        spec = LayerSpec(
+            _text(name), tuple(_number(size, 0, 2**48) for size in _sequence(shape)), _text(dtype)
+        )
+        if name in layers:
+            raise ValueError(f"layer {name!r} appears twice")
+        layers[spec.name] = (spec.shape, spec.dtype)
+    order = tuple(_text(name) for name in _sequence(data["order"]))
+    if sorted(order) != sorted(layers):
+        raise ValueError("the bucket order is not a permutation of the layers")
+    cold, sparse = (frozenset(_text(name) for name in _sequence(data[key])) for key in ("cold", "sparse"))
+    if not cold <= layers.keys() or not sparse <= layers.keys():
+        raise ValueError("a cold or sparse layer is not one of the layers")
+    streaks = {
+        _text(name): _number(streak, -_LONGEST_STREAK, _LONGEST_STREAK)
+        for name, streak in _mapping(data["streaks"]).items()
+    }
+    if streaks.keys() != layers.keys():
+        raise ValueError("the streaks are not those of the layers")
+    plan = Plan.from_json(_text(data["plan"]))
+    if plan.by_layer.keys() != layers.keys():
+        raise ValueError("the plan is not one for the layers")
+    settings = {name: _number(_mapping(data["settings"])[name], 0, 2**64 - 1) for name in SETTINGS}
+    unit = data["unit"]
+    if type(unit) not in (int, float) or not 0 < unit < math.inf:
+        raise ValueError(f"unit {unit!r}")
+    step = _number(data["step"], 0, 2**62)
+    return Shared(step, layers, order, plan, cold, sparse, streaks, settings, float(unit))
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"expected a list, got {type(value).__name__}")
+    return value
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a mapping, got {type(value).__name__}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"expected a string, got {type(value).__name__}")
+    return value
+
+
+def _number(value: Any, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"expected a whole number in {least} .. {most}, got {value!r:.40}")
+    return value
