@@ -71,7 +71,7 @@ def _port_of_living_writer(content: bytes) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     numbers = all(type(value) is int for value in (port, pid, born))
-    return port if numbers and 0 < port < 65536 and _born(pid) == born else None
+    return port if numbers and 0 < port < 65536 and born >= 0 and _born(pid) == born else None
 
 
 def _born(pid: int) -> int:

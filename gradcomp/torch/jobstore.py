@@ -181,12 +181,13 @@ def _meet_by_mpi(launch: Launch, world: Any, deadline: Deadline) -> Any:
 
 def _serve(launch: Launch, deadline: Deadline) -> tuple[Any, Address]:
     """Rank 0's store on a free port, and the address at which the others reach it."""
-    host = _own_address(launch)
+    host = own_address(launch)
     store = _tcp_store((host, 0), True, deadline)
     return store, (host, store.port)
 
 
-def _own_address(launch: Launch) -> str:
+def own_address(launch: Launch) -> str:
+    """Where the other ranks reach this host; a loopback address only if they are on it, or with a warning."""
     if launch.interface is not None:
         return _address_of_interface(launch.interface)
     if launch.placed and launch.local_size == launch.size:

@@ -56,7 +56,7 @@ def connect(launch: Launch, timeout_seconds: float) -> Launch:
             f"the ranks met, but Gloo could not connect them: {first_line(error)}"
         ) from error
     _store = store
-    return _placed(launch, launch.rank, hosts)
+    return placed(launch, launch.rank, hosts)
 
 
 def locate(launch: Launch, ranks: Sequence[int], timeout_seconds: float) -> Launch:
@@ -71,7 +71,7 @@ def locate(launch: Launch, ranks: Sequence[int], timeout_seconds: float) -> Laun
     prefix = f"gradcomp/locate-{_meetings}/{ranks[0]}-{len(ranks)}"
     store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     hosts = _check_in(store, launch.rank, ranks, Deadline(launch, timeout_seconds))
-    return _placed(launch, list(ranks).index(launch.rank), hosts)
+    return placed(launch, list(ranks).index(launch.rank), hosts)
 
 
 def _check_in(store: Any, rank: int, ranks: Sequence[int], deadline: Deadline) -> list[str]:
@@ -95,7 +95,7 @@ def _check_in(store: Any, rank: int, ranks: Sequence[int], deadline: Deadline) -
         raise deadline.error(f"the store is gone: {first_line(error)}") from error
 
 
-def _placed(launch: Launch, index: int, hosts: Sequence[str]) -> Launch:
+def placed(launch: Launch, index: int, hosts: Sequence[str]) -> Launch:
     """Local and cross values by host name, as Horovod counts: cross is among the ranks with the same local rank."""
     if launch.placed:
         return launch

@@ -1,0 +1,474 @@
+"""Every launcher's environment is understood or refused by name, and the ranks meet or say why not."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from launching import Finished, free_port, plain_variables, run_ranks, run_torchrun
+
+from gradcomp.core.errors import ConfigError, TransportError
+from gradcomp.torch.hostfile import HostFile
+from gradcomp.torch.jobstore import own_address
+from gradcomp.torch.launch import Launch, discover
+from gradcomp.torch.rendezvous import connect, placed
+
+# ----------------------------------------------------------------------------------------- what launchers say
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+HOROVODRUN = {
+    "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2", "HOROVOD_HOSTNAME": "node1", "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-1",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "4", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2", "SLURM_NNODES": "3", "SLURM_TASKS_PER_NODE": "2(x2),1",
+}  # fmt: skip
+MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def places(launch: Launch) -> tuple[int, ...]:
+    return (
+        launch.rank,
+        launch.size,
+        launch.local_rank,
+        launch.local_size,
+        launch.cross_rank,
+        launch.cross_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "expected"),
+    [
+        pytest.param({}, "single", (0, 1, 0, 1, 0, 1), id="nothing"),
+        pytest.param(TORCHRUN, "torchrun", (3, 4, 1, 2, 1, 2), id="torchrun"),
+        pytest.param(HOROVODRUN, "horovodrun", (3, 4, 1, 2, 1, 2), id="horovodrun"),
+        pytest.param(OPEN_MPI, "mpirun", (3, 4, 3, 4, 0, 1), id="open mpi"),
+        pytest.param(HYDRA, "mpirun", (3, 4, 1, 2, 1, 2), id="hydra"),
+        pytest.param(SLURM, "slurm", (4, 5, 0, 1, 2, 3), id="srun"),
+        pytest.param(plain_variables(1, 2, "1"), "torchrun", (1, 2, 1, 2, 0, 1), id="by hand"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun", (0, 1, 0, 1, 0, 1), id="one rank"),
+        pytest.param(
+            {**TORCHRUN, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+            "torchrun", (3, 4, 1, 2, 1, 2), id="torchrun per node of srun",
+        ),
+        pytest.param(
+            {**TORCHRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            "torchrun", (3, 4, 1, 2, 1, 2), id="torchrun per node of mpirun",
+        ),
+        pytest.param(
+            {**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "4"}, "mpirun", (3, 4, 3, 4, 0, 1), id="mpirun, exported by hand"
+        ),
+        pytest.param(
+            {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, "single", (0, 1, 0, 1, 0, 1),
+            id="batch script",
+        ),
+        pytest.param(
+            {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
+            "single", (0, 1, 0, 1, 0, 1), id="shell of salloc",
+        ),
+        pytest.param(
+            {**SLURM, "RANK": "0", "WORLD_SIZE": "1"}, "torchrun", (0, 1, 0, 1, 0, 1), id="explicit world of one"
+        ),
+        pytest.param({"MASTER_PORT": "1"}, "single", (0, 1, 0, 1, 0, 1), id="a left-over address is no rank"),
+    ],
+)  # fmt: skip
+def test_place(environ: dict[str, str], launcher: str, expected: tuple[int, ...]) -> None:
+    launch = discover(environ)
+    assert (launch.launcher, places(launch)) == (launcher, expected)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        pytest.param({"RANK": "0"}, ["RANK", "WORLD_SIZE"], id="rank without size"),
+        pytest.param({"WORLD_SIZE": "2"}, ["WORLD_SIZE", "RANK"], id="size without rank"),
+        pytest.param({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, ["LOCAL_RANK", "RANK"], id="local only"),
+        pytest.param({**TORCHRUN, "LOCAL_WORLD_SIZE": ""}, ["LOCAL_RANK", "LOCAL_WORLD_SIZE"], id="half local"),
+        pytest.param({**TORCHRUN, "RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"], id="rank too large"),
+        pytest.param({**TORCHRUN, "RANK": "-1"}, ["RANK=-1"], id="negative rank"),
+        pytest.param({**TORCHRUN, "RANK": "one"}, ["RANK", "'one'"], id="no number"),
+        pytest.param({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE=8"], id="more local than there are"),
+        pytest.param({**HYDRA, "MASTER_ADDR": "x"}, ["MASTER_ADDR", "MASTER_PORT"], id="address without port"),
+        pytest.param({**HYDRA, **MASTER, "MASTER_PORT": "0"}, ["MASTER_PORT"], id="port 0"),
+        pytest.param({**HYDRA, **MASTER, "MASTER_PORT": "70000"}, ["MASTER_PORT"], id="port too large"),
+        pytest.param({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE"], id="half open mpi"),
+        pytest.param({"PMI_SIZE": "2"}, ["PMI_RANK"], id="half hydra"),
+        pytest.param({"HOROVOD_SIZE": "2"}, ["HOROVOD_RANK"], id="half horovodrun"),
+        pytest.param({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, ["HOROVOD_ELASTIC"], id="elastic"),
+        pytest.param({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, ["SLURM_NTASKS"], id="half srun"),
+        pytest.param({**SLURM, "SLURM_PROCID": "5"}, ["SLURM_PROCID=5", "SLURM_NTASKS=5"], id="bad srun rank"),
+        pytest.param(
+            {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "4"}, ["RANK=0", "OMPI_COMM_WORLD_RANK=3"], id="two ranks"
+        ),
+        pytest.param(
+            {**HOROVODRUN, "PMI_RANK": "3", "PMI_SIZE": "5"}, ["HOROVOD_SIZE=4", "PMI_SIZE=5"], id="two sizes"
+        ),
+    ],
+)  # fmt: skip
+def test_bad_environment_is_named(environ: dict[str, str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        discover(environ)
+    assert all(name in str(error.value) for name in named), str(error.value)
+
+
+def test_master_address_is_for_every_launcher() -> None:
+    assert all(discover({**form, **MASTER}).master == ("node0", 29500) for form in (HYDRA, OPEN_MPI, SLURM))
+
+
+def test_torchrun_serves_the_store_itself_and_counts_attempts() -> None:
+    assert discover(TORCHRUN).served_attempt == "2"
+    assert discover(plain_variables(0, 2, "1")).served_attempt is None
+
+
+def test_horovodrun_names_its_server_and_this_host() -> None:
+    launch = discover(HOROVODRUN)
+    assert (launch.horovod_server, launch.hostname) == (("10.0.0.1", 4711), "node1")
+
+
+def test_interface_is_the_first_of_the_list() -> None:
+    assert discover({**HYDRA, "GLOO_SOCKET_IFNAME": "eth1,eth2"}).interface == "eth1"
+
+
+def test_only_told_places_count_as_placed() -> None:
+    told = [discover(form).placed for form in (TORCHRUN, HOROVODRUN, OPEN_MPI, SLURM)]
+    guessed = [discover({"PMI_RANK": "0", "PMI_SIZE": "2"}).placed, discover(HYDRA).placed]
+    assert (told, guessed) == ([True] * 4, [False] * 2)
+
+
+@pytest.mark.parametrize("counts", ["2(x2", "a", "2(xb)", "2(x9)", ""])
+def test_unreadable_task_counts_are_a_guess(counts: str) -> None:
+    assert not discover({**SLURM, "SLURM_TASKS_PER_NODE": counts}).placed
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        pytest.param("aabb", [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)], id="blocks"),
+        pytest.param("abab", [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)], id="round robin"),
+        pytest.param("aab", [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)], id="uneven"),
+    ],
+)
+def test_place_by_host_names(hosts: str, expected: list[tuple[int, ...]]) -> None:
+    found = [placed(Launch.existing(r, len(hosts)), r, list(hosts)) for r in range(len(hosts))]
+    assert [places(launch)[2:] for launch in found] == expected
+    assert all(launch.placed for launch in found)
+
+
+@pytest.mark.parametrize(
+    ("environ", "resolved", "expected"),
+    [
+        pytest.param({"GLOO_SOCKET_IFNAME": "lo"}, "10.0.0.7", "127.0.0.1", id="interface first"),
+        pytest.param({}, "10.0.0.7", "node1", id="horovodrun's name"),
+        pytest.param({"HOROVOD_HOSTNAME": "localhost"}, "10.0.0.7", "10.0.0.7", id="no loopback for other hosts"),
+        pytest.param({"HOROVOD_HOSTNAME": ""}, "10.0.0.7", "10.0.0.7", id="this host's name"),
+        pytest.param({"HOROVOD_HOSTNAME": ""}, "127.0.1.1", "127.0.0.1", id="nothing better"),
+        pytest.param({"HOROVOD_LOCAL_RANK": "3", "HOROVOD_LOCAL_SIZE": "4"}, "10.0.0.7", "127.0.0.1", id="one host"),
+    ],
+)  # fmt: skip
+def test_published_address(
+    environ: dict[str, str], resolved: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda name: resolved)
+    assert own_address(discover({**HOROVODRUN, **environ})) == expected
+
+
+def test_unreachable_address_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    own_address(discover({**HOROVODRUN, "HOROVOD_HOSTNAME": "localhost"}))
+    assert "GLOO_SOCKET_IFNAME" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------ the file of a host
+
+
+@pytest.fixture
+def host_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> HostFile:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return HostFile("job")
+
+
+def test_host_file_carries_a_port_to_the_same_user_only(host_file: HostFile) -> None:
+    assert host_file.read() is None
+    host_file.write(1234)
+    assert host_file.read() == 1234
+    assert stat.S_IMODE(host_file.path.stat().st_mode) == 0o600
+    host_file.remove()
+    assert host_file.read() is None
+
+
+def test_jobs_have_files_of_their_own(host_file: HostFile) -> None:
+    host_file.write(1234)
+    assert HostFile("another").read() is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(lambda own: {**own, "pid": 2**22 + 1}, id="writer is dead"),
+        pytest.param(lambda own: {**own, "born": own["born"] - 1}, id="writer's number was used again"),
+        pytest.param(lambda own: {**own, "port": 0}, id="port 0"),
+        pytest.param(lambda own: {**own, "port": "80"}, id="port is text"),
+        pytest.param(lambda own: {**own, "pid": -1, "born": -1}, id="no process"),
+        pytest.param(lambda own: [own], id="a list"),
+        pytest.param(lambda own: None, id="null"),
+    ],
+)
+def test_stale_or_foreign_content_is_not_there(host_file: HostFile, content) -> None:
+    host_file.write(1234)
+    host_file.path.write_text(json.dumps(content(json.loads(host_file.path.read_text()))))
+    assert host_file.read() is None
+
+
+def test_file_that_others_can_read_is_not_believed(host_file: HostFile) -> None:
+    host_file.write(1234)
+    host_file.path.chmod(0o644)
+    assert host_file.read() is None
+
+
+def test_link_is_not_followed(host_file: HostFile) -> None:
+    host_file.write(1234)
+    target = host_file.path.rename(host_file.path.with_name("elsewhere"))
+    host_file.path.symlink_to(target)
+    assert host_file.read() is None
+
+
+def test_pipe_does_not_block(host_file: HostFile) -> None:
+    os.mkfifo(host_file.path, 0o600)
+    assert host_file.read() is None
+
+
+def test_stale_file_is_replaced(host_file: HostFile) -> None:
+    host_file.path.write_text("left behind")
+    host_file.write(1234)
+    assert host_file.read() == 1234
+
+
+def test_unwritable_directory_is_a_config_error(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        HostFile("job").write(1234)
+
+
+# ---------------------------------------------------------------------------------------------- real processes
+
+JOIN = """
+import json, torch
+import gradcomp.torch as gc
+try:
+    gc.init(timeout_seconds=TIMEOUT)
+    one = gc.allreduce(torch.ones(1), op=gc.Sum).item()
+    print(json.dumps([gc.rank(), gc.size(), gc.local_rank(), gc.local_size(), one]))
+except gc.GradcompError as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+def join(timeout: float = 60) -> str:
+    return JOIN.replace("TIMEOUT", str(timeout))
+
+
+def said(results: list[Finished]) -> list[list]:
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        assert result.stdout, result.stderr
+    return [json.loads(result.stdout) for result in results]
+
+
+def one_host(world: int) -> list[list]:
+    return [[rank, world, rank, world, float(world)] for rank in range(world)]
+
+
+def open_mpi(rank: int, world: int, local: bool = True) -> dict[str, str]:
+    variables = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world)}
+    if local:
+        variables |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(world)}
+    return variables
+
+
+def horovodrun(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(world), "HOROVOD_LOCAL_RANK": str(rank),
+        "HOROVOD_LOCAL_SIZE": str(world), "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_HOSTNAME": "localhost", "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+    }  # fmt: skip
+
+
+@contextmanager
+def rendezvous_server(
+    answers: dict[str, bytes] | None = None, status: int = 200
+) -> Iterator[tuple[int, dict]]:
+    """horovodrun's key-value protocol: PUT stores, GET answers 200 or 404. Yields its port and its content."""
+    content: dict[str, bytes] = dict(answers or {})
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.reply(200 if self.path.count("/") == 2 else 400, b"")
+            content[self.path] = body
+
+        def do_GET(self) -> None:
+            found = content.get(self.path)
+            self.reply(404 if found is None else status, found or b"")
+
+        def reply(self, code: int, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server.server_port, content
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_ranks_meet_under_torchrun() -> None:
+    assert said(run_torchrun(join(), 2)) == one_host(2)
+
+
+def test_ranks_meet_by_plain_variables() -> None:
+    assert said(run_ranks(join(), 2)) == one_host(2)
+
+
+def test_ranks_meet_under_horovodrun() -> None:
+    with rendezvous_server() as (port, content):
+        assert said(run_ranks(join(), 3, env=lambda rank: horovodrun(rank, 3, port))) == one_host(3)
+    assert [path.split("/")[1] for path in content] == ["gradcomp"]
+
+
+def test_ranks_meet_under_mpirun_on_one_host_without_mpi(tmp_path) -> None:
+    environ = {"TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "prterun-host-1"}
+    results = run_ranks(join(), 3, env=lambda rank: {**open_mpi(rank, 3), **environ})
+    assert said(results) == one_host(3)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(f"gradcomp-{os.geteuid()}-")] == []
+
+
+def test_ranks_meet_at_master_address_and_learn_their_hosts() -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    results = run_ranks(join(), 2, env=lambda rank: {**open_mpi(rank, 2, local=False), **environ})
+    assert said(results) == one_host(2)
+
+
+def test_ranks_meet_again_after_shutdown() -> None:
+    program = """
+        import torch, gradcomp.torch as gc
+        for cycle in range(10):
+            gc.init(timeout_seconds=30)
+            print(gc.allreduce(torch.full((1,), float(gc.rank() + cycle)), op=gc.Sum).item(), end=" ")
+            gc.shutdown()
+    """
+    expected = " ".join(str(1.0 + 2 * cycle) for cycle in range(10))
+    results = run_ranks(program, 2, env=lambda rank: open_mpi(rank, 2))
+    assert [(r.returncode, r.stdout.strip()) for r in results] == [(0, expected)] * 2, results[0].stderr
+
+
+def test_plain_python_is_one_rank() -> None:
+    assert said(run_ranks(join(), 1, env=lambda rank: {})) == [[0, 1, 0, 1, 1.0]]
+
+
+def alone(environ: dict[str, str], timeout: float = 3) -> list[str]:
+    """What one rank of several says when the others are not there."""
+    (answer,) = said(run_ranks(join(timeout), 1, env=lambda rank: environ))
+    return answer
+
+
+def test_missing_ranks_are_named() -> None:
+    kind, message = alone(plain_variables(0, 3, str(free_port())))
+    assert kind == "TransportError"
+    assert "rank 1, 2 of 3 did not arrive" in message
+
+
+def test_missing_rank_0_is_named_by_its_address() -> None:
+    port = str(free_port())
+    kind, message = alone(plain_variables(1, 2, port))
+    assert kind == "TransportError"
+    assert f"rank 1 at 127.0.0.1:{port}" in message
+
+
+def test_port_in_use_is_a_transport_error() -> None:
+    with socket.socket() as held:
+        held.bind(("0.0.0.0", 0))
+        held.listen()
+        kind, message = alone(plain_variables(0, 2, str(held.getsockname()[1])))
+    assert kind == "TransportError"
+    assert "cannot be served" in message
+
+
+def test_two_processes_of_one_rank_are_refused() -> None:
+    port = str(free_port())
+    answers = said(run_ranks(join(8), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
+    assert {kind for kind, _ in answers} == {"TransportError"}
+    assert sum("another process says that it is rank 1" in message for _, message in answers) == 1
+
+
+def test_silent_rank_0_under_horovodrun_ends_in_time() -> None:
+    with rendezvous_server() as (port, _):
+        kind, message = alone(horovodrun(1, 2, port))
+    assert kind == "TransportError"
+    assert "rank 0 did not publish" in message
+    assert f"127.0.0.1:{port}" in message
+
+
+@pytest.mark.parametrize("answer", [b"", b"no address", b"host:", b"host:99999", b"\xff\xfe:1", b"a" * 5000])
+def test_answers_of_the_server_are_checked(answer: bytes) -> None:
+    with (
+        rendezvous_server({"/gradcomp/store": answer}) as (port, _),
+        pytest.raises(TransportError, match="not an address"),
+    ):
+        connect(discover(horovodrun(1, 2, port)), 2.0)
+
+
+def test_refusing_server_is_a_transport_error() -> None:
+    with (
+        rendezvous_server({"/gradcomp/store": b"x"}, status=500) as (port, _),
+        pytest.raises(TransportError, match="HTTP 500"),
+    ):
+        connect(discover(horovodrun(1, 2, port)), 2.0)
+
+
+def test_server_that_is_not_there_is_named() -> None:
+    port = free_port()
+    with pytest.raises(TransportError, match=f"127.0.0.1:{port}"):
+        connect(discover(horovodrun(1, 2, port)), 2.0)
+
+
+def test_unknown_interface_is_named() -> None:
+    with rendezvous_server() as (port, _):
+        environ = {**horovodrun(0, 2, port), "GLOO_SOCKET_IFNAME": "nonet7"}
+        kind, message = alone(environ)
+    assert (kind, "GLOO_SOCKET_IFNAME=nonet7" in message) == ("ConfigError", True)
+
+
+def test_nowhere_to_meet_says_what_to_set() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
+        connect(discover({"RANK": "0", "WORLD_SIZE": "2"}), 2.0)
