@@ -1,0 +1,581 @@
+"""What every rank checks about the user's collectives; one process of a world runs them all, in this order.
+
+A check asserts on every rank. ``main`` prints what came of each, by name, as JSON.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import gradcomp.torch as gc
+
+CHECKS: dict[str, Callable[[int, int], None]] = {}
+
+
+def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Register a check; it gets this rank and the world's size."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@contextmanager
+def raises(kind: type[Exception], *texts: str) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    assert all(text in str(caught.value) for text in texts), str(caught.value)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert left.dtype == right.dtype, (left.dtype, right.dtype)
+    assert left.shape == right.shape, (left.shape, right.shape)
+    assert torch.equal(left, right), (left, right)
+
+
+def everywhere(value: torch.Tensor) -> None:
+    """All ranks hold the same bytes; compared through allgather."""
+    flat = value.detach().contiguous().view(-1).view(torch.uint8)
+    parts = gc.allgather(flat).view(gc.size(), -1)
+    assert (parts == parts[0]).all()
+
+
+# ---------------------------------------------------------------------------------------------- allreduce
+
+
+@check
+def average_is_the_default(rank: int, world: int) -> None:
+    values = [torch.arange(5.0) * (r + 1) for r in range(world)]
+    torch.testing.assert_close(gc.allreduce(values[rank]), torch.stack(values).mean(0))
+
+
+@check
+def sum_adds(rank: int, world: int) -> None:
+    same(
+        gc.allreduce(torch.tensor([[1.0, 2.0]]) * (rank + 1), op=gc.Sum),
+        torch.tensor([[1.0, 2.0]]) * sum(range(world + 1)),
+    )
+
+
+@check
+def horovods_average_argument(rank: int, world: int) -> None:
+    one = torch.ones(3)
+    same(gc.allreduce(one, average=False), one * world)
+    same(gc.allreduce(one, average=True), one)
+
+
+@check
+def input_is_untouched(rank: int, world: int) -> None:
+    value = torch.full((4,), float(rank))
+    gc.allreduce(value, op=gc.Sum)
+    same(value, torch.full((4,), float(rank)))
+
+
+@check
+def every_float_dtype_comes_back(rank: int, world: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        same(
+            gc.allreduce(torch.full((3,), float(rank)).to(dtype), op=gc.Sum),
+            torch.full((3,), sum(range(world)), dtype=dtype),
+        )
+
+
+@check
+def halves_are_added_in_float32(rank: int, world: int) -> None:
+    """256 + 1 + 1 + ... is 256 in bfloat16, one addition at a time."""
+    value = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
+    expected = torch.tensor([256.0 + world - 1]).to(torch.bfloat16)
+    same(gc.allreduce(value, op=gc.Sum), expected)
+
+
+@check
+def average_of_large_halves_does_not_overflow(rank: int, world: int) -> None:
+    same(
+        gc.allreduce(torch.tensor([60000.0], dtype=torch.float16)),
+        torch.tensor([60000.0], dtype=torch.float16),
+    )
+
+
+@check
+def every_integer_dtype_comes_back(rank: int, world: int) -> None:
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        same(
+            gc.allreduce(torch.full((3,), rank + 1, dtype=dtype), op=gc.Sum),
+            torch.full((3,), sum(range(world + 1)), dtype=dtype),
+        )
+
+
+@check
+def average_of_integers_is_refused(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "int64", "op=Sum"):
+        gc.allreduce(torch.ones(3, dtype=torch.int64))
+
+
+@check
+def shapes_from_scalar_to_4d_and_empty(rank: int, world: int) -> None:
+    for shape in ((), (0,), (1,), (7,), (2, 3, 4, 5), (3, 0)):
+        same(
+            gc.allreduce(torch.full(shape, float(rank)), op=gc.Sum),
+            torch.full(shape, float(sum(range(world)))),
+        )
+
+
+@check
+def strided_input_in_place(rank: int, world: int) -> None:
+    whole = torch.zeros(4, 6)
+    view = whole[:, ::2].t()
+    view += rank
+    assert gc.allreduce_(view, op=gc.Sum) is view
+    same(view, torch.full((3, 4), float(sum(range(world)))))
+    same(whole[:, 1], torch.zeros(4))
+
+
+@check
+def sums_are_the_same_bytes_everywhere(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    everywhere(gc.allreduce(torch.randn(10007)))
+
+
+@check
+def non_finite_values_are_seen_by_all(rank: int, world: int) -> None:
+    result = gc.allreduce(torch.tensor([float("nan") if rank == 0 else 1.0, float("inf")]))
+    assert torch.isnan(result[0])
+    assert torch.isinf(result[1])
+
+
+@check
+def async_operations_wait_in_any_order(rank: int, world: int) -> None:
+    handles = [gc.allreduce_async(torch.full((1000,), float(i + rank)), op=gc.Sum) for i in range(8)]
+    order = range(8) if rank % 2 else reversed(range(8))
+    for i in order:
+        same(gc.synchronize(handles[i]), torch.full((1000,), float(i * world + sum(range(world)))))
+
+
+@check
+def async_takes_the_values_of_the_call(rank: int, world: int) -> None:
+    value = torch.ones(1000)
+    handle = gc.allreduce_async(value, op=gc.Sum)
+    value.fill_(-1)
+    same(gc.synchronize(handle), torch.full((1000,), float(world)))
+
+
+@check
+def async_in_place_writes_when_synchronized(rank: int, world: int) -> None:
+    value = torch.ones(10)
+    handle = gc.allreduce_async_(value, op=gc.Sum)
+    assert gc.synchronize(handle) is value
+    same(value, torch.full((10,), float(world)))
+    assert gc.poll(handle)
+    assert gc.synchronize(handle) is value
+
+
+@check
+def allreduce_is_differentiable(rank: int, world: int) -> None:
+    value = torch.ones(3, requires_grad=True)
+    (gc.allreduce(value) * (rank + 1)).sum().backward()
+    torch.testing.assert_close(value.grad, torch.full((3,), sum(range(world + 1)) / world))
+
+
+@check
+def in_place_on_a_parameter(rank: int, world: int) -> None:
+    parameter = torch.nn.Parameter(torch.full((2,), float(rank)))
+    gc.allreduce_(parameter, op=gc.Sum)
+    same(parameter.data, torch.full((2,), float(sum(range(world)))))
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+@check
+def different_shapes_name_both(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "rank 0 has", "[3]", f"rank {world - 1} has", "[4]"):
+        gc.allreduce(torch.ones(4 if rank == world - 1 else 3))
+
+
+@check
+def different_dtypes_are_refused(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "float32", "float64"):
+        gc.allreduce(torch.ones(3, dtype=torch.float64 if rank == 0 else torch.float32))
+
+
+@check
+def different_operations_are_refused(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "AVERAGE", "SUM"):
+        gc.allreduce(torch.ones(3), op=gc.Sum if rank == 0 else gc.Average)
+
+
+@check
+def different_names_are_refused(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "'loss'", "'accuracy'"):
+        gc.allreduce(torch.ones(3), name="loss" if rank == 0 else "accuracy")
+
+
+@check
+def different_calls_are_refused(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "barrier()", "allreduce("):
+        if rank == 0:
+            gc.barrier()
+        else:
+            gc.allreduce(torch.ones(3))
+
+
+@check
+def one_ranks_bad_argument_is_everyones_error(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, f"rank {world - 1}", "str"):
+        gc.allreduce("no tensor" if rank == world - 1 else torch.ones(3))
+
+
+@check
+def unreducible_tensors_are_refused(rank: int, world: int) -> None:
+    for tensor in (
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, 2).to_sparse(),
+    ):
+        with raises(gc.ConfigError, "rank 0"):
+            gc.allreduce(tensor, op=gc.Sum)
+
+
+@check
+def both_spellings_at_once_are_refused(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "average and op"):
+        gc.allreduce(torch.ones(1), average=True, op=gc.Sum)
+
+
+@check
+def unknown_operation_is_refused(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "Average or Sum"):
+        gc.allreduce(torch.ones(1), op="mean")
+
+
+# ----------------------------------------------------------------------------------------------- allgather
+
+
+@check
+def ragged_parts_are_joined(rank: int, world: int) -> None:
+    parts = [torch.full((r, 3), float(r)) for r in range(world)]
+    same(gc.allgather(parts[rank]), torch.cat(parts))
+
+
+@check
+def any_dtype_is_gathered(rank: int, world: int) -> None:
+    for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int16):
+        parts = [torch.arange(r + 1).to(dtype) for r in range(world)]
+        same(gc.allgather(parts[rank]), torch.cat(parts))
+
+
+@check
+def nothing_is_gathered_from_empty_parts(rank: int, world: int) -> None:
+    same(gc.allgather(torch.zeros(0, 4)), torch.zeros(0, 4))
+    same(gc.allgather(torch.zeros(2, 0)), torch.zeros(2 * world, 0))
+
+
+@check
+def strided_parts_are_gathered(rank: int, world: int) -> None:
+    part = torch.arange(6.0).view(2, 3).t()
+    same(gc.allgather(part), torch.cat([part] * world))
+
+
+@check
+def allgather_is_differentiable(rank: int, world: int) -> None:
+    part = torch.ones(rank + 1, requires_grad=True)
+    whole = gc.allgather(part)
+    (whole * torch.arange(len(whole))).sum().backward()
+    start = sum(range(rank + 1))
+    torch.testing.assert_close(part.grad, world * torch.arange(start, start + rank + 1).float())
+
+
+@check
+def different_trailing_shapes_are_refused(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "[*, 3]", "[*, 4]"):
+        gc.allgather(torch.ones(2, 4 if rank else 3))
+
+
+@check
+def scalars_cannot_be_gathered(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "reshape(1)"):
+        gc.allgather(torch.tensor(1.0))
+
+
+# ----------------------------------------------------------------------------------------------- broadcast
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2).to(torch.bfloat16)
+    )
+    layers[1].running_mean.fill_(seed)
+    layers[1].num_batches_tracked.fill_(seed)
+    return layers
+
+
+@check
+def parameters_and_buffers_become_the_roots(rank: int, world: int) -> None:
+    for root in range(world):
+        ours = model(rank)
+        gc.broadcast_parameters(ours.state_dict(), root_rank=root)
+        for name, value in model(root).state_dict().items():
+            same(ours.state_dict()[name], value)
+
+
+@check
+def named_parameters_work_too(rank: int, world: int) -> None:
+    ours = model(rank)
+    gc.broadcast_parameters(ours.named_parameters(), root_rank=0)
+    for mine, roots in zip(ours.parameters(), model(0).parameters(), strict=True):
+        same(mine.data, roots.data)
+    assert all(p.requires_grad for p in ours.parameters())
+
+
+@check
+def order_of_names_does_not_matter(rank: int, world: int) -> None:
+    values = {name: torch.full((2,), float(rank)) for name in "abc"}
+    given = values if rank == 0 else dict(reversed(values.items()))
+    gc.broadcast_parameters(given)
+    assert all(torch.equal(v, torch.zeros(2)) for v in values.values())
+
+
+@check
+def odd_tensors_are_broadcast(rank: int, world: int) -> None:
+    """Every dtype, empty, scalar and strided, side by side in one buffer."""
+
+    def make(seed: int) -> dict[str, torch.Tensor]:
+        return {
+            "bool": torch.tensor([seed % 2 == 0] * 3),
+            "complex": torch.full((2,), complex(seed, 1)),
+            "double": torch.full((3,), seed + 0.5, dtype=torch.float64),
+            "empty": torch.zeros(0),
+            "half": torch.full((5,), float(seed), dtype=torch.float16),
+            "scalar": torch.tensor(seed),
+            "strided": torch.full((4, 3), float(seed)).t(),
+        }
+
+    values = make(rank)
+    gc.broadcast_parameters(values, root_rank=world - 1)
+    for name, value in make(world - 1).items():
+        same(values[name], value)
+
+
+@check
+def not_a_number_is_broadcast_bit_for_bit(rank: int, world: int) -> None:
+    value = torch.tensor([float("nan"), -0.0]) if rank == 0 else torch.ones(2)
+    gc.broadcast_parameters({"w": value})
+    assert torch.equal(value.view(torch.int32), torch.tensor([float("nan"), -0.0]).view(torch.int32))
+
+
+@check
+def other_entries_of_a_dict_are_replaced(rank: int, world: int) -> None:
+    state = {"w": torch.full((2,), float(rank)), "extra": {"epoch": rank, "t": torch.full((1,), float(rank))}}
+    gc.broadcast_parameters(state, root_rank=world - 1)
+    assert state["extra"]["epoch"] == world - 1
+    same(state["extra"]["t"], torch.full((1,), float(world - 1)))
+
+
+@check
+def empty_model_is_broadcast(rank: int, world: int) -> None:
+    gc.broadcast_parameters({})
+
+
+@check
+def different_models_name_the_first_difference(rank: int, world: int) -> None:
+    first = model(0) if rank != world - 1 else torch.nn.Sequential(torch.nn.Linear(3, 6))
+    with raises(gc.PlanMismatchError, "0.bias: float32 [5]", f"rank {world - 1} has 0.bias: float32 [6]"):
+        gc.broadcast_parameters(first.state_dict())
+
+
+@check
+def missing_parameter_is_named(rank: int, world: int) -> None:
+    state = model(0).state_dict()
+    if rank == 0:
+        del state["1.weight"]
+    with raises(gc.PlanMismatchError, "1.weight"):
+        gc.broadcast_parameters(state)
+
+
+@check
+def repeated_name_is_named(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "'w'", "twice"):
+        gc.broadcast_parameters([("w", torch.ones(1)), ("w", torch.ones(1))])
+
+
+@check
+def not_parameters_at_all(rank: int, world: int) -> None:
+    for params in (3, [torch.ones(3)], [(1, torch.ones(1))], [("w", 1)], {"w": torch.ones(1, device="meta")}):
+        with raises(gc.ConfigError):
+            gc.broadcast_parameters(params)
+
+
+@check
+def root_out_of_range_is_refused(rank: int, world: int) -> None:
+    for call in (
+        lambda root: gc.broadcast_object(1, root),
+        lambda root: gc.broadcast_parameters({}, root),
+        lambda root: gc.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)], lr=1), root),
+    ):
+        for root in (world, -1, "0"):
+            with raises(gc.ConfigError, "root_rank", f"0 .. {world - 1}"):
+                call(root)
+
+
+@check
+def different_roots_are_refused(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "root_rank=0", "root_rank=1"):
+        gc.broadcast_object(1, root_rank=min(rank, 1))
+
+
+@check
+def objects_arrive(rank: int, world: int) -> None:
+    sent = {
+        "none": None, "numbers": [1, 2.5, True, 2**80, 1 + 2j], "text": "ü", "bytes": b"\0x", "tuple": (1, ()),
+        "set": {1, 2}, "ordered": collections.OrderedDict(a=1), "size": torch.Size([2]), "dtype": torch.bfloat16,
+    }  # fmt: skip
+    assert gc.broadcast_object(sent if rank == world - 1 else object(), root_rank=world - 1) == sent
+
+
+@check
+def tensors_in_objects_arrive(rank: int, world: int) -> None:
+    received = gc.broadcast_object(
+        [torch.arange(3), torch.ones(2, dtype=torch.bfloat16)] if rank == 0 else None
+    )
+    same(received[0], torch.arange(3))
+    same(received[1], torch.ones(2, dtype=torch.bfloat16))
+
+
+class Custom:
+    pass
+
+
+@check
+def arbitrary_classes_are_refused_on_every_rank(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "rank 0", "Custom", "tensors, numbers, strings"):
+        gc.broadcast_object({"x": Custom()} if rank == 0 else None)
+
+
+@check
+def functions_are_refused_on_every_rank(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "rank 0"):
+        gc.broadcast_object(lambda: None)
+
+
+# ----------------------------------------------------------------------------------------- optimizer state
+
+
+def optimizer(
+    kind: type[torch.optim.Optimizer], steps: int, seed: int, **arguments: float
+) -> torch.optim.Optimizer:
+    torch.manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
+    made = kind(parameters, **arguments)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        made.step()
+    return made
+
+
+def equal_state(left: torch.optim.Optimizer, right: torch.optim.Optimizer) -> None:
+    a, b = left.state_dict(), right.state_dict()
+    assert a["param_groups"] == b["param_groups"], (a["param_groups"], b["param_groups"])
+    assert a["state"].keys() == b["state"].keys()
+    for index in a["state"]:
+        assert a["state"][index].keys() == b["state"][index].keys()
+        for key, value in a["state"][index].items():
+            if isinstance(value, torch.Tensor):
+                same(value, b["state"][index][key])
+            else:
+                assert value == b["state"][index][key]
+
+
+@check
+def state_that_only_the_root_has(rank: int, world: int) -> None:
+    for kind in (torch.optim.Adam, torch.optim.SGD):
+        arguments = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        ours = optimizer(kind, 2 if rank == 0 else 0, rank, lr=0.1 + rank, **arguments)
+        gc.broadcast_optimizer_state(ours)
+        equal_state(ours, optimizer(kind, 2, 0, lr=0.1, **arguments))
+
+
+@check
+def state_that_only_the_others_have(rank: int, world: int) -> None:
+    ours = optimizer(torch.optim.Adam, 0 if rank == 0 else 2, rank, lr=0.1)
+    gc.broadcast_optimizer_state(ours)
+    equal_state(ours, optimizer(torch.optim.Adam, 0, 0, lr=0.1))
+
+
+@check
+def state_wider_than_its_parameter_stays_wide(rank: int, world: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    ours = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    if rank == 0:
+        ours.state[parameter]["momentum_buffer"] = torch.full((3,), 1 + 2**-20)
+    gc.broadcast_optimizer_state(ours)
+    same(ours.state[parameter]["momentum_buffer"], torch.full((3,), 1 + 2**-20))
+
+
+@check
+def received_optimizer_can_step(rank: int, world: int) -> None:
+    ours = optimizer(torch.optim.Adam, 2 if rank == 0 else 0, 0, lr=0.1)
+    values = [p.data for p in ours.param_groups[0]["params"]]
+    gc.broadcast_parameters([(str(i), value) for i, value in enumerate(values)])
+    gc.broadcast_optimizer_state(ours)
+    for parameter in ours.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    ours.step()
+    for value in values:
+        everywhere(value)
+
+
+@check
+def different_optimizers_are_refused(rank: int, world: int) -> None:
+    with raises(gc.PlanMismatchError, "SGD", "Adam"):
+        gc.broadcast_optimizer_state(optimizer(torch.optim.SGD if rank else torch.optim.Adam, 0, 0, lr=0.1))
+
+
+@check
+def different_parameter_shapes_are_refused(rank: int, world: int) -> None:
+    ours = torch.optim.SGD([torch.ones(3 if rank else 2)], lr=1)
+    with raises(gc.PlanMismatchError, "group 0: float32 [2]"):
+        gc.broadcast_optimizer_state(ours)
+
+
+@check
+def not_an_optimizer(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "dict"):
+        gc.broadcast_optimizer_state({})
+
+
+@check
+def barrier_returns(rank: int, world: int) -> None:
+    gc.barrier()
+
+
+@check
+def forked_child_is_not_a_rank(rank: int, world: int) -> None:
+    import os
+
+    child = os.fork()
+    if child == 0:
+        try:
+            gc.barrier()
+        except gc.StateError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def main() -> None:
+    gc.init(timeout_seconds=60)
+    outcome = {}
+    for name, function in CHECKS.items():
+        try:
+            function(gc.rank(), gc.size())
+            outcome[name] = ""
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the parent shows it
+            outcome[name] = traceback.format_exc()
+    json.dump(outcome, sys.stdout)

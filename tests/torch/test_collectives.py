@@ -1,0 +1,174 @@
+"""The user's collectives: Horovod's meanings, and a typed error on every rank where there is no meaning.
+
+All checks of a world run in one job, see ``collective_checks``; faults get jobs of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from collective_checks import CHECKS
+from launching import Finished, run_ranks
+
+import gradcomp.torch as gc
+
+
+@functools.cache
+def outcomes(world: int) -> list[dict[str, str]]:
+    results = run_ranks("from collective_checks import main\nmain()", world, timeout=110)
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return [json.loads(result.stdout) for result in results]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_a_world(name: str, world: int) -> None:
+    wrong = [f"rank {rank}: {outcome[name]}" for rank, outcome in enumerate(outcomes(world)) if outcome[name]]
+    assert not wrong, "\n".join(wrong)
+
+
+# --------------------------------------------------------------------------------------------- world of one
+
+
+@pytest.fixture
+def one_rank():
+    gc.init()
+    yield
+    gc.shutdown()
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestWorldOfOne:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+    def test_sum_is_a_copy(self, dtype: torch.dtype) -> None:
+        value = torch.ones(3, dtype=dtype)
+        result = gc.allreduce(value, op=gc.Sum)
+        assert torch.equal(result, value)
+        assert result.data_ptr() != value.data_ptr()
+
+    def test_in_place_returns_the_tensor(self) -> None:
+        value = torch.ones(3)
+        assert gc.allreduce_(value) is value
+
+    def test_allreduce_is_differentiable(self) -> None:
+        value = torch.ones(3, requires_grad=True)
+        gc.allreduce(value).sum().backward()
+        assert torch.equal(value.grad, torch.ones(3))
+
+    def test_allgather_is_the_tensor(self) -> None:
+        assert torch.equal(gc.allgather(torch.ones(2, 3)), torch.ones(2, 3))
+
+    def test_allgather_is_differentiable(self) -> None:
+        value = torch.ones(3, requires_grad=True)
+        gc.allgather(value).sum().backward()
+        assert torch.equal(value.grad, torch.ones(3))
+
+    def test_object_is_itself(self) -> None:
+        anything = object()
+        assert gc.broadcast_object(anything) is anything
+
+    def test_broadcasts_change_nothing(self) -> None:
+        model = torch.nn.Linear(2, 2)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        gc.broadcast_parameters(model.state_dict())
+        gc.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    def test_barrier_returns(self) -> None:
+        gc.barrier()
+
+    def test_handle_is_done(self) -> None:
+        handle = gc.allreduce_async(torch.ones(1))
+        assert gc.poll(handle)
+        assert gc.synchronize(handle) == 1
+
+    def test_arguments_are_checked_as_in_larger_worlds(self) -> None:
+        with pytest.raises(gc.ConfigError):
+            gc.allreduce(torch.ones(1, dtype=torch.int64))
+        with pytest.raises(gc.ConfigError):
+            gc.broadcast_object(1, root_rank=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gc.allreduce(torch.ones(1)),
+        lambda: gc.allgather(torch.ones(1)),
+        lambda: gc.broadcast_object(1),
+        lambda: gc.broadcast_parameters({}),
+        gc.barrier,
+    ],
+)
+def test_before_init(call) -> None:
+    with pytest.raises(gc.StateError, match="init"):
+        call()
+
+
+# --------------------------------------------------------------------------------------------------- faults
+
+FAULT = """
+import os, sys, time, torch
+import gradcomp.torch as gc
+gc.init(timeout_seconds={timeout}, stall_warning_seconds=1)
+gc.barrier()
+try:
+    if gc.rank() == {culprit}:
+        {fault}
+    gc.allreduce(torch.ones(100000))
+    print("no error")
+except gc.GradcompError as error:
+    print(type(error).__name__, error)
+    try:
+        gc.barrier()
+        print("no second error")
+    except gc.TransportError:
+        print("still unusable")
+"""
+
+
+def survivors(fault: str, culprit: int, world: int = 3, timeout: float = 60) -> list[Finished]:
+    program = FAULT.format(fault=fault, culprit=culprit, timeout=timeout)
+    results = run_ranks(program, world, timeout=100)
+    return [result for rank, result in enumerate(results) if rank != culprit]
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [
+        pytest.param("os._exit(1)", 2, id="dies"),
+        pytest.param("os._exit(1)", 0, id="rank 0, which holds the store, dies"),
+        pytest.param("raise RuntimeError('mine')", 1, id="raises"),
+    ],
+)
+def test_lost_rank_is_a_transport_error_on_all_others(fault: str, culprit: int) -> None:
+    for result in survivors(fault, culprit):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("TransportError"), result.stdout
+        assert "still unusable" in result.stdout
+        assert "no end after" not in result.stdout  # they did not wait for the deadline
+
+
+def test_rank_that_stays_away_is_named_by_all_others() -> None:
+    for result in survivors("time.sleep(12)", 1, timeout=4):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("TransportError"), result.stdout
+        assert "rank 1 did not call it" in result.stdout
+        assert "rank 1 did not call it" in result.stderr  # the warning before
+
+
+def test_mismatch_leaves_the_channel_usable() -> None:
+    program = """
+        import torch, gradcomp.torch as gc
+        gc.init(timeout_seconds=30)
+        for size in (1, 2, 3):
+            try:
+                gc.allreduce(torch.ones(size + gc.rank()))
+            except gc.PlanMismatchError:
+                print(gc.allreduce(torch.ones(1), op=gc.Sum).item(), end=" ")
+    """
+    results = run_ranks(program, 2)
+    assert [(r.returncode, r.stdout) for r in results] == [(0, "2.0 2.0 2.0 ")] * 2, results[0].stderr
