@@ -28,13 +28,33 @@ struct EncodeJob {
     bool streaming;
 };
 
+// Fetches contributions that lie in memory while codes are computed, when memory would otherwise idle.
+class Prefetcher {
+  public:
+    // What comes after c in memory; or, for a c in scratch, nothing but c itself, again and again.
+    Prefetcher(const float* c, bool in_memory)
+        : address_(reinterpret_cast<std::uintptr_t>(c) + (in_memory ? distance_bytes : 0)),
+          stride_(in_memory ? sizeof(float) : 0) {}
+
+    void fetch(std::int64_t i) const { prefetch(address_ + static_cast<std::uintptr_t>(i) * stride_); }
+
+  private:
+    // Less, and the hardware's own prefetching has been there already; much more, and the first-level cache
+    // overflows.
+    static constexpr std::uintptr_t distance_bytes = 12 << 10;
+
+    std::uintptr_t address_;
+    std::uintptr_t stride_;
+};
+
 enum class Shadow { none, cached, streamed };
 
 // Codes, and shadow, of one block.
 template <class Codec, bool stochastic, Shadow kind>
 void encode_block(const Codec codec, const float* c, const std::uint16_t* draws, std::int64_t count,
-                  typename Codec::Code* codes, float* shadow) {
+                  typename Codec::Code* codes, float* shadow, const Prefetcher prefetcher) {
     const auto encode_vector = [&](std::int64_t i, float* shadow_at) {
+        prefetcher.fetch(i);
         const F32 contribution = load(c + i);
         F32 u = splat(0.0f);
         if constexpr (stochastic) u = to_float(load_widen(draws + i)) * splat(0x1p-16f);
@@ -120,19 +140,20 @@ class SegmentEncoder {
         for (std::int64_t first = bucket.begin; first < bucket.end; first += block_size) {
             const std::int64_t count = smaller(block_size, bucket.end - first);
             const float* c = one_block ? bucket.c : contributions(first, count, scratch);
+            const Prefetcher prefetcher(c, c != scratch);
             const std::uint16_t* draws = nullptr;
             if constexpr (stochastic) draws = random_.draw(job_.segment.start + first, count, draws_);
             if (job_.segment.shadow == 0) {
                 encode_block<Codec, stochastic, Shadow::none>(codec, c, draws, count, writer_.room(count),
-                                                              nullptr);
+                                                              nullptr, prefetcher);
             } else {
                 auto* const shadow = reinterpret_cast<float*>(job_.segment.shadow) + first;
                 if (job_.streaming && aligned_for_stream(shadow))
-                    encode_block<Codec, stochastic, Shadow::streamed>(codec, c, draws, count,
-                                                                      writer_.room(count), shadow);
+                    encode_block<Codec, stochastic, Shadow::streamed>(
+                        codec, c, draws, count, writer_.room(count), shadow, prefetcher);
                 else
                     encode_block<Codec, stochastic, Shadow::cached>(codec, c, draws, count,
-                                                                    writer_.room(count), shadow);
+                                                                    writer_.room(count), shadow, prefetcher);
             }
             writer_.append(count);
         }

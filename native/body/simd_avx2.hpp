@@ -35,6 +35,10 @@ inline void stream(float* p, F32 x) {
 inline void stream_fence() {
     _mm_sfence();
 }
+// The cache line at an address, which need not exist.
+inline void prefetch(std::uintptr_t address) {
+    _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+}
 
 inline F32 operator+(F32 a, F32 b) {
     return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};

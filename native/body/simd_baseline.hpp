@@ -44,6 +44,10 @@ inline void stream(float* p, F32 x) {
     store(p, x);
 }
 inline void stream_fence() {}
+// The cache line at an address, which need not exist.
+inline void prefetch(std::uintptr_t address) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address));
+}
 
 inline F32 operator+(F32 a, F32 b) {
     return for_quads<F32>([&](int k) { return a.q[k] + b.q[k]; });
