@@ -95,8 +95,9 @@ class World:
         if len(shapes) != 1:
             raise TransportError(f"ranks issued arrays of {sorted(map(str, shapes))}")
         total = arguments[0][0].copy()
-        for (array,) in arguments[1:]:
-            total += array
+        with np.errstate(all="ignore"):
+            for (array,) in arguments[1:]:
+                total += array
         for (array,) in arguments:
             array[:] = total
 
