@@ -55,7 +55,9 @@ class Runtime:
 
     def make_control(self) -> TorchControl:
         """A connection to the job's key-value store."""
-        return TorchControl(f"gradcomp/{_generation}/{self.ranks[0]}-{len(self.ranks)}")
+        # torchrun's store outlives a failed attempt, and with it that attempt's abort.
+        attempt = self.launch.served_attempt or "0"
+        return TorchControl(f"gradcomp/{attempt}/{_generation}/{self.ranks[0]}-{len(self.ranks)}")
 
 
 _runtime: Runtime | None = None
