@@ -261,7 +261,7 @@ def evaluate(plan: Plan, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for arm in plan.arms:
             own = by_arm[arm.title]
             metrics = [run["metric"] for run in own]
-            worse = [sign * (m - r) / r for m, r in zip(metrics, reference, strict=True)]
+            worse = [sign * (m - r) / r + 0.0 for m, r in zip(metrics, reference, strict=True)]
             worse = [w if math.isfinite(w) else math.inf for w in worse]
             rows.append(
                 {

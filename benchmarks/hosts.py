@@ -41,6 +41,7 @@ PORT = 29500
 ADDRESSES_VARIABLE = "HOST_ADDRESSES"
 _NAME = re.compile(r"gradcomp-(?P<owner>\d+)-[0-9a-f]{6}-(?:switch|\d+)")
 _PR_SET_PDEATHSIG = 1
+_ETHERNET_HEADER_BYTES = 14
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,16 @@ class Hosts:
 def sent_bytes(interface: str = INTERFACE) -> int:
     """What an interface of the calling process's own host has sent, in bytes."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def resent_bytes(interface: str = INTERFACE) -> int:
+    """What TCP has sent again on the calling process's own host, in bytes, if all of it was full packets."""
+    names, values = (
+        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:"
+    )
+    segments = int(values[names.index("RetransSegs")])
+    mtu = int(Path(f"/sys/class/net/{interface}/mtu").read_text())
+    return segments * (mtu + _ETHERNET_HEADER_BYTES)
 
 
 def addresses() -> list[str]:

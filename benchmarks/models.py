@@ -100,8 +100,9 @@ class Text:
 
     def test_batches(self, batch: int, length: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The held-out text in order, at most ``limit`` words of it."""
-        used = min(limit, len(self.test) - 1)
-        rows = used // length
+        rows = min(limit, len(self.test) - 1) // length
+        if rows < 1:
+            raise ValueError(f"{self.source}: a held-out text of {len(self.test)} words is too short")
         tokens = self.test[: rows * length].view(rows, length)
         targets = self.test[1 : rows * length + 1].view(rows, length)
         yield from zip(tokens.split(batch), targets.split(batch), strict=True)

@@ -18,7 +18,8 @@ Columns
     exposed    median step - median step without exchange: communication and its work that nothing hides
     waited     what gradcomp counts itself: time the training thread waited for the exchange
     wire       bytes a rank sends in a step, by gradcomp's counter; for DDP 2 d (N-1)/N of its buckets
-    interface  the same by the interface's counter, without TCP/IP's share, which a bare transfer measures before
+    interface  the same by the interface's counter, without what TCP sent again (busy hosts are late with their
+               acknowledgements) and without TCP/IP's other share, which a bare transfer measures before
 
 A speed counts only if three conditions hold, each a column; a row that breaks one is marked.
     bits       parameters equal, bit for bit, on all ranks and to those of a second run with overlap=False
@@ -51,6 +52,7 @@ import report
 
 BATCH, LENGTH = 4, 14  # a step without exchange takes about 38 ms on one thread
 LEARNING_RATE, MOMENTUM = 0.2, 0.9
+COUNTERS = ("exposed_seconds", "codec_seconds", "wire_seconds")
 BYTES_TOLERANCE = 0.02
 LOSS_TOLERANCE = 0.01
 BAR_4_BITS, BAR_IDENTITY = 0.22, 1.05
@@ -121,9 +123,11 @@ class Trainer:
     block_seconds: list[list[float]] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
     after_seconds: list[float] = field(default_factory=list)
+    counted_seconds: dict[str, list[float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     ready_seconds: dict[str, list[float]] = field(default_factory=dict)
     sent_bytes: int = 0
+    resent_bytes: int = 0
     began: float = 0.0
 
     def step(self) -> tuple[float, float]:
@@ -138,6 +142,13 @@ class Trainer:
         ended = time.perf_counter()
         self.losses.append(loss.item())
         return returned - self.began, ended - returned
+
+    def counters(self) -> list[float]:
+        """What gradcomp has counted so far, in the order of COUNTERS; nothing for other rows."""
+        if self.row.kind != "gradcomp":
+            return []
+        counted = self.optimizer.statistics()
+        return [getattr(counted, name) for name in COUNTERS]
 
     def watch_readiness(self) -> None:
         """Note when each gradient is there, counted from the beginning of the step."""
@@ -242,14 +253,21 @@ def run_rank(task: Task, out: Path) -> None:
 
 def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None:
     barrier()
-    before = hosts.sent_bytes()
-    times = [trainer.step() for _ in range(task.warmup + task.steps)]
+    sent, resent = hosts.sent_bytes(), hosts.resent_bytes()
+    times, counters = [], [trainer.counters()]
+    for _ in range(task.warmup + task.steps):
+        times.append(trainer.step())
+        counters.append(trainer.counters())
     barrier()  # everything sent before it has passed the interface now
-    trainer.sent_bytes += hosts.sent_bytes() - before
+    trainer.sent_bytes += hosts.sent_bytes() - sent
+    trainer.resent_bytes += hosts.resent_bytes() - resent
     kept = times[task.warmup :]
     trainer.block_seconds.append([a + b for a, b in kept])
     trainer.backward_seconds += [a for a, _ in kept]
     trainer.after_seconds += [b for _, b in kept]
+    for then, now in itertools.pairwise(counters[task.warmup :]):
+        for name, a, b in zip(COUNTERS, then, now, strict=False):
+            trainer.counted_seconds.setdefault(name, []).append(b - a)
 
 
 def findings(trainer: Trainer, task: Task, world: int) -> dict[str, Any]:
@@ -259,6 +277,7 @@ def findings(trainer: Trainer, task: Task, world: int) -> dict[str, Any]:
         "after_seconds": statistics.median(trainer.after_seconds),
         "losses": trainer.losses,
         "interface_bytes": trainer.sent_bytes / task.total_steps,
+        "resent_bytes": trainer.resent_bytes / task.total_steps,
         "buckets": buckets_of(trainer, world),
         "ready_seconds": {name: statistics.median(t) for name, t in trainer.ready_seconds.items()},
         "digest": trainer.digest(),
@@ -266,8 +285,7 @@ def findings(trainer: Trainer, task: Task, world: int) -> dict[str, Any]:
     if trainer.row.kind == "gradcomp":
         counted = trainer.optimizer.statistics()
         found["wire_bytes"] = counted.wire_bytes / counted.steps
-        for name in ("exposed_seconds", "codec_seconds", "wire_seconds"):
-            found[name] = getattr(counted, name) / counted.steps
+        found |= {name: statistics.median(times) for name, times in trainer.counted_seconds.items()}
     return found
 
 
@@ -285,7 +303,7 @@ def measure_link(rank: int, world: int, nbytes: int = 16 << 20, repeats: int = 3
     with outgoing, incoming:
         for _ in range(repeats):
             dist.barrier()
-            before, began = hosts.sent_bytes(), time.perf_counter()
+            before, began = hosts.sent_bytes() - hosts.resent_bytes(), time.perf_counter()
             sender = threading.Thread(target=outgoing.sendall, args=(payload,))
             sender.start()
             left = nbytes
@@ -294,7 +312,7 @@ def measure_link(rank: int, world: int, nbytes: int = 16 << 20, repeats: int = 3
             rates.append(nbytes / (time.perf_counter() - began))
             sender.join()
             dist.barrier()
-            factors.append((hosts.sent_bytes() - before) / nbytes)
+            factors.append((hosts.sent_bytes() - hosts.resent_bytes() - before) / nbytes)
     return {"bytes_per_second": statistics.median(rates), "overhead": statistics.median(factors)}
 
 
@@ -333,7 +351,9 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
     ]
     rate = min(found["link"]["bytes_per_second"] for found in timed)
     overhead = max(found["link"]["overhead"] for found in timed)
-    result["interface_bytes"] = statistics.mean(rank["interface_bytes"] for rank in own) / overhead
+    result["resent_bytes"] = statistics.mean(rank["resent_bytes"] for rank in own)
+    sent = statistics.mean(rank["interface_bytes"] for rank in own)
+    result["interface_bytes"] = (sent - result["resent_bytes"]) / overhead
     if row.kind == "none":
         return result
 

@@ -55,11 +55,10 @@ def test_ranks_with_different_parameters_are_an_error():
 
 @pytest.mark.slow
 def test_a_short_run(run_script, tmp_path):
-    path = tmp_path / "convergence.json"
-    run_script(
-        "benchmarks/convergence.py", "--seeds=1", "--digits-epochs=2", "--lstm-steps=4", f"--json={path}",
-        f"--data={__file__}",
-    )  # fmt: skip
+    text, path = tmp_path / "text.txt", tmp_path / "convergence.json"
+    text.write_text("to be or not to be that is the question " * 100)
+    arguments = ["--seeds=1", "--digits-epochs=2", "--lstm-steps=4", f"--data={text}", f"--json={path}"]
+    run_script("benchmarks/convergence.py", *arguments)
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 8
     assert rows[1]["ratio"] > 6
