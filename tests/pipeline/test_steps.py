@@ -140,6 +140,28 @@ def test_a_layer_that_nobody_uses_is_not_written(seed: int):
     assert outcome.committed == [True] * 3
 
 
+@pytest.mark.parametrize("compression", [Identity(), FEEDBACK])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_rank_without_gradient_may_offer_an_output(compression, elsewhere: bool):
+    """It is written if another rank has a gradient, and left alone otherwise."""
+    ranks = Simulation(LAYERS, compression, 2, reorder=False)
+    offered = np.full(LAYERS[0].size, 5, np.float32)
+    (gradients, _) = ranks.gradients(absent=[] if elsewhere else [0])
+    for rank in ranks.ranks:
+        rank.pipeline.open()
+    ranks.ranks[0].submit(0, gradients[0])
+    ranks.pipelines[1].inbox.submit_absent(0, output=offered.ctypes.data)
+    for p in ranks.pipelines:
+        p.inbox.flush()
+    for _ in range(20):
+        for p in ranks.pipelines:
+            p.poll()
+    if elsewhere:
+        assert same_bytes(offered, ranks.ranks[0].outputs[0])
+    else:
+        assert (offered == 5).all()
+
+
 def test_a_step_without_any_gradient_is_still_a_step():
     ranks = Simulation(LAYERS, policy(), 3, **RANDOM)
     outcome = ranks.step(ranks.gradients(absent=range(len(LAYERS))))
