@@ -94,6 +94,27 @@ def test_without_overlap_nothing_travels_before_the_flush():
         assert rank.pipeline.transport.bytes_sent == 0
 
 
+@pytest.mark.parametrize(
+    ("overlap", "order"),
+    [
+        # Round 0 of a bucket goes out before round 1 of the one before it ...
+        (True, ["alltoallv", "alltoallv", "allgatherv", "alltoallv", "allgatherv", "allgatherv"]),
+        # ... or every bucket on its own.
+        (False, ["alltoallv", "allgatherv"] * 3),
+    ],
+)
+def test_collectives_have_one_order(overlap: bool, order: list[str]):
+    layers = [LayerSpec(name, (64,)) for name in "abc"]
+    for seed in range(4):
+        ranks = Simulation(
+            layers, FEEDBACK, 2, seed=seed, shuffle=True, delay=0.4, record=True, slice_elements=64,
+            overlap=overlap, reorder=False,
+        )  # fmt: skip
+        ranks.step()
+        for rank in ranks.ranks:
+            assert [kind for kind, _ in rank.transport.sent] == order
+
+
 def test_a_step_in_which_all_layers_report_needs_no_flush():
     ranks = Simulation(LAYERS, Identity(), 2)
     for rank, gradients in zip(ranks.ranks, ranks.gradients(), strict=True):
