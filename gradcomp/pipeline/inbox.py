@@ -81,10 +81,10 @@ class Inbox:
     def _count_down(self, layer: int) -> bool:
         complete = False
         for bucket in self._buckets_of[layer]:
-            self._missing[bucket] -= 1
-            if self._missing[bucket] == 0:
-                self.completed[bucket] = perf_counter()
+            if self._missing[bucket] == 1:
+                self.completed[bucket] = perf_counter()  # before the count, which the engine's thread reads
                 complete = True
+            self._missing[bucket] -= 1
         return complete
 
     def flush(self) -> None:
