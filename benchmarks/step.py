@@ -19,7 +19,8 @@ Columns
     waited     what gradcomp counts itself: time the training thread waited for the exchange
     wire       bytes a rank sends in a step, by gradcomp's counter; for DDP 2 d (N-1)/N of its buckets
     interface  the same by the interface's counter, without what TCP sent again (busy hosts are late with their
-               acknowledgements) and without TCP/IP's other share, which a bare transfer measures before
+               acknowledgements) and without TCP/IP's other share, which a bare transfer measures before. Both are the
+               median over blocks: gradcomp's one probe of the wire, after 50 steps, is no step's
 
 A speed counts only if three conditions hold, each a column; a row that breaks one is marked.
     bits       parameters equal, bit for bit, on all ranks and to those of a second run with overlap=False
@@ -126,8 +127,9 @@ class Trainer:
     counted_seconds: dict[str, list[float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     ready_seconds: dict[str, list[float]] = field(default_factory=dict)
-    sent_bytes: int = 0
-    resent_bytes: int = 0
+    block_interface_bytes: list[int] = field(default_factory=list)
+    block_resent_bytes: list[int] = field(default_factory=list)
+    block_wire_bytes: list[int] = field(default_factory=list)
     began: float = 0.0
 
     def step(self) -> tuple[float, float]:
@@ -142,6 +144,10 @@ class Trainer:
         ended = time.perf_counter()
         self.losses.append(loss.item())
         return returned - self.began, ended - returned
+
+    def wire_bytes(self) -> int:
+        """What gradcomp has counted so far; 0 for other rows."""
+        return self.optimizer.statistics().wire_bytes if self.row.kind == "gradcomp" else 0
 
     def counters(self) -> list[float]:
         """What gradcomp has counted so far, in the order of COUNTERS; nothing for other rows."""
@@ -253,14 +259,15 @@ def run_rank(task: Task, out: Path) -> None:
 
 def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None:
     barrier()
-    sent, resent = hosts.sent_bytes(), hosts.resent_bytes()
+    wire, sent, resent = trainer.wire_bytes(), hosts.sent_bytes(), hosts.resent_bytes()
     times, counters = [], [trainer.counters()]
     for _ in range(task.warmup + task.steps):
         times.append(trainer.step())
         counters.append(trainer.counters())
     barrier()  # everything sent before it has passed the interface now
-    trainer.sent_bytes += hosts.sent_bytes() - sent
-    trainer.resent_bytes += hosts.resent_bytes() - resent
+    trainer.block_interface_bytes.append(hosts.sent_bytes() - sent)
+    trainer.block_resent_bytes.append(hosts.resent_bytes() - resent)
+    trainer.block_wire_bytes.append(trainer.wire_bytes() - wire)
     kept = times[task.warmup :]
     trainer.block_seconds.append([a + b for a, b in kept])
     trainer.backward_seconds += [a for a, _ in kept]
@@ -271,20 +278,21 @@ def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None
 
 
 def findings(trainer: Trainer, task: Task, world: int) -> dict[str, Any]:
+    block_steps = task.warmup + task.steps
+    once = [a - b for a, b in zip(trainer.block_interface_bytes, trainer.block_resent_bytes, strict=True)]
     found: dict[str, Any] = {
         "block_seconds": trainer.block_seconds,
         "backward_seconds": statistics.median(trainer.backward_seconds),
         "after_seconds": statistics.median(trainer.after_seconds),
         "losses": trainer.losses,
-        "interface_bytes": trainer.sent_bytes / task.total_steps,
-        "resent_bytes": trainer.resent_bytes / task.total_steps,
+        "interface_bytes": statistics.median(once) / block_steps,
+        "resent_bytes": sum(trainer.block_resent_bytes) / task.total_steps,
         "buckets": buckets_of(trainer, world),
         "ready_seconds": {name: statistics.median(t) for name, t in trainer.ready_seconds.items()},
         "digest": trainer.digest(),
     }
     if trainer.row.kind == "gradcomp":
-        counted = trainer.optimizer.statistics()
-        found["wire_bytes"] = counted.wire_bytes / counted.steps
+        found["wire_bytes"] = statistics.median(trainer.block_wire_bytes) / block_steps
         found |= {name: statistics.median(times) for name, times in trainer.counted_seconds.items()}
     return found
 
@@ -352,8 +360,7 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
     rate = min(found["link"]["bytes_per_second"] for found in timed)
     overhead = max(found["link"]["overhead"] for found in timed)
     result["resent_bytes"] = statistics.mean(rank["resent_bytes"] for rank in own)
-    sent = statistics.mean(rank["interface_bytes"] for rank in own)
-    result["interface_bytes"] = (sent - result["resent_bytes"]) / overhead
+    result["interface_bytes"] = statistics.mean(rank["interface_bytes"] for rank in own) / overhead
     if row.kind == "none":
         return result
 
