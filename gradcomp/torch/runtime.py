@@ -6,6 +6,7 @@ import atexit
 import logging
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from time import monotonic, sleep
 from typing import Any
@@ -54,10 +55,19 @@ class Runtime:
         return TorchTransport(None if whole else self.ranks, self.config.timeout_seconds)
 
     def make_control(self) -> TorchControl:
-        """A connection to the job's key-value store."""
+        """A connection to the job's key-value store. It may take long where names are resolved slowly: make few."""
         # torchrun's store outlives a failed attempt, and with it that attempt's abort.
-        attempt = self.launch.served_attempt or "0"
-        return TorchControl(f"gradcomp/{attempt}/{_generation}/{self.ranks[0]}-{len(self.ranks)}")
+        attempt = self.launch.served_attempt
+        return TorchControl(
+            f"gradcomp/{attempt or 0}/{_generation}/{self.ranks[0]}-{len(self.ranks)}",
+            self.config.timeout_seconds,
+            "rank 0" if attempt is None else "torchrun",
+        )
+
+    @cached_property
+    def engine_control(self) -> TorchControl:
+        """The connection that all exchangers share: the engine's thread uses it."""
+        return self.make_control()
 
 
 _runtime: Runtime | None = None

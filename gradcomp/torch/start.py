@@ -75,7 +75,7 @@ def start(
         proposal.layers,
         proposal.plan,
         transport,
-        state.make_control(),
+        state.engine_control,
         state.config,
         allocate,
         name=str(next(state.names)),

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from gradcomp.core.errors import TransportError
+
+
+class StoreSilentError(TransportError):
+    """The store has not answered yet; it may do so later."""
+
 
 class ControlChannel(ABC):
-    """Small values by key, seen by all ranks of the job. Used by the engine's thread only.
+    """Small values by key, seen by all ranks of the job.
 
-    Both calls raise TransportError if the store is gone.
+    Both calls raise StoreSilentError if the store does not answer in time, TransportError if it is gone.
     """
 
     @abstractmethod

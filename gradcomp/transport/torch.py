@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Transport
-from gradcomp.transport.control import ControlChannel
+from gradcomp.transport.control import ControlChannel, StoreSilentError
 
 #: Gloo's own deadline lies behind the engine's, so that the engine is the one to say what happened.
 GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
-_CONTROL_TIMEOUT = timedelta(seconds=3)
+#: How long a call of the control channel waits for the store's answer.
+_ANSWER_SECONDS = 3.0
 
 
 @dataclass(eq=False)
@@ -122,34 +126,62 @@ class TorchTransport(Transport):
 
 
 class TorchControl(ControlChannel):
-    """The job's own store, over a connection that only the engine's thread uses."""
+    """The job's own store, over a connection and on a thread of its own.
 
-    def __init__(self, prefix: str) -> None:
+    A client of TCPStore waits for ever where the server is stopped but not dead, hence the thread: callers wait three
+    seconds for an answer, and none as long as an earlier call has had no answer. ``server`` says who serves the store.
+    """
+
+    def __init__(self, prefix: str, timeout_seconds: float, server: str = "rank 0") -> None:
         store: Any = dist.distributed_c10d._get_default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if isinstance(store, TCPStore):
             # The default group's client may be inside a blocking call of the training thread.
-            store = TCPStore(
-                store.host,
-                store.port,
-                None,
-                is_master=False,
-                timeout=_CONTROL_TIMEOUT,
-                wait_for_workers=False,
-            )
+            try:
+                store = TCPStore(
+                    store.host,
+                    store.port,
+                    None,
+                    is_master=False,
+                    timeout=timedelta(seconds=timeout_seconds),
+                    wait_for_workers=False,
+                )
+            except RuntimeError as error:
+                raise TransportError(f"no connection to the job's key-value store: {error}") from error
         self._store = PrefixStore(prefix, store)
+        self._server = server
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._unanswered: Future[Any] | None = None
+        threading.Thread(target=self._serve, name="gradcomp-control", daemon=True).start()
 
     def publish(self, key: str, value: bytes) -> None:
         """Set a value."""
-        try:
-            self._store.set(key, value.decode())
-        except RuntimeError as error:
-            raise TransportError(f"the job's key-value store is gone: {error}") from error
+        self._call(lambda: self._store.set(key, value.decode()))
 
     def lookup(self, key: str) -> bytes | None:
-        """Get a value without waiting for it."""
+        """Get a value without waiting for one to be set."""
+        found = self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if found is None else bytes(found)
+
+    def _call(self, work: Callable[[], Any]) -> Any:
+        silent = StoreSilentError(f"the job's key-value store, served by {self._server}, does not answer")
+        if self._unanswered is not None and not self._unanswered.done():
+            raise silent
+        future: Future[Any] = Future()
+        self._calls.put((work, future))
         try:
-            return bytes(self._store.get(key)) if self._store.check([key]) else None
+            return future.result(_ANSWER_SECONDS)
+        except TimeoutError:
+            self._unanswered = future
+            raise silent from None
         except RuntimeError as error:
-            raise TransportError(f"the job's key-value store is gone: {error}") from error
+            raise TransportError(f"the job's key-value store, served by {self._server}, is gone") from error
+
+    def _serve(self) -> None:
+        while True:
+            work, future = self._calls.get()
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 - the caller's business
+                future.set_exception(error)
