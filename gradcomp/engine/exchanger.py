@@ -19,10 +19,10 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.engine import Engine
-from gradcomp.engine.watch import Watch
+from gradcomp.engine.watch import Position, Watch, place
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
-from gradcomp.transport.base import Transport, wait
+from gradcomp.transport.base import Handle, Transport
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
@@ -81,6 +81,8 @@ class Exchanger:
         self._watch = Watch(control, f"exchanger/{name}", transport.rank, transport.size)
         self._done = threading.Event()
         self._opened = False
+        self._aside: Handle | None = None  # a collective between steps
+        self._asides = 0
         self._error: GradcompError | None = None
         self._closed = False
         self._progress_at = monotonic()
@@ -109,9 +111,9 @@ class Exchanger:
         """Begin an exchange; see :meth:`Pipeline.open`."""
         self._check()
         self._pipeline.open(scale)
-        self._done.clear()
+        self._asides = 0
+        self._begin()
         self._opened = True
-        self._progress_at = monotonic()
 
     def submit(self, layer: int, gradient: int, output: int, keep: object = None) -> None:
         """A gradient is ready; see :meth:`Inbox.submit`. Callable from any one thread at a time."""
@@ -148,10 +150,35 @@ class Exchanger:
         """Forget the step that was waited for."""
         self._pipeline.discard()
 
+    def allgather_bytes(self, payload: bytes) -> list[bytes]:
+        """Collective, between steps, blocking: every rank's bytes in rank order."""
+        self._check()
+        return self._transport.allgather_bytes(payload, self._settle)
+
+    def allreduce(self, array: npt.NDArray[np.floating]) -> None:
+        """Collective, between steps, blocking: sum ``array`` over ranks, in place."""
+        self._check()
+        self._settle(self._transport.allreduce(array))
+
+    def _settle(self, handle: Handle) -> None:
+        """Wait for a collective between steps; the engine polls and watches it as it does a step."""
+        self._asides += 1
+        self._begin()
+        self._aside = handle
+        self._engine.wake()
+        self._done.wait()
+        self._aside = None
+        self._check()
+
+    def _begin(self) -> None:
+        self._progress_at = monotonic()
+        self._done.clear()
+        if self._error is not None:  # it came in between: nobody would set this again
+            self._done.set()
+
     def fingerprint(self, digests: npt.NDArray[np.uint32]) -> None:
         """Collective, between steps: raise StateError naming the first layer whose digest differs between ranks."""
-        self._check()
-        everyone = self._transport.allgather_bytes(np.ascontiguousarray(digests, dtype="<u4").tobytes())
+        everyone = self.allgather_bytes(np.ascontiguousarray(digests, dtype="<u4").tobytes())
         for rank, other in enumerate(everyone):
             theirs = np.frombuffer(other, dtype="<u4")
             if len(theirs) != len(digests):
@@ -182,7 +209,7 @@ class Exchanger:
         seconds = []
         for _ in range(repeats):
             begin = perf_counter()
-            wait(self._transport.alltoallv(send, counts, recv, counts))
+            self._settle(self._transport.alltoallv(send, counts, recv, counts))
             seconds.append(perf_counter() - begin)
         self._transport.bytes_sent = sent_before  # not part of the exchange
         return median(seconds)
@@ -213,16 +240,24 @@ class Exchanger:
     # -- the engine's thread ------------------------------------------------------------------------------------
 
     @property
+    def _position(self) -> Position:
+        return self._pipeline.position if self._opened else (self._pipeline.step, -1, self._asides)
+
+    @property
     def advances(self) -> int:
         """Rounds completed so far."""
         return self._pipeline.advances
 
     def poll(self) -> Waiting:
         """Do what can be done without blocking."""
-        if self._error is not None or self._done.is_set() or not self._opened:
+        if self._error is not None or self._done.is_set():
+            return Waiting.NOTHING
+        # From here on the training thread waits, or is about to: what it handed in stays until we say "done".
+        aside = self._aside
+        if not self._opened and aside is None:
             return Waiting.NOTHING
         try:
-            waiting = self._pipeline.poll()
+            waiting = self._pipeline.poll() if aside is None else _poll(aside)
         except GradcompError as error:
             self._fail(error)
             return Waiting.NOTHING
@@ -243,7 +278,7 @@ class Exchanger:
         try:
             self._watch.waited(
                 monotonic() - self._progress_at,
-                self._pipeline.position,
+                self._position,
                 self._config.stall_warning_seconds,
                 self._config.timeout_seconds,
             )
@@ -255,10 +290,10 @@ class Exchanger:
         if self._error is not None:
             return
         try:
-            message = self._watch.look(self._pipeline.position)
+            message = self._watch.look(self._position)
         except TransportError as error:
             # Without an exchange under way this is how a peer's orderly end looks.
-            if self._opened:
+            if self._opened or self._aside is not None:
                 self._fail(error)
             return
         if message is not None:
@@ -267,18 +302,17 @@ class Exchanger:
     def _fail(self, error: GradcompError) -> None:
         """Something broke here: find out why, tell everyone, raise in the training thread."""
         if isinstance(error, TransportError):
-            where = self._pipeline.position
+            where = self._position
             text = f"{error}"
             if "waited" not in text:
-                place = f"step {where[0]}, bucket {where[1]}{self._layers_in(where[1])}"
-                text = f"{place}: {text}; {self._watch.culprits(where)}"
+                text = f"{place(where)}{self._layers_in(where[1])}: {text}; {self._watch.culprits(where)}"
             error = TransportError(text)
         self._watch.publish_abort(f"rank {self._transport.rank}: {type(error).__name__}: {error}")
         self._stop_with(error)
 
     def _layers_in(self, bucket: int) -> str:
         buckets = self._pipeline.layout.buckets
-        if bucket >= len(buckets):
+        if not 0 <= bucket < len(buckets):
             return ""
         names = [self._pipeline.layers[layer].name for layer in buckets[bucket].layers[:3].tolist()]
         more = ", ..." if len(buckets[bucket].layers) > 3 else ""
@@ -290,3 +324,7 @@ class Exchanger:
         if self._listener is not None:
             self._listener.failed(error)
         self._done.set()
+
+
+def _poll(handle: Handle) -> Waiting:
+    return Waiting.NOTHING if handle.poll() else Waiting.WIRE

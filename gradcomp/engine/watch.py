@@ -12,13 +12,15 @@ from time import monotonic, sleep
 from typing import Any
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.control import ControlChannel
+from gradcomp.transport.control import ControlChannel, StoreSilentError
 
 logger = logging.getLogger("gradcomp")
 
 #: A rank whose process lives answers within this time, whatever its training thread does.
 ANSWER_SECONDS = 2.0
 
+#: (step, bucket, round) that a rank waits for. Round -1: the bucket's gradients. Bucket -1: between steps; round is
+#: then the number of collectives that it began since the last one.
 Position = tuple[int, int, int]
 
 
@@ -36,9 +38,19 @@ class Watch:
         self._lost = False
 
     def look(self, position: Position) -> str | None:
-        """Answer a question if there is one; return the abort message if the job was aborted."""
+        """Answer a question if there is one; return the abort message if the job was aborted.
+
+        A store that does not answer is no reason to stop: the deadline is.
+        """
         if self._lost:
             return None
+        try:
+            return self._look(position)
+        except StoreSilentError as error:
+            logger.debug("%s", error)
+            return None
+
+    def _look(self, position: Position) -> str | None:
         abort = self._lookup("abort")
         if abort is not None:
             return abort.decode(errors="replace")
@@ -55,7 +67,7 @@ class Watch:
             return
         if seconds >= abort_after:
             raise TransportError(
-                f"rank {self._rank} waited {seconds:.1f} s at {_where(position)}; {self.culprits(position)}"
+                f"rank {self._rank} waited {seconds:.1f} s at {place(position)}; {self.culprits(position)}"
             )
         if not self._warned:
             self._warned = True
@@ -63,7 +75,7 @@ class Watch:
                 "rank %d has waited %.0f s at %s; %s",
                 self._rank,
                 seconds,
-                _where(position),
+                place(position),
                 self.culprits(position),
             )
 
@@ -74,11 +86,11 @@ class Watch:
         except TransportError as error:
             return f"the ranks cannot be asked: {error}"
         silent = [r for r in range(self._size) if r not in answers]
-        behind = [r for r, at in answers.items() if at < position]
+        behind = [r for r, at in answers.items() if _order(at) < _order(position)]
         parts = []
         if silent:
             parts.append(f"no answer from rank {', '.join(map(str, silent))} (dead or stopped)")
-        parts += [f"rank {r} has only reached {_where(answers[r])}" for r in behind]
+        parts += [f"rank {r} has only reached {place(answers[r])}" for r in behind]
         return "; ".join(parts) or "all ranks answer and are at the same place"
 
     def _ask(self, position: Position) -> dict[int, Position]:
@@ -111,6 +123,8 @@ class Watch:
     def _lookup(self, key: str) -> bytes | None:
         try:
             return self._control.lookup(f"{self._prefix}/{key}")
+        except StoreSilentError:
+            raise
         except TransportError:
             self._lost = True
             raise
@@ -118,6 +132,8 @@ class Watch:
     def _publish(self, key: str, value: bytes) -> None:
         try:
             self._control.publish(f"{self._prefix}/{key}", value)
+        except StoreSilentError:
+            raise
         except TransportError:
             self._lost = True
             raise
@@ -135,5 +151,17 @@ def _parse(answer: bytes | None) -> list[int] | None:
     return None
 
 
-def _where(position: Position) -> str:
-    return "step {}, bucket {}, round {}".format(*position)
+def place(position: Position) -> str:
+    """A position in words."""
+    step, bucket, round_number = position
+    if bucket < 0:
+        return f"step {step}, none of whose gradients has come"
+    if round_number < 0:
+        return f"step {step}, bucket {bucket}, whose gradients have not all come"
+    return f"step {step}, bucket {bucket}, round {round_number}"
+
+
+def _order(position: Position) -> Position:
+    """Positions in the order in which ranks pass them: bucket b is in its round r at tick b + r."""
+    step, bucket, round_number = position
+    return (step, bucket + round_number, round_number) if min(bucket, round_number) >= 0 else position

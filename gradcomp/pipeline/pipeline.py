@@ -133,7 +133,7 @@ class Pipeline:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """(step, bucket, round) that this rank has reached: for messages about stalls."""
+        """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
         return (self.step, *self._position)
 
     def open(self, scale: float = 1.0) -> None:
@@ -147,7 +147,7 @@ class Pipeline:
         self.settle()
         self._scale = scale
         self.inbox.open(self.layout)
-        self._position = (0, 0)
+        self._position = (0, -1)
         self._opened_at = perf_counter()
         self._running = self._run()
 
@@ -232,9 +232,10 @@ class Pipeline:
         while not self.config.overlap and not self.inbox.flushed:
             yield Waiting.LAYERS
         for program in self._programs:
-            while not self.inbox.ready(program.bucket.number):
-                yield Waiting.LAYERS
             number = program.bucket.number
+            while not self.inbox.ready(number):
+                self._position = (number, -1)
+                yield Waiting.LAYERS
             complete = self.inbox.completed[number]
             self.trace.add("ready", self.step, number, self._opened_at, complete)
             self.trace.add("queue", self.step, number, complete, perf_counter())
@@ -314,6 +315,7 @@ class Pipeline:
         present = (states & PRESENT) != 0
         sparse = (states & SPARSE) != 0
         nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
+        self._position = (len(self._programs), 0)  # behind the last bucket
         if self.step == self._order_step and self.config.reorder:
             yield from self._agree_on_order()
         self._mark_cold(present)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,22 @@ class Timing:
             raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
 
 
+#: Exchanges at the end of their window, in the backward pass that is about to return.
+_ending: list[GradientExchange] = []
+_numbers = count()
+
+
+def _finish_together() -> None:
+    """Wait for the exchanges that end with this backward pass, on all ranks in the same order.
+
+    All are flushed by then: ranks whose first gradients came in different orders do not wait for each other.
+    """
+    ending = sorted(_ending, key=lambda exchange: exchange.number)
+    _ending.clear()
+    for exchange in ending:
+        exchange.finish()
+
+
 class GradientExchange:
     """Hooks on parameters that feed an exchanger.
 
@@ -60,6 +77,7 @@ class GradientExchange:
         predivide: float,
         grad_scaler: Any,
     ) -> None:
+        self.number = next(_numbers)
         self.parameters = list(parameters)
         self.names = list(names)
         self.timing = timing
@@ -143,6 +161,8 @@ class GradientExchange:
             )
         if kept:
             self.exchanger.commit()
+            # The means stay part of the sum on every rank, on those without a new gradient too.
+            self._touched.update(dict.fromkeys(kept, 0))
         self.forget()
 
     def _submit(self, layer: int) -> None:
@@ -190,7 +210,9 @@ class GradientExchange:
             return
         self._passes += 1
         if self.timing.finish == "backward" and self._passes >= self.timing.passes:
-            self.finish()
+            self._flush()
+            _ending.append(self)
+            Variable._execution_engine.queue_callback(_finish_together)
 
     # -- the end of a window ------------------------------------------------------------------------------------
 
@@ -198,14 +220,16 @@ class GradientExchange:
         """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new."""
         if self._result is not None and not self._touched and not self.exchanger.is_open:
             return self._result
-        if not self.exchanger.is_open:
-            self.exchanger.open(self._scale())
-        for layer in sorted(self._touched.keys() - self._submitted):
-            if self.parameters[layer].grad is not None:
-                self._submit(layer)
-        self.exchanger.flush()
+        self._flush()
         result = self.exchanger.wait()
-        for layer, mean in self._room.items():
+        room, self._room = self._room, {}
+        self._touched, self._submitted, self._passes = {}, set(), 0
+        mixed = (result.present & result.sparse).nonzero()[0].tolist()
+        if mixed:
+            raise StateError(
+                f"layer {self.names[mixed[0]]!r} has a sparse gradient on one rank and a dense one on another"
+            )
+        for layer, mean in room.items():
             self.parameters[layer].grad = mean
         self._exchange_sparse()
         self._means = {
@@ -214,9 +238,16 @@ class GradientExchange:
             if (gradient := self.parameters[layer].grad) is not None
         }
         self._result = result
-        self._touched, self._submitted, self._room, self._sparse_rows = {}, set(), {}, {}
-        self._passes = 0
         return result
+
+    def _flush(self) -> None:
+        """Submit what is left of the window; nothing more will come."""
+        if not self.exchanger.is_open:
+            self.exchanger.open(self._scale())
+        for layer in sorted(self._touched.keys() - self._submitted):
+            if self.parameters[layer].grad is not None:
+                self._submit(layer)
+        self.exchanger.flush()
 
     def _exchange_sparse(self) -> None:
         """Layers that some rank has sparse gradients of, now or earlier: all ranks know them."""
@@ -224,7 +255,11 @@ class GradientExchange:
         for layer in sorted(pipeline.sparse):
             parameter = self.parameters[layer]
             mean = mean_of_rows(
-                pipeline.transport, self.names[layer], parameter, self._sparse_rows.get(layer), self._divisor
+                self.exchanger,
+                self.names[layer],
+                parameter,
+                self._sparse_rows.pop(layer, None),
+                self._divisor,
             )
             if mean is not None:
                 parameter.grad = mean
@@ -244,6 +279,8 @@ class GradientExchange:
         if self._exchanger is None or self._exchanger.error is not None:
             return
         self._in_backward = False  # a backward that raised never came to its end
+        if self in _ending:
+            _ending.remove(self)
         if self.exchanger.is_open:
             self.finish()
         if self._result is not None:

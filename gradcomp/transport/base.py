@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,15 +64,19 @@ class Transport(ABC):
     def close(self) -> None:
         """Release the communicator. Collective where the engine needs it; idempotent."""
 
-    def allgather_bytes(self, payload: bytes) -> list[bytes]:
-        """Blocking helper for construction and checkpoints: every rank's bytes, of any length, in rank order."""
+    def allgather_bytes(self, payload: bytes, settle: Callable[[Handle], None] | None = None) -> list[bytes]:
+        """Blocking helper outside of steps: every rank's bytes, of any length, in rank order.
+
+        ``settle`` waits for a handle; by default :func:`wait`.
+        """
+        settle = settle or wait
         sizes = np.zeros(self.size, dtype=np.int64)
         sizes[self.rank] = len(payload)
-        wait(self.allgatherv(sizes.view(np.uint8), [8] * self.size))
+        settle(self.allgatherv(sizes.view(np.uint8), [8] * self.size))
         buffer = np.zeros(int(sizes.sum()), dtype=np.uint8)
         bounds = np.concatenate(([0], np.cumsum(sizes)))
         buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
-        wait(self.allgatherv(buffer, sizes.tolist()))
+        settle(self.allgatherv(buffer, sizes.tolist()))
         return [buffer[bounds[i] : bounds[i + 1]].tobytes() for i in range(self.size)]
 
 
