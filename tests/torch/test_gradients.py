@@ -1,0 +1,660 @@
+"""What gradients are after the exchange: against all_reduce, DistributedDataParallel's meaning and one process."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from batch import on_ranks
+
+import gradcomp.torch as gc
+
+
+def net(seed: int = 0, width: int = 16) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, width),
+        torch.nn.Tanh(),
+        torch.nn.Linear(width, width),
+        torch.nn.Tanh(),
+        torch.nn.Linear(width, 3),
+    )
+
+
+def data(step: int, rank: int | None = None, rows: int = 4) -> torch.Tensor:
+    rank = gc.rank() if rank is None else rank
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def wrap(model, compression="none", kind=torch.optim.SGD, lr=0.1, options=None, **arguments):
+    optimizer = kind(model.parameters(), lr=lr, **(options or {}))
+    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
+
+
+def train(model, optimizer, steps, delay=None):
+    for step in range(steps):
+        optimizer.zero_grad()
+        if delay is not None:
+            time.sleep(delay.random() * 0.002)
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+
+
+def bits_of(tensors) -> list[bytes]:
+    """The bytes of tensors, to compare bit for bit."""
+    return [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def assert_same_on_all_ranks(tensors) -> None:
+    mine = bits_of(tensors)
+    everyone = [None] * gc.size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        assert theirs == mine, f"rank {rank} differs from rank {gc.rank()}"
+
+
+def local_gradients(model, x) -> list[torch.Tensor]:
+    """This rank's gradients, from a copy that nothing is attached to."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(x).square().mean().backward()
+    return [p.grad for p in twin.parameters()]
+
+
+def reference_mean(gradients, divide=True):
+    """torch's own all_reduce, divided by the number of ranks."""
+    result = []
+    for gradient in gradients:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        result.append(total / gc.size() if divide else total)
+    return result
+
+
+# ---------------------------------------------------------------------------------------- bit equality
+
+
+def parameters_after(bits: int, steps: int, slow: int | None = None) -> list[torch.Tensor]:
+    model = net()
+    policy = gc.Policy(
+        gc.Quantize(bits, bucket_size=64, rounding="nearest" if bits % 2 else "stochastic"),
+        filter=gc.Filter(min_elements=64),
+    )
+    optimizer = wrap(model, policy, lr=0.05)
+    train(model, optimizer, steps, None if slow is None else random.Random(slow))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@on_ranks(2, "small buckets", slice_elements=64)
+def test_parameters_are_equal_on_all_ranks_after_200_steps(bits):
+    assert_same_on_all_ranks(parameters_after(bits, 200))
+
+
+@on_ranks(2, "small buckets", slice_elements=64)
+def test_random_delays_change_no_bit():
+    assert bits_of(parameters_after(4, 40)) == bits_of(parameters_after(4, 40, slow=gc.rank()))
+
+
+@on_ranks(2, "no overlap", slice_elements=64, overlap=False)
+def test_overlap_changes_no_bit():
+    without = bits_of(parameters_after(4, 20))
+    gc.shutdown()
+    gc.init(slice_elements=64, overlap=True, timeout_seconds=20.0)
+    assert bits_of(parameters_after(4, 20)) == without
+
+
+def _train_with_unused_layers() -> list[torch.Tensor]:
+    """Each rank skips layers at random, sometimes all ranks skip the same, and each is late at random."""
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(6)])
+    for i, layer in enumerate(model):
+        torch.nn.init.constant_(layer.weight, 0.1 * (i + 1))
+        torch.nn.init.zeros_(layer.bias)
+    optimizer = wrap(model, gc.Policy(gc.Quantize(4, bucket_size=32), filter=gc.Filter(min_elements=8)))
+    chance = random.Random(gc.rank())
+    for step in range(30):
+        optimizer.zero_grad()
+        used = [
+            layer for i, layer in enumerate(model) if i == 0 or (chance.random() < 0.6 and (step + i) % 7)
+        ]
+        x = data(step)
+        for layer in used:
+            time.sleep(chance.random() * 0.001)
+            x = layer(x)
+        x.square().mean().backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+@on_ranks(3, "small buckets", slice_elements=48)
+def test_three_ranks_with_unused_layers_and_delays_agree_bit_for_bit():
+    assert_same_on_all_ranks(_train_with_unused_layers())
+
+
+@on_ranks(3, "small buckets", slice_elements=48)
+def test_three_ranks_agree_bit_for_bit():
+    assert_same_on_all_ranks(parameters_after(3, 50, slow=gc.rank()))
+
+
+@on_ranks(4, slice_elements=48)
+def test_four_ranks_with_unused_layers_and_delays_agree_bit_for_bit():
+    assert_same_on_all_ranks(_train_with_unused_layers())
+
+
+@on_ranks(4, slice_elements=48)
+def test_four_ranks_agree_bit_for_bit():
+    assert_same_on_all_ranks(parameters_after(5, 50, slow=gc.rank()))
+
+
+@on_ranks(4, slice_elements=48)
+def test_uncompressed_is_close_to_the_mean_of_four_ranks():
+    model = net()
+    expected = reference_mean(local_gradients(model, data(0)))
+    wrap(model)
+    model(data(0)).square().mean().backward()
+    for p, mean in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, mean)
+
+
+# ---------------------------------------------------------------------------------------- uncompressed is exact
+
+
+def assert_exact(expected, parameters) -> None:
+    assert bits_of(expected) == bits_of(p.grad for p in parameters)
+
+
+@on_ranks(2)
+def test_uncompressed_equals_all_reduce_over_n_bit_for_bit():
+    model = net()
+    expected = reference_mean(local_gradients(model, data(0)))
+    wrap(model)
+    model(data(0)).square().mean().backward()
+    assert_exact(expected, model.parameters())
+
+
+@on_ranks(2)
+def test_sum_equals_all_reduce_bit_for_bit():
+    model = net()
+    expected = reference_mean(local_gradients(model, data(0)), divide=False)
+    wrap(model, op=gc.Sum)
+    model(data(0)).square().mean().backward()
+    assert_exact(expected, model.parameters())
+
+
+@on_ranks(2)
+def test_sum_is_n_times_the_mean_when_compressed():
+    means = []
+    for op in (gc.Average, gc.Sum):
+        model = net()
+        wrap(model, gc.Policy("quantize:bits=4,bucket_size=32", filter=gc.Filter(min_elements=8)), op=op)
+        model(data(0)).square().mean().backward()
+        means.append([p.grad for p in model.parameters()])
+    for mean, total in zip(*means, strict=True):
+        assert torch.equal(2 * mean, total)
+
+
+@on_ranks(2)
+def test_predividing_by_a_power_of_two_changes_no_bit():
+    model = net()
+    expected = reference_mean(local_gradients(model, data(0)))
+    wrap(model, gradient_predivide_factor=4.0)
+    model(data(0)).square().mean().backward()
+    assert_exact(expected, model.parameters())
+
+
+@on_ranks(2)
+def test_predividing_by_three_changes_the_mean_by_rounding_only():
+    model = net()
+    expected = reference_mean(local_gradients(model, data(0)))
+    wrap(model, gradient_predivide_factor=3.0)
+    model(data(0)).square().mean().backward()
+    for mean, p in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, mean)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@on_ranks(2)
+def test_other_dtypes_get_the_mean(dtype):
+    kind = getattr(torch, dtype)
+    model = net().to(kind)
+    x = data(0).to(kind)
+    expected = reference_mean([g.double() for g in local_gradients(model, x)])
+    wrap(model)
+    model(x).square().mean().backward()
+    for p, mean in zip(model.parameters(), expected, strict=True):
+        assert p.grad.dtype == kind
+        assert torch.equal(p.grad, mean.to(kind))
+
+
+@on_ranks(2)
+def test_float64_stays_exact_under_compression():
+    model = net().double()
+    expected = reference_mean(local_gradients(model, data(0).double()))
+    wrap(model, "quantize:bits=2")
+    model(data(0).double()).square().mean().backward()
+    assert_exact(expected, model.parameters())
+
+
+@on_ranks(2)
+def test_channels_last_parameters_keep_their_layout_and_get_the_mean():
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(gc.rank()))
+    expected = reference_mean([g.contiguous() for g in local_gradients(model, x)])
+    wrap(model)
+    model(x).square().mean().backward()
+    for p, mean in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, mean)
+        assert p.grad.stride() == p.stride()
+
+
+@on_ranks(2)
+def test_a_channels_last_gradient_of_a_contiguous_parameter_gets_the_mean():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4, 3, 2, 2))
+    gradient = torch.arange(48.0).reshape(4, 3, 2, 2).to(memory_format=torch.channels_last) * (gc.rank() + 1)
+    gc.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
+    (weight * gradient).sum().backward()
+    assert torch.equal(weight.grad, 1.5 * torch.arange(48.0).reshape(4, 3, 2, 2))
+
+
+@on_ranks(2)
+def test_an_empty_parameter_travels_along():
+    empty, full = torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.ones(3))
+    optimizer = gc.DistributedOptimizer(
+        torch.optim.SGD([empty, full], lr=1.0), [("empty", empty), ("full", full)]
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        (empty.sum() + (full * (gc.rank() + 1)).sum()).backward()
+        assert full.grad.tolist() == [1.5] * 3
+        optimizer.step()
+    assert empty.grad.shape == (0, 4)
+
+
+@on_ranks(2)
+def test_a_scalar_parameter_gets_the_mean():
+    scale = torch.nn.Parameter(torch.tensor(1.0))
+    gc.DistributedOptimizer(torch.optim.SGD([scale], lr=1.0), [("scale", scale)])
+    (scale * (gc.rank() + 1)).backward()
+    assert scale.grad.item() == 1.5
+
+
+@on_ranks(2)
+def test_a_parameter_used_twice_is_exchanged_once_with_both_gradients():
+    model = torch.nn.Linear(8, 8, bias=False)
+    torch.nn.init.eye_(model.weight)
+    twin = copy.deepcopy(model)
+    twin(twin(data(0))).square().mean().backward()
+    expected = reference_mean([twin.weight.grad])
+    wrap(model)
+    model(model(data(0))).square().mean().backward()
+    assert_exact(expected, model.parameters())
+
+
+# ---------------------------------------------------------------------------------------- accumulation
+
+
+@on_ranks(2)
+def test_two_passes_per_step_exchange_the_sum_once():
+    model = net()
+    a, b = local_gradients(model, data(0)), local_gradients(model, data(1))
+    expected = reference_mean([x + y for x, y in zip(a, b, strict=True)])
+    optimizer = wrap(model, backward_passes_per_step=2)
+    model(data(0)).square().mean().backward()
+    assert bits_of(a) == bits_of(p.grad for p in model.parameters())  # nothing is exchanged yet
+    model(data(1)).square().mean().backward()
+    assert_exact(expected, model.parameters())
+    assert optimizer.statistics().steps == 1
+
+
+@on_ranks(2)
+def test_a_short_last_window_is_exchanged_by_step():
+    model = net()
+    start = [p.detach().clone() for p in model.parameters()]
+    expected = reference_mean(local_gradients(model, data(0)))
+    optimizer = wrap(model, backward_passes_per_step=3, lr=1.0)
+    model(data(0)).square().mean().backward()
+    optimizer.step()
+    for p, before, mean in zip(model.parameters(), start, expected, strict=True):
+        assert torch.equal(p, before - mean)
+
+
+@on_ranks(2)
+def test_the_window_after_a_short_one_has_its_full_length():
+    model = net()
+    optimizer = wrap(model, backward_passes_per_step=2)
+    model(data(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mine = local_gradients(model, data(1))
+    model(data(1)).square().mean().backward()
+    assert bits_of(mine) == bits_of(p.grad for p in model.parameters())
+
+
+@on_ranks(2)
+def test_no_sync_accumulates_locally_and_the_next_backward_exchanges_the_sum():
+    model = net()
+    a, b = local_gradients(model, data(0)), local_gradients(model, data(1))
+    expected = reference_mean([x + y for x, y in zip(a, b, strict=True)])
+    optimizer = wrap(model)
+    with optimizer.no_sync():
+        model(data(0)).square().mean().backward()
+    assert optimizer.statistics().steps == 0
+    model(data(1)).square().mean().backward()
+    assert_exact(expected, model.parameters())
+
+
+@on_ranks(2)
+def test_a_layer_touched_only_under_no_sync_is_exchanged_too():
+    first, second = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(8, 2, bias=False)
+    model = torch.nn.ModuleDict({"first": first, "second": second})
+    expected = reference_mean(local_gradients(first, data(0)))
+    optimizer = wrap(model)
+    with optimizer.no_sync():
+        first(data(0)).square().mean().backward()
+    second(data(1)).square().mean().backward()
+    assert_exact(expected, [first.weight])
+
+
+@on_ranks(2)
+def test_a_second_backward_without_step_adds_its_mean_to_the_first():
+    model = net()
+    means = [reference_mean(local_gradients(model, data(step))) for step in (0, 1)]
+    wrap(model)
+    model(data(0)).square().mean().backward()
+    model(data(1)).square().mean().backward()
+    for p, a, b in zip(model.parameters(), *means, strict=True):
+        torch.testing.assert_close(p.grad, a + b)
+
+
+@on_ranks(2)
+def test_a_second_backward_without_step_keeps_the_mean_of_a_layer_that_this_rank_left_out():
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(8, 2, bias=False), "b": torch.nn.Linear(8, 2, bias=False)}
+    )
+    for layer in model.values():
+        torch.nn.init.ones_(layer.weight)
+    optimizer = wrap(model)
+    x = torch.ones(1, 8)
+    (model["a"](x).sum() + model["b"](x).sum()).backward()  # every gradient is 1
+    loss = model["a"](x).sum()
+    if gc.rank() == 0:
+        loss = loss + model["b"](x).sum()
+    loss.backward()
+    assert model["a"].weight.grad.unique().tolist() == [2.0]
+    assert model["b"].weight.grad.unique().tolist() == [1.5]
+    assert optimizer.statistics().steps == 2
+
+
+# ---------------------------------------------------------------------------------------- finish="step"
+
+
+def two_heads() -> torch.nn.ModuleDict:
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"a": torch.nn.Linear(8, 2), "b": torch.nn.Linear(8, 2)})
+
+
+@on_ranks(2)
+def test_finish_step_exchanges_several_backwards_over_disjoint_parameters():
+    model = two_heads()
+    expected = reference_mean([g for head in model.values() for g in local_gradients(head, data(0))])
+    optimizer = wrap(model, finish="step")
+    for head in model.values():
+        head(data(0)).square().mean().backward()
+    optimizer.synchronize()
+    assert_exact(expected, model.parameters())
+    assert optimizer.statistics().steps == 1
+
+
+@on_ranks(2)
+def test_without_finish_step_a_late_layer_is_an_error_that_names_the_option():
+    model = two_heads()
+    optimizer = wrap(model)
+    model["a"](data(0)).square().mean().backward()
+    with pytest.raises(gc.StateError, match='finish="step"'):
+        model["b"](data(0)).square().mean().backward()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_after_that_error_the_next_step_works():
+    model = two_heads()
+    optimizer = wrap(model)
+    model["a"](data(0)).square().mean().backward()
+    with pytest.raises(gc.StateError):
+        model["b"](data(0)).square().mean().backward()
+    optimizer.zero_grad()
+    (model["a"](data(1)) + model["b"](data(1))).square().mean().backward()
+    optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_finish_step_refuses_a_second_gradient_of_one_layer():
+    model = two_heads()
+    optimizer = wrap(model, finish="step")
+    model["a"](data(0)).square().mean().backward()
+    with pytest.raises(gc.StateError, match="backward_passes_per_step"):
+        model["a"](data(0)).square().mean().backward()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_finish_step_with_two_passes_exchanges_the_sum():
+    model = two_heads()
+    twice = [reference_mean(local_gradients(head, data(0))) for head in model.values()]
+    optimizer = wrap(model, finish="step", backward_passes_per_step=2)
+    for _ in range(2):
+        for head in model.values():
+            head(data(0)).square().mean().backward()
+    optimizer.synchronize()
+    assert_exact([2 * g for head in twice for g in head], model.parameters())
+
+
+# ---------------------------------------------------------------------------------------- unused
+
+
+@on_ranks(2)
+def test_a_layer_that_no_rank_used_has_no_gradient_and_adamw_does_not_move_it():
+    model = two_heads()
+    before = model["b"].weight.detach().clone()
+    optimizer = wrap(model, "quantize:bits=4", kind=torch.optim.AdamW)
+    for step in range(5):
+        optimizer.zero_grad()
+        model["a"](data(step)).square().mean().backward()
+        optimizer.step()
+    assert model["b"].weight.grad is None
+    assert torch.equal(model["b"].weight, before)
+
+
+@on_ranks(2)
+def test_a_rank_that_did_not_use_a_layer_counts_as_zero():
+    model = two_heads()
+    mine = local_gradients(model["b"], data(0))
+    expected = reference_mean([g if gc.rank() == 0 else torch.zeros_like(g) for g in mine])
+    wrap(model)
+    (model["b"] if gc.rank() == 0 else model["a"])(data(0)).square().mean().backward()
+    assert_exact(expected, model["b"].parameters())
+
+
+@on_ranks(2)
+def test_a_layer_left_out_for_long_comes_back():
+    model = two_heads()
+    optimizer = wrap(model)
+    for step in range(8):
+        optimizer.zero_grad()
+        head = model["a"](data(step))
+        if step == 7:
+            expected = reference_mean(local_gradients(model["b"], data(step)))
+            loss = head.square().mean() + model["b"](data(step)).square().mean()
+        else:
+            loss = head.square().mean()
+        loss.backward()
+        if step < 7:
+            optimizer.step()
+    assert_exact(expected, model["b"].parameters())
+
+
+# ---------------------------------------------------------------------------------------- sparse
+
+
+def embedding(sparse: bool = True) -> torch.nn.Embedding:
+    torch.manual_seed(0)
+    return torch.nn.Embedding(12, 4, sparse=sparse)
+
+
+def rows_of(rank: int) -> torch.Tensor:
+    return torch.tensor([[0, 1, 1, 3], [1, 3, 3, 11]][rank])  # duplicates within and between ranks
+
+
+def embedding_gradient(module, rank=None) -> None:
+    rows = rows_of(gc.rank() if rank is None else rank)
+    (module(rows) * (torch.arange(16.0).reshape(4, 4) + gc.rank())).sum().backward()
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+@on_ranks(2)
+def test_sparse_gradients_equal_dense_ones(as_dense):
+    dense, sparse = embedding(False), embedding()
+    wrap(dense)
+    wrap(sparse, sparse_as_dense=as_dense)
+    for module in (dense, sparse):
+        embedding_gradient(module)
+    assert sparse.weight.grad.is_sparse != as_dense
+    assert torch.equal(sparse.weight.grad.to_dense(), dense.weight.grad)
+
+
+@on_ranks(2)
+def test_sparse_gradients_arrive_without_duplicates():
+    module = embedding()
+    wrap(module)
+    embedding_gradient(module)
+    assert module.weight.grad.is_coalesced()
+    assert module.weight.grad.indices()[0].tolist() == [0, 1, 3, 11]
+
+
+@on_ranks(2)
+def test_many_sparse_rows_travel_as_a_dense_sum():
+    module, dense = embedding(), embedding(False)
+    wrap(dense)
+    wrap(module)
+    rows = torch.arange(12).repeat(3)
+    for m in (module, dense):
+        (m(rows) * (gc.rank() + 1)).sum().backward()
+    assert module.weight.grad.is_sparse
+    assert torch.equal(module.weight.grad.to_dense(), dense.weight.grad)
+
+
+@on_ranks(2)
+def test_a_rank_without_sparse_gradient_gets_the_mean_too():
+    module, other = embedding(), torch.nn.Linear(8, 2)
+    model = torch.nn.ModuleDict({"e": module, "o": other})
+    optimizer = wrap(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = other(data(0)).sum()
+        if gc.rank() == 0:
+            loss = loss + module(torch.tensor([5])).sum()
+        loss.backward()
+        assert module.weight.grad.to_dense()[5].tolist() == [0.5] * 4
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_sparse_adam_trains_alike_on_all_ranks():
+    module = embedding()
+    optimizer = wrap(module, kind=torch.optim.SparseAdam)
+    before = module.weight.detach().clone()
+    for _ in range(5):
+        optimizer.zero_grad()
+        embedding_gradient(module)
+        optimizer.step()
+    assert_same_on_all_ranks([module.weight])
+    assert (module.weight != before).any(1).nonzero()[:, 0].tolist() == [0, 1, 3, 11]
+
+
+@on_ranks(2)
+def test_sparse_gradients_of_float64_stay_exact():
+    dense, sparse = embedding(False).double(), embedding().double()
+    wrap(dense)
+    wrap(sparse)
+    for module in (dense, sparse):
+        (module(rows_of(gc.rank())) * (1 / 3 + gc.rank() * 1e-12)).sum().backward()
+    assert torch.equal(sparse.weight.grad.to_dense(), dense.weight.grad)
+
+
+@on_ranks(2)
+def test_a_layer_that_is_sparse_on_one_rank_and_dense_on_another_is_an_error_on_both():
+    module = embedding(sparse=gc.rank() == 0)
+    wrap(module)
+    with pytest.raises(gc.StateError, match="weight"):
+        embedding_gradient(module)
+
+
+@on_ranks(2)
+def test_a_second_backward_adds_to_a_sparse_mean():
+    module, dense = embedding(), embedding(False)
+    wrap(module)
+    wrap(dense)
+    for _ in range(2):
+        embedding_gradient(module)
+        embedding_gradient(dense)
+    torch.testing.assert_close(module.weight.grad.to_dense(), dense.weight.grad)
+
+
+# ---------------------------------------------------------------------------------------- non-finite
+
+
+@on_ranks(2)
+def test_a_nan_on_one_rank_reaches_the_same_layer_on_all_ranks_and_no_other():
+    model = two_heads()
+    wrap(model, gc.Policy("quantize:bits=4", filter=gc.Filter(min_elements=8)))
+    loss = model["a"](data(0)).square().mean()
+    scale = float("nan") if gc.rank() == 1 else 1.0
+    (loss + scale * model["b"](data(0)).square().mean()).backward()
+    assert model["b"].weight.grad.isnan().all()
+    assert model["a"].weight.grad.isfinite().all()
+
+
+@on_ranks(2)
+def test_the_step_after_a_nan_is_finite_again():
+    model = two_heads()
+    optimizer = wrap(model, gc.Policy("quantize:bits=4,rounding=nearest", filter=gc.Filter(min_elements=8)))
+    for step, scale in enumerate([1.0, float("inf") if gc.rank() else 1.0, 1.0]):
+        optimizer.zero_grad()
+        (scale * (model["a"](data(step)) + model["b"](data(step))).square().mean()).backward()
+        if step != 1:
+            optimizer.step()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert_same_on_all_ranks(model.parameters())
+
+
+# ---------------------------------------------------------------------------------------- telescoping
+
+
+@on_ranks(2, fingerprint_steps=0)
+def test_sum_of_applied_means_plus_residuals_is_the_sum_of_true_means():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(40, 40))
+    optimizer = gc.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("w", weight)], gc.Quantize(2, rounding="nearest", bucket_size=64)
+    )
+    owed = torch.zeros(40, 40, dtype=torch.float64)
+    for step in range(20):
+        gradient = torch.randn(40, 40, generator=torch.Generator().manual_seed(10 * step + gc.rank()))
+        owed += reference_mean([gradient.double()])[0]
+        optimizer.zero_grad()
+        (weight * gradient).sum().backward()
+        owed -= weight.grad.double()
+        optimizer.step()
+    residuals = optimizer._gradcomp.exchange.exchanger.pipeline.residuals
+    kept = torch.from_numpy(residuals.first.value(0).copy()).double() / gc.size()
+    for row, owned in enumerate(residuals.ranges):
+        kept[owned.start : owned.end] += torch.from_numpy(residuals.second.value(row).copy())
+    dist.all_reduce(kept)
+    torch.testing.assert_close(kept.reshape(40, 40), owed, atol=1e-4, rtol=1e-4)
