@@ -60,8 +60,14 @@ class TestDoubleBuffer:
         base, later = buffer.read_addresses(np.array([2, 2]), np.array([0, 3]))
         assert later - base == 12
 
-    def test_memory_is_eight_bytes_an_element(self):
-        assert DoubleBuffer(LENGTHS).nbytes == 8 * sum(LENGTHS)
+    def test_memory_is_eight_bytes_an_element_in_whole_cache_lines(self):
+        assert DoubleBuffer(LENGTHS).nbytes == 8 * sum(16 * -(-length // 16) for length in LENGTHS)
+
+    def test_rows_start_at_cache_lines(self):
+        buffer = DoubleBuffer(LENGTHS)
+        rows, starts = np.arange(len(LENGTHS)), np.zeros(len(LENGTHS), dtype=np.int64)
+        for addresses in (buffer.read_addresses(rows, starts), buffer.write_addresses(rows, starts)):
+            assert not (addresses % 64).any()
 
     def test_no_rows_are_fine(self):
         DoubleBuffer(()).commit(np.zeros(0, dtype=bool))
