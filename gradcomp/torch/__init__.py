@@ -17,6 +17,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from gradcomp.torch.checkpoint import load, save
 from gradcomp.torch.collectives import (
     Average,
     Sum,
@@ -61,10 +62,12 @@ __all__ = [
     "broadcast_parameters",
     "init",
     "is_initialized",
+    "load",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "save",
     "shutdown",
     "size",
     "synchronize",

@@ -1,0 +1,322 @@
+"""``save`` and ``load``: the compression state of all ranks, in a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError, StateError, WireFormatError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.core.state import Range
+from gradcomp.engine import Exchanger
+from gradcomp.pipeline import Pipeline, checkpoint
+from gradcomp.pipeline.snapshot import Shared, Snapshot, check, inherit, merge, restore, snapshot
+from gradcomp.torch.channel import Call, current_channel
+from gradcomp.transport.inprocess import World
+
+logger = logging.getLogger("gradcomp")
+
+T = TypeVar("T")
+
+_MOST_REPORT_BYTES = 1 << 29
+_TOKEN = re.compile("[0-9a-f]{16}")
+
+
+def save(directory: str | Path, opt: Any) -> None:
+    """Write the compression state of all ranks to ``directory``: residuals, step, plan, bucket order.
+
+    ``opt``: what :func:`DistributedOptimizer` returned, or the state of :func:`ddp_comm_hook`. Model and optimizer are
+    not in it; save them as always. One directory holds one checkpoint of one optimizer: the new one takes the place of
+    the old one in a single rename, after all ranks' files are on disk.
+
+    Collective, between two steps. Wire: a few hundred bytes per rank. Disk: 4 bytes for each element with feedback per
+    rank, and 4/N for the chunk owner's.
+    Raises StateError on every rank if a gradient has come that ``step()`` has not used, or a file cannot be written;
+    the old checkpoint is then untouched. ConfigError if ``opt`` is something else, PlanMismatchError if the ranks call
+    different things.
+    """
+    talk = _Talk("gc.save")
+    path = Path(directory)
+
+    def take() -> tuple[Snapshot, dict[str, str]]:
+        state = keeper_of(opt).snapshot()
+        shared = json.dumps(state.shared.to_plain(), sort_keys=True)
+        return state, {"shared": hashlib.sha256(shared.encode()).hexdigest(), "token": secrets.token_hex(8)}
+
+    state, told = talk.together("take", take)
+    if any(other["shared"] != told[0]["shared"] for other in told):
+        raise StateError("gc.save: the ranks are not at the same step of the same run")
+    token = str(told[0]["token"])
+    if not _TOKEN.fullmatch(token):
+        raise WireFormatError(f"gc.save: rank 0 sent {token!r:.40} for a token")
+
+    def write() -> tuple[None, dict[str, Any]]:
+        return None, asdict(checkpoint.write_rank(path, state, token))
+
+    def publish() -> tuple[None, None]:
+        if talk.rank == 0:
+            checkpoint.write_manifest(path, checkpoint.Manifest(state.shared, files))
+        return None, None
+
+    own = f"rank-{state.rank}-of-{state.world}.{token}.safetensors"
+    try:
+        files = tuple(checkpoint.File.from_plain(file) for file in talk.together("write", write)[1])
+    except StateError:
+        with suppress(OSError):
+            (path / own).unlink()  # nothing refers to it
+        raise
+    talk.together("publish", publish)
+    checkpoint.remove_others(path, {file.name for file in files})
+
+
+def load(directory: str | Path, opt: Any) -> None:
+    """Go on from what :func:`save` wrote to ``directory``.
+
+    ``opt``: as for :func:`save`, wrapped anew with the same layers; its step, plan, bucket order and residuals are
+    replaced. With the number of ranks that saved, training then continues bit for bit. With another, every rank gets
+    the mean over the old ranks of what they had not sent: each reads the files of all. Model and optimizer are not in
+    it; load them as always, before or after.
+
+    Collective, between two steps. Rank 0 reads the manifest for all; every rank reads its own file.
+    Raises StateError on every rank, with nothing changed, if there is no checkpoint, a file is missing or damaged, a
+    layer is unknown, missing or misshapen (one error lists them all), the format is another version's, or a step is
+    open. ConfigError and PlanMismatchError as for :func:`save`.
+    """
+    talk = _Talk("gc.load")
+    path = Path(directory)
+
+    def open_manifest() -> tuple[Keeper, str]:
+        keeper = keeper_of(opt)
+        keeper.settle()
+        return keeper, checkpoint.read_manifest(path) if talk.rank == 0 else ""
+
+    def read() -> tuple[Snapshot, None]:
+        manifest = checkpoint.Manifest.from_text(str(told[0]))
+        world = len(manifest.files)
+        if world == talk.size:
+            state = checkpoint.read_rank(path, manifest, talk.rank)
+        else:
+            states = (checkpoint.read_rank(path, manifest, rank) for rank in range(world))
+            state = merge(states, talk.rank, talk.size)
+            if talk.rank == 0:
+                logger.info("residuals of %d ranks are taken over by %d", world, talk.size)
+        keeper.check(state)
+        return state, None
+
+    keeper, told = talk.together("open", open_manifest)
+    state, _ = talk.together("read", read)
+    keeper.restore(state)
+
+
+class Keeper:
+    """Where the compression state of an exchanger is.
+
+    Without an exchanger, in a world of one, it keeps for a later job what a checkpoint holds, and applies nothing.
+    ``settle``: called before the state is read or replaced; raises StateError in the midst of a step. ``unit``: see
+    :class:`gradcomp.pipeline.snapshot.Shared`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        plan: Plan,
+        config: Config,
+        exchanger: Exchanger | None,
+        settle: Callable[[], None],
+        unit: float = 1.0,
+    ) -> None:
+        self.settle = settle
+        self._layers = layers
+        self._plan = plan
+        self._config = config
+        self._exchanger = exchanger
+        self._unit = unit
+        self.awaited = False
+        self._restored = False
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """The exchanger's; in a world of one, one that never steps, made when it is first asked for."""
+        if self._exchanger is not None:
+            return self._exchanger.pipeline
+        (transport,) = World(1).transports()
+        return Pipeline(self._layers, self._plan, transport, self._config, lambda layer: 0)
+
+    def snapshot(self) -> Snapshot:
+        """This rank's state. Local."""
+        self.settle()
+        return snapshot(self.pipeline, self._unit)
+
+    def check(self, state: Snapshot) -> None:
+        """Raise StateError if the state does not fit. Local."""
+        check(self.pipeline, state)
+
+    def restore(self, state: Snapshot) -> None:
+        """Go on from ``state``. Local."""
+        self.settle()
+        restore(self.pipeline, state, self._unit)
+        self.awaited, self._restored = False, True
+
+    def inherit(self, old: Keeper) -> None:
+        """Go on from the state of a keeper with fewer layers. Local."""
+        if self._exchanger is not None or "pipeline" in old.__dict__:
+            inherit(self.pipeline, old.pipeline)
+
+    def state(self) -> dict[str, Any]:
+        """The snapshot as tensors, numbers and strings."""
+        return to_plain(self.snapshot())
+
+    def load(self, plain: Any) -> None:
+        """Inverse of :meth:`state`."""
+        self.restore(from_plain(plain))
+
+    def state_is_due(self) -> None:
+        """The optimizer's own state came from elsewhere: unless ours does too, the next step says so."""
+        self.awaited = not self._restored
+
+    def before_step(self) -> None:
+        """Warn if only the optimizer's own state was loaded."""
+        awaited, self.awaited, self._restored = self.awaited, False, False
+        if awaited and self._exchanger is not None and self.pipeline.residuals.nbytes:
+            logger.warning(
+                "the optimizer's state was loaded, its compression state was not: residuals start again from zero, "
+                "what had not been sent is lost (gradcomp.torch.load)"
+            )
+
+
+def keeper_of(opt: Any) -> Keeper:
+    """The keeper of a distributed optimizer, of a hook's state, or of anything with an exchanger; else ConfigError."""
+    keeper = getattr(getattr(opt, "_gradcomp", opt), "keeper", None)
+    if isinstance(keeper, Keeper):
+        return keeper
+    exchanger = getattr(opt, "exchanger", None)
+    if not isinstance(exchanger, Exchanger):
+        raise ConfigError(
+            f"expected what DistributedOptimizer or ddp_comm_hook returned, got {type(opt).__name__}"
+        )
+    pipeline = exchanger.pipeline
+    settle = getattr(opt, "settle", lambda: None)
+    return Keeper(pipeline.layers, pipeline.plan, pipeline.config, exchanger, settle)
+
+
+@contextmanager
+def not_from_checkpoint(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """What the optimizer's ``load_state_dict`` takes in here has no compression state that belongs to it."""
+    keeper = getattr(getattr(optimizer, "_gradcomp", None), "keeper", None)
+    awaited = isinstance(keeper, Keeper) and keeper.awaited
+    yield
+    if isinstance(keeper, Keeper):
+        keeper.awaited = awaited
+
+
+def to_plain(state: Snapshot) -> dict[str, Any]:
+    """A snapshot as ``torch.save`` takes and ``torch.load(weights_only=True)`` gives it: tensors, numbers, strings."""
+    names = list(state.shared.layers)
+    return {
+        "rank": state.rank,
+        "world": state.world,
+        **state.shared.to_plain(),
+        "residuals": {name: torch.from_numpy(value) for name, value in state.first.items()},
+        "second_residual_ranges": [[names[r.layer], r.start, r.length] for r in state.ranges],
+        "second_residuals": torch.from_numpy(state.second),
+    }
+
+
+def from_plain(data: Any) -> Snapshot:
+    """Inverse of :func:`to_plain`; StateError for anything else."""
+    shared = Shared.from_plain(data)
+    numbers = {name: number for number, name in enumerate(shared.layers)}
+    try:
+        rows = [(numbers[name], start, length) for name, start, length in data["second_residual_ranges"]]
+        values = [data["rank"], data["world"], *(value for row in rows for value in row)]
+        if not all(type(value) is int for value in values):
+            raise TypeError("a number is not whole")
+        return Snapshot(
+            data["rank"],
+            data["world"],
+            shared,
+            {str(name): _array(value) for name, value in data["residuals"].items()},
+            tuple(Range(*row) for row in rows),
+            _array(data["second_residuals"]).reshape(-1),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise StateError(f"not a compression state: {error!r}") from error
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {type(value).__name__}")
+    array: np.ndarray[Any, Any] = value.detach().cpu().numpy()
+    return array
+
+
+class _Talk:
+    """What the ranks tell each other in one call. They go on only if it went well on all of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._channel = current_channel()
+        self.rank = 0 if self._channel is None else self._channel.rank
+        self.size = 1 if self._channel is None else self._channel.size
+
+    def together(self, stage: str, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Do ``work`` on every rank: its first result, and every rank's second one.
+
+        If it raised on any rank: StateError (or ConfigError) on all, with what happened where.
+        """
+        result: list[T] = []
+        cause: Exception | None = None
+        report: dict[str, Any]
+        try:
+            mine, told = work()
+            result.append(mine)
+            report = {"told": told}
+        except (StateError, ConfigError, OSError) as error:
+            cause = error
+            report = {"error": str(error), "config": isinstance(error, ConfigError)}
+        reports = self._gather(stage, json.dumps(report).encode())
+        failures = [f"rank {r}: {other['error']}" for r, other in enumerate(reports) if "error" in other]
+        if failures:
+            kind = ConfigError if any(other.get("config") for other in reports) else StateError
+            shown = "; ".join(failures[:3]) + (f"; and {len(failures) - 3} more" if len(failures) > 3 else "")
+            raise kind(f"{self._name}: {shown}") from cause
+        return result[0], [other["told"] for other in reports]
+
+    def _gather(self, stage: str, text: bytes) -> list[dict[str, Any]]:
+        channel = self._channel
+        if channel is None:
+            return [json.loads(text)]
+
+        def exchange(lengths: list[int]) -> list[dict[str, Any]]:
+            if not all(0 <= length <= _MOST_REPORT_BYTES for length in lengths):
+                raise WireFormatError(f"reports of {lengths} bytes")
+            own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            whole = channel.allgather(own, lengths).numpy().tobytes()
+            ends = np.cumsum(lengths).tolist()
+            return [_report(whole[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+        return channel.submit(Call(self._name, [f"{self._name}: {stage}"], len(text)), exchange).result()
+
+
+def _report(text: bytes) -> dict[str, Any]:
+    try:
+        report = json.loads(text)
+    except ValueError as error:
+        raise WireFormatError(f"a rank's report is not JSON: {error}") from error
+    if not isinstance(report, dict) or not report.keys() & {"told", "error"}:
+        raise WireFormatError("a rank's report is malformed")
+    return report
