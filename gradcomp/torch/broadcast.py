@@ -11,6 +11,7 @@ import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.torch.channel import Call, Channel, alone, current_channel, root_problem
+from gradcomp.torch.checkpoint import not_from_checkpoint
 from gradcomp.torch.tensors import bytes_of, dense_problem, form
 
 _CHUNK_BYTES = 64 << 20
@@ -68,7 +69,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     is_root = channel.rank == root_rank
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank)
     if not is_root:
-        optimizer.load_state_dict(state)
+        with not_from_checkpoint(optimizer):
+            optimizer.load_state_dict(state)
         _restore_dtypes(optimizer, state["state"])
 
 

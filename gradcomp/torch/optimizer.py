@@ -15,8 +15,9 @@ import torch
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.statistics import Span, Statistics
-from gradcomp.pipeline.snapshot import inherit
+from gradcomp.engine import Exchanger
 from gradcomp.torch import runtime
+from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.collectives import Average, ReduceOp, Sum
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
@@ -115,11 +116,14 @@ class Arguments:
 class Core:
     """What a distributed optimizer has beside the wrapped one."""
 
-    def __init__(self, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange) -> None:
+    def __init__(
+        self, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange, keeper: Keeper
+    ) -> None:
         self.arguments = arguments
         self.named = named
         self.frozen = frozen
         self.exchange = exchange
+        self.keeper = keeper
         self.reporter: Reporter | None = None
         self.skip_synchronize = False
         self.warned_about_scaler = False
@@ -149,12 +153,35 @@ def _build(
         predivide=arguments.predivide,
         grad_scaler=arguments.grad_scaler,
     )
-    core = Core(arguments, named, frozen, exchange)
+    exchanger: Exchanger | None = None
+    reporter: Reporter | None = None
     if transport is not None:
         average = arguments.op is Average
-        exchanger, core.reporter = start(state, transport, proposal, exchange.allocate, average=average)
+        exchanger, reporter = start(state, transport, proposal, exchange.allocate, average=average)
         exchange.attach(exchanger)
+    keeper = Keeper(
+        proposal.layers,
+        proposal.plan,
+        state.config,
+        exchanger,
+        settle=lambda: _settle(exchange),
+        unit=arguments.predivide,
+    )
+    core = Core(arguments, named, frozen, exchange, keeper)
+    core.reporter = reporter
     return core
+
+
+def _settle(exchange: GradientExchange) -> None:
+    """End a step that cannot be accepted any more; StateError for one that can."""
+    if exchange._exchanger is None:
+        return
+    if exchange.has_result() and not exchange.finish().finite:
+        exchange.commit()  # refused, as it will be whatever the caller does next
+    if exchange._touched or exchange._result is not None or exchange.exchanger.is_open:
+        raise StateError(
+            "a step is open: there are gradients that neither step() nor zero_grad() has dealt with"
+        )
 
 
 class Distributed:
@@ -169,6 +196,7 @@ class Distributed:
             return super().step(closure)  # type: ignore[misc]
         _check_frozen(core)
         _check_scaler(core, sys._getframe(1))
+        core.keeper.before_step()
         if closure is not None:
             return self._step_with(closure)
         if not (core.skip_synchronize and core.exchange.has_result()):
@@ -247,6 +275,25 @@ class Distributed:
             raise ConfigError(f"{len(names)} names for {len(added)} parameters")
         _rebuild(self, core, [*core.named, *core.frozen, *zip(names, added, strict=True)])
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The wrapped optimizer's; unless compression state is loaded as well, the next step warns."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._gradcomp.keeper.state_is_due()
+
+    def compression_state(self) -> dict[str, Any]:
+        """This rank's residuals by layer name, step, plan, bucket order: copies, as tensors, numbers and strings.
+
+        ``torch.load(weights_only=True)`` reads what ``torch.save`` makes of it. Local; StateError while a step is open.
+        """
+        return self._gradcomp.keeper.state()
+
+    def load_compression_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
+
+        Local. StateError, with nothing changed, if anything does not fit (the error lists it all) or a step is open.
+        """
+        self._gradcomp.keeper.load(state)
+
     def statistics(self) -> Statistics:
         """This rank's counters since the start. Local: no communication."""
         exchanger = self._gradcomp.exchange._exchanger
@@ -304,8 +351,8 @@ def _rebuild(optimizer: Any, core: Core, named: Named) -> None:
     old.drain()
     old.detach()
     fresh = _build(state, optimizer, named, core.arguments)
+    fresh.keeper.inherit(core.keeper)
     if old._exchanger is not None:
-        inherit(fresh.exchange.exchanger.pipeline, old.exchanger.pipeline)
         state.exchangers.remove(old.exchanger)
         old.exchanger.close()
     fresh.steps = core.steps
