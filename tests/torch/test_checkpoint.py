@@ -1,0 +1,416 @@
+"""An interrupted job goes on bit for bit, other numbers of ranks lose nothing, what cannot be loaded is an error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import Finished, run_ranks
+
+from gradcomp.core.errors import StateError
+from gradcomp.pipeline import checkpoint
+
+#: What every program below begins with.
+COMMON = '''
+import json, logging, os, shutil, signal, sys
+from pathlib import Path
+import torch, torch.nn as nn, torch.nn.functional as F
+import gradcomp.torch as gc
+
+HALF = 4
+FEEDBACK = "4 bits nearest"
+KINDS = {
+    FEEDBACK: gc.Quantize(4, 32, rounding="nearest"),
+    "1 bit nearest": gc.Quantize(1, 16, rounding="nearest"),
+    "stochastic": gc.Quantize(3, 33),
+    "bf16": gc.Compression.bf16,
+    "none": gc.Compression.none,
+}
+
+class Net(nn.Module):
+    """Not registered in the order of use, with a layer that is used in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(24, 5)
+        self.seldom = nn.Linear(24, 24)
+        self.first = nn.Linear(12, 40)
+        self.norm = nn.LayerNorm(40)
+        self.second = nn.Linear(40, 24)
+
+    def forward(self, x, seldom):
+        x = torch.tanh(self.second(self.norm(torch.tanh(self.first(x)))))
+        return self.last(self.seldom(x) if seldom else x)
+
+def make(kind, seed=0, **arguments):
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    compression = gc.Policy(kind, filter=gc.Filter(min_elements=100))
+    return model, gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
+
+def backward(model, step):
+    data = torch.Generator().manual_seed(1000 * step + gc.rank())
+    x, y = torch.randn(8, 12, generator=data), torch.randint(0, 5, (8,), generator=data)
+    F.cross_entropy(model(x, step in (1, 6)), y).backward()
+
+def train(model, opt, first, steps):
+    for step in range(first, first + steps):
+        opt.zero_grad()
+        backward(model, step)
+        opt.step()
+
+def everything(model, opt):
+    return {"model": model.state_dict(), "optimizer": opt.state_dict(), "compression": opt.compression_state()}
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+def fails(kind, call):
+    try:
+        call()
+    except kind as error:
+        assert type(error) is kind, repr(error)
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+folder = Path(sys.argv[1])
+gc.init(slice_elements=256, cold_after_steps=2, timeout_seconds=30, log_level="warning")
+mine = folder / f"rank{gc.rank()}-of-{gc.size()}"
+'''
+
+FIRST_HALF = (
+    COMMON
+    + """
+for name, kind in KINDS.items():
+    model, opt = make(kind)
+    train(model, opt, 0, 2 * HALF)
+    torch.save(everything(model, opt), f"{mine} {name} whole.pt")
+    model, opt = make(kind)
+    train(model, opt, 0, HALF)
+    gc.save(folder / name, opt)
+    torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, f"{mine} {name} half.pt")
+    state = opt.compression_state()
+    assert state["step"] == HALF and state["cold"] == ["seldom.bias", "seldom.weight"], state
+    assert state["order"][:2] == ["last.weight", "last.bias"] or state["order"][:2] == ["last.bias", "last.weight"]
+    assert len(opt._gradcomp.exchange.exchanger.pipeline.layout.buckets) > 5
+    assert any(value.any() for value in state["residuals"].values()) == ("nearest" in name)
+"""
+)
+
+SECOND_HALF = (
+    COMMON
+    + """
+for name, kind in KINDS.items():
+    model, opt = make(kind, seed=9)
+    half = torch.load(f"{mine} {name} half.pt", weights_only=True)
+    model.load_state_dict(half["model"])
+    opt.load_state_dict(half["optimizer"])
+    gc.load(folder / name, opt)
+    train(model, opt, HALF, HALF)
+    whole = torch.load(f"{mine} {name} whole.pt", weights_only=True)
+    now = everything(model, opt)
+    for part in whole:
+        for key in whole[part]:
+            assert same(now[part][key], whole[part][key]), (name, part, key)
+
+    plain_model = Net()
+    plain = torch.optim.SGD(plain_model.parameters(), lr=1.0, momentum=0.9)
+    plain.load_state_dict(half["optimizer"])
+    assert plain.state_dict()["param_groups"][0]["lr"] == 0.05
+    assert same(plain.state_dict()["state"], half["optimizer"]["state"])
+"""
+)
+
+
+def ranks(program: str, world: int, folder: Path, **options) -> list[Finished]:
+    finished = run_ranks(program, world, arguments=(str(folder),), **options)
+    assert [one.returncode for one in finished] == [0] * world, finished
+    return finished
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[int, Path]:
+    """Checkpoints of jobs of 2 and of 3 ranks, each in its folder."""
+    made = {world: tmp_path_factory.mktemp(f"world{world}") for world in (2, 3)}
+    for world, folder in made.items():
+        ranks(FIRST_HALF, world, folder)
+    return made
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_resumed_is_uninterrupted(folders, world: int):
+    for finished in ranks(SECOND_HALF, world, folders[world]):
+        assert "WARNING" not in finished.stderr
+        assert "compression state" not in finished.stderr
+
+
+# ----------------------------------------------------------------------------------------- other numbers of ranks
+
+RESIZE = (
+    COMMON
+    + """
+model, opt = make(KINDS[FEEDBACK])
+gc.load(sys.argv[2], opt)
+gc.save(sys.argv[3], opt)
+assert opt.compression_state()["step"] == HALF
+if gc.size() > 1:
+    train(model, opt, HALF, 2)
+    opt.add_param_group({"params": [nn.Parameter(torch.randn(20, 20))], "names": ["extra"]})
+    assert opt.compression_state()["step"] == HALF + 2
+"""
+)
+
+
+def owed(folder: Path) -> dict[str, np.ndarray]:
+    """Per layer, the mean of the first residuals and the owners' second ones, in float64."""
+    manifest = checkpoint.Manifest.from_text(checkpoint.read_manifest(folder))
+    world, names = len(manifest.files), list(manifest.shared.layers)
+    total: dict[str, np.ndarray] = {}
+    for rank in range(world):
+        state = checkpoint.read_rank(folder, manifest, rank)
+        for name, value in state.first.items():
+            total[name] = total.get(name, 0.0) + value.astype(np.float64) / world
+        at = 0
+        for r in state.ranges:
+            total[names[r.layer]].reshape(-1)[r.start : r.end] += state.second[at : at + r.length]
+            at += r.length
+    return total
+
+
+def test_other_numbers_of_ranks_keep_the_mean_residual(folders, tmp_path):
+    old = folders[2] / "4 bits nearest"
+    expected = owed(old)
+    assert all(value.any() for name, value in expected.items() if name != "seldom.weight")
+    for number, world in enumerate((3, 1, 2)):
+        new = tmp_path / str(number)
+        finished = run_ranks(RESIZE, world, arguments=(str(tmp_path), str(old), str(new)))
+        assert [one.returncode for one in finished] == [0] * world, finished
+        assert len(list(new.iterdir())) == world + 1
+        for name, value in owed(new).items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-12)
+        old = new
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+WRONG = (
+    COMMON
+    + """
+model, opt = make(KINDS[FEEDBACK])
+StateError, ConfigError = gc.StateError, gc.ConfigError
+
+def unchanged(call):
+    before = opt.compression_state()
+    text = call()
+    assert same(opt.compression_state(), before)
+    return text
+
+train(model, opt, 0, 2)
+for case, expected in json.loads((folder / "cases.json").read_text()).items():
+    text = unchanged(lambda: fails(StateError, lambda: gc.load(folder / case, opt)))
+    assert expected in text, (case, text)
+
+# Another model: one error lists all layers.
+other = nn.Sequential(nn.Linear(12, 40), nn.Linear(40, 5))
+other_opt = gc.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters(), "fp16")
+text = fails(StateError, lambda: gc.load(folder / "good", other_opt))
+for part in ("unknown layer 'first.weight'", "unknown layer 'norm.bias'", "missing layer '0.weight'",
+             "missing layer '1.bias'", "rank 0", "rank 1"):
+    assert part in text, (part, text)
+assert other_opt.compression_state()["step"] == 0
+
+# A step open: on all ranks, or on one only.
+backward(model, 2)
+for call in (lambda: gc.save(folder / "new", opt), lambda: gc.load(folder / "good", opt)):
+    assert "rank 0: a step is open" in fails(StateError, call)
+assert "a step is open" in fails(StateError, opt.compression_state)
+opt.zero_grad()
+if gc.rank() == 1:
+    with opt.no_sync():
+        backward(model, 2)
+assert "gc.save: rank 1: a step is open" in fails(StateError, lambda: gc.save(folder / "new", opt))
+opt.zero_grad()
+assert not (folder / "new").exists()
+
+# An exchange that cannot be accepted any more is no open step: a loss scaler skipped it.
+steps = opt._gradcomp.exchange.exchanger.pipeline.step
+(model.last.weight.sum() * float("nan")).backward()
+assert opt.compression_state()["step"] == steps + 1
+opt.zero_grad()
+
+# Wrong use, on one rank only.
+thing = opt if gc.rank() == 0 else model
+assert "rank 1: expected what DistributedOptimizer" in fails(ConfigError, lambda: gc.save(folder / "new", thing))
+if gc.rank() == 0:
+    text = fails(gc.PlanMismatchError, lambda: gc.save(folder / "new", opt))
+else:
+    text = fails(gc.PlanMismatchError, lambda: gc.load(folder / "good", opt))
+assert "gc.save" in text and "gc.load" in text
+(folder / "occupied").write_text("") if gc.rank() == 0 else None
+gc.barrier()
+assert "rank 1: rank-1-of-2" in fails(StateError, lambda: gc.save(folder / "occupied", opt))
+
+# Ranks at different steps.
+state = opt.compression_state()
+if gc.rank() == 1:
+    opt.load_compression_state({**state, "step": 77})
+assert "not at the same step" in fails(StateError, lambda: gc.save(folder / "new", opt))
+assert "state of rank" in fails(StateError, lambda: opt.load_compression_state({**state, "rank": 1 - gc.rank()}))
+for hostile in (None, {}, [], {**state, "residuals": 3}, {**state, "second_residuals": [1.0]}, {**state, "rank": "0"},
+                {**state, "second_residual_ranges": [["first.weight", 0, 1.5]]}, {**state, "residuals": {}}):
+    fails(StateError, lambda: opt.load_compression_state(hostile))
+torch.save(state, f"{mine} state.pt")
+opt.load_compression_state(torch.load(f"{mine} state.pt", weights_only=True))
+assert same(opt.compression_state(), state)
+
+# After all that, good ones still load, and the next save takes their place.
+gc.load(folder / "good", opt)
+assert opt.compression_state()["step"] == HALF
+(folder / "good" / "rank-1-of-2.0123456789abcdef.safetensors").write_text("of a killed save")
+gc.save(folder / "good", opt)
+gc.barrier()
+assert len(list((folder / "good").iterdir())) == 3, list((folder / "good").iterdir())
+assert not list(folder.glob("new/*"))
+
+# Only the optimizer's state: said once.
+heard = []
+handler = logging.Handler()
+handler.emit = lambda record: heard.append(record.getMessage())
+logging.getLogger("gradcomp").addHandler(handler)
+train(model, opt, HALF, 1)
+gc.broadcast_optimizer_state(opt)
+train(model, opt, HALF + 1, 1)
+assert not heard, heard
+for _ in range(2):
+    opt.load_state_dict(opt.state_dict())
+    gc.load(folder / "good", opt)
+    train(model, opt, HALF, 1)
+    gc.load(folder / "good", opt)
+    opt.load_state_dict(opt.state_dict())
+    train(model, opt, HALF, 1)
+assert not heard, heard
+opt.load_state_dict(opt.state_dict())
+train(model, opt, HALF, 2)
+assert len(heard) == 1 and "start again from zero" in heard[0], heard
+"""
+)
+
+
+def damaged(good: Path, folder: Path) -> dict[str, str]:
+    """Copies of a checkpoint, each broken in its own way; and what the error must say."""
+    expected: dict[str, str] = {}
+
+    def case(name: str, text: str) -> Path:
+        expected[name] = text
+        return Path(shutil.copytree(good, folder / name))
+
+    def edited(name: str, text: str, *, sealed: bool = True, **changes) -> None:
+        path = case(name, text) / checkpoint.MANIFEST
+        body = {**json.loads(path.read_text()), **changes}
+        if sealed:
+            del body["digest"]
+            body["digest"] = checkpoint._digest(body)
+        path.write_text(json.dumps(body))
+
+    whole = json.loads((good / checkpoint.MANIFEST).read_text())
+    files = whole["files"]
+    expected["nothing"] = "there is no checkpoint in"
+    for path in case("no manifest", "there is no checkpoint in").glob("manifest.json"):
+        path.unlink()
+    (case("empty manifest", "the checkpoint's manifest is damaged") / checkpoint.MANIFEST).write_text("")
+    (case("binary manifest", "the checkpoint's manifest is damaged") / checkpoint.MANIFEST).write_bytes(
+        b"\xff\0\1"
+    )
+    (case("deep manifest", "the checkpoint's manifest is damaged") / checkpoint.MANIFEST).write_text(
+        "[" * 10**6
+    )
+    (case("list manifest", "is not that of a gradcomp checkpoint") / checkpoint.MANIFEST).write_text("[1]")
+    edited("other kind", "is not that of a gradcomp checkpoint", kind="another")
+    edited(
+        "other format",
+        "format 99 (of gradcomp '7.0'), this gradcomp reads format 1",
+        format=99,
+        gradcomp="7.0",
+    )
+    edited("edited", "does not match its digest", sealed=False, shared={**whole["shared"], "step": 3})
+    edited("many ranks", "a file for each of 3 ranks", world=3)
+    edited("no ranks", "a file for each of 0 ranks", world=0, files=[])
+    edited("no files", "a file for each of 2 ranks", files=None)
+    edited("escaping", "impossible file", files=[{**files[0], "name": "../secret"}, files[1]])
+    edited("endless", "impossible file", files=[{**files[0], "nbytes": 2**60}, files[1]])
+    edited("odd files", "does not name its files", files=[1, 2])
+    edited("negative step", "not a compression state", shared={**whole["shared"], "step": -1})
+    edited("no layers", "not a compression state", shared={**whole["shared"], "layers": []})
+    edited("nothing shared", "not a compression state", shared=None)
+    swapped = [{**files[1], "name": files[0]["name"]}, files[1]]
+    edited("other rank's file", "rank 0: rank-0-of-2", files=swapped)
+    (case("missing file", "rank 1: rank-1-of-2") / files[1]["name"]).unlink()
+    path = case("cut file", "does not have the") / files[1]["name"]
+    path.write_bytes(path.read_bytes()[:-1])
+    path = case("long file", "does not have the") / files[1]["name"]
+    path.write_bytes(path.read_bytes() + b"\0")
+    path = case("flipped bit", "does not match its checksum") / files[0]["name"]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    return expected
+
+
+def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_every_rank(folders, tmp_path):
+    good = shutil.copytree(folders[2] / "4 bits nearest", tmp_path / "good")
+    (tmp_path / "cases.json").write_text(json.dumps(damaged(good, tmp_path)))
+    ranks(WRONG, 2, tmp_path)
+
+
+KILLED = (
+    COMMON
+    + """
+from gradcomp.pipeline import checkpoint
+
+model, opt = make(KINDS[FEEDBACK])
+train(model, opt, 0, 2)
+gc.save(folder, opt)
+gc.barrier()
+train(model, opt, 2, 1)
+
+def write_manifest(directory, manifest):
+    (directory / "manifest.json.partial").write_text(manifest.to_text()[:100])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.write_manifest = write_manifest
+fails(gc.TransportError, lambda: gc.save(folder, opt))
+"""
+)
+
+
+def test_a_killed_save_leaves_the_checkpoint_before(tmp_path):
+    folder = tmp_path / "checkpoint"
+    first, second = run_ranks(KILLED, 2, arguments=(str(folder),))
+    assert first.returncode == -9
+    assert second.returncode == 0, second
+    assert len(list(folder.iterdir())) == 6  # both saves' files
+    manifest = checkpoint.Manifest.from_text(checkpoint.read_manifest(folder))
+    assert manifest.shared.step == 2
+    for rank in range(2):
+        assert not checkpoint.read_rank(folder, manifest, rank).problems()
+
+
+def test_no_checkpoint_outside_of_the_directory(tmp_path):
+    """A manifest names files in its own directory only."""
+    for name in (
+        "../x",
+        "/etc/passwd",
+        "rank-0-of-1.0123456789abcdef.safetensors/..",
+        "rank-0-of-1.safetensors",
+        "",
+    ):
+        with pytest.raises(StateError, match="impossible file"):
+            checkpoint.File.from_plain({"name": name, "nbytes": 1, "sha256": "0" * 64})
