@@ -80,11 +80,17 @@ class Watch:
             )
 
     def culprits(self, position: Position) -> str:
-        """Ask all ranks where they are; say which are dead or behind. Takes up to two seconds."""
+        """Ask all ranks where they are; say which are dead or behind. Takes up to two seconds.
+
+        If another rank has found out meanwhile, and may be gone by now, its words count.
+        """
         try:
             answers = self._ask(position)
+            abort = self._lookup("abort")
         except TransportError as error:
             return f"the ranks cannot be asked: {error}"
+        if abort is not None:
+            return f"aborted by {abort.decode(errors='replace')}"
         silent = [r for r in range(self._size) if r not in answers]
         behind = [r for r, at in answers.items() if _order(at) < _order(position)]
         parts = []
@@ -103,6 +109,8 @@ class Watch:
         deadline = monotonic() + ANSWER_SECONDS
         while len(answers) < self._size and monotonic() < deadline:
             sleep(0.05)
+            if self._look(position) is not None:  # others may be asking too
+                break
             for r in range(self._size):
                 if r not in answers:
                     answer = _parse(self._lookup(f"at/{r}"))
