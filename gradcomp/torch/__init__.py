@@ -30,6 +30,7 @@ from gradcomp.torch.collectives import (
     poll,
     synchronize,
 )
+from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 
@@ -60,6 +61,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ddp_comm_hook",
     "init",
     "is_initialized",
     "load",

@@ -1,0 +1,346 @@
+"""``ddp_comm_hook``: compressed gradients under torch.nn.parallel.DistributedDataParallel."""
+
+# Annotations are evaluated here: DistributedDataParallel compares those of a hook with classes.
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp import kernels
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.core.errors import ConfigError, GradcompError, StateError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.statistics import Span, Statistics
+from gradcomp.engine import Exchanger
+from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.segments import DTYPES, SEGMENT
+from gradcomp.pipeline import Bucket, Layout
+from gradcomp.torch import runtime
+from gradcomp.torch.layers import Named, dtype_name
+from gradcomp.torch.report import Reporter
+from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
+
+logger = logging.getLogger("gradcomp")
+
+_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
+
+#: DistributedDataParallel has its final buckets from its second step on.
+_ORDER_STEP = 1
+
+Hook = Callable[["HookState", GradBucket], Future[torch.Tensor]]
+
+
+def ddp_comm_hook(
+    model: torch.nn.Module,
+    compression: Policy | Compressor | str = Compression.none,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> tuple["HookState", Hook]:
+    """A state and a hook for ``ddp.register_comm_hook(state, hook)``: DDP's gradients, averaged in compressed form.
+
+    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. Layers are known by name: DDP
+    may form its buckets anew. A bucket's future completes on gradcomp's thread, as soon as its layers have their means.
+    The exchange of a step is accepted at the next step's first bucket, unless a value in it was not finite. A layer
+    whose gradient is zero everywhere on every rank counts as absent, as DDP fills in zeros for unused parameters: it
+    keeps its residual, and stays zero. Means are those of :func:`DistributedOptimizer`, bit for bit, except that chunk
+    owners' residuals change hands once, when rank 0's order of buckets is adopted: there after the first step, here
+    after the second, in which DDP has its final buckets.
+
+    Args:
+        model: the module, or the DistributedDataParallel around it.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
+        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+
+    Collective; DDP and gradcomp must have the same ranks. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per
+    rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes an element.
+    Raises ConfigError for bad arguments and sparse gradients, PlanMismatchError on every rank if the ranks differ,
+    StateError before ``init()``. What fails later (TransportError, StateError) ``backward()`` raises, as that type; in
+    the first step under ``static_graph=True`` as a RuntimeError with its text, for DDP then waits for the futures.
+    """
+    state = runtime.current()
+
+    def validate() -> tuple[Named, Proposal]:
+        policy = as_policy(compression)
+        _check_ranks(state, model)
+        named = _named(model)
+        return named, propose(policy, named)
+
+    (named, proposal), transport = validate_together(state, validate)
+    hook_state = HookState(state, named, proposal.layers, grad_scaler)
+    if transport is None:
+        logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
+        return hook_state, exchange_bucket
+    futures = hook_state.futures
+    exchanger, reporter = start(
+        state, transport, proposal, hook_state.allocate, listener=futures, order_step=_ORDER_STEP
+    )
+    hook_state.attach(exchanger, reporter)
+    return hook_state, exchange_bucket
+
+
+def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tensor]:
+    """The hook: hand a bucket in; the future's value is its buffer, then with means in place of gradients."""
+    return state.hand_in(bucket)
+
+
+class HookState:
+    """What a DistributedDataParallel has beside itself: an exchanger, and which of its exchanges are accepted."""
+
+    def __init__(
+        self, state: runtime.Runtime, named: Named, layers: list[LayerSpec], grad_scaler: Any
+    ) -> None:
+        self.futures = BucketFutures(len(layers))
+        self._runtime = state
+        self._named = named
+        self._grad_scaler = grad_scaler
+        self._exchanger: Exchanger | None = None
+        self._reporter: Reporter | None = None
+        self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
+        self._table: Table = np.zeros(len(layers), dtype=SEGMENT)
+        self._table["length"] = [layer.size for layer in layers]
+        self._table["dtype"] = [_DTYPE_NUMBERS[layer.dtype] for layer in layers]
+        self._steps = 0
+        self._complete = False  # all buckets of the step that is open or not yet accepted were handed in
+
+    def attach(self, exchanger: Exchanger, reporter: Reporter) -> None:
+        """Exchange what is handed in from now on."""
+        self._exchanger = exchanger
+        self._reporter = reporter
+
+    # -- what a user may ask --------------------------------------------------------------------------------------
+
+    @property
+    def exchanger(self) -> Exchanger | None:
+        """The exchanger, with the pipeline and the compression state; None in a world of one."""
+        return self._exchanger
+
+    @property
+    def named_parameters(self) -> Named:
+        """The parameters that are exchanged, with their names: the layers, in order."""
+        return list(self._named)
+
+    def statistics(self) -> Statistics:
+        """This rank's counters since the start. Local: no communication."""
+        return Statistics() if self._exchanger is None else self._exchanger.pipeline.statistics
+
+    def reduced_statistics(self) -> Statistics | None:
+        """The mean of all ranks' counters at the last multiple of ``statistics_every_steps``. Local."""
+        return None if self._exchanger is None else self._exchanger.pipeline.reduced_statistics
+
+    def trace_spans(self) -> tuple[Span, ...]:
+        """The last spans: ready, encode, wire, reduce, decode, per bucket. Local."""
+        return () if self._exchanger is None else self._exchanger.pipeline.trace.spans()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the spans as Chrome trace JSON. Local."""
+        if self._exchanger is not None:
+            self._exchanger.pipeline.trace.write(path)
+
+    def settle(self) -> None:
+        """Accept the last exchange now, unless a value in it was not finite; before the state is saved.
+
+        Local, and free if there is none. Raises StateError in the midst of a backward pass, and the error of the
+        exchange if it has failed.
+        """
+        exchanger = self._exchanger
+        if exchanger is None:
+            return
+        if exchanger.error is not None:
+            raise exchanger.error
+        if exchanger.is_open:
+            if not self._complete:
+                raise StateError("a backward pass has not handed in all buckets of DistributedDataParallel")
+            exchanger.wait()
+        if self._complete:
+            self._complete = False
+            exchanger.commit()
+
+    # -- one step, on autograd's thread ---------------------------------------------------------------------------
+
+    def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Exchange a bucket in place; the last one of a step ends the step."""
+        exchanger = self._exchanger
+        if exchanger is None:
+            future: Future[torch.Tensor] = Future()
+            future.set_result(bucket.buffer())
+            return future
+        try:
+            return self._hand_in(exchanger, bucket)
+        except Exception as error:
+            if exchanger.error is None:  # the others wait for this bucket
+                exchanger.abort(f"rank {runtime.rank_of(self._runtime)}: {type(error).__name__}: {error}")
+            raise
+
+    def _hand_in(self, exchanger: Exchanger, bucket: GradBucket) -> Future[torch.Tensor]:
+        if bucket.index() == 0:
+            self._begin(exchanger)
+        layers, table, buffer = self._contents(bucket)
+        future = self.futures.add(bucket.index(), layers, buffer)
+        has_value = np.zeros(len(layers), dtype=np.uint8)
+        kernels.nonzero(table, has_value)
+        rows = zip(layers.tolist(), table["gradient"].tolist(), has_value.tolist(), strict=True)
+        for layer, address, present in rows:
+            if present:
+                exchanger.submit(layer, address, address, buffer)
+            else:
+                exchanger.submit_absent(layer, output=address)
+        if bucket.is_last():
+            self._complete = True
+            exchanger.flush()
+            # DDP queues its own wait behind this one, which raises errors as what they are.
+            if torch._C._current_graph_task_id() != -1:
+                Variable._execution_engine.queue_callback(self._await)
+        return future
+
+    def _begin(self, exchanger: Exchanger) -> None:
+        self.settle()
+        if self._steps:
+            compare_parameters(self._runtime, exchanger, self._named, self._steps)
+            assert self._reporter is not None, "attach() sets both"
+            self._reporter.after_step()
+        scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
+        self._steps += 1
+        exchanger.open(scale)
+        self.futures.open(exchanger.pipeline.layout)
+
+    def _await(self) -> None:
+        if self._exchanger is not None and self._exchanger.is_open:
+            self._exchanger.wait()
+
+    def _contents(self, bucket: GradBucket) -> tuple[Sizes, Table, torch.Tensor]:
+        """A bucket's layers, the table of their gradients, and the buffer in which these lie."""
+        buffer = bucket.buffer()
+        parameters = bucket.parameters()
+        numbers = [self._numbers.get(id(parameter), -1) for parameter in parameters]
+        if -1 in numbers:
+            shape = tuple(parameters[numbers.index(-1)].shape)
+            raise StateError(
+                f"DistributedDataParallel has a parameter of shape {shape} that the model did not have, or not "
+                "as a trainable one, when ddp_comm_hook was called"
+            )
+        if buffer.layout != torch.strided or buffer.device.type != "cpu":
+            raise ConfigError(f"{self._named[numbers[0]][0]!r}: gradients must be dense and on the CPU")
+        layers = np.array(numbers, dtype=np.int64)
+        table = self._table[layers]
+        gradients = bucket.gradients()
+        table["gradient"] = [gradient.data_ptr() for gradient in gradients]
+        same = table["length"] == [gradient.numel() for gradient in gradients]
+        same &= table["dtype"] == _DTYPE_NUMBERS.get(dtype_name(buffer.dtype), -1)
+        if not same.all():
+            changed = int(np.argmin(same))
+            raise StateError(
+                f"layer {self._named[numbers[changed]][0]!r} had another dtype or size when ddp_comm_hook was called; "
+                f"its gradient has {gradients[changed].numel()} elements of {dtype_name(buffer.dtype)} now"
+            )
+        return layers, table, buffer
+
+    def allocate(self, layer: int) -> int:
+        """Called for a layer that other ranks had and this rank's DDP left out."""
+        raise StateError(
+            f"layer {self._named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
+        )
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A DDP bucket under way."""
+
+    buffer: torch.Tensor
+    future: Future[torch.Tensor]
+    layers: int  # without their mean
+
+
+class BucketFutures:
+    """The futures of DDP's buckets: entered on autograd's thread, completed on the engine's."""
+
+    def __init__(self, layers: int) -> None:
+        self._slices: Sizes = np.zeros(layers, dtype=np.int64)  # of each layer, that have not landed
+        self._bucket_of: Sizes = np.zeros(layers, dtype=np.int64)
+        self._pending: dict[int, _Pending] = {}
+        self._error: GradcompError | None = None
+        self._lock = threading.Lock()
+
+    def open(self, layout: Layout) -> None:
+        """A step begins; its layers travel as ``layout`` says."""
+        self._slices[:] = [len(buckets) for buckets in layout.buckets_of]
+        self._bucket_of[:] = -1
+
+    def add(self, bucket: int, layers: Sizes, buffer: torch.Tensor) -> Future[torch.Tensor]:
+        """The future of a bucket whose layers are about to be submitted."""
+        future: Future[torch.Tensor] = Future()
+        self._bucket_of[layers] = bucket
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._pending[bucket] = _Pending(buffer, future, len(layers))
+        # DDP waits in C++, where an exception set from Python is a value; one raised in a callback is an error.
+        return future.then(_value)
+
+    def landed(self, bucket: Bucket) -> None:
+        """Complete the buckets whose last layer has its mean now."""
+        self._slices[bucket.layers] -= 1
+        ended = bucket.layers[self._slices[bucket.layers] == 0]
+        numbers, counts = np.unique(self._bucket_of[ended], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            pending = self._pending.get(number)
+            if pending is None:
+                continue  # layers that DDP left out
+            pending.layers -= count
+            if not pending.layers:
+                with self._lock:
+                    del self._pending[number]
+                pending.future.set_result(pending.buffer)
+
+    def failed(self, error: GradcompError) -> None:
+        """Fail the buckets under way, and those to come."""
+        with self._lock:
+            self._error = error
+            pending, self._pending = self._pending, {}
+        for one in pending.values():
+            one.future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _value(future: Future[torch.Tensor]) -> torch.Tensor:
+    return future.value()
+
+
+def _check_ranks(state: runtime.Runtime, model: torch.nn.Module) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        return
+    theirs = dist.get_process_group_ranks(model.process_group)
+    if theirs != state.ranks:
+        raise ConfigError(
+            f"DistributedDataParallel runs on ranks {theirs}, gradcomp on {state.ranks}; give init() its process group"
+        )
+
+
+def _named(model: torch.nn.Module) -> Named:
+    """The trainable parameters by the names that the bare module gives them, without those that DDP ignores."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    while (inner := _inside(model)) is not None:
+        model = inner
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"module {name!r} has sparse gradients; use sparse=False or DistributedOptimizer"
+            )
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The module inside DistributedDataParallel or a compiled module."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else None

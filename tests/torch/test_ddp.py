@@ -1,0 +1,642 @@
+"""``ddp_comm_hook``: DistributedDataParallel with compressed gradients, against DistributedOptimizer and plain DDP."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from batch import on_ranks
+from launching import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp.torch as gc
+
+FOUR_BITS = "quantize:bits=4,bucket_size=64"
+WITH_RESIDUALS = "quantize:bits=4,bucket_size=64,rounding=nearest"
+MANY_BUCKETS = 0.0005  # MB: a bucket has few layers, from the second step on
+
+
+class Crossed(torch.nn.Module):
+    """Runs its layers in another order than it registers them, so that DDP has reason to form new buckets."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(width, 3)
+        self.first = torch.nn.Linear(8, width)
+        self.norm = torch.nn.LayerNorm(width)
+        self.middle = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(self.norm(torch.tanh(self.first(x))))))
+
+
+class Deep(torch.nn.Module):
+    """Enough layers for many buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Linear(8, 24), *(torch.nn.Linear(24, 24) for _ in range(5))]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Branches(torch.nn.Module):
+    """``forward(x, names)`` uses only the named branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = torch.nn.Linear(8, 16)
+        self.branches = torch.nn.ModuleDict({name: torch.nn.Linear(16, 16) for name in "abc"})
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        x = torch.tanh(self.trunk(x))
+        return sum(self.branches[name](x).square().mean() for name in names)
+
+
+def build(kind=Crossed, seed=0):
+    torch.manual_seed(seed)
+    return kind()
+
+
+def data(step: int, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
+
+
+def policy(compression: str) -> gc.Policy:
+    """Small layers are compressed, too: these models have no others."""
+    return gc.Policy(compression, filter=gc.Filter(min_elements=2))
+
+
+def hooked(model, compression=FOUR_BITS, *, wrapped_first=False, grad_scaler=None, **ddp_arguments):
+    """The model in DDP with gradcomp's hook, and the hook's state."""
+    ddp_arguments = {"bucket_cap_mb": MANY_BUCKETS, **ddp_arguments}
+    if wrapped_first:
+        ddp = DistributedDataParallel(model, **ddp_arguments)
+        state, hook = gc.ddp_comm_hook(ddp, policy(compression), grad_scaler=grad_scaler)
+    else:
+        state, hook = gc.ddp_comm_hook(model, policy(compression), grad_scaler=grad_scaler)
+        ddp = DistributedDataParallel(model, **ddp_arguments)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def train(model, optimizer, steps=20, first=0) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def bits_of(model) -> list[bytes]:
+    tensors = [p.detach() for p in model.parameters()]
+    return [t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def assert_same_on_all_ranks(model) -> None:
+    everyone = [None] * gc.size()
+    dist.all_gather_object(everyone, bits_of(model))
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+def with_distributed_optimizer(compression, kind=Crossed):
+    model = build(kind)
+    train(model, gc.DistributedOptimizer(sgd(model), model.named_parameters(), policy(compression)))
+    return bits_of(model)
+
+
+def residual(state, name: str) -> np.ndarray:
+    pipeline = state.exchanger.pipeline
+    number = [layer.name for layer in pipeline.layers].index(name)
+    return pipeline.residuals.first.value(number).copy()
+
+
+def unsent(state, name: str) -> np.ndarray:
+    """What the ranks together have not sent yet; collective. It stays when owners of chunks change."""
+    pipeline = state.exchanger.pipeline
+    number = [layer.name for layer in pipeline.layers].index(name)
+    own = residual(state, name)
+    for row, piece in enumerate(pipeline.residuals.ranges):
+        if piece.layer == number:
+            own[piece.start : piece.end] += gc.size() * pipeline.residuals.second.value(row)
+    everyone = [None] * gc.size()
+    dist.all_gather_object(everyone, own)
+    return sum(everyone)
+
+
+def assert_equal_to_distributed_optimizer(compression, kind=Crossed, **arguments) -> None:
+    model = build(kind)
+    ddp, state = hooked(model, compression, **arguments)
+    train(ddp, sgd(ddp))
+    assert bits_of(model) == with_distributed_optimizer(compression, kind)
+    assert_same_on_all_ranks(model)
+    assert state.statistics().steps == 20
+
+
+# ------------------------------------------------------------------------------------------ what the means are
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("compression", ["none", "bf16", FOUR_BITS, "quantize:bits=2,bucket_size=32"])
+def test_parameters_are_those_of_distributed_optimizer_bit_for_bit(compression):
+    assert_equal_to_distributed_optimizer(compression)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_neither_bucket_views_nor_the_order_of_wrapping_change_a_bit(view, wrapped_first):
+    assert_equal_to_distributed_optimizer(
+        FOUR_BITS, gradient_as_bucket_view=view, wrapped_first=wrapped_first
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("bucket_cap_mb", [MANY_BUCKETS, 0.005, 25])
+def test_ddps_buckets_change_no_bit(bucket_cap_mb):
+    assert_equal_to_distributed_optimizer(FOUR_BITS, Deep, bucket_cap_mb=bucket_cap_mb)
+
+
+@on_ranks(2)
+def test_static_graph_changes_no_bit():
+    assert_equal_to_distributed_optimizer(FOUR_BITS, static_graph=True)
+
+
+@on_ranks(2)
+def test_looking_for_unused_parameters_changes_no_bit():
+    assert_equal_to_distributed_optimizer(FOUR_BITS, find_unused_parameters=True)
+
+
+@on_ranks(2)
+def test_without_compression_it_is_plain_ddp_bit_for_bit():
+    plain = build()
+    ddp = DistributedDataParallel(plain, bucket_cap_mb=MANY_BUCKETS)
+    train(ddp, sgd(ddp))
+    model = build()
+    ddp, _ = hooked(model, "none")
+    train(ddp, sgd(ddp))
+    assert bits_of(model) == bits_of(plain)
+
+
+@on_ranks(2)
+def test_ddp_forms_new_buckets_after_the_first_step_and_rank_0s_new_order_is_adopted():
+    ddp, state = hooked(build())
+    initial = list(state.exchanger.pipeline.order)
+    train(ddp, sgd(ddp), 1)
+    assert state.exchanger.pipeline.order == initial
+    train(ddp, sgd(ddp), 2, first=1)
+    logged = ddp._get_ddp_logging_data()
+    assert logged["has_rebuilt_buckets"] == 1
+    assert len(logged["rebuilt_bucket_sizes"].split(",")) > 1
+    layers = state.exchanger.pipeline.layers
+    arrived = [layers[number].name.partition(".")[0] for number in state.exchanger.pipeline.order]
+    assert list(dict.fromkeys(arrived)) == ["last", "middle", "norm", "first"]
+
+
+@on_ranks(2, "slices", slice_elements=256)
+def test_a_future_completes_while_backward_runs():
+    model = build(Deep)
+    state, hook = gc.ddp_comm_hook(model, policy(FOUR_BITS))
+    first, early = [], []
+
+    def watch(state, bucket):
+        if bucket.is_last() and state.exchanger.pipeline.step > 2:
+            deadline = time.monotonic() + 10
+            while not first[-1].done() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            early.append(first[-1].done())
+        future = hook(state, bucket)
+        if bucket.index() == 0:
+            first.append(future)
+        return future
+
+    ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS)
+    ddp.register_comm_hook(state, watch)
+    train(ddp, sgd(ddp), 5)
+    assert early == [True, True]
+
+
+@on_ranks(2, "slices")
+def test_slices_change_no_bit():
+    assert_equal_to_distributed_optimizer(FOUR_BITS, Deep)
+
+
+# A second residual changes hands when buckets are put in order, which the optimizer does a step earlier than the hook.
+@on_ranks(2, "in order", reorder=False, slice_elements=2048)
+def test_with_residuals_too_parameters_are_those_of_distributed_optimizer():
+    assert_equal_to_distributed_optimizer(WITH_RESIDUALS, Deep)
+
+
+@on_ranks(2)
+def test_no_sync_accumulates_without_an_exchange():
+    model, reference = build(), build()
+    ddp, state = hooked(model)
+    wrapped = gc.DistributedOptimizer(
+        sgd(reference), reference.named_parameters(), policy(FOUR_BITS), backward_passes_per_step=3
+    )
+    optimizer = sgd(ddp)
+    for step in range(6):
+        optimizer.zero_grad()
+        wrapped.zero_grad()
+        for part in range(3):
+            reference(data(3 * step + part)).square().mean().backward()
+        with ddp.no_sync():
+            for part in range(2):
+                ddp(data(3 * step + part)).square().mean().backward()
+        ddp(data(3 * step + 2)).square().mean().backward()
+        optimizer.step()
+        wrapped.step()
+    assert bits_of(model) == bits_of(reference)
+    assert state.statistics().steps == 6
+
+
+@on_ranks(2)
+def test_layers_of_several_dtypes_travel_together():
+    def mixed():
+        model = Crossed()
+        model.middle = model.middle.to(torch.float64)
+        model.first = model.first.to(torch.bfloat16)
+        model.first.register_forward_pre_hook(lambda _, x: (x[0].bfloat16(),))
+        model.norm.register_forward_pre_hook(lambda _, x: (x[0].float(),))
+        model.middle.register_forward_pre_hook(lambda _, x: (x[0].double(),))
+        model.last.register_forward_pre_hook(lambda _, x: (x[0].float(),))
+        return model
+
+    assert_equal_to_distributed_optimizer(FOUR_BITS, mixed)
+
+
+@on_ranks(2)
+def test_weights_in_another_memory_order():
+    def convolution():
+        model = torch.nn.Sequential(
+            torch.nn.Unflatten(1, (2, 2, 2)),
+            torch.nn.Conv2d(2, 32, 2).to(memory_format=torch.channels_last),
+            torch.nn.BatchNorm2d(32),
+            torch.nn.Flatten(),
+            torch.nn.Linear(32, 3),
+        )
+        model[4].weight = torch.nn.Parameter(model[4].weight.t().contiguous().t())
+        return model
+
+    assert_equal_to_distributed_optimizer(FOUR_BITS, convolution)
+
+
+@on_ranks(2, "in order")
+def test_a_grad_scaler_changes_no_bit_and_leaves_residuals_in_unscaled_units():
+    model = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    ddp, _ = hooked(model, WITH_RESIDUALS, grad_scaler=scaler)
+    optimizer = sgd(ddp)
+    for step in range(20):
+        optimizer.zero_grad()
+        scaler.scale(ddp(data(step)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() > 256.0
+    assert bits_of(model) == with_distributed_optimizer(WITH_RESIDUALS)
+
+
+@on_ranks(2)
+def test_4_bits_converge():
+    def loss_after(steps):
+        torch.manual_seed(gc.rank())
+        teacher = build(seed=7)
+        ddp, _ = hooked(build(), WITH_RESIDUALS)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(steps):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            loss = (ddp(x) - teacher(x).detach()).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    assert loss_after(150) < 0.1 * loss_after(1)
+
+
+# ------------------------------------------------------------------------------------------ unused parameters
+
+
+@on_ranks(2)
+def test_a_layer_that_one_rank_did_not_use_gets_the_mean():
+    model = build(Branches)
+    ddp, _ = hooked(model, "none", find_unused_parameters=True)
+    x = torch.ones(2, 8)
+    ddp(x, "ab" if gc.rank() == 0 else "a").backward()
+    twin = build(Branches)
+    twin(x, "ab").backward()
+    assert torch.equal(model.branches["b"].weight.grad, twin.branches["b"].weight.grad / 2)
+    assert torch.equal(model.branches["a"].weight.grad, twin.branches["a"].weight.grad)
+
+
+@on_ranks(2)
+def test_a_layer_that_no_rank_used_neither_moves_nor_loses_its_residual():
+    model = build(Branches)
+    ddp, state = hooked(model, WITH_RESIDUALS, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    uses = ["abc", "abc", "ab", "b", "ab", "ab", "ab", "abc", "ac"]
+    for step, names in enumerate(uses):
+        before = [model.branches[name].weight.detach().clone() for name in "abc"]
+        state.settle()
+        kept = unsent(state, "branches.c.weight")
+        optimizer.zero_grad()
+        # Rank 1 leaves out a branch that rank 0 uses, in turn.
+        own = names if gc.rank() == 0 or len(names) == 1 else names.replace(names[step % len(names)], "", 1)
+        ddp(data(step), own).backward()
+        optimizer.step()
+        for name, old in zip("abc", before, strict=True):
+            moved = not torch.equal(model.branches[name].weight, old)
+            assert moved == (name in names), (step, name)
+        state.settle()
+        now = unsent(state, "branches.c.weight")
+        assert np.allclose(kept, now, rtol=1e-4, atol=1e-3 * np.abs(now).max()) == ("c" not in names), step
+        assert now.any()
+    assert_same_on_all_ranks(model)
+
+
+@on_ranks(2)
+def test_zeros_without_unused_parameters_stay_zeros_and_the_residual_waits():
+    model = build()
+    ddp, state = hooked(model, WITH_RESIDUALS)
+    train(ddp, sgd(ddp), 3)
+    state.settle()
+    kept = residual(state, "middle.weight")
+    assert kept.any()
+    model.zero_grad()
+    (0.0 * ddp(data(3)).sum()).backward()
+    assert all(not p.grad.any() for p in model.parameters())
+    state.settle()
+    assert np.array_equal(kept, residual(state, "middle.weight"))
+
+
+@on_ranks(2)
+def test_ranks_with_uneven_inputs_join():
+    model = build()
+    ddp, state = hooked(model)
+    optimizer = sgd(ddp)
+    train(ddp, optimizer, 6)
+    with ddp.join():
+        for step in range(6, 8 + 2 * gc.rank()):
+            optimizer.zero_grad()
+            ddp(data(step)).square().mean().backward()
+            optimizer.step()
+    state.settle()
+    assert state.statistics().steps == 10
+
+
+# ------------------------------------------------------------------------------------------ non-finite values
+
+
+@on_ranks(2)
+def test_nan_on_one_rank_is_nan_on_all_and_leaves_the_state_as_it_was():
+    model = build()
+    ddp, state = hooked(model, WITH_RESIDUALS)
+    optimizer = sgd(ddp)
+    train(ddp, optimizer, 3)
+    state.settle()
+    kept = residual(state, "middle.weight")
+    assert kept.any()
+    optimizer.zero_grad()
+    x = data(3)
+    if gc.rank() == 1:
+        x[0, 0] = float("nan")
+    ddp(x).square().mean().backward()
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    state.settle()
+    assert state.statistics().skipped_steps == 1
+    assert np.array_equal(kept, residual(state, "middle.weight"))
+    train(ddp, optimizer, 1, first=4)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert_same_on_all_ranks(model)
+
+
+# ------------------------------------------------------------------------------------------ what a user can ask
+
+
+@on_ranks(2)
+def test_statistics_and_trace():
+    ddp, state = hooked(build(), bucket_cap_mb=25)
+    train(ddp, sgd(ddp), 2)
+    assert state.statistics().ratio > 1.5
+    assert state.statistics().exposed_seconds > 0
+    assert state.reduced_statistics() is None
+    assert {"ready", "encode", "wire", "reduce", "decode"} <= {span.name for span in state.trace_spans()}
+    assert [name for name, _ in state.named_parameters] == [name for name, _ in ddp.module.named_parameters()]
+
+
+@on_ranks(2)
+def test_names_are_those_of_the_bare_module():
+    model = build()
+    _, state = hooked(torch.compile(model, backend="eager"), wrapped_first=True)
+    assert [layer.name for layer in state.exchanger.pipeline.layers] == [
+        n for n, _ in model.named_parameters()
+    ]
+
+
+@on_ranks(1)
+def test_a_world_of_one_leaves_the_bucket_as_it_is():
+    class OfOne:
+        def __init__(self):
+            self.tensor = torch.randn(5)
+
+        def buffer(self):
+            return self.tensor
+
+    state, hook = gc.ddp_comm_hook(build(), FOUR_BITS)
+    bucket = OfOne()
+    before = bucket.tensor.clone()
+    assert hook(state, bucket).wait() is bucket.tensor
+    assert torch.equal(bucket.tensor, before)
+    assert state.exchanger is None
+    assert state.statistics().steps == 0
+    state.settle()
+
+
+# ------------------------------------------------------------------------------------------ bad input
+
+
+@on_ranks(2)
+def test_ranks_with_different_models_raise_on_both():
+    model = torch.nn.Linear(8, 3 + gc.rank())
+    with pytest.raises(gc.PlanMismatchError, match=r"layer '(weight|bias)'"):
+        gc.ddp_comm_hook(model, FOUR_BITS)
+
+
+@on_ranks(2)
+def test_ranks_with_different_compression_raise_on_both():
+    with pytest.raises(gc.PlanMismatchError, match="weight"):
+        gc.ddp_comm_hook(build(), policy(f"quantize:bits={4 + gc.rank()}"))
+
+
+@on_ranks(2)
+def test_what_one_rank_cannot_exchange_both_raise():
+    embedding = torch.nn.Embedding(5, 4, sparse=gc.rank() == 1)
+    expected = gc.ConfigError if gc.rank() == 1 else gc.PlanMismatchError
+    with pytest.raises(expected, match="sparse gradients"):
+        gc.ddp_comm_hook(embedding, FOUR_BITS)
+
+
+@on_ranks(2)
+def test_a_ddp_on_other_ranks_is_refused():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    ddp = DistributedDataParallel(build(), process_group=groups[gc.rank()])
+    with pytest.raises(gc.ConfigError, match="process group"):
+        gc.ddp_comm_hook(ddp, FOUR_BITS)
+
+
+@on_ranks(2)
+def test_something_else_than_a_module_is_refused():
+    with pytest.raises(gc.ConfigError, match=r"torch\.nn\.Module"):
+        gc.ddp_comm_hook([torch.zeros(3)], FOUR_BITS)
+    with pytest.raises(gc.ConfigError, match="trainable"):
+        gc.ddp_comm_hook(torch.nn.Tanh(), FOUR_BITS)
+
+
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_are_no_layers():
+    model = build()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.bias"])
+    ddp, state = hooked(model)
+    train(ddp, sgd(ddp), 3)
+    assert "last.bias" not in [layer.name for layer in state.exchanger.pipeline.layers]
+
+
+# ------------------------------------------------------------------------------------------ other worlds
+
+
+@on_ranks(3)
+def test_three_ranks():
+    assert_equal_to_distributed_optimizer(FOUR_BITS, Deep)
+
+
+@on_ranks(3)
+def test_three_ranks_without_compression():
+    model = build()
+    ddp, _ = hooked(model, "none")
+    train(ddp, sgd(ddp), 3)
+    plain = build()
+    reference = DistributedDataParallel(plain)
+    train(reference, sgd(reference), 3)
+    # The order in which an allreduce adds depends on where a layer lies in its buffer.
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert_same_on_all_ranks(model)
+
+
+@on_ranks(3)
+def test_three_ranks_of_which_some_use_a_branch():
+    model = build(Branches)
+    ddp, state = hooked(model, WITH_RESIDUALS, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    for step in range(8):
+        optimizer.zero_grad()
+        names = "abc"[: 1 + (step + gc.rank()) % 3]
+        ddp(data(step), names).backward()
+        optimizer.step()
+    assert_same_on_all_ranks(model)
+    assert state.statistics().steps == 8
+
+
+@on_ranks(4)
+def test_four_ranks():
+    assert_equal_to_distributed_optimizer(FOUR_BITS)
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+@on_ranks(2, "faults")
+def test_an_error_in_the_engine_is_raised_by_backward_as_what_it_is():
+    ddp, state = hooked(build())
+    train(ddp, sgd(ddp), 2)
+    if gc.rank() == 1:
+        state.exchanger.abort("rank 1 had enough")
+        return
+    with pytest.raises(gc.TransportError, match="rank 1 had enough"):
+        ddp(data(2)).square().mean().backward()
+    with pytest.raises(gc.TransportError, match="rank 1 had enough"):
+        state.settle()
+
+
+@on_ranks(2, "faults")
+def test_an_error_in_the_first_step_of_a_static_graph_is_raised_with_its_text():
+    def gives_up(state, bucket):
+        if gc.rank() == 1:
+            state.exchanger.abort("rank 1 had enough")
+            time.sleep(2)
+        return hook(state, bucket)
+
+    model = build()
+    state, hook = gc.ddp_comm_hook(model, FOUR_BITS)
+    ddp = DistributedDataParallel(model, static_graph=True)
+    ddp.register_comm_hook(state, gives_up)
+    with pytest.raises(RuntimeError if gc.rank() == 0 else gc.TransportError, match="rank 1 had enough"):
+        ddp(data(0)).square().mean().backward()
+
+
+@on_ranks(2, "faults")
+def test_an_error_in_one_ranks_hook_is_raised_on_both():
+    model = build()
+    ddp, state = hooked(model)
+    train(ddp, sgd(ddp), 2)
+    if gc.rank() == 1:
+        state._numbers.pop(id(model.norm.weight))
+    expected, text = (
+        (gc.StateError, "shape") if gc.rank() == 1 else (gc.TransportError, "rank 1: StateError: .* shape")
+    )
+    with pytest.raises(expected, match=text):
+        ddp(data(2)).square().mean().backward()
+
+
+@on_ranks(2, "faults")
+def test_parameters_that_changed_their_dtype_are_an_error():
+    model = build()
+    state, hook = gc.ddp_comm_hook(model, FOUR_BITS)
+    ddp = DistributedDataParallel(model.double())
+    ddp.register_comm_hook(state, hook)
+    with pytest.raises((gc.StateError, gc.TransportError), match="float64"):
+        ddp(data(0).double()).square().mean().backward()
+
+
+def test_a_rank_that_dies_in_mid_step_is_an_error_on_the_other():
+    def program():
+        import os
+
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        import gradcomp.torch as gc
+
+        gc.init(stall_warning_seconds=1.0, timeout_seconds=5.0, log_level="warning")
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+        state, hook = gc.ddp_comm_hook(model, "quantize:bits=4")
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+
+        def dies(state, bucket):
+            if gc.rank() == 1 and state.exchanger.pipeline.step == 3 and bucket.index() == 1:
+                os._exit(17)
+            return hook(state, bucket)
+
+        ddp.register_comm_hook(state, dies)
+        try:
+            for _ in range(10):
+                ddp(torch.randn(4, 16)).sum().backward()
+        except gc.TransportError as error:
+            print("raised:", error)
+            raise
+
+    survivor, dead = run_ranks(program, 2, timeout=40)
+    assert dead.returncode == 17
+    assert survivor.returncode == 1, survivor
+    assert "raised:" in survivor.stdout
