@@ -41,7 +41,7 @@ PORT = 29500
 ADDRESSES_VARIABLE = "HOST_ADDRESSES"
 _NAME = re.compile(r"gradcomp-(?P<owner>\d+)-[0-9a-f]{6}-(?:switch|\d+)")
 _PR_SET_PDEATHSIG = 1
-_ETHERNET_HEADER_BYTES = 14
+_TCP_IP_BYTES = 20 + 20 + 12  # headers and the time stamp option
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,38 @@ class Hosts:
                 _remove(name)
 
 
-def sent_bytes(interface: str = INTERFACE) -> int:
-    """What an interface of the calling process's own host has sent, in bytes."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+@dataclass(frozen=True)
+class Traffic:
+    """What an interface has sent, and what of it TCP had sent before, if that was full packets."""
 
+    sent_bytes: int
+    sent_packets: int
+    resent_bytes: int
 
-def resent_bytes(interface: str = INTERFACE) -> int:
-    """What TCP has sent again on the calling process's own host, in bytes, if all of it was full packets."""
-    names, values = (
-        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:"
-    )
-    segments = int(values[names.index("RetransSegs")])
-    mtu = int(Path(f"/sys/class/net/{interface}/mtu").read_text())
-    return segments * (mtu + _ETHERNET_HEADER_BYTES)
+    @staticmethod
+    def now(interface: str = INTERFACE) -> Traffic:
+        """The counters of the calling process's own host. Bytes include all headers; those resent none."""
+        device = Path("/sys/class/net", interface)
+        names, values = (
+            line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:"
+        )
+        segment_bytes = int((device / "mtu").read_text()) - _TCP_IP_BYTES
+        return Traffic(
+            int((device / "statistics/tx_bytes").read_text()),
+            int((device / "statistics/tx_packets").read_text()),
+            int(values[names.index("RetransSegs")]) * segment_bytes,
+        )
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(
+            self.sent_bytes - earlier.sent_bytes,
+            self.sent_packets - earlier.sent_packets,
+            self.resent_bytes - earlier.resent_bytes,
+        )
+
+    def payload_bytes(self, packet_bytes: float) -> float:
+        """Without ``packet_bytes`` of headers in each packet, and without what was sent again."""
+        return self.sent_bytes - self.resent_bytes - packet_bytes * self.sent_packets
 
 
 def addresses() -> list[str]:

@@ -18,9 +18,9 @@ Columns
     exposed    median step - median step without exchange: communication and its work that nothing hides
     waited     what gradcomp counts itself: time the training thread waited for the exchange
     wire       bytes a rank sends in a step, by gradcomp's counter; for DDP 2 d (N-1)/N of its buckets
-    interface  the same by the interface's counter, without what TCP sent again (busy hosts are late with their
-               acknowledgements) and without TCP/IP's other share, which a bare transfer measures before. Both are the
-               median over blocks: gradcomp's one probe of the wire, after 50 steps, is no step's
+    interface  the same by the interface's counters, without headers, whose size in each packet a bare transfer
+               measures before, and without what TCP sent again. Acknowledgements are packets without anything else.
+               Both are the median over blocks: gradcomp's one probe of the wire, after 50 steps, is no step's
 
 A speed counts only if three conditions hold, each a column; a row that breaks one is marked.
     bits       parameters equal, bit for bit, on all ranks and to those of a second run with overlap=False
@@ -42,7 +42,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,7 @@ class Trainer:
     counted_seconds: dict[str, list[float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     ready_seconds: dict[str, list[float]] = field(default_factory=dict)
-    block_interface_bytes: list[int] = field(default_factory=list)
-    block_resent_bytes: list[int] = field(default_factory=list)
+    block_traffic: list[hosts.Traffic] = field(default_factory=list)
     block_wire_bytes: list[int] = field(default_factory=list)
     began: float = 0.0
 
@@ -242,9 +241,10 @@ def run_rank(task: Task, out: Path) -> None:
     for _ in range(task.blocks):
         for trainer in trainers:
             run_block(trainer, task, dist.barrier)
+    packet_bytes = found["link"]["packet_bytes"] if task.measure_link else 0.0
     found["text"] = text.source
     found["parameters"] = sum(p.numel() for p in initial.parameters())
-    found["rows"] = {trainer.row.key: findings(trainer, task, world) for trainer in trainers}
+    found["rows"] = {trainer.row.key: findings(trainer, task, world, packet_bytes) for trainer in trainers}
     if task.traces:
         for trainer in trainers:
             if trainer.row.kind == "gradcomp":
@@ -259,14 +259,13 @@ def run_rank(task: Task, out: Path) -> None:
 
 def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None:
     barrier()
-    wire, sent, resent = trainer.wire_bytes(), hosts.sent_bytes(), hosts.resent_bytes()
+    wire, sent = trainer.wire_bytes(), hosts.Traffic.now()
     times, counters = [], [trainer.counters()]
     for _ in range(task.warmup + task.steps):
         times.append(trainer.step())
         counters.append(trainer.counters())
     barrier()  # everything sent before it has passed the interface now
-    trainer.block_interface_bytes.append(hosts.sent_bytes() - sent)
-    trainer.block_resent_bytes.append(hosts.resent_bytes() - resent)
+    trainer.block_traffic.append(hosts.Traffic.now() - sent)
     trainer.block_wire_bytes.append(trainer.wire_bytes() - wire)
     kept = times[task.warmup :]
     trainer.block_seconds.append([a + b for a, b in kept])
@@ -277,28 +276,34 @@ def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None
             trainer.counted_seconds.setdefault(name, []).append(b - a)
 
 
-def findings(trainer: Trainer, task: Task, world: int) -> dict[str, Any]:
+def findings(trainer: Trainer, task: Task, world: int, packet_bytes: float) -> dict[str, Any]:
     block_steps = task.warmup + task.steps
-    once = [a - b for a, b in zip(trainer.block_interface_bytes, trainer.block_resent_bytes, strict=True)]
     found: dict[str, Any] = {
         "block_seconds": trainer.block_seconds,
         "backward_seconds": statistics.median(trainer.backward_seconds),
         "after_seconds": statistics.median(trainer.after_seconds),
         "losses": trainer.losses,
-        "interface_bytes": statistics.median(once) / block_steps,
-        "resent_bytes": sum(trainer.block_resent_bytes) / task.total_steps,
+        "interface_bytes": median_block(
+            [t.payload_bytes(packet_bytes) for t in trainer.block_traffic], block_steps
+        ),
+        "interface_total_bytes": median_block([t.sent_bytes for t in trainer.block_traffic], block_steps),
+        "resent_bytes": sum(t.resent_bytes for t in trainer.block_traffic) / task.total_steps,
         "buckets": buckets_of(trainer, world),
         "ready_seconds": {name: statistics.median(t) for name, t in trainer.ready_seconds.items()},
         "digest": trainer.digest(),
     }
     if trainer.row.kind == "gradcomp":
-        found["wire_bytes"] = statistics.median(trainer.block_wire_bytes) / block_steps
+        found["wire_bytes"] = median_block(trainer.block_wire_bytes, block_steps)
         found |= {name: statistics.median(times) for name, times in trainer.counted_seconds.items()}
     return found
 
 
+def median_block(values: Sequence[float], steps: int) -> float:
+    return statistics.median(values) / steps
+
+
 def measure_link(rank: int, world: int, nbytes: int = 16 << 20, repeats: int = 3) -> dict[str, float]:
-    """A bare transfer, every rank to the next and all at once: bytes per second, and interface bytes per byte."""
+    """A bare transfer, every rank to the next and all at once: bytes per second, header bytes per packet."""
     own = hosts.addresses()
     with socket.create_server((own[rank], hosts.PORT + 1)) as server:
         import torch.distributed as dist
@@ -307,11 +312,11 @@ def measure_link(rank: int, world: int, nbytes: int = 16 << 20, repeats: int = 3
         outgoing = socket.create_connection((own[(rank + 1) % world], hosts.PORT + 1))
         incoming, _ = server.accept()
     payload, buffer = bytes(nbytes), bytearray(1 << 20)
-    rates, factors = [], []
+    rates, headers, overheads = [], [], []
     with outgoing, incoming:
         for _ in range(repeats):
             dist.barrier()
-            before, began = hosts.sent_bytes() - hosts.resent_bytes(), time.perf_counter()
+            before, began = hosts.Traffic.now(), time.perf_counter()
             sender = threading.Thread(target=outgoing.sendall, args=(payload,))
             sender.start()
             left = nbytes
@@ -320,8 +325,14 @@ def measure_link(rank: int, world: int, nbytes: int = 16 << 20, repeats: int = 3
             rates.append(nbytes / (time.perf_counter() - began))
             sender.join()
             dist.barrier()
-            factors.append((hosts.sent_bytes() - hosts.resent_bytes() - before) / nbytes)
-    return {"bytes_per_second": statistics.median(rates), "overhead": statistics.median(factors)}
+            traffic = hosts.Traffic.now() - before
+            headers.append((traffic.payload_bytes(0) - nbytes) / traffic.sent_packets)
+            overheads.append(traffic.payload_bytes(0) / nbytes - 1)
+    return {
+        "bytes_per_second": statistics.median(rates),
+        "packet_bytes": statistics.median(headers),
+        "overhead": statistics.median(overheads),
+    }
 
 
 # ------------------------------------------------------------------------------------------------- the whole
@@ -358,9 +369,9 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
         for blocks in zip(*(rank["block_seconds"] for rank in own), strict=True)
     ]
     rate = min(found["link"]["bytes_per_second"] for found in timed)
-    overhead = max(found["link"]["overhead"] for found in timed)
     result["resent_bytes"] = statistics.mean(rank["resent_bytes"] for rank in own)
-    result["interface_bytes"] = statistics.mean(rank["interface_bytes"] for rank in own) / overhead
+    for name in ("interface_bytes", "interface_total_bytes"):
+        result[name] = statistics.mean(rank[name] for rank in own)
     if row.kind == "none":
         return result
 
@@ -496,11 +507,11 @@ def measure(options: argparse.Namespace) -> None:
     print(report.describe(found_machine))
     timed = launch(task, options.link, options.ranks)
     link = timed[0]["link"]
-    overhead = (link["overhead"] - 1) * 100
     print(
-        f"{options.ranks} hosts, {options.link} links: {link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured, "
-        f"TCP/IP adds {overhead:.2f}% to a bare transfer; {timed[0]['parameters']:,} parameters, batch {BATCH} x "
-        f"{LENGTH}, {timed[0]['text']}; {task.blocks} blocks of {task.steps} steps after {task.warmup}"
+        f"{options.ranks} hosts, {options.link} links: {link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured, headers of "
+        f"{link['packet_bytes']:.1f} bytes per packet add {link['overhead'] * 100:.2f}% to a bare transfer\n"
+        f"{timed[0]['parameters']:,} parameters, batch {BATCH} x {LENGTH}, {timed[0]['text']}; "
+        f"{task.blocks} blocks of {task.steps} steps after {task.warmup}"
     )
     verified: list[dict[str, Any]] = []
     compressed = tuple(row for row in rows if row.kind == "gradcomp")
