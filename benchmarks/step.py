@@ -508,8 +508,8 @@ def measure(options: argparse.Namespace) -> None:
     timed = launch(task, options.link, options.ranks)
     link = timed[0]["link"]
     print(
-        f"{options.ranks} hosts, {options.link} links: {link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured, headers of "
-        f"{link['packet_bytes']:.1f} bytes per packet add {link['overhead'] * 100:.2f}% to a bare transfer\n"
+        f"{options.ranks} hosts, {options.link} links: {link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured, headers "
+        f"of {link['packet_bytes']:.1f} bytes per packet add {link['overhead'] * 100:.2f}% to a bare transfer\n"
         f"{timed[0]['parameters']:,} parameters, batch {BATCH} x {LENGTH}, {timed[0]['text']}; "
         f"{task.blocks} blocks of {task.steps} steps after {task.warmup}"
     )
