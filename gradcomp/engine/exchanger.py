@@ -279,6 +279,7 @@ class Exchanger:
             self._watch.waited(
                 monotonic() - self._progress_at,
                 self._position,
+                self._where(),
                 self._config.stall_warning_seconds,
                 self._config.timeout_seconds,
             )
@@ -302,21 +303,21 @@ class Exchanger:
     def _fail(self, error: GradcompError) -> None:
         """Something broke here: find out why, tell everyone, raise in the training thread."""
         if isinstance(error, TransportError):
-            where = self._position
             text = f"{error}"
             if "waited" not in text:
-                text = f"{place(where)}{self._layers_in(where[1])}: {text}; {self._watch.culprits(where)}"
+                text = f"{self._where()}: {text}; {self._watch.culprits(self._position)}"
             error = TransportError(text)
         self._watch.publish_abort(f"rank {self._transport.rank}: {type(error).__name__}: {error}")
         self._stop_with(error)
 
-    def _layers_in(self, bucket: int) -> str:
+    def _where(self) -> str:
+        bucket = self._position[1]
         buckets = self._pipeline.layout.buckets
         if not 0 <= bucket < len(buckets):
-            return ""
+            return place(self._position)
         names = [self._pipeline.layers[layer].name for layer in buckets[bucket].layers[:3].tolist()]
         more = ", ..." if len(buckets[bucket].layers) > 3 else ""
-        return f" ({', '.join(names)}{more})"
+        return f"{place(self._position)} ({', '.join(names)}{more})"
 
     def _stop_with(self, error: GradcompError) -> None:
         self._error = error

@@ -60,14 +60,16 @@ class Watch:
             self._publish(f"at/{self._rank}", json.dumps([self._answered, *position]).encode())
         return None
 
-    def waited(self, seconds: float, position: Position, warn_after: float, abort_after: float) -> None:
+    def waited(
+        self, seconds: float, position: Position, where: str, warn_after: float, abort_after: float
+    ) -> None:
         """Called while waiting for the wire: warn once, then raise TransportError past the deadline."""
         if seconds < warn_after:
             self._warned = False
             return
         if seconds >= abort_after:
             raise TransportError(
-                f"rank {self._rank} waited {seconds:.1f} s at {place(position)}; {self.culprits(position)}"
+                f"rank {self._rank} waited {seconds:.1f} s at {where}; {self.culprits(position)}"
             )
         if not self._warned:
             self._warned = True
@@ -75,7 +77,7 @@ class Watch:
                 "rank %d has waited %.0f s at %s; %s",
                 self._rank,
                 seconds,
-                place(position),
+                where,
                 self.culprits(position),
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -40,8 +41,14 @@ class _Handle:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise TransportError(f"collective failed: {error}") from error
+            raise TransportError(f"collective failed: {_reason(error)}") from error
         return True
+
+
+def _reason(error: RuntimeError) -> str:
+    """Gloo's words without its source files and its advice."""
+    first = str(error).partition("\n")[0].partition(". This is typically caused by")[0]
+    return re.sub(r"^\[/\S*\] ", "", first)
 
 
 class TorchTransport(Transport):
@@ -60,7 +67,7 @@ class TorchTransport(Transport):
                 use_local_synchronization=ranks is not None,
             )
         except RuntimeError as error:
-            raise TransportError(f"the ranks could not meet: {error}") from error
+            raise TransportError(f"the ranks could not meet: {_reason(error)}") from error
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
         self.bytes_sent = 0
@@ -110,7 +117,7 @@ class TorchTransport(Transport):
         try:
             return _Handle(call(), tensors)
         except RuntimeError as error:
-            raise TransportError(f"collective failed: {error}") from error
+            raise TransportError(f"collective failed: {_reason(error)}") from error
 
     def abandon(self) -> None:
         """Give the group up after a failure: its destructor would wait for collectives that never end."""
@@ -148,7 +155,9 @@ class TorchControl(ControlChannel):
                     wait_for_workers=False,
                 )
             except RuntimeError as error:
-                raise TransportError(f"no connection to the job's key-value store: {error}") from error
+                raise TransportError(
+                    f"no connection to the job's key-value store: {_reason(error)}"
+                ) from error
         self._store = PrefixStore(prefix, store)
         self._server = server
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()

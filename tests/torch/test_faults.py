@@ -1,0 +1,345 @@
+"""Ranks that die, raise, stop or sleep: the others say who and where, soon, and every process ends by itself.
+
+Processes are started directly: torchrun ends the survivors of a dead rank before they can report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from launching import clean_environment, free_port, plain_variables
+
+WORLD = 3
+TIMEOUT = 4.0
+#: The promise is 5 s; the rest is for a busy machine.
+SOON = 8.0
+#: To end an interpreter with torch in it takes seconds where the machine is busy; a hang would last until the deadline.
+TEARDOWN = 20.0
+VICTIM_STEP = 6
+
+PROGRAM = """
+import json, os, signal, subprocess, sys, time
+import torch
+import gradcomp.torch as gc
+
+rank = int(os.environ["RANK"])
+victim = {victim}
+step = 0
+
+def say(**what):
+    print(json.dumps(dict(what, at=time.time(), step=step)), flush=True)
+
+def fault():
+    if rank != victim or step != {step}:
+        return
+    say(event="fault")
+    {fault}
+
+def stop_for(seconds):
+    subprocess.Popen(["sh", "-c", f"sleep {{seconds}}; kill -CONT {{os.getpid()}}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+class Fault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        if {where!r} == "backward":
+            fault()
+        return g
+
+gc.init(timeout_seconds={timeout}, stall_warning_seconds=1, log_level="warning", slice_elements=64)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+optimizer = gc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                                    gc.Policy("quantize:bits=4", filter=gc.Filter(min_elements=8)))
+if {where!r} == "step":
+    optimizer.register_step_post_hook(lambda *_: fault())
+try:
+    for step in range(10):
+        optimizer.zero_grad()
+        if {where!r} == "between":
+            fault()
+        model[2](Fault.apply(model[1](model[0](torch.ones(4, 8))))).square().mean().backward()
+        optimizer.step()
+    say(event="end")
+except gc.TransportError as error:
+    say(event="error", text=str(error))
+    {after}
+"""
+
+
+class Scenario(NamedTuple):
+    fault: str
+    where: str = "backward"
+    victim: int = 1
+    after: str = "raise"
+    step: int = VICTIM_STEP
+    timeout: float = TIMEOUT
+    world: int = WORLD
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+SCENARIOS = {
+    "killed": Scenario(KILL),
+    "killed, hosts the store": Scenario(KILL, victim=0),
+    "killed between steps": Scenario(KILL, where="step", step=2, after="pass", world=2),
+    "raises": Scenario("raise ValueError('boom')", timeout=60.0),
+    "stopped": Scenario("stop_for(12)"),
+    "stopped, hosts the store": Scenario("stop_for(12)", victim=0, after="pass", world=2),
+    "sleeps": Scenario("time.sleep(2.5)", where="between"),
+    "sleeps too long": Scenario(f"time.sleep({TIMEOUT + 4})", where="between", after="pass"),
+    "ends early": Scenario("sys.exit(0)", where="between", world=2),
+}
+
+
+class Ended(NamedTuple):
+    returncode: int | None  # None: it had to be killed
+    said: list[dict]
+    stderr: str
+    at: float
+
+    def event(self, name: str) -> dict:
+        found = [line for line in self.said if line["event"] == name]
+        assert found, f"no {name}: {self.said}, exit {self.returncode}\n{self.stderr[-3000:]}"
+        return found[0]
+
+
+def run(scenario: Scenario) -> list[Ended]:
+    with tempfile.TemporaryDirectory(prefix="gradcomp-fault-") as name:
+        directory = Path(name)
+        program = directory / "program.py"
+        program.write_text(textwrap.dedent(PROGRAM).format(**scenario._asdict()))
+        port = str(free_port())
+        processes = [start(program, rank, scenario.world, port) for rank in range(scenario.world)]
+        ended: dict[int, float] = {}
+        deadline = time.monotonic() + 60
+        while len(ended) < len(processes) and time.monotonic() < deadline:
+            for rank, process in enumerate(processes):
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = time.time()
+            time.sleep(0.02)
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return [
+            Ended(
+                codes[rank],
+                [json.loads(line) for line in (directory / f"{rank}.out").read_text().splitlines()],
+                (directory / f"{rank}.err").read_text(errors="replace"),
+                ended.get(rank, time.time()),
+            )
+            for rank in range(scenario.world)
+        ]
+
+
+def start(program: Path, rank: int, world: int, port: str) -> subprocess.Popen[bytes]:
+    with (
+        program.with_name(f"{rank}.out").open("wb") as out,
+        program.with_name(f"{rank}.err").open("wb") as err,
+    ):
+        return subprocess.Popen(
+            [sys.executable, str(program)],
+            env={**clean_environment(), **plain_variables(rank, world, port)},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def outcome(request: pytest.FixtureRequest) -> Callable[[str], list[Ended]]:
+    """Outcomes by scenario; those that the session's tests need run three at a time, for they mostly wait."""
+    wanted = [item for item in request.session.items if item.path == request.path]
+    names = [
+        name for name in SCENARIOS if any(name == getattr(item.function, "scenario", "") for item in wanted)
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        running: dict[str, Future[list[Ended]]] = {name: pool.submit(run, SCENARIOS[name]) for name in names}
+        yield lambda name: running[name].result()
+
+
+def of(name: str) -> Callable[[Callable], Callable]:
+    """Give a test the outcome of a scenario: all ranks, the victim's number, the survivors."""
+
+    def decorate(check: Callable[[list[Ended], int, list[Ended]], None]) -> Callable:
+        def test(outcome: Callable[[str], list[Ended]]) -> None:
+            ranks, victim = outcome(name), SCENARIOS[name].victim
+            check(ranks, victim, [end for rank, end in enumerate(ranks) if rank != victim])
+
+        test.scenario = name
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
+
+
+def assert_named_soon(ranks, victim, survivors, within=SOON):
+    begin = ranks[victim].event("fault")["at"]
+    for end in survivors:
+        error = end.event("error")
+        assert f"rank {victim}" in error["text"]
+        assert error["at"] - begin < within, error
+
+
+def assert_ended_by_themselves(ends, returncode):
+    for end in ends:
+        assert end.returncode == returncode, end.stderr[-3000:]
+        assert end.at - end.event("error")["at"] < TEARDOWN
+
+
+# ---------------------------------------------------------------------------------------- killed
+
+
+@of("killed")
+def test_a_killed_rank_is_named_by_all_others_soon(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors)
+
+
+@of("killed")
+def test_the_error_names_step_bucket_and_layer(ranks, victim, survivors):
+    for end in survivors:
+        assert f"step {VICTIM_STEP}, bucket " in end.event("error")["text"]
+        assert any(
+            name in end.event("error")["text"] for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+        )
+
+
+@of("killed")
+def test_survivors_of_a_killed_rank_end_by_themselves(ranks, victim, survivors):
+    assert_ended_by_themselves(survivors, 1)
+
+
+@of("killed, hosts the store")
+def test_the_rank_that_hosts_the_store_is_named_when_killed(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors)
+
+
+@of("killed, hosts the store")
+def test_survivors_end_by_themselves_without_the_store(ranks, victim, survivors):
+    assert_ended_by_themselves(survivors, 1)
+
+
+@of("killed between steps")
+def test_a_rank_killed_between_steps_is_named(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors)
+
+
+@of("killed between steps")
+def test_who_caught_the_error_ends_in_good_order(ranks, victim, survivors):
+    assert_ended_by_themselves(survivors, 0)
+
+
+# ---------------------------------------------------------------------------------------- raises
+
+
+@of("raises")
+def test_an_uncaught_exception_is_told_to_all_others_soon(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors)
+    for end in survivors:
+        assert "ValueError: boom" in end.event("error")["text"]
+
+
+@of("raises")
+def test_after_an_uncaught_exception_all_ranks_end_by_themselves(ranks, victim, survivors):
+    assert_ended_by_themselves(survivors, 1)
+    assert ranks[victim].returncode == 1
+    assert ranks[victim].at - ranks[victim].event("fault")["at"] < TEARDOWN
+
+
+# ---------------------------------------------------------------------------------------- stopped
+
+
+@of("stopped")
+def test_a_stopped_rank_is_named_at_the_deadline(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
+
+
+@of("stopped")
+def test_the_error_at_the_deadline_names_step_bucket_and_layer(ranks, victim, survivors):
+    for end in survivors:
+        assert re.search(rf"step {VICTIM_STEP}, bucket \d+, round \d \([02]\.", end.event("error")["text"])
+
+
+@of("stopped")
+def test_survivors_of_a_stopped_rank_end_by_themselves(ranks, victim, survivors):
+    assert_ended_by_themselves(survivors, 1)
+
+
+@of("stopped")
+def test_a_stopped_rank_that_goes_on_raises_and_ends(ranks, victim, survivors):
+    assert_ended_by_themselves([ranks[victim]], 1)
+
+
+@of("stopped, hosts the store")
+def test_the_rank_that_hosts_the_store_is_named_when_stopped(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
+
+
+@of("stopped, hosts the store")
+def test_survivors_end_by_themselves_while_the_store_is_silent(ranks, victim, survivors):
+    assert_ended_by_themselves(survivors, 0)
+
+
+# ---------------------------------------------------------------------------------------- late
+
+
+@of("sleeps")
+def test_a_late_rank_is_waited_for(ranks, victim, survivors):
+    for end in ranks:
+        assert end.returncode == 0, end.stderr[-3000:]
+        end.event("end")
+
+
+@of("sleeps")
+def test_the_others_log_who_is_late_and_where(ranks, victim, survivors):
+    for end in survivors:
+        assert f"at step {VICTIM_STEP}, bucket 0" in end.stderr
+        assert f"rank {victim} has only reached step {VICTIM_STEP}" in end.stderr
+
+
+@of("sleeps")
+def test_nobody_is_called_late_who_is_not(ranks, victim, survivors):
+    for end in survivors:
+        assert end.stderr.count("has only reached") == end.stderr.count(f"rank {victim} has only reached")
+
+
+@of("sleeps too long")
+def test_past_the_deadline_all_ranks_raise_and_name_the_late_one(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
+    assert f"rank {victim}" in ranks[victim].event("error")["text"]
+
+
+@of("sleeps too long")
+def test_past_the_deadline_the_ranks_end_by_themselves(ranks, victim, survivors):
+    assert_ended_by_themselves(ranks, 0)
+
+
+@of("ends early")
+def test_a_rank_that_ends_early_is_named(ranks, victim, survivors):
+    assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
+
+
+@of("ends early")
+def test_all_ranks_end_by_themselves_after_one_ended_early(ranks, victim, survivors):
+    assert_ended_by_themselves(survivors, 1)
+    assert ranks[victim].returncode == 0
