@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, StateError, WireFormatError
+from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Range
@@ -33,6 +33,7 @@ logger = logging.getLogger("gradcomp")
 T = TypeVar("T")
 
 _MOST_REPORT_BYTES = 1 << 29
+_KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "TransportError": TransportError}
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 
@@ -199,18 +200,13 @@ class Keeper:
 
 
 def keeper_of(opt: Any) -> Keeper:
-    """The keeper of a distributed optimizer, of a hook's state, or of anything with an exchanger; else ConfigError."""
+    """The keeper of a distributed optimizer or of a hook's state; ConfigError for anything else."""
     keeper = getattr(getattr(opt, "_gradcomp", opt), "keeper", None)
-    if isinstance(keeper, Keeper):
-        return keeper
-    exchanger = getattr(opt, "exchanger", None)
-    if not isinstance(exchanger, Exchanger):
+    if not isinstance(keeper, Keeper):
         raise ConfigError(
             f"expected what DistributedOptimizer or ddp_comm_hook returned, got {type(opt).__name__}"
         )
-    pipeline = exchanger.pipeline
-    settle = getattr(opt, "settle", lambda: None)
-    return Keeper(pipeline.layers, pipeline.plan, pipeline.config, exchanger, settle)
+    return keeper
 
 
 @contextmanager
@@ -276,7 +272,7 @@ class _Talk:
     def together(self, stage: str, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
         """Do ``work`` on every rank: its first result, and every rank's second one.
 
-        If it raised on any rank: StateError (or ConfigError) on all, with what happened where.
+        If it raised on any rank: an error on all, with what happened where, of the first one's kind.
         """
         result: list[T] = []
         cause: Exception | None = None
@@ -285,13 +281,14 @@ class _Talk:
             mine, told = work()
             result.append(mine)
             report = {"told": told}
-        except (StateError, ConfigError, OSError) as error:
+        except (GradcompError, OSError) as error:
             cause = error
-            report = {"error": str(error), "config": isinstance(error, ConfigError)}
+            report = {"error": str(error), "kind": type(error).__name__}
         reports = self._gather(stage, json.dumps(report).encode())
         failures = [f"rank {r}: {other['error']}" for r, other in enumerate(reports) if "error" in other]
         if failures:
-            kind = ConfigError if any(other.get("config") for other in reports) else StateError
+            kinds = [other["kind"] for other in reports if "error" in other]
+            kind = _KINDS.get(kinds[0], StateError)
             shown = "; ".join(failures[:3]) + (f"; and {len(failures) - 3} more" if len(failures) > 3 else "")
             raise kind(f"{self._name}: {shown}") from cause
         return result[0], [other["told"] for other in reports]
@@ -317,6 +314,6 @@ def _report(text: bytes) -> dict[str, Any]:
         report = json.loads(text)
     except ValueError as error:
         raise WireFormatError(f"a rank's report is not JSON: {error}") from error
-    if not isinstance(report, dict) or not report.keys() & {"told", "error"}:
+    if not isinstance(report, dict) or not (report.keys() == {"told"} or report.keys() == {"error", "kind"}):
         raise WireFormatError("a rank's report is malformed")
     return report

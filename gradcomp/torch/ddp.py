@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp import kernels
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
-from gradcomp.core.layers import LayerSpec
 from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import DTYPES, SEGMENT
 from gradcomp.pipeline import Bucket, Layout
 from gradcomp.torch import runtime
+from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.report import Reporter
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
@@ -77,7 +78,7 @@ def ddp_comm_hook(
         return named, propose(policy, named)
 
     (named, proposal), transport = validate_together(state, validate)
-    hook_state = HookState(state, named, proposal.layers, grad_scaler)
+    hook_state = HookState(state, named, proposal, grad_scaler)
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
         return hook_state, exchange_bucket
@@ -97,12 +98,12 @@ def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tens
 class HookState:
     """What a DistributedDataParallel has beside itself: an exchanger, and which of its exchanges are accepted."""
 
-    def __init__(
-        self, state: runtime.Runtime, named: Named, layers: list[LayerSpec], grad_scaler: Any
-    ) -> None:
+    def __init__(self, state: runtime.Runtime, named: Named, proposal: Proposal, grad_scaler: Any) -> None:
+        layers = proposal.layers
         self.futures = BucketFutures(len(layers))
         self._runtime = state
         self._named = named
+        self._proposal = proposal
         self._grad_scaler = grad_scaler
         self._exchanger: Exchanger | None = None
         self._reporter: Reporter | None = None
@@ -129,6 +130,26 @@ class HookState:
     def named_parameters(self) -> Named:
         """The parameters that are exchanged, with their names: the layers, in order."""
         return list(self._named)
+
+    @cached_property
+    def keeper(self) -> Keeper:
+        """Where :func:`gradcomp.torch.save` finds the compression state."""
+        layers, plan = self._proposal.layers, self._proposal.plan
+        return Keeper(layers, plan, self._runtime.config, self._exchanger, self.settle)
+
+    def compression_state(self) -> dict[str, Any]:
+        """This rank's residuals by layer name, step, plan, bucket order: copies, as tensors, numbers and strings.
+
+        Local; StateError in the midst of a backward pass.
+        """
+        return self.keeper.state()
+
+    def load_compression_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
+
+        Local. StateError, with nothing changed, if anything does not fit: the error lists it all.
+        """
+        self.keeper.load(state)
 
     def statistics(self) -> Statistics:
         """This rank's counters since the start. Local: no communication."""

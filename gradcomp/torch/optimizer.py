@@ -176,6 +176,8 @@ def _settle(exchange: GradientExchange) -> None:
     """End a step that cannot be accepted any more; StateError for one that can."""
     if exchange._exchanger is None:
         return
+    if exchange.exchanger.error is not None:
+        raise exchange.exchanger.error
     if exchange.has_result() and not exchange.finish().finite:
         exchange.commit()  # refused, as it will be whatever the caller does next
     if exchange._touched or exchange._result is not None or exchange.exchanger.is_open:

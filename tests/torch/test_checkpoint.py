@@ -129,6 +129,20 @@ for name, kind in KINDS.items():
 """
 )
 
+#: A checkpoint of another number of ranks, in "other", is taken over.
+RESIZE = """
+if (folder / "other").exists():
+    model, opt = make(KINDS[FEEDBACK])
+    gc.load(folder / "other", opt)
+    gc.save(folder / "taken over", opt)
+    assert opt.compression_state()["step"] == HALF
+    if gc.size() > 1:
+        train(model, opt, HALF, 2)
+        opt.add_param_group({"params": [nn.Parameter(torch.randn(20, 20))], "names": ["extra"]})
+        assert opt.compression_state()["step"] == HALF + 2
+        assert "extra" in opt.compression_state()["residuals"]
+"""
+
 
 def ranks(program: str, world: int, folder: Path, **options) -> list[Finished]:
     finished = run_ranks(program, world, arguments=(str(folder),), **options)
@@ -142,31 +156,24 @@ def folders(tmp_path_factory) -> dict[int, Path]:
     made = {world: tmp_path_factory.mktemp(f"world{world}") for world in (2, 3)}
     for world, folder in made.items():
         ranks(FIRST_HALF, world, folder)
+    shutil.copytree(made[2] / "4 bits nearest", made[3] / "other")
     return made
 
 
+@pytest.fixture(scope="module")
+def resumed(folders) -> dict[int, list[Finished]]:
+    """The same jobs, gone on with in new processes; that of 3 ranks has taken over the checkpoint of 2 as well."""
+    return {world: ranks(SECOND_HALF + RESIZE, world, folder) for world, folder in folders.items()}
+
+
 @pytest.mark.parametrize("world", [2, 3])
-def test_resumed_is_uninterrupted(folders, world: int):
-    for finished in ranks(SECOND_HALF, world, folders[world]):
+def test_resumed_is_uninterrupted(resumed, world: int):
+    for finished in resumed[world]:
         assert "WARNING" not in finished.stderr
         assert "compression state" not in finished.stderr
 
 
 # ----------------------------------------------------------------------------------------- other numbers of ranks
-
-RESIZE = (
-    COMMON
-    + """
-model, opt = make(KINDS[FEEDBACK])
-gc.load(sys.argv[2], opt)
-gc.save(sys.argv[3], opt)
-assert opt.compression_state()["step"] == HALF
-if gc.size() > 1:
-    train(model, opt, HALF, 2)
-    opt.add_param_group({"params": [nn.Parameter(torch.randn(20, 20))], "names": ["extra"]})
-    assert opt.compression_state()["step"] == HALF + 2
-"""
-)
 
 
 def owed(folder: Path) -> dict[str, np.ndarray]:
@@ -185,18 +192,19 @@ def owed(folder: Path) -> dict[str, np.ndarray]:
     return total
 
 
-def test_other_numbers_of_ranks_keep_the_mean_residual(folders, tmp_path):
-    old = folders[2] / "4 bits nearest"
-    expected = owed(old)
+def test_other_numbers_of_ranks_keep_the_mean_residual(folders, resumed, tmp_path):
+    expected = owed(folders[2] / "4 bits nearest")
     assert all(value.any() for name, value in expected.items() if name != "seldom.weight")
-    for number, world in enumerate((3, 1, 2)):
-        new = tmp_path / str(number)
-        finished = run_ranks(RESIZE, world, arguments=(str(tmp_path), str(old), str(new)))
-        assert [one.returncode for one in finished] == [0] * world, finished
-        assert len(list(new.iterdir())) == world + 1
-        for name, value in owed(new).items():
-            np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-12)
-        old = new
+    last = folders[3]
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        shutil.copytree(last / "taken over", folder / "other")
+        ranks(COMMON + RESIZE, world, folder)
+        assert len(list((folder / "taken over").iterdir())) == world + 1
+        for made in (last, folder):
+            for name, value in owed(made / "taken over").items():
+                np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-12)
+        last = folder
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong
@@ -414,3 +422,55 @@ def test_no_checkpoint_outside_of_the_directory(tmp_path):
     ):
         with pytest.raises(StateError, match="impossible file"):
             checkpoint.File.from_plain({"name": name, "nbytes": 1, "sha256": "0" * 64})
+
+
+HOOK = (
+    COMMON
+    + """
+from torch.nn.parallel import DistributedDataParallel
+
+if gc.size() == 1:
+    torch.distributed.init_process_group("gloo")
+
+def make_hooked(seed):
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.003, find_unused_parameters=True)
+    state, hook = gc.ddp_comm_hook(model, gc.Policy(KINDS[FEEDBACK], filter=gc.Filter(min_elements=100)))
+    model.register_comm_hook(state, hook)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), state
+
+
+model, opt, state = make_hooked(0)
+train(model, opt, 0, HALF)
+gc.save(folder / "hook", state)
+half = {"model": model.module.state_dict(), "optimizer": opt.state_dict()}
+torch.save(half, mine)
+half = torch.load(mine, weights_only=True)
+train(model, opt, HALF, HALF)
+gc.save(folder / "whole", state)
+whole = {name: value.clone() for name, value in model.module.state_dict().items()}
+
+model, opt, state = make_hooked(9)
+model.module.load_state_dict(half["model"])
+opt.load_state_dict(half["optimizer"])
+gc.load(folder / "hook", state)
+train(model, opt, HALF, HALF)
+assert same(dict(model.module.state_dict()), whole)
+gc.save(folder / "resumed", state)
+state.load_compression_state(state.compression_state())
+assert "expected what" in fails(gc.ConfigError, lambda: gc.save(folder / "new", model))
+"""
+)
+
+
+def test_the_state_of_a_hook_goes_on_bit_for_bit(tmp_path):
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        ranks(HOOK, world, folder)
+        whole, resumed = (
+            checkpoint.Manifest.from_text(checkpoint.read_manifest(folder / name))
+            for name in ("whole", "resumed")
+        )
+        assert whole.shared == resumed.shared
+        assert [file.sha256 for file in whole.files] == [file.sha256 for file in resumed.files]
