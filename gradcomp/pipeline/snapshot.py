@@ -133,7 +133,7 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
     """
     if pipeline.is_open or pipeline.result is not None:
         raise StateError("a step is open: the state is defined between steps only")
-    pipeline.settle()  # as the next step would, so that who owns what is what the next step will use
+    pipeline.settle()  # as the next step would: its plan may give residuals to further layers
     names = [layer.name for layer in pipeline.layers]
     residuals = pipeline.residuals
     shared = pipeline.config.shared()
