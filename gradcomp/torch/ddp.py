@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.report import Reporter
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
+from gradcomp.transport.torch import TorchTransport
 
 logger = logging.getLogger("gradcomp")
 
@@ -78,16 +78,9 @@ def ddp_comm_hook(
         return named, propose(policy, named)
 
     (named, proposal), transport = validate_together(state, validate)
-    hook_state = HookState(state, named, proposal, grad_scaler)
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
-        return hook_state, exchange_bucket
-    futures = hook_state.futures
-    exchanger, reporter = start(
-        state, transport, proposal, hook_state.allocate, listener=futures, order_step=_ORDER_STEP
-    )
-    hook_state.attach(exchanger, reporter)
-    return hook_state, exchange_bucket
+    return HookState(state, named, proposal, transport, grad_scaler), exchange_bucket
 
 
 def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tensor]:
@@ -98,26 +91,33 @@ def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tens
 class HookState:
     """What a DistributedDataParallel has beside itself: an exchanger, and which of its exchanges are accepted."""
 
-    def __init__(self, state: runtime.Runtime, named: Named, proposal: Proposal, grad_scaler: Any) -> None:
+    def __init__(
+        self,
+        state: runtime.Runtime,
+        named: Named,
+        proposal: Proposal,
+        transport: TorchTransport | None,
+        grad_scaler: Any,
+    ) -> None:
         layers = proposal.layers
-        self.futures = BucketFutures(len(layers))
         self._runtime = state
         self._named = named
-        self._proposal = proposal
         self._grad_scaler = grad_scaler
-        self._exchanger: Exchanger | None = None
-        self._reporter: Reporter | None = None
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
         self._table: Table = np.zeros(len(layers), dtype=SEGMENT)
         self._table["length"] = [layer.size for layer in layers]
         self._table["dtype"] = [_DTYPE_NUMBERS[layer.dtype] for layer in layers]
         self._steps = 0
         self._complete = False  # all buckets of the step that is open or not yet accepted were handed in
-
-    def attach(self, exchanger: Exchanger, reporter: Reporter) -> None:
-        """Exchange what is handed in from now on."""
-        self._exchanger = exchanger
-        self._reporter = reporter
+        self._futures = BucketFutures(len(layers))
+        self._exchanger: Exchanger | None = None
+        self._reporter: Reporter | None = None
+        if transport is not None:
+            self._exchanger, self._reporter = start(
+                state, transport, proposal, self._allocate, listener=self._futures, order_step=_ORDER_STEP
+            )
+        #: Where :func:`gradcomp.torch.save` finds the compression state.
+        self.keeper = Keeper(layers, proposal.plan, state.config, self._exchanger, self.settle)
 
     # -- what a user may ask --------------------------------------------------------------------------------------
 
@@ -130,12 +130,6 @@ class HookState:
     def named_parameters(self) -> Named:
         """The parameters that are exchanged, with their names: the layers, in order."""
         return list(self._named)
-
-    @cached_property
-    def keeper(self) -> Keeper:
-        """Where :func:`gradcomp.torch.save` finds the compression state."""
-        layers, plan = self._proposal.layers, self._proposal.plan
-        return Keeper(layers, plan, self._runtime.config, self._exchanger, self.settle)
 
     def compression_state(self) -> dict[str, Any]:
         """This rank's residuals by layer name, step, plan, bucket order: copies, as tensors, numbers and strings.
@@ -207,7 +201,7 @@ class HookState:
         if bucket.index() == 0:
             self._begin(exchanger)
         layers, table, buffer = self._contents(bucket)
-        future = self.futures.add(bucket.index(), layers, buffer)
+        future = self._futures.add(bucket.index(), layers, buffer)
         has_value = np.zeros(len(layers), dtype=np.uint8)
         kernels.nonzero(table, has_value)
         rows = zip(layers.tolist(), table["gradient"].tolist(), has_value.tolist(), strict=True)
@@ -228,12 +222,12 @@ class HookState:
         self.settle()
         if self._steps:
             compare_parameters(self._runtime, exchanger, self._named, self._steps)
-            assert self._reporter is not None, "attach() sets both"
+            assert self._reporter is not None, "an exchanger comes with a reporter"
             self._reporter.after_step()
         scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
         self._steps += 1
         exchanger.open(scale)
-        self.futures.open(exchanger.pipeline.layout)
+        self._futures.open(exchanger.pipeline.layout)
 
     def _await(self) -> None:
         if self._exchanger is not None and self._exchanger.is_open:
@@ -266,7 +260,7 @@ class HookState:
             )
         return layers, table, buffer
 
-    def allocate(self, layer: int) -> int:
+    def _allocate(self, layer: int) -> int:
         """Called for a layer that other ranks had and this rank's DDP left out."""
         raise StateError(
             f"layer {self._named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
