@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -44,6 +45,15 @@ def _kind(name: str, dimensions: int) -> Kind:
     return "embedding" if "emb" in name.lower() else "weight"
 
 
+def _is_named(pair: Any) -> bool:
+    return (
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], torch.Tensor)
+    )
+
+
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> tuple[Named, Named]:
@@ -61,11 +71,12 @@ def name_parameters(
     else:
         named = list(named_parameters)
     names: dict[int, str] = {}
-    for name, parameter in named:
-        if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
+    for pair in named:
+        if not _is_named(pair):
             raise ConfigError(
                 "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does"
             )
+        name, parameter = pair
         if id(parameter) in names:
             raise ConfigError(f"one parameter has two names: {names[id(parameter)]!r} and {name!r}")
         names[id(parameter)] = name

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
 from gradcomp.torch import runtime
@@ -195,6 +196,7 @@ class Distributed:
         """Step on the means. Exchanges first what was not exchanged yet (a short last window, ``finish="step"``)."""
         core = self._gradcomp
         if core.exchange._exchanger is None:
+            self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         _check_frozen(core)
         _check_scaler(core, sys._getframe(1))
@@ -273,9 +275,11 @@ class Distributed:
         added = self.param_groups[group]["params"]  # type: ignore[attr-defined]
         if names is None:
             names = [f"group{group}.param{i}" for i in range(len(added))]
-        elif len(names) != len(added):
-            raise ConfigError(f"{len(names)} names for {len(added)} parameters")
-        _rebuild(self, core, [*core.named, *core.frozen, *zip(names, added, strict=True)])
+        try:
+            _rebuild(self, core, chain(core.named, core.frozen, _name_group(names, added)))
+        except GradcompError:
+            self.param_groups.pop()  # type: ignore[attr-defined]
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's; unless compression state is loaded as well, the next step warns."""
@@ -346,13 +350,22 @@ def _adopt(optimizer: torch.optim.Optimizer, core: Core) -> None:
     )
 
 
-def _rebuild(optimizer: Any, core: Core, named: Named) -> None:
-    """New layers: a new exchanger, with the old one's state."""
+def _name_group(
+    names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Lazy, so that its error is met where ranks validate together."""
+    if len(names) != len(parameters):
+        raise ConfigError(f"{len(names)} names for {len(parameters)} parameters")
+    yield from zip(names, parameters, strict=True)
+
+
+def _rebuild(optimizer: Any, core: Core, named: NamedParameters) -> None:
+    """New layers: a new exchanger, with the old one's state. After an error the old one is still there."""
     state = runtime.current()
     old = core.exchange
     old.drain()
-    old.detach()
     fresh = _build(state, optimizer, named, core.arguments)
+    old.detach()
     fresh.keeper.inherit(core.keeper)
     if old._exchanger is not None:
         state.exchangers.remove(old.exchanger)

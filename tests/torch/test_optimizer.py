@@ -1,0 +1,826 @@
+"""The distributed optimizer as an optimizer: what users and libraries do with one, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import pickle
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from batch import on_ranks
+
+import gradcomp.torch as gc
+
+NEAREST = gc.Policy("quantize:bits=4,rounding=nearest,bucket_size=32", filter=gc.Filter(min_elements=8))
+
+
+def net(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def data(step: int, rank: int | None = None) -> torch.Tensor:
+    rank = gc.rank() if rank is None else rank
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model, step, rank=None):
+    return model(data(step, rank)).square().mean()
+
+
+def wrap(model, compression="none", kind=torch.optim.SGD, lr=0.1, options=None, **arguments):
+    optimizer = kind(model.parameters(), lr=lr, **(options or {}))
+    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
+
+
+def one_process(kind=torch.optim.SGD, steps=3, lr=0.1, options=None, scheduler=None) -> list[torch.Tensor]:
+    """The parameters that one process gets which has all ranks' data."""
+    model = net()
+    optimizer = kind(model.parameters(), lr=lr, **(options or {}))
+    schedule = scheduler(optimizer) if scheduler else None
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(loss_of(model, step, rank) for rank in range(gc.size())) / gc.size()).backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return list(model.parameters())
+
+
+def bits_of(tensors) -> list[bytes]:
+    return [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def assert_same_on_all_ranks(tensors) -> None:
+    mine = bits_of(tensors)
+    everyone = [None] * gc.size()
+    dist.all_gather_object(everyone, mine)
+    assert all(theirs == mine for theirs in everyone)
+
+
+def assert_close(parameters, expected) -> None:
+    for p, e in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(p.detach(), e.detach())
+
+
+def residuals(optimizer) -> list[bytes]:
+    state = optimizer._gradcomp.exchange.exchanger.pipeline.residuals
+    first = [state.first.value(i).tobytes() for i in range(len(state.first.lengths))]
+    return first + [state.second.value(i).tobytes() for i in range(len(state.ranges))]
+
+
+@contextmanager
+def logged():
+    """What the gradcomp logger says, as a list of (level, text)."""
+    lines: list[tuple[str, str]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append((record.levelname, record.getMessage()))
+
+    logger, handler = logging.getLogger("gradcomp"), Keep()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+# ---------------------------------------------------------------------------------------- still the optimizer
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+@on_ranks(2)
+def test_two_ranks_train_as_one_process_with_all_data(kind):
+    kind, lr = getattr(torch.optim, kind), 0.01
+    model = net()
+    optimizer = wrap(model, kind=kind, lr=lr)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert_close(model.parameters(), one_process(kind, lr=lr))
+
+
+@pytest.mark.parametrize("option", ["fused", "foreach"])
+@on_ranks(2)
+def test_fused_and_foreach_optimizers_train_alike(option):
+    model = net()
+    optimizer = wrap(model, kind=torch.optim.Adam, lr=0.01, options={option: True})
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert_close(model.parameters(), one_process(torch.optim.Adam, lr=0.01))
+
+
+@on_ranks(2)
+def test_the_wrapped_optimizer_is_the_same_object_of_its_class():
+    model = net()
+    plain = torch.optim.Adam(model.parameters())
+    wrapped = gc.DistributedOptimizer(plain, model.named_parameters())
+    assert wrapped is plain
+    assert isinstance(wrapped, torch.optim.Adam)
+    assert type(wrapped).__name__ == "Adam"
+
+
+@on_ranks(2)
+def test_a_scheduler_made_before_wrapping_works_without_warning():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            schedule.step()
+    assert_close(
+        model.parameters(), one_process(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))
+    )
+
+
+@on_ranks(2)
+def test_a_scheduler_made_after_wrapping_works_without_warning():
+    model = net()
+    optimizer = wrap(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            schedule.step()
+    assert_close(
+        model.parameters(), one_process(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))
+    )
+
+
+@on_ranks(2)
+def test_a_closure_is_evaluated_on_means():
+    model = net()
+    optimizer = wrap(model)
+
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+    assert_close(model.parameters(), one_process())
+
+
+@on_ranks(2)
+def test_lbfgs_evaluates_its_closure_several_times_and_ranks_agree():
+    model = net()
+    optimizer = wrap(model, kind=torch.optim.LBFGS, lr=0.5, options={"max_iter": 4})
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / gc.size()
+
+    optimizer.step(closure)
+    assert optimizer.statistics().steps > 1
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_a_pickle_is_the_plain_optimizer():
+    model = net()
+    optimizer = wrap(model, kind=torch.optim.Adam)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    assert type(loaded) is torch.optim.Adam
+    assert loaded.state_dict()["state"][0]["step"] == 1
+
+
+@on_ranks(2)
+def test_a_deep_copy_is_a_plain_optimizer_with_parameters_of_its_own():
+    model = net()
+    optimizer = wrap(model)
+    twin, other = copy.deepcopy((model, optimizer))
+    assert type(other) is torch.optim.SGD
+    before = bits_of(model.parameters())
+    loss_of(twin, 0).backward()
+    other.step()
+    assert bits_of(model.parameters()) == before
+    assert bits_of(twin.parameters()) != before
+
+
+@on_ranks(2)
+def test_the_state_dict_loads_into_the_plain_class():
+    model = net()
+    optimizer = wrap(model, "quantize:bits=4", kind=torch.optim.Adam)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    plain = torch.optim.Adam(net().parameters())
+    plain.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(
+        plain.state[plain.param_groups[0]["params"][0]]["exp_avg"],
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"],
+    )
+
+
+@on_ranks(2)
+def test_loading_a_state_dict_keeps_it_distributed():
+    model = net()
+    optimizer = wrap(model, options={"momentum": 0.9})
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert optimizer.statistics().steps == 1
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_parameters_of_an_added_group_are_exchanged():
+    first, second = net(), net(1)
+    optimizer = wrap(first)
+    optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.01})
+    for step in range(2):
+        optimizer.zero_grad()
+        (loss_of(first, step) + loss_of(second, step)).backward()
+        optimizer.step()
+    assert_same_on_all_ranks([*first.parameters(), *second.parameters()])
+
+
+@on_ranks(2)
+def test_adding_a_group_keeps_the_residuals():
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    owed = sum(
+        torch.tensor(bytearray(b)).view(torch.float32).abs().sum() for b in residuals(optimizer)[:4] if b
+    )
+    assert owed > 0
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    kept = sum(
+        torch.tensor(bytearray(b)).view(torch.float32).abs().sum() for b in residuals(optimizer)[:4] if b
+    )
+    assert kept > 0
+
+
+@on_ranks(2)
+def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was():
+    model = net()
+    optimizer = wrap(model)
+    extra = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(gc.ConfigError, match=r"0.weight"):
+        optimizer.add_param_group({"params": [extra], "names": ["0.weight"]})
+    assert len(optimizer.param_groups) == 1
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_two_optimizers_over_parts_of_one_graph_work_as_in_a_gan():
+    generator, critic = net(0), torch.nn.Linear(3, 1)
+    torch.nn.init.ones_(critic.weight)
+    torch.nn.init.zeros_(critic.bias)
+    of_generator = wrap(generator, NEAREST)
+    of_critic = gc.DistributedOptimizer(
+        torch.optim.Adam(critic.parameters()), [(f"critic.{n}", p) for n, p in critic.named_parameters()]
+    )
+    for step in range(4):
+        of_critic.zero_grad()
+        (critic(generator(data(step)).detach()).mean() - critic(data(step + 1)[:, :3]).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(generator(data(step))).mean()).backward()  # gives the critic gradients too, never stepped on
+        of_generator.step()
+    assert_same_on_all_ranks([*generator.parameters(), *critic.parameters()])
+
+
+@on_ranks(2)
+def test_optimizers_whose_gradients_come_in_different_orders_do_not_wait_for_each_other():
+    heads = [torch.nn.Linear(8, 2), torch.nn.Linear(8, 2)]
+    unused = [
+        torch.nn.Parameter(torch.ones(3)) for _ in heads
+    ]  # so that no bucket is complete before the flush
+    optimizers = []
+    for i, head in enumerate(heads):
+        torch.nn.init.ones_(head.weight)
+        torch.nn.init.ones_(head.bias)
+        named = [*head.named_parameters(), ("unused", unused[i])]
+        optimizers.append(gc.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.1), named))
+    mine = heads if gc.rank() == 0 else heads[::-1]
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(head(data(step)).square().mean() for head in mine).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_on_all_ranks([p for head in heads for p in head.parameters()])
+
+
+# ---------------------------------------------------------------------------------------- synchronize, clip, zero
+
+
+@on_ranks(2)
+def test_clipping_after_synchronize_sees_the_norm_of_the_mean():
+    model, one = net(), net()
+    optimizer = wrap(model)
+    (sum(loss_of(one, 0, rank) for rank in range(gc.size())) / gc.size()).backward()
+    loss_of(model, 0).backward()
+    optimizer.synchronize()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    expected = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+    torch.testing.assert_close(norm, expected)
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in one.parameters()])
+
+
+@on_ranks(2)
+def test_clipped_gradients_are_the_ones_applied():
+    model = net()
+    optimizer = wrap(model, lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(model, 0).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.01), rtol=1e-3, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_second_synchronize_sends_nothing():
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    transport = optimizer._gradcomp.exchange.exchanger.pipeline.transport
+    loss_of(model, 0).backward()
+    sent = transport.bytes_sent
+    gradients = bits_of(p.grad for p in model.parameters())
+    optimizer.synchronize()
+    optimizer.synchronize()
+    assert transport.bytes_sent == sent
+    assert bits_of(p.grad for p in model.parameters()) == gradients
+
+
+@on_ranks(2)
+def test_skip_synchronize_steps_on_what_synchronize_left():
+    model = net()
+    optimizer = wrap(model, finish="step")
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert optimizer.statistics().steps == 3
+    assert_close(model.parameters(), one_process())
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@on_ranks(2)
+def test_zero_grad_without_step_forgets_the_exchange(set_to_none):
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    for step in (7, 0, 1, 2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        before = residuals(optimizer)
+        loss_of(model, step).backward()
+        if step == 7:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            assert residuals(optimizer) == before
+            assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+        else:
+            optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_zero_grad_in_mid_step_drains():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 2), "b": torch.nn.Linear(8, 2)})
+    for p in model.parameters():
+        torch.nn.init.ones_(p)
+    optimizer = wrap(model, finish="step")
+    loss_of(model["a"], 0).backward()  # only one of the two backward passes of this step
+    optimizer.zero_grad()
+    before = bits_of(model.parameters())
+    for head in model.values():
+        loss_of(head, 1).backward()
+    optimizer.step()
+    assert bits_of(model.parameters()) != before
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_zero_grad_between_the_passes_of_a_window_begins_it_anew():
+    model = net()
+    optimizer = wrap(model, backward_passes_per_step=2)
+    loss_of(model, 5).backward()
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    assert optimizer.statistics().steps == 0
+    loss_of(model, 1).backward()
+    assert optimizer.statistics().steps == 1
+
+
+@on_ranks(2)
+def test_a_backward_that_raised_can_be_repeated_after_zero_grad():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise RuntimeError("broken")
+
+    model = net()
+    optimizer = wrap(model)
+    with pytest.raises(RuntimeError, match="broken"):
+        model[2](Broken.apply(model[0](data(0)))).sum().backward()
+    optimizer.zero_grad()
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert_close(model.parameters(), one_process())
+
+
+# ---------------------------------------------------------------------------------------- loss scaling
+
+
+def scaled_step(model, optimizer, scaler, step, overflow=False):
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    if overflow:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@on_ranks(2)
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_leaves_the_residuals():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = wrap(model, NEAREST, grad_scaler=scaler)
+    for step in range(2):  # the order of the buckets settles after the first
+        scaled_step(model, optimizer, scaler, step)
+    before, kept = bits_of(model.parameters()), residuals(optimizer)
+    assert any(any(b) for b in kept)
+    scaled_step(model, optimizer, scaler, 2, overflow=gc.rank() == 1)
+    optimizer.zero_grad()
+    assert bits_of(model.parameters()) == before
+    assert residuals(optimizer) == kept
+    assert scaler.get_scale() == 512.0
+
+
+@on_ranks(2)
+def test_the_step_after_an_overflow_is_fine():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = wrap(model, NEAREST, grad_scaler=scaler)
+    for step in range(4):
+        scaled_step(model, optimizer, scaler, step, overflow=step == 1 and gc.rank() == 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_a_fused_optimizer_skips_an_overflow_too():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = wrap(model, NEAREST, kind=torch.optim.Adam, options={"fused": True}, grad_scaler=scaler)
+    for step in range(2):  # the order of the buckets settles after the first
+        scaled_step(model, optimizer, scaler, step)
+    before, kept = bits_of(model.parameters()), residuals(optimizer)
+    assert any(any(b) for b in kept)
+    scaled_step(model, optimizer, scaler, 2, overflow=gc.rank() == 1)
+    assert bits_of(model.parameters()) == before
+    assert residuals(optimizer) == kept
+
+
+@on_ranks(2)
+def test_scaled_training_equals_unscaled_training():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = wrap(model, grad_scaler=scaler)
+    for step in range(3):
+        scaled_step(model, optimizer, scaler, step)
+    assert_close(model.parameters(), one_process())
+
+
+@on_ranks(2)
+def test_a_change_of_scale_leaves_residuals_in_their_units():
+    def run(scales):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.zeros(32, 32))
+        scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+        optimizer = gc.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0),
+            [("w", weight)],
+            gc.Quantize(4, rounding="nearest"),
+            grad_scaler=scaler,
+        )
+        for step, scale in enumerate(scales):
+            scaler.update(scale) if step else None
+            gradient = torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * step + gc.rank()))
+            optimizer.zero_grad()
+            scaler.scale((weight * gradient).sum()).backward()
+            scaler.step(optimizer)
+        return weight.detach()
+
+    same, changing = run([1024.0] * 4), run([1024.0, 512.0, 65536.0, 2.0])
+    assert (same - changing).abs().max() / same.abs().max() < 1e-6
+
+
+@on_ranks(2)
+def test_unscale_and_clip_see_the_unscaled_mean():
+    model, one = net(), net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = wrap(model, grad_scaler=scaler)
+    (sum(loss_of(one, 0, rank) for rank in range(gc.size())) / gc.size()).backward()
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in one.parameters()])
+
+
+@on_ranks(2)
+def test_a_scaler_that_we_were_not_told_of_is_warned_about_once():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = wrap(model, NEAREST)
+    with logged() as lines:
+        for step in range(3):
+            scaled_step(model, optimizer, scaler, step)
+    assert len([text for _, text in lines if "grad_scaler" in text]) == 1
+
+
+@on_ranks(2)
+def test_a_scaler_that_we_were_told_of_is_not_warned_about():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = wrap(model, NEAREST, grad_scaler=scaler)
+    with logged() as lines:
+        scaled_step(model, optimizer, scaler, 0)
+    assert not [text for _, text in lines if "grad_scaler" in text]
+
+
+@on_ranks(2)
+def test_autocast_to_bfloat16_trains_alike_on_all_ranks():
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+
+
+# ---------------------------------------------------------------------------------------- frozen, buffers, the user's
+
+
+@on_ranks(2)
+def test_frozen_parameters_stay_as_they_are():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    frozen = model[0].weight.clone()
+    optimizer = wrap(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, frozen)
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_unfreezing_after_wrapping_is_an_error_that_names_the_layer():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    optimizer = wrap(model)
+    model[0].weight.requires_grad_(True)
+    loss_of(model, 0).backward()
+    with pytest.raises(gc.StateError, match=r"0.weight"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_the_users_collectives_on_the_default_group_do_not_interfere():
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        total = torch.tensor([gc.rank() + step], dtype=torch.float32)
+        work = dist.all_reduce(total, async_op=True)
+        optimizer.step()
+        work.wait()
+        assert total.item() == 1 + 2 * step
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_batch_norm_buffers_are_equal_after_broadcast():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    gc.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = wrap(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    gc.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert_same_on_all_ranks(model.buffers())
+
+
+# ---------------------------------------------------------------------------------------- seeing it
+
+
+@on_ranks(2)
+def test_no_reader_communicates():
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    if gc.rank() == 0:
+        optimizer.statistics()
+        optimizer.reduced_statistics()
+        optimizer.trace_spans()
+        optimizer.state_dict()
+        optimizer.compression_state()
+        repr(optimizer)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_the_trace_is_chrome_json_with_every_kind_of_span():
+    import tempfile
+    from pathlib import Path
+
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        if gc.rank() == 0:
+            optimizer.write_trace(path)
+            events = json.loads(path.read_text())["traceEvents"]
+            spans = [e for e in events if e["ph"] == "X"]
+            assert {e["name"].split()[0] for e in spans} >= {
+                "ready",
+                "queue",
+                "encode",
+                "wire",
+                "reduce",
+                "decode",
+            }
+            assert all(e["dur"] >= 0 and e["pid"] == 0 for e in spans)
+
+
+@on_ranks(2, "reporting", statistics_every_steps=20)
+def test_banner_periodic_line_and_verdict_appear_once_and_on_rank_0_only():
+    with logged() as lines:
+        model = net()
+        optimizer = wrap(model, NEAREST)
+        for step in range(60):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+    said = [text for _, text in lines]
+    counts = [
+        len([t for t in said if "compressed; exact" in t]),
+        len([t for t in said if t.startswith("step ")]),
+        len([t for t in said if "bfloat16" in t]),
+    ]
+    assert counts == ([1, 3, 1] if gc.rank() == 0 else [0, 0, 0]), said
+
+
+@on_ranks(2, "reporting", statistics_every_steps=20)
+def test_reduced_statistics_are_equal_on_all_ranks():
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    for step in range(20):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    mine = optimizer.reduced_statistics()
+    assert mine.steps == 20
+    everyone = [None, None]
+    dist.all_gather_object(everyone, mine.vector().tolist())
+    assert everyone[0] == everyone[1]
+
+
+@on_ranks(2, "reporting", statistics_every_steps=20)
+def test_the_fingerprint_names_the_first_layer_that_differs():
+    model = net()
+    optimizer = wrap(model)
+    if gc.rank() == 1:
+        with torch.no_grad():
+            model[0].bias[0] += 1e-3
+            model[2].weight[0] += 1e-3
+    loss_of(model, 0).backward()
+    with pytest.raises(gc.StateError, match=r"0.bias.*rank 1"):
+        optimizer.step()
+
+
+@on_ranks(2, "no fingerprint", fingerprint_steps=0, fingerprint_every_steps=3)
+def test_further_fingerprints_come_every_so_many_steps():
+    model = net()
+    optimizer = wrap(model)
+    if gc.rank() == 1:
+        with torch.no_grad():
+            model[2].bias[0] += 1e-3
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    with pytest.raises(gc.StateError, match=r"2.bias"):
+        optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------- a world of one
+
+
+@on_ranks(1)
+def test_a_world_of_one_trains_as_the_plain_optimizer():
+    model, plain = net(), net()
+    optimizer = wrap(model, "quantize:bits=1", kind=torch.optim.AdamW)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(5):
+        for m, o in ((model, optimizer), (plain, reference)):
+            o.zero_grad()
+            loss_of(m, step).backward()
+            o.step()
+    assert bits_of(model.parameters()) == bits_of(plain.parameters())
+
+
+@on_ranks(1)
+def test_a_world_of_one_says_so():
+    gc.shutdown()
+    with logged() as lines:
+        gc.init()
+    assert any("world of one" in text for _, text in lines)
+
+
+@on_ranks(1)
+def test_a_scheduler_in_a_world_of_one_works_without_warning():
+    model = net()
+    optimizer = wrap(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, 0).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@on_ranks(1)
+def test_a_world_of_one_has_all_methods():
+    model = net()
+    optimizer = wrap(model, "quantize:bits=4")
+    with optimizer.no_sync():
+        loss_of(model, 0).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert optimizer.statistics().wire_bytes == 0
+    assert optimizer.reduced_statistics() is None
+    assert optimizer.trace_spans() == ()
+    optimizer.step(lambda: loss_of(model, 1))
+    assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.SGD
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+@on_ranks(1)
+def test_unfreezing_in_a_world_of_one_is_no_error():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    optimizer = wrap(model)
+    model[0].weight.requires_grad_(True)
+    loss_of(model, 0).backward()
+    optimizer.step()
