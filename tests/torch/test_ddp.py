@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
@@ -529,13 +530,15 @@ def test_three_ranks_without_compression():
 
 
 @on_ranks(3)
-def test_three_ranks_of_which_some_use_a_branch():
+def test_three_ranks_of_which_some_use_a_branch_and_all_are_late_at_times():
+    delays = random.Random(gc.rank())
     model = build(Branches)
     ddp, state = hooked(model, WITH_RESIDUALS, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(ddp.parameters())
     for step in range(8):
         optimizer.zero_grad()
         names = "abc"[: 1 + (step + gc.rank()) % 3]
+        time.sleep(delays.choice([0, 0, 0.05]))
         ddp(data(step), names).backward()
         optimizer.step()
     assert_same_on_all_ranks(model)
