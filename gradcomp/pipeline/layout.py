@@ -130,7 +130,9 @@ def _bucket(
     number: int, pieces: Sequence[_Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
 ) -> Bucket:
     if len(pieces) > 0xFFFF:
-        raise ConfigError(f"{len(pieces)} layers in one bucket; lower slice_elements (at most 65535 are possible)")
+        raise ConfigError(
+            f"{len(pieces)} layers in one bucket; lower slice_elements (at most 65535 are possible)"
+        )
     slots = {layer: slot for slot, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
     families: dict[tuple[str, str], list[_Piece]] = {}
     for piece in pieces:

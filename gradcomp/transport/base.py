@@ -11,7 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.core.errors import WireFormatError
+
 Bytes = npt.NDArray[np.uint8]
+
+#: What a rank may announce outside of steps: sparse rows are the largest such messages.
+MOST_MESSAGE_BYTES = 1 << 34
 
 
 class Handle(Protocol):
@@ -73,6 +78,8 @@ class Transport(ABC):
         sizes = np.zeros(self.size, dtype=np.int64)
         sizes[self.rank] = len(payload)
         settle(self.allgatherv(sizes.view(np.uint8), [8] * self.size))
+        if sizes.min() < 0 or sizes.max() > MOST_MESSAGE_BYTES:
+            raise WireFormatError(f"message sizes {sizes.tolist()} are not in 0..{MOST_MESSAGE_BYTES}")
         buffer = np.zeros(int(sizes.sum()), dtype=np.uint8)
         bounds = np.concatenate(([0], np.cumsum(sizes)))
         buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
