@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import GradcompError, PlanMismatchError, WireFormatError
+from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.transport.base import Transport
@@ -27,7 +27,7 @@ def describe(layers: Sequence[LayerSpec], plan: Plan, config: Config, **extra: A
 
 
 def agree(
-    transport: Transport, description: Mapping[str, Any] | None, error: GradcompError | None = None
+    transport: Transport, description: Mapping[str, Any] | None, error: Exception | None = None
 ) -> None:
     """Collective: raise PlanMismatchError on every rank unless all descriptions are equal.
 

@@ -18,13 +18,15 @@ logger = logging.getLogger("gradcomp")
 SPIN_SECONDS = 50e-6
 LONGEST_SLEEP_SECONDS = 200e-6
 WATCH_SECONDS = 0.5
+LONGEST_WATCH_SECONDS = 2.0
 
 
 class Engine:
     """Polls the exchangers' pipelines; never blocks inside a collective.
 
     While a collective is under way it spins for 50 microseconds, then sleeps up to 200. While no bucket is complete
-    it sleeps until a layer completes one. Twice a second it looks at the control channel.
+    it sleeps until a layer completes one. After half a second without progress, and every two seconds in any case, it
+    looks at the control channel: a look is a round trip behind whatever is queued on the link.
     """
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class Engine:
             thread.join()
 
     def _loop(self) -> None:
-        progress_at = watch_at = monotonic()
+        progress_at = watched_at = monotonic()
         pause = 0.0
         while not self._stopping:
             self._wake.clear()
@@ -73,15 +75,15 @@ class Engine:
                 waiting.add(exchanger.poll())
                 advanced |= exchanger.advances != before
             now = monotonic()
-            if now >= watch_at:
-                watch_at = now + WATCH_SECONDS
+            if advanced:
+                progress_at, pause = now, SPIN_SECONDS / 2
+            if now - max(watched_at, progress_at) > WATCH_SECONDS or now - watched_at > LONGEST_WATCH_SECONDS:
+                watched_at = now
                 for exchanger in self._exchangers:
                     exchanger.watch()
             if Waiting.WIRE not in waiting:
-                self._wake.wait(max(0.0, watch_at - now))
+                self._wake.wait(WATCH_SECONDS)
                 continue
-            if advanced:
-                progress_at, pause = now, SPIN_SECONDS / 2
             if now - progress_at > SPIN_SECONDS:
                 pause = min(2 * pause, LONGEST_SLEEP_SECONDS)
                 sleep(pause)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from time import monotonic, perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +43,9 @@ class Listener(Protocol):
 class Exchanger:
     """Exchanges the gradients of a fixed list of layers, step after step.
 
-    Construction is collective: the ranks compare layers, plan and settings first (PlanMismatchError on every rank if
-    they differ). The training thread opens a step, submits layers, flushes and waits; the engine's thread does the
-    rest. After a failure every call raises the same TransportError.
+    Construction is collective: the ranks compare layers, plan, settings and ``arguments``, those of the frontend, first
+    (PlanMismatchError on every rank if they differ). The training thread opens a step, submits layers, flushes and
+    waits; the engine's thread does the rest. After a failure every call raises the same TransportError.
     """
 
     def __init__(
@@ -62,8 +62,10 @@ class Exchanger:
         average: bool = True,
         listener: Listener | None = None,
         order_step: int = 0,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        agree(transport, describe(layers, plan, config, average=average, order_step=order_step))
+        shared = {"average": average, "order_step": order_step, **(arguments or {})}
+        agree(transport, describe(layers, plan, config, **shared))
         self._pipeline = Pipeline(
             layers,
             plan,
