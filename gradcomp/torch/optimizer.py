@@ -64,10 +64,6 @@ def DistributedOptimizer(
     ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
     """
     state = runtime.current()
-    if isinstance(optimizer, Distributed):
-        raise StateError("this optimizer is already a DistributedOptimizer")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     arguments = Arguments(
         compression,
         backward_passes_per_step,
@@ -136,10 +132,16 @@ def _build(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None,
     arguments: Arguments,
+    *,
+    again: bool = False,
 ) -> Core:
-    """Validate on every rank, compare, and start."""
+    """Validate on every rank, compare, and start; ``again`` for an optimizer that is a distributed one."""
 
     def validate() -> tuple[Timing, Named, Named, Proposal]:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, Distributed) and not again:
+            raise StateError("this optimizer is already a DistributedOptimizer")
         policy, timing = arguments.check()
         named, frozen = name_parameters(optimizer, named_parameters)
         return timing, named, frozen, propose(policy, named)
@@ -158,7 +160,19 @@ def _build(
     reporter: Reporter | None = None
     if transport is not None:
         average = arguments.op is Average
-        exchanger, reporter = start(state, transport, proposal, exchange.allocate, average=average)
+        exchanger, reporter = start(
+            state,
+            transport,
+            proposal,
+            exchange.allocate,
+            average=average,
+            arguments={
+                "backward_passes_per_step": timing.passes,
+                "finish": timing.finish,
+                "sparse_as_dense": arguments.sparse_as_dense,
+                "gradient_predivide_factor": arguments.predivide,
+            },
+        )
         exchange.attach(exchanger)
     keeper = Keeper(
         proposal.layers,
@@ -364,7 +378,7 @@ def _rebuild(optimizer: Any, core: Core, named: NamedParameters) -> None:
     state = runtime.current()
     old = core.exchange
     old.drain()
-    fresh = _build(state, optimizer, named, core.arguments)
+    fresh = _build(state, optimizer, named, core.arguments, again=True)
     old.detach()
     fresh.keeper.inherit(core.keeper)
     if old._exchanger is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,6 +44,7 @@ class Runtime:
     user_group: Any = None
     exchangers: list[Exchanger] = field(default_factory=list)
     names: Any = field(default_factory=count)
+    process: int = field(default_factory=os.getpid)
 
     @property
     def size(self) -> int:
@@ -122,6 +124,8 @@ def shutdown() -> None:
     if runtime is None:
         return
     atexit.unregister(shutdown)
+    if os.getpid() != runtime.process:
+        return  # a forked child has nothing of its own to leave
     failed = getattr(sys, "last_value", None)
     reason = None
     if failed is not None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gradcomp.compress import Policy
-from gradcomp.core.errors import ConfigError, GradcompError
+from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.engine import Exchanger, Listener
@@ -34,7 +34,7 @@ def validate_together(state: Runtime, validate: Callable[[], T]) -> tuple[T, Tor
     transport = state.make_transport() if state.size > 1 else None
     try:
         return validate(), transport
-    except GradcompError as error:
+    except Exception as error:
         if transport is not None:
             agree(transport, None, error)
         raise
@@ -68,6 +68,7 @@ def start(
     average: bool = True,
     listener: Listener | None = None,
     order_step: int = 0,
+    arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Exchanger, Reporter]:
     """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`."""
     exchanger = Exchanger(
@@ -82,6 +83,7 @@ def start(
         average=average,
         listener=listener,
         order_step=order_step,
+        arguments=arguments,
     )
     state.exchangers.append(exchanger)
     banner(exchanger, proposal.policy)
