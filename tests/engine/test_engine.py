@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import pytest
 
 from gradcomp import Config, LayerSpec, Plan, PlanMismatchError, Policy, Quantize, StateError, TransportError
 from gradcomp.engine import Engine, Exchanger, Watch
-from gradcomp.engine.watch import _order, place
+from gradcomp.engine.watch import place
 from gradcomp.transport.control import ControlChannel, LocalControl, StoreSilentError
 from gradcomp.transport.inprocess import World
 
@@ -258,19 +258,29 @@ def test_a_stopped_engine_takes_no_exchanger(ranks):
 # ---------------------------------------------------------------------------------------- positions
 
 
-def test_positions_are_ordered_as_ranks_pass_them():
-    passed = [
-        (3, -1, 0),  # between steps
-        (3, -1, 1),  # the same, one collective later
-        (3, 0, -1),
-        (3, 0, 0),
-        (3, 1, -1),  # the second bucket's gradients are awaited before the first bucket's second round
-        (3, 1, 0),
-        (3, 0, 1),
-        (3, 1, 1),
-        (4, -1, 0),
-    ]
-    assert sorted(random.Random(0).sample(passed, len(passed)), key=_order) == passed
+#: Positions in the order in which a rank passes them, where bucket b is in its round r at tick b + r.
+PASSED = [
+    (3, -1, 0),  # between steps
+    (3, -1, 1),  # the same, one collective later
+    (3, 0, -1),
+    (3, 0, 0),
+    (3, 1, -1),  # the second bucket's gradients are awaited before the first bucket's second round
+    (3, 1, 0),
+    (3, 0, 1),
+    (3, 1, 1),
+    (4, -1, 0),
+]
+
+
+def is_behind(theirs, ours) -> bool:
+    control = LocalControl()
+    control.publish("x/at/1", json.dumps([1, *theirs]).encode())
+    return "rank 1 has only reached" in Watch(control, "x", 0, 2).culprits(ours)
+
+
+def test_a_rank_is_behind_if_it_has_not_issued_what_we_wait_for():
+    for i, ours in enumerate(PASSED):
+        assert [is_behind(theirs, ours) for theirs in PASSED] == [k < i for k in range(len(PASSED))], ours
 
 
 @pytest.mark.parametrize(
