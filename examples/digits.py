@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -102,17 +103,23 @@ class Progress:
         self._done = 0
         try:
             from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
 
+            # gradcomp's lines go above the bar, not through it.
+            self._lines = logging_redirect_tqdm([logging.getLogger("gradcomp")])
             self._bar = tqdm(total=epochs, desc=title, unit="epoch", disable=not visible)
         except ImportError:
             self._bar = None
 
     def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._lines.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
+            self._lines.__exit__(*error)
 
     def advance(self, loss: float) -> None:
         """One more epoch."""
