@@ -31,6 +31,7 @@ from launching import run_ranks
 _MEETING_SECONDS = 60.0
 
 _launched: dict[tuple[str, int, str], dict[str, str]] = {}
+_settings: dict[tuple[str, int, str], Any] = {}
 
 
 def on_ranks(
@@ -45,6 +46,8 @@ def on_ranks(
             if verdict:
                 pytest.fail(verdict, pytrace=False)
 
+        of_batch = _settings.setdefault((body.__module__, world, batch), (env, settings))
+        assert of_batch == (env, settings), f"{body.__name__}: batch {batch!r} has other settings"
         own = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([own, *inspect.signature(body).parameters.values()])
         test.batch = (world, batch)

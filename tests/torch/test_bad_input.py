@@ -295,7 +295,7 @@ def test_a_wrong_number_of_names_for_a_new_group_is_told_to_all():
         optimizer.add_param_group(group)
 
 
-@on_ranks(2, "settings")
+@on_ranks(2, "life")
 def test_different_settings_are_refused_by_all_and_named():
     rank = gc.rank()
     gc.shutdown()

@@ -98,9 +98,9 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 SCENARIOS = {
     "killed": Scenario(KILL),
-    "killed, hosts the store": Scenario(KILL, victim=0),
+    "killed, hosts the store": Scenario(KILL, victim=0, world=2),
     "killed between steps": Scenario(KILL, where="step", step=2, after="pass", world=2),
-    "raises": Scenario("raise ValueError('boom')", timeout=60.0),
+    "raises": Scenario("raise ValueError('boom')", timeout=60.0, world=2),
     "stopped": Scenario("stop_for(12)"),
     "stopped, hosts the store": Scenario("stop_for(12)", victim=0, after="pass", world=2),
     "sleeps": Scenario("time.sleep(2.5)", where="between"),

@@ -52,13 +52,7 @@ def test_a_plain_python_is_a_world_of_one_and_says_so():
 
 
 @pytest.mark.parametrize(
-    "ending",
-    [
-        "gc.shutdown()",
-        "sys.exit(0)",
-        "optimizer.zero_grad(); del optimizer, model",
-        "loss = model(torch.ones(1, 64)).sum(); loss.backward()",
-    ],
+    "ending", ["gc.shutdown()", "model(torch.ones(1, 64)).sum().backward(); sys.exit(0)"]
 )
 def test_every_ending_is_clean(ending):
     for end in run_ranks(TRAIN + ending + "\n", 2):

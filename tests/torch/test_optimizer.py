@@ -699,7 +699,7 @@ def test_the_trace_is_chrome_json_with_every_kind_of_span():
             assert all(e["dur"] >= 0 and e["pid"] == 0 for e in spans)
 
 
-@on_ranks(2, "reporting", statistics_every_steps=20)
+@on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)
 def test_banner_periodic_line_and_verdict_appear_once_and_on_rank_0_only():
     with logged() as lines:
         model = net()
@@ -717,7 +717,7 @@ def test_banner_periodic_line_and_verdict_appear_once_and_on_rank_0_only():
     assert counts == ([1, 3, 1] if gc.rank() == 0 else [0, 0, 0]), said
 
 
-@on_ranks(2, "reporting", statistics_every_steps=20)
+@on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)
 def test_reduced_statistics_are_equal_on_all_ranks():
     model = net()
     optimizer = wrap(model, NEAREST)
@@ -732,7 +732,7 @@ def test_reduced_statistics_are_equal_on_all_ranks():
     assert everyone[0] == everyone[1]
 
 
-@on_ranks(2, "reporting", statistics_every_steps=20)
+@on_ranks(2)
 def test_the_fingerprint_names_the_first_layer_that_differs():
     model = net()
     optimizer = wrap(model)
@@ -745,7 +745,7 @@ def test_the_fingerprint_names_the_first_layer_that_differs():
         optimizer.step()
 
 
-@on_ranks(2, "no fingerprint", fingerprint_steps=0, fingerprint_every_steps=3)
+@on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)
 def test_further_fingerprints_come_every_so_many_steps():
     model = net()
     optimizer = wrap(model)
