@@ -210,13 +210,7 @@ def buckets_of(trainer: Trainer, world: int) -> list[tuple[int, list[str]]]:
             found.append((2 * nbytes * (world - 1) // world, [name for name, _ in members]))
         return found
     if trainer.row.kind == "gradcomp":
-        pipeline = trainer.optimizer._gradcomp.exchange.exchanger.pipeline
-        found = []
-        for bucket in pipeline.layout.buckets:
-            nbytes = sum(int(group.compressor.wire_bytes(group.table).sum()) for group in bucket.groups)
-            names = [pipeline.layers[layer].name for layer in bucket.layers.tolist()]
-            found.append((2 * nbytes * (world - 1) // world, names))
-        return found
+        return [(2 * nbytes * (world - 1) // world, names) for names, nbytes in trainer.optimizer.buckets()]
     return []
 
 

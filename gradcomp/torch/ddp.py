@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp import kernels
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
-from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import DTYPES, SEGMENT
@@ -28,7 +26,7 @@ from gradcomp.pipeline import Bucket, Layout
 from gradcomp.torch import runtime
 from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.layers import Named, dtype_name
-from gradcomp.torch.report import Reporter
+from gradcomp.torch.report import Readers, Reporter
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
 from gradcomp.transport.torch import TorchTransport
 
@@ -88,7 +86,7 @@ def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tens
     return state.hand_in(bucket)
 
 
-class HookState:
+class HookState(Readers):
     """What a DistributedDataParallel has beside itself: an exchanger, and which of its exchanges are accepted."""
 
     def __init__(
@@ -145,22 +143,8 @@ class HookState:
         """
         self.keeper.load(state)
 
-    def statistics(self) -> Statistics:
-        """This rank's counters since the start. Local: no communication."""
-        return Statistics() if self._exchanger is None else self._exchanger.pipeline.statistics
-
-    def reduced_statistics(self) -> Statistics | None:
-        """The mean of all ranks' counters at the last multiple of ``statistics_every_steps``. Local."""
-        return None if self._exchanger is None else self._exchanger.pipeline.reduced_statistics
-
-    def trace_spans(self) -> tuple[Span, ...]:
-        """The last spans: ready, encode, wire, reduce, decode, per bucket. Local."""
-        return () if self._exchanger is None else self._exchanger.pipeline.trace.spans()
-
-    def write_trace(self, path: str | Path) -> None:
-        """Write the spans as Chrome trace JSON. Local."""
-        if self._exchanger is not None:
-            self._exchanger.pipeline.trace.write(path)
+    def _exchanger_or_none(self) -> Exchanger | None:
+        return self._exchanger
 
     def settle(self) -> None:
         """Accept the last exchange now, unless a value in it was not finite; before the state is saved.

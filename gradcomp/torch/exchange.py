@@ -103,6 +103,11 @@ class GradientExchange:
         assert self._exchanger is not None, "attach() comes first"
         return self._exchanger
 
+    @property
+    def attached(self) -> bool:
+        """Whether there is an exchanger: not in a world of one."""
+        return self._exchanger is not None
+
     def attach(self, exchanger: Exchanger) -> None:
         """Start listening to autograd."""
         self._exchanger = exchanger

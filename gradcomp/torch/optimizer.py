@@ -8,21 +8,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
-from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
 from gradcomp.torch import runtime
 from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.collectives import Average, ReduceOp, Sum
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
-from gradcomp.torch.report import Reporter
+from gradcomp.torch.report import Readers, Reporter
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -189,7 +187,7 @@ def _build(
 
 def _settle(exchange: GradientExchange) -> None:
     """End a step that cannot be accepted any more; StateError for one that can."""
-    if exchange._exchanger is None:
+    if not exchange.attached:
         return
     if exchange.exchanger.error is not None:
         raise exchange.exchanger.error
@@ -201,15 +199,19 @@ def _settle(exchange: GradientExchange) -> None:
         )
 
 
-class Distributed:
+class Distributed(Readers):
     """The methods that a distributed optimizer has beside, or instead of, those of its class."""
 
     _gradcomp: Core
 
+    def _exchanger_or_none(self) -> Exchanger | None:
+        exchange = self._gradcomp.exchange
+        return exchange.exchanger if exchange.attached else None
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on the means. Exchanges first what was not exchanged yet (a short last window, ``finish="step"``)."""
         core = self._gradcomp
-        if core.exchange._exchanger is None:
+        if not core.exchange.attached:
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         _check_frozen(core)
@@ -256,7 +258,7 @@ class Distributed:
 
     def synchronize(self) -> None:
         """Make gradients the means now; free if they are."""
-        if self._gradcomp.exchange._exchanger is not None:
+        if self._gradcomp.exchange.attached:
             self._gradcomp.exchange.finish()
 
     @contextmanager
@@ -314,26 +316,6 @@ class Distributed:
         """
         self._gradcomp.keeper.load(state)
 
-    def statistics(self) -> Statistics:
-        """This rank's counters since the start. Local: no communication."""
-        exchanger = self._gradcomp.exchange._exchanger
-        return Statistics() if exchanger is None else exchanger.pipeline.statistics
-
-    def reduced_statistics(self) -> Statistics | None:
-        """The mean of all ranks' counters at the last multiple of ``statistics_every_steps``. Local."""
-        exchanger = self._gradcomp.exchange._exchanger
-        return None if exchanger is None else exchanger.pipeline.reduced_statistics
-
-    def trace_spans(self) -> tuple[Span, ...]:
-        """The last spans: ready, queue, encode, wire, reduce, decode, per bucket. Local."""
-        exchanger = self._gradcomp.exchange._exchanger
-        return () if exchanger is None else exchanger.pipeline.trace.spans()
-
-    def write_trace(self, path: str | Path) -> None:
-        """Write the spans as Chrome trace JSON. Local."""
-        if self._gradcomp.exchange._exchanger is not None:
-            self._gradcomp.exchange._exchanger.pipeline.trace.write(path)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
         # copyreg's function, so that a pickle loads where gradcomp is not installed.
@@ -350,7 +332,8 @@ class Distributed:
 
 def _base(kind: type) -> type:
     """The class that was wrapped."""
-    return kind.__mro__[2]
+    wrapped: type = kind.__bases__[1]
+    return wrapped
 
 
 def _adopt(optimizer: torch.optim.Optimizer, core: Core) -> None:
@@ -381,7 +364,7 @@ def _rebuild(optimizer: Any, core: Core, named: NamedParameters) -> None:
     fresh = _build(state, optimizer, named, core.arguments, again=True)
     old.detach()
     fresh.keeper.inherit(core.keeper)
-    if old._exchanger is not None:
+    if old.attached:
         state.exchangers.remove(old.exchanger)
         old.exchanger.close()
     fresh.steps = core.steps

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from statistics import median
 
 from gradcomp.compress import Policy
 from gradcomp.core.config import Config
-from gradcomp.core.statistics import Statistics
+from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
 
 logger = logging.getLogger("gradcomp")
@@ -42,6 +44,52 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
         pipeline.residuals.nbytes / 1e6,
         len(pipeline.layout.buckets),
     )
+
+
+class Readers(ABC):
+    """What a user may ask of whatever exchanges. Local: no reader communicates, so any rank may call any of them."""
+
+    @abstractmethod
+    def _exchanger_or_none(self) -> Exchanger | None:
+        """The exchanger; None in a world of one."""
+
+    def statistics(self) -> Statistics:
+        """This rank's counters since the start."""
+        exchanger = self._exchanger_or_none()
+        return Statistics() if exchanger is None else exchanger.pipeline.statistics
+
+    def reduced_statistics(self) -> Statistics | None:
+        """The mean of all ranks' counters at the last multiple of ``statistics_every_steps``."""
+        exchanger = self._exchanger_or_none()
+        return None if exchanger is None else exchanger.pipeline.reduced_statistics
+
+    def buckets(self) -> list[tuple[list[str], int]]:
+        """Names of the layers and payload bytes of every bucket, in the order in which they travel.
+
+        The order changes once, after the first step. Payload: one direction, without headers.
+        """
+        exchanger = self._exchanger_or_none()
+        if exchanger is None:
+            return []
+        pipeline = exchanger.pipeline
+        return [
+            (
+                [pipeline.layers[layer].name for layer in bucket.layers.tolist()],
+                sum(int(group.compressor.wire_bytes(group.table).sum()) for group in bucket.groups),
+            )
+            for bucket in pipeline.layout.buckets
+        ]
+
+    def trace_spans(self) -> tuple[Span, ...]:
+        """The last spans: ready, queue, encode, wire, reduce, decode, per bucket."""
+        exchanger = self._exchanger_or_none()
+        return () if exchanger is None else exchanger.pipeline.trace.spans()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the spans as Chrome trace JSON."""
+        exchanger = self._exchanger_or_none()
+        if exchanger is not None:
+            exchanger.pipeline.trace.write(path)
 
 
 class Reporter:
