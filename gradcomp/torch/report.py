@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
@@ -46,12 +46,12 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
     )
 
 
-class Readers(ABC):
+class Readers:
     """What a user may ask of whatever exchanges. Local: no reader communicates, so any rank may call any of them."""
 
-    @abstractmethod
-    def _exchanger_or_none(self) -> Exchanger | None:
-        """The exchanger; None in a world of one."""
+    #: What the class that mixes this in must have: the exchanger; None in a world of one. No abstract method: the
+    #: class of an optimizer cannot be changed in place to one with an abstract base.
+    _exchanger_or_none: Callable[[], Exchanger | None]
 
     def statistics(self) -> Statistics:
         """This rank's counters since the start."""

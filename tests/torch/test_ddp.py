@@ -228,7 +228,7 @@ def test_a_future_completes_while_backward_runs():
     assert early == [True, True]
 
 
-@on_ranks(2, "in order")
+@on_ranks(2, "in order", reorder=False, slice_elements=256)
 def test_with_residuals_too_parameters_are_those_of_distributed_optimizer():
     assert_equal_to_distributed_optimizer(WITH_RESIDUALS, Deep)
 
@@ -287,7 +287,7 @@ def test_weights_in_another_memory_order():
     assert_equal_to_distributed_optimizer(FOUR_BITS, convolution)
 
 
-@on_ranks(2, "in order")
+@on_ranks(2, "in order", reorder=False, slice_elements=256)
 def test_a_grad_scaler_changes_no_bit_and_leaves_residuals_in_unscaled_units():
     model = build()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
