@@ -48,6 +48,10 @@ class Compressor(ABC):
     def cut_elements(self, layer: LayerSpec) -> int:
         """Slices and chunks of a layer may be cut at multiples of so many elements."""
 
+    def is_summed(self, layer: LayerSpec) -> bool:
+        """Whether the transport's own allreduce adds this layer, element by element."""
+        return False
+
     @abstractmethod
     def codec_for(self, table: Table) -> Codec:
         """The codec under which a group with this table travels."""

@@ -36,6 +36,10 @@ class Identity(Compressor):
         table["bits"] = 0
         table["bucket_size"] = CAST_BLOCK
 
+    def is_summed(self, layer: LayerSpec) -> bool:
+        """Every dtype but bfloat16."""
+        return layer.dtype != "bfloat16"
+
     def cut_elements(self, layer: LayerSpec) -> int:
         """One cache line of float32."""
         return CAST_BLOCK

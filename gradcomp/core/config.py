@@ -44,7 +44,7 @@ class Config:
     )
     slice_elements: int = _setting(
         1 << 20,
-        "Most elements of one bucket; a larger layer is cut into slices.",
+        "Most elements of one bucket, four times that uncompressed; a larger layer is cut into slices.",
         lambda v: v >= 8,
         "at least 8",
         shared=True,

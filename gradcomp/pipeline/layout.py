@@ -14,6 +14,10 @@ from gradcomp.core.plan import Plan
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.segments import DTYPES, SEGMENT
 
+#: So many elements that an allreduce adds take the room of one that is encoded: without a codec to overlap with the
+#: wire, large messages are faster.
+SUMMED_PER_CODED = 4
+
 _DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 
 
@@ -69,8 +73,9 @@ def build_layout(
 ) -> Layout:
     """Lay out the layers numbered in ``order``; those in ``cold`` come last.
 
-    Buckets are filled in order up to ``bucket_elements``; a layer that does not fit is cut where its compressor
-    allows it. A layer missing from ``order`` does not travel (sparse gradients go another way).
+    Buckets are filled in order up to ``bucket_elements``, four times that for layers that an allreduce adds; a layer that
+    does not fit is cut where its compressor allows it. A layer missing from ``order`` does not travel (sparse gradients
+    go another way).
     """
     compressors = compressors_of(layers, plan)
     hot = [i for i in order if i not in cold]
@@ -106,23 +111,25 @@ def _fill(
 ) -> list[list[_Piece]]:
     buckets: list[list[_Piece]] = []
     current: list[_Piece] = []
-    room = capacity
+    room = full = capacity * SUMMED_PER_CODED
     for i in part:
         cut = compressors[i].cut_elements(layers[i])
+        share = 1 if compressors[i].is_summed(layers[i]) else SUMMED_PER_CODED
         at, size = 0, layers[i].size
         while True:
             left = size - at
-            take = left if left <= room else max(room, 0) // cut * cut
+            fits = max(room, 0) // share
+            take = left if left <= fits else fits // cut * cut
             if left and not take and not current:
                 take = min(left, cut)  # a bucket of its own for a cut that is larger than the capacity
             if take or not left:
                 current.append(_Piece(i, at, take))
                 at += take
-                room -= take
+                room -= take * share
             if at >= size:
                 break
             buckets.append(current)
-            current, room = [], capacity
+            current, room = [], full
     return [*buckets, current] if current else buckets
 
 

@@ -73,7 +73,7 @@ def test_many_buckets_arrive_in_any_order(seed: int):
 
 
 def test_a_bucket_travels_before_the_step_is_flushed():
-    ranks = Simulation(LAYERS, Identity(), 2, slice_elements=1147 + 31)
+    ranks = Simulation(LAYERS, Cast("bfloat16"), 2, slice_elements=1147 + 31)
     for rank, gradients in zip(ranks.ranks, ranks.gradients(), strict=True):
         rank.pipeline.open()
         rank.submit(0, gradients[0])
@@ -85,7 +85,7 @@ def test_a_bucket_travels_before_the_step_is_flushed():
 
 
 def test_without_overlap_nothing_travels_before_the_flush():
-    ranks = Simulation(LAYERS, Identity(), 2, slice_elements=1200, overlap=False)
+    ranks = Simulation(LAYERS, Cast("bfloat16"), 2, slice_elements=1200, overlap=False)
     for rank, gradients in zip(ranks.ranks, ranks.gradients(), strict=True):
         rank.pipeline.open()
         for layer in range(len(LAYERS)):
@@ -391,7 +391,7 @@ def test_a_codec_for_float64_is_refused():
 
 
 def test_too_many_buckets_are_refused():
-    layers = [LayerSpec("a", (16 * 70_000,))]
+    layers = [LayerSpec("a", (4 * 16 * 70_000,))]
     (transport,) = World(1).transports()
     with pytest.raises(ConfigError, match="slice_elements"):
         Pipeline(layers, plan_for(layers, Identity()), transport, Config(slice_elements=16), lambda layer: 0)
