@@ -73,9 +73,9 @@ def build_layout(
 ) -> Layout:
     """Lay out the layers numbered in ``order``; those in ``cold`` come last.
 
-    Buckets are filled in order up to ``bucket_elements``, four times that for layers that an allreduce adds; a layer that
-    does not fit is cut where its compressor allows it. A layer missing from ``order`` does not travel (sparse gradients
-    go another way).
+    Buckets are filled in order up to ``bucket_elements``, four times that for layers that an allreduce adds; a layer
+    that does not fit is cut where its compressor allows it. A layer missing from ``order`` does not travel (sparse
+    gradients go another way).
     """
     compressors = compressors_of(layers, plan)
     hot = [i for i in order if i not in cold]
