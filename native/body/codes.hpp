@@ -98,7 +98,7 @@ template <class Code>
 inline const Code* read_codes(const std::uint8_t* in, const Segment& segment, std::int64_t first,
                               std::int64_t count, CodeBuffer<Code>& buffer) {
     const std::uint8_t* const begin = in + first * std::int64_t{sizeof(Code)};
-    if (in_place<Code>(begin, count, in + segment.length * std::int64_t{sizeof(Code)}))
+    if (in_place<Code>(begin, count + lanes, in + segment.length * std::int64_t{sizeof(Code)}))
         return reinterpret_cast<const Code*>(begin);
     std::memcpy(buffer.codes, begin, static_cast<std::size_t>(count) * sizeof(Code));
     std::memset(buffer.codes + count, 0, lanes * sizeof(Code));
@@ -109,7 +109,7 @@ template <>
 inline const std::uint8_t* read_codes(const std::uint8_t* in, const Segment& segment, std::int64_t first,
                                       std::int64_t count, CodeBuffer<std::uint8_t>& buffer) {
     const std::uint8_t* const end = in + (segment.length * segment.bits + 7) / 8;
-    if (segment.bits == 8 && in_place<std::uint8_t>(in + first, count, end)) return in + first;
+    if (segment.bits == 8 && in_place<std::uint8_t>(in + first, count + lanes, end)) return in + first;
     const std::int64_t skipped = first % 8;
     const std::int64_t groups = (skipped + count + 7) / 8;
     std::memset(buffer.codes + 8 * (groups - 1), 0, 8 + lanes);

@@ -11,7 +11,7 @@ struct PayloadView {
     const std::uint8_t* codes;
 };
 
-// Values of the elements first..first+count, at most a block. Room for whole vectors is needed.
+// Values of the elements first..first+count, at most a block, into an array of block_room.
 template <class Codec>
 void read_values(const Segment& segment, const PayloadView& payload, std::int64_t first, std::int64_t count,
                  float* values) {
@@ -137,7 +137,7 @@ bool decode_segment(const Segment& segment, const PayloadView& payload, const Fi
     // A streamed vector must be aligned: a short block at first, which is not streamed, aligns the others.
     const auto unaligned = static_cast<std::int64_t>(streaming ? -segment.output % 64 / sizeof(float) : 0);
 
-    alignas(64) float values[block_size];
+    alignas(64) float values[block_room];
     std::int32_t largest = 0;
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < segment.length; first += count) {

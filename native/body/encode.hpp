@@ -163,7 +163,7 @@ class SegmentEncoder {
     std::int64_t bucket_size_;
     RandomStream random_;
     CodeWriter<typename Codec::Code> writer_;
-    alignas(64) float scratch_[2][block_size];
+    alignas(64) float scratch_[2][block_room];
     alignas(64) std::uint16_t draws_[block_size + RandomStream::slack];
 };
 

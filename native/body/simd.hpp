@@ -20,6 +20,9 @@ inline constexpr std::int64_t lanes = 16;
 // Elements that stay in the first-level cache between the passes over them.
 inline constexpr std::int64_t block_size = 2048;
 
+// Room for a block and for a vector that begins at its last element: buckets may begin anywhere.
+inline constexpr std::int64_t block_room = block_size + lanes;
+
 inline constexpr std::int64_t whole_vectors(std::int64_t count) {
     return (count + lanes - 1) / lanes * lanes;
 }

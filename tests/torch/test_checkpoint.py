@@ -100,7 +100,7 @@ for name, kind in KINDS.items():
     state = opt.compression_state()
     assert state["step"] == HALF and state["cold"] == ["seldom.bias", "seldom.weight"], state
     assert state["order"][:2] == ["last.weight", "last.bias"] or state["order"][:2] == ["last.bias", "last.weight"]
-    assert len(opt._gradcomp.exchange.exchanger.pipeline.layout.buckets) > 5
+    assert len(opt.buckets()) > (1 if name == "none" else 5)
     assert any(value.any() for value in state["residuals"].values()) == ("nearest" in name)
 """
 )
