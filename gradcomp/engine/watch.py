@@ -33,7 +33,6 @@ class Watch:
         self._rank = rank
         self._size = size
         self._answered = 0
-        self._asked = 0
         self._warned = False
         self._lost = False
 
