@@ -1,4 +1,4 @@
-"""The compiled kernels, on contiguous vectors of bytes; `gradcomp.kernels.native` is their typed face."""
+"""The compiled kernels, on rows and vectors of bytes; `gradcomp.kernels.bodies` calls them."""
 
 from collections.abc import Sequence
 

@@ -21,6 +21,8 @@ namespace {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// A segment table: one row of bytes per segment.
+using Rows = nb::ndarray<const std::uint8_t, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::int64_t size(const ConstBytes& bytes) {
     return static_cast<std::int64_t>(bytes.size());
@@ -29,10 +31,10 @@ std::int64_t size(const Bytes& bytes) {
     return static_cast<std::int64_t>(bytes.size());
 }
 
-gradcomp::SegmentTable view_table(const ConstBytes& rows) {
-    if (rows.size() % sizeof(gradcomp::Segment) != 0)
-        throw std::invalid_argument("the table does not consist of whole rows");
-    return {rows.data(), size(rows) / std::int64_t{sizeof(gradcomp::Segment)}};
+gradcomp::SegmentTable view_table(const Rows& rows) {
+    if (rows.shape(1) != sizeof(gradcomp::Segment))
+        throw std::invalid_argument("the rows of the table do not have the size of a segment");
+    return {rows.data(), static_cast<std::int64_t>(rows.shape(0))};
 }
 
 void check_per_segment(const char* name, const Bytes& bytes, const gradcomp::SegmentTable& table) {
@@ -74,9 +76,8 @@ void run(void (*kernel)(const Call&), const Call& call) {
     kernel(call);
 }
 
-void encode(int codec_number, const ConstBytes& rows, const Bytes& payload, const Bytes& flags,
-            bool stochastic, std::uint64_t seed, std::uint32_t step, std::uint32_t rank, double scale,
-            double decay) {
+void encode(int codec_number, const Rows& rows, const Bytes& payload, const Bytes& flags, bool stochastic,
+            std::uint64_t seed, std::uint32_t step, std::uint32_t rank, double scale, double decay) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
@@ -86,8 +87,8 @@ void encode(int codec_number, const ConstBytes& rows, const Bytes& payload, cons
             codec, table, payload.data(), flags.data(), {stochastic, seed, step, rank}, scale, decay});
 }
 
-void decode(int codec_number, const ConstBytes& rows, const ConstBytes& payload, const Bytes& flags,
-            double divisor, double scale) {
+void decode(int codec_number, const Rows& rows, const ConstBytes& payload, const Bytes& flags, double divisor,
+            double scale) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
@@ -96,7 +97,7 @@ void decode(int codec_number, const ConstBytes& rows, const ConstBytes& payload,
         gradcomp::DecodeCall{codec, table, payload.data(), flags.data(), divisor, scale});
 }
 
-void decode_add(int codec_number, const ConstBytes& rows, const ConstBytes& payload, double scale) {
+void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, double scale) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_outputs(codec, table, size(payload));
@@ -107,9 +108,9 @@ void decode_add(int codec_number, const ConstBytes& rows, const ConstBytes& payl
     run(gradcomp::active_kernels().decode_add, gradcomp::DecodeAddCall{codec, table, payload.data(), scale});
 }
 
-void reduce(int codec_number, const ConstBytes& rows, const std::vector<ConstBytes>& payloads,
-            const Bytes& out, const Bytes& flags, bool stochastic, std::uint64_t seed, std::uint32_t step,
-            double divisor, double decay) {
+void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& payloads, const Bytes& out,
+            const Bytes& flags, bool stochastic, std::uint64_t seed, std::uint32_t step, double divisor,
+            double decay) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
@@ -133,7 +134,7 @@ void reduce(int codec_number, const ConstBytes& rows, const std::vector<ConstByt
                              decay});
 }
 
-void nonzero(const ConstBytes& rows, const Bytes& out) {
+void nonzero(const Rows& rows, const Bytes& out) {
     const auto table = view_table(rows);
     check_per_segment("out", out, table);
     for (std::int64_t row = 0; row < table.size(); ++row) gradcomp::check_elements(row, table[row]);

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of
 
-from gradcomp.kernels import reference, segments
+from gradcomp.kernels import bodies, reference, segments
 
-native = pytest.importorskip("gradcomp.kernels.native")
 extension = pytest.importorskip("gradcomp._native")
+native = bodies.named("native")
 
 BUCKET_SIZES = (1, 3, 8, 100, 128, 512, 1024, 3000)
 ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
 
-from gradcomp.kernels import native, reference, segments
+from gradcomp.kernels import bodies, reference, segments
 
+native = bodies.named("native")
 GOLDEN = Path(__file__).parent / "golden" / "payloads.json"
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from gradcomp import kernels
-from gradcomp.kernels import native, reference, segments
+from gradcomp.kernels import bodies, reference, segments
 
+native = bodies.named("native")
 BODY = pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
 
 

@@ -1,0 +1,104 @@
+"""Which body runs a kernel: the NumPy one, which defines it, or the compiled one where it was built."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from gradcomp.kernels import reference
+from gradcomp.kernels.segments import SEGMENT, check_array
+
+BodyName: TypeAlias = Literal["reference", "native"]
+
+
+class Body:
+    """The kernels of one body, as attributes; all bodies have the same ones, with the same signatures."""
+
+    def __init__(self, *modules: ModuleType) -> None:
+        self._modules = modules
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        for module in self._modules:
+            if hasattr(module, name):
+                kernel = self._prepare(getattr(module, name))
+                setattr(self, name, kernel)  # found once
+                return kernel
+        raise AttributeError(f"no kernel is named {name!r}")
+
+    def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return kernel
+
+
+class _Compiled(Body):
+    """The extension does its own checks; only the table changes its type: the boundary knows no structured arrays."""
+
+    def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            return kernel(*map(_plain, arguments), **settings)
+
+        return call
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, np.ndarray) and argument.dtype == SEGMENT:
+        check_array("table", argument, SEGMENT)
+        return argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
+    return argument
+
+
+def _installed() -> dict[str, Body]:
+    found = {"reference": Body(reference)}
+    # Absent is a choice of the build; present but broken must not pass for absent.
+    if importlib.util.find_spec("gradcomp._native") is not None:
+        from gradcomp import _native
+
+        found["native"] = _Compiled(_native)
+    return found
+
+
+_bodies = _installed()
+_active: BodyName = "native" if "native" in _bodies else "reference"
+
+
+def named(name: str) -> Body:
+    """The body of that name; ValueError if it is not installed."""
+    if name not in _bodies:
+        raise ValueError(f"kernel body {name!r} is not installed; available: {', '.join(_bodies)}")
+    return _bodies[name]
+
+
+def active() -> Body:
+    """The body in use."""
+    return _bodies[_active]
+
+
+def body() -> BodyName:
+    """Name of the body in use."""
+    return _active
+
+
+class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `with use("reference"):`)
+    """Select the body of all kernels, until further notice or for a `with` block.
+
+    Raises:
+        ValueError: the body is not installed.
+    """
+
+    def __init__(self, name: BodyName) -> None:
+        global _active
+        named(name)
+        self._previous = _active
+        _active = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        _active = self._previous
