@@ -44,6 +44,35 @@ def reduce(
     decay: float,
 ) -> None: ...
 def nonzero(table: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None: ...
+def encode_indices(
+    codings: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    places: npt.NDArray[np.int64],
+    payload: npt.NDArray[np.uint8],
+) -> None: ...
+def decode_indices(
+    codings: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    places: npt.NDArray[np.int64],
+    payload: npt.NDArray[np.uint8],
+) -> None: ...
+def scatter_mean(
+    table: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.float32],
+    *,
+    divisor: float,
+    scale: float,
+) -> None: ...
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""
 

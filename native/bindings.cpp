@@ -6,12 +6,15 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cfenv>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "indices.hpp"
 #include "kernels.hpp"
 
 namespace nb = nanobind;
@@ -23,6 +26,10 @@ using Bytes = nb::ndarray<std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // A segment table: one row of bytes per segment.
 using Rows = nb::ndarray<const std::uint8_t, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class Item>
+using Vector = nb::ndarray<Item, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// One row per rank.
+using Matrix = nb::ndarray<const std::int64_t, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::int64_t size(const ConstBytes& bytes) {
     return static_cast<std::int64_t>(bytes.size());
@@ -142,6 +149,90 @@ void nonzero(const Rows& rows, const Bytes& out) {
     for (std::int64_t row = 0; row < table.size(); ++row) out.data()[row] = gradcomp::any_nonzero(table[row]);
 }
 
+template <class Array>
+void check_aligned(const char* name, const Array& array) {
+    if (reinterpret_cast<std::uintptr_t>(array.data()) % sizeof(*array.data()) != 0)
+        throw nb::type_error((std::string(name) + " must be aligned to its items").c_str());
+}
+
+template <class Item>
+const Item* view_column(const char* name, const Vector<const Item>& column, std::size_t rows) {
+    check_aligned(name, column);
+    if (column.size() != rows)
+        throw std::invalid_argument(std::string(name) + " has " + std::to_string(column.size()) +
+                                    " items for " + std::to_string(rows) + " rows");
+    return column.data();
+}
+
+gradcomp::IndexTable view_index_table(const Vector<const std::int32_t>& codings,
+                                      const Vector<const std::int64_t>& lengths,
+                                      const Vector<const std::int64_t>& counts,
+                                      const Vector<const std::int64_t>& offsets,
+                                      const Vector<const std::int64_t>& places) {
+    const std::size_t rows = codings.size();
+    return {static_cast<std::int64_t>(rows),       view_column("codings", codings, rows),
+            view_column("lengths", lengths, rows), view_column("counts", counts, rows),
+            view_column("offsets", offsets, rows), view_column("places", places, rows)};
+}
+
+// Every row inside the two arrays, which do not overlap.
+template <class Indices, class Payload>
+void check_index_table(const gradcomp::IndexTable& table, const Indices& indices, const Payload& payload) {
+    check_aligned("indices", indices);
+    const auto* const first = reinterpret_cast<const std::uint8_t*>(indices.data());
+    if (indices.size() != 0 && payload.size() != 0 && first < payload.data() + payload.size() &&
+        payload.data() < first + indices.size() * sizeof(std::uint32_t))
+        throw std::invalid_argument("indices overlap the payload");
+    for (std::int64_t row = 0; row < table.rows; ++row)
+        gradcomp::check_index_row(row, table[row], static_cast<std::int64_t>(indices.size()), size(payload));
+}
+
+void encode_indices(const Vector<const std::int32_t>& codings, const Vector<const std::int64_t>& lengths,
+                    const Vector<const std::int64_t>& counts, const Vector<const std::int64_t>& offsets,
+                    const Vector<const std::uint32_t>& indices, const Vector<const std::int64_t>& places,
+                    const Bytes& payload) {
+    const auto table = view_index_table(codings, lengths, counts, offsets, places);
+    check_index_table(table, indices, payload);
+    run(gradcomp::encode_indices, gradcomp::EncodeIndicesCall{table, indices.data(), payload.data()});
+}
+
+void decode_indices(const Vector<const std::int32_t>& codings, const Vector<const std::int64_t>& lengths,
+                    const Vector<const std::int64_t>& counts, const Vector<const std::int64_t>& offsets,
+                    const Vector<std::uint32_t>& indices, const Vector<const std::int64_t>& places,
+                    const ConstBytes& payload) {
+    const auto table = view_index_table(codings, lengths, counts, offsets, places);
+    check_index_table(table, indices, payload);
+    run(gradcomp::decode_indices, gradcomp::DecodeIndicesCall{table, indices.data(), payload.data()});
+}
+
+void scatter_mean(const Rows& rows, const Bytes& flags, const Matrix& offsets, const Matrix& counts,
+                  const Vector<const std::uint32_t>& indices, const Vector<const float>& values,
+                  double divisor, double scale) {
+    const auto table = view_table(rows);
+    check_per_segment("flags", flags, table);
+    check_aligned("offsets", offsets);
+    check_aligned("counts", counts);
+    check_aligned("indices", indices);
+    check_aligned("values", values);
+    if (offsets.shape(0) != counts.shape(0) || offsets.shape(1) != rows.shape(0) ||
+        counts.shape(1) != rows.shape(0))
+        throw std::invalid_argument("offsets and counts do not have a row per rank and an item per segment");
+    // What becomes of an element that no rank has; it is to be +0.
+    const float untouched = 0.0f / static_cast<float>(divisor) * static_cast<float>(scale);
+    if (untouched != 0.0f || std::signbit(untouched))
+        throw std::invalid_argument("divisor is not positive, or scale negative or not finite");
+    const gradcomp::ScatterCall call{
+        table,          flags.data(),  static_cast<std::int64_t>(offsets.shape(0)),
+        offsets.data(), counts.data(), indices.data(),
+        values.data(),  divisor,       scale};
+    const auto room = static_cast<std::int64_t>(std::min(indices.size(), values.size()));
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        const gradcomp::Segment segment = table[row];
+        if (segment.output != 0) gradcomp::check_scatter_row(row, segment, call, room);
+    }
+    run(gradcomp::scatter_mean, call);
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const gradcomp::Kernels& kernels : gradcomp::available_kernels()) names.emplace_back(kernels.isa);
@@ -163,6 +254,13 @@ NB_MODULE(_native, module) {
     module.def("reduce", &reduce, "codec"_a, array("table"), array("payloads"), array("out"), array("flags"),
                nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a);
     module.def("nonzero", &nonzero, array("table"), array("out"));
+
+    module.def("encode_indices", &encode_indices, array("codings"), array("lengths"), array("counts"),
+               array("offsets"), array("indices"), array("places"), array("payload"));
+    module.def("decode_indices", &decode_indices, array("codings"), array("lengths"), array("counts"),
+               array("offsets"), array("indices"), array("places"), array("payload"));
+    module.def("scatter_mean", &scatter_mean, array("table"), array("flags"), array("offsets"),
+               array("counts"), array("indices"), array("values"), nb::kw_only(), "divisor"_a, "scale"_a);
 
     module.def("isa", [] { return gradcomp::active_kernels().isa; });
     module.def("set_isa", &gradcomp::select_kernels, "name"_a);

@@ -56,6 +56,24 @@ struct ReduceCall {
     double decay;
 };
 
+// Lists of all ranks: those of a rank side by side, in the order of the rows.
+struct ScatterCall {
+    SegmentTable table;
+    std::uint8_t* flags;
+    std::int64_t ranks;
+    const std::int64_t* offsets;
+    const std::int64_t* counts;
+    const std::uint32_t* indices;
+    const float* values;
+    double divisor;
+    double scale;
+};
+
+// Items begin..end of the lists.
+struct ListPart {
+    std::int64_t begin, end;
+};
+
 // The same sources, compiled for one instruction set.
 struct Kernels {
     std::string_view isa;
@@ -63,6 +81,7 @@ struct Kernels {
     void (*decode)(const DecodeCall&);
     void (*decode_add)(const DecodeAddCall&);
     void (*reduce)(const ReduceCall&);
+    void (*scatter_mean)(const ScatterCall&, ListPart*);  // room for one part per rank
 };
 
 // What this build has and this CPU can run, fastest first; never empty.
@@ -75,5 +94,12 @@ const Kernels& active_kernels();
 void select_kernels(std::string_view isa);
 
 bool any_nonzero(const Segment& segment);
+
+// Throw std::invalid_argument, naming the row, unless it is well formed and its lists lie inside `room`
+// items.
+void check_scatter_row(std::int64_t row, const Segment& segment, const ScatterCall& call, std::int64_t room);
+
+// Throw std::invalid_argument, naming the row and writing nothing, for indices out of range or order.
+void scatter_mean(const ScatterCall& call);
 
 }  // namespace gradcomp

@@ -5,6 +5,7 @@
 #include "decode.hpp"
 #include "encode.hpp"
 #include "fp64.hpp"
+#include "scatter.hpp"
 #include "sources.hpp"
 
 #define GRADCOMP_STRING(name) #name
@@ -142,10 +143,25 @@ void decode_add(const DecodeAddCall& call) {
     }
 }
 
+void scatter_mean(const ScatterCall& call, ListPart* parts) {
+    const Finish finish{static_cast<float>(call.divisor), static_cast<float>(call.scale)};
+    for (std::int64_t row = 0; row < call.table.size(); ++row) {
+        const Segment segment = call.table[row];
+        if (segment.output == 0) continue;
+        if (call.flags[row] != 0) {
+            fill_with_nan(segment);
+            continue;
+        }
+        Lists lists(call, row, parts);
+        if (scatter_segment(segment, lists, finish)) call.flags[row] |= 1;
+    }
+    stream_fence();
+}
+
 }  // namespace
 
 Kernels kernels() {
-    return {GRADCOMP_NAME_OF(GRADCOMP_BODY), encode, decode, decode_add, reduce};
+    return {GRADCOMP_NAME_OF(GRADCOMP_BODY), encode, decode, decode_add, reduce, scatter_mean};
 }
 
 }  // namespace gradcomp::GRADCOMP_BODY

@@ -1,0 +1,299 @@
+"""The kernels of sparse contributions in NumPy, which define what every other body computes.
+
+Read `codings` first for the layout of coded indices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.codings import (
+    ALL,
+    BITMAP,
+    RAW,
+    Codings,
+    Indices,
+    Sizes,
+    check_rows,
+    index_bytes,
+    low_bits,
+    require,
+    upper_bits,
+)
+from gradcomp.kernels.segments import (
+    DTYPES,
+    FLOAT64,
+    SEGMENT,
+    Bytes,
+    SegmentTable,
+    check_array,
+    check_elements,
+)
+
+# --- coding -------------------------------------------------------------------------------------------------
+
+
+def encode_indices(
+    codings: Codings,
+    lengths: Sizes,
+    counts: Sizes,
+    offsets: Sizes,
+    indices: Indices,
+    places: Sizes,
+    payload: Bytes,
+) -> None:
+    """Write the indices of every row into the payload, in the row's coding.
+
+    Args:
+        codings: int32, one per row; see `codings`.
+        lengths: int64, elements of each row, 0..2**32.
+        counts: int64, indices of each row.
+        offsets: int64, where in `indices` each row's begin.
+        indices: uint32; those of a row are ascending, distinct and below its length.
+        places: int64, byte offset of each row in the payload.
+        payload: uint8; `index_bytes` of them are written per row. May not overlap `indices`.
+
+    Raises:
+        TypeError: an array of the wrong dtype, or not contiguous.
+        ValueError: a row, named, that is malformed or does not lie inside an array, or whose indices are out of
+            range or not ascending. What was written before is unspecified.
+    """
+    sizes = _check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=True)
+    for i in range(len(codings)):
+        own = indices[offsets[i] : offsets[i] + counts[i]]
+        require_ascending(i, own, int(lengths[i]))
+        if counts[i]:
+            stream = _encode_row(int(codings[i]), int(lengths[i]), own.astype(np.int64))
+            payload[places[i] : places[i] + sizes[i]] = stream
+
+
+def decode_indices(
+    codings: Codings,
+    lengths: Sizes,
+    counts: Sizes,
+    offsets: Sizes,
+    indices: Indices,
+    places: Sizes,
+    payload: Bytes,
+) -> None:
+    """Read the indices of every row from the payload, which may hold anything.
+
+    Args:
+        codings: as in `encode_indices`.
+        lengths: as in `encode_indices`.
+        counts: as in `encode_indices`.
+        offsets: as in `encode_indices`.
+        indices: uint32, written.
+        places: as in `encode_indices`.
+        payload: uint8, read.
+
+    Raises:
+        TypeError: as in `encode_indices`.
+        ValueError: as in `encode_indices`; also a row, named, whose bytes are not what `encode_indices` writes:
+            another number of indices than its count, or padding bits that are set. What was written to `indices`
+            is unspecified then.
+    """
+    sizes = _check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=False)
+    for i in range(len(codings)):
+        if counts[i]:
+            stream = payload[places[i] : places[i] + sizes[i]]
+            decoded = _decode_row(i, int(codings[i]), int(lengths[i]), int(counts[i]), stream)
+            require_ascending(i, decoded, int(lengths[i]))
+            indices[offsets[i] : offsets[i] + counts[i]] = decoded
+
+
+def _encode_row(coding: int, length: int, indices: Sizes) -> Bytes:
+    if coding == ALL:
+        return np.empty(0, np.uint8)
+    if coding == RAW:
+        return indices.astype("<u4").view(np.uint8)
+    if coding == BITMAP:
+        return _set_bits(indices, length)
+    l = int(low_bits(length, len(indices)))  # noqa: E741
+    lower = (indices[:, None] >> np.arange(l) & 1).astype(np.uint8)
+    upper = _set_bits((indices >> l) + np.arange(len(indices)), int(upper_bits(length, len(indices))))
+    return np.concatenate((np.packbits(lower, bitorder="little"), upper))
+
+
+def _decode_row(row: int, coding: int, length: int, count: int, stream: Bytes) -> Sizes:
+    if coding == ALL:
+        return np.arange(count)
+    if coding == RAW:
+        return stream.view("<u4").astype(np.int64)
+    if coding == BITMAP:
+        return _positions(row, stream, length, count)
+    l = int(low_bits(length, count))  # noqa: E741
+    border = (count * l + 7) // 8
+    lower = _bits(row, stream[:border], count * l).reshape(count, l).astype(np.int64)
+    positions = _positions(row, stream[border:], int(upper_bits(length, count)), count)
+    decoded: Sizes = (positions - np.arange(count) << l) + (lower << np.arange(l)).sum(axis=1)
+    return decoded
+
+
+def _set_bits(positions: Sizes, size: int) -> Bytes:
+    bits = np.zeros(size, np.uint8)
+    bits[positions] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def _bits(row: int, stream: Bytes, size: int) -> Bytes:
+    bits = np.unpackbits(stream, bitorder="little")
+    if bits[size:].any():
+        raise ValueError(f"row {row}: padding bits are set")
+    return bits[:size]
+
+
+def _positions(row: int, stream: Bytes, size: int, count: int) -> Sizes:
+    positions = np.flatnonzero(_bits(row, stream, size))
+    if len(positions) != count:
+        raise ValueError(f"row {row}: {len(positions)} bits are set for {count} indices")
+    return positions
+
+
+# --- scattering ---------------------------------------------------------------------------------------------
+
+
+def scatter_mean(
+    table: SegmentTable,
+    flags: Bytes,
+    offsets: Sizes,
+    counts: Sizes,
+    indices: Indices,
+    values: npt.NDArray[np.float32],
+    *,
+    divisor: float,
+    scale: float,
+) -> None:
+    """Write output = ((0 + v_0 + v_1 + ...) / divisor) * scale, rounded to the segment's dtype.
+
+    v_r is what rank r has for an element, if anything; values are added in rank order, in float32. An element that
+    no rank has is +0. A segment whose flag is set on entry is filled with NaN, and its lists are not looked at. A
+    segment with an output that is not finite gets its flag set. Rows without an output are skipped, unchecked.
+
+    Args:
+        table: SEGMENT rows; reads length and dtype, writes output.
+        flags: uint8, one per row; read, and ORed into.
+        offsets: int64, shape (ranks, rows): where each list begins in `indices`, and in `values`.
+        counts: int64, shape (ranks, rows): items of each list.
+        indices: uint32; those of a list are ascending, distinct and below the segment's length.
+        values: float32.
+        divisor: number of ranks, or 1 for values that are the mean; positive.
+        scale: factor of the result; not negative.
+
+    Raises:
+        TypeError: an array of the wrong dtype, or not contiguous.
+        ValueError: a malformed row, named; a list that does not lie inside `indices` and `values`, or that is out of
+            range or not ascending; a divisor or scale for which 0 / divisor * scale is not +0 in float32. Nothing
+            was written then.
+    """
+    _check_scatter(table, flags, offsets, counts, indices, values, divisor, scale)
+    for i in np.flatnonzero(table["output"] != 0):
+        segment = table[i]
+        dtype = DTYPES[segment["dtype"]]
+        output = _view(int(segment["output"]), int(segment["length"]), dtype)
+        if flags[i]:
+            output[:] = np.nan
+            continue
+        total = np.zeros(int(segment["length"]), np.float32)
+        with np.errstate(all="ignore"):
+            for offset, count in zip(offsets[:, i], counts[:, i], strict=True):
+                total[indices[offset : offset + count]] += values[offset : offset + count]
+            output[:] = (total / np.float32(divisor) * np.float32(scale)).astype(dtype)
+        flags[i] |= not np.isfinite(output).all()
+
+
+def _view(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if length == 0:
+        return np.empty(0, dtype)
+    memory = (ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)
+    view: npt.NDArray[Any] = np.frombuffer(memoryview(memory).cast("B"), np.uint8).view(dtype)
+    return view
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def require_ascending(row: int, indices: npt.NDArray[Any], length: int) -> None:
+    """Raise ValueError unless indices are ascending, distinct and below the length."""
+    if not (indices[1:] > indices[:-1]).all():
+        raise ValueError(f"row {row}: indices are not ascending")
+    if len(indices) and indices[-1] >= length:
+        raise ValueError(f"row {row}: an index is not below the length of {length}")
+
+
+def _check_coding(
+    codings: Codings,
+    lengths: Sizes,
+    counts: Sizes,
+    offsets: Sizes,
+    indices: Indices,
+    places: Sizes,
+    payload: Bytes,
+    *,
+    encoding: bool,
+) -> Sizes:
+    """Raise TypeError or ValueError for arguments no kernel takes; returns the bytes of each row."""
+    check_array("codings", codings, np.int32)
+    columns = {"lengths": lengths, "counts": counts, "offsets": offsets, "places": places}
+    for name, column in columns.items():
+        check_array(name, column, np.int64, len(codings))
+    check_array("indices", indices, np.uint32, writable=not encoding)
+    check_array("payload", payload, np.uint8, writable=encoding)
+    _check_aligned(codings=codings, indices=indices, **columns)
+    if np.may_share_memory(indices, payload):
+        raise ValueError("indices overlap the payload")
+    check_rows(codings, lengths, counts)
+    sizes = index_bytes(codings, lengths, counts)
+    # Written as differences: the sum of a hostile offset and a size could wrap.
+    require((offsets >= 0) & (offsets <= len(indices) - counts), "the list does not lie inside indices")
+    require((places >= 0) & (places <= len(payload) - sizes), "the row does not lie inside the payload")
+    return sizes
+
+
+def _check_scatter(
+    table: SegmentTable,
+    flags: Bytes,
+    offsets: Sizes,
+    counts: Sizes,
+    indices: Indices,
+    values: npt.NDArray[np.float32],
+    divisor: float,
+    scale: float,
+) -> None:
+    check_array("table", table, SEGMENT)
+    check_array("flags", flags, np.uint8, len(table), writable=True)
+    check_array("indices", indices, np.uint32)
+    check_array("values", values, np.float32)
+    for name, matrix in (("offsets", offsets), ("counts", counts)):
+        if not (isinstance(matrix, np.ndarray) and matrix.ndim == 2 and matrix.flags.c_contiguous):
+            raise TypeError(f"{name} must be a contiguous two-dimensional NumPy array of int64")
+        check_array(name, matrix.reshape(-1), np.int64)
+    _check_aligned(offsets=offsets, counts=counts, indices=indices, values=values)
+    if offsets.shape != counts.shape or offsets.shape[1] != len(table):
+        raise ValueError(f"offsets {offsets.shape} and counts {counts.shape} for {len(table)} segments")
+    with np.errstate(all="ignore"):
+        untouched = np.float32(0) / np.float32(divisor) * np.float32(scale)
+    if untouched != 0 or np.signbit(untouched):
+        raise ValueError(f"divisor {divisor} is not positive, or scale {scale} negative or not finite")
+
+    written = table["output"] != 0
+    check_elements(table[written])
+    if (table["dtype"][written] == FLOAT64).any():
+        raise ValueError("scatter_mean writes no float64 outputs")
+    read = np.flatnonzero(written & (flags == 0))
+    room = min(len(indices), len(values))
+    for i in read:
+        for offset, count in zip(offsets[:, i].tolist(), counts[:, i].tolist(), strict=True):
+            if not (0 <= count <= room and 0 <= offset <= room - count):
+                raise ValueError(f"row {i}: a list does not lie inside indices and values")
+            require_ascending(int(i), indices[offset : offset + count], int(table["length"][i]))
+
+
+def _check_aligned(**arrays: npt.NDArray[Any]) -> None:
+    for name, array in arrays.items():
+        if not array.flags.aligned:
+            raise TypeError(f"{name} must be aligned to its items")

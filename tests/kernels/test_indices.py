@@ -1,0 +1,460 @@
+"""Coded index lists: bytes as documented, the same from every body, and nothing accepted that is not one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp import kernels
+from gradcomp.kernels import bodies, indices, reference_indices
+
+native = bodies.named("native")
+BODIES = {"reference": reference_indices, "native": native}
+BODY = pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+CODINGS = {"raw": indices.RAW, "packed": indices.PACKED, "bitmap": indices.BITMAP, "all": indices.ALL}
+CODING = pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
+
+
+# --- an oracle: the format in Python's integers -------------------------------------------------------------
+
+
+def stream(bits: Sequence[int], size: int) -> bytes:
+    """`size` bits of which those are set."""
+    return sum(1 << bit for bit in bits).to_bytes(-(-size // 8), "little")
+
+
+def oracle(coding: int, length: int, listed: Sequence[int]) -> bytes:
+    k = len(listed)
+    if k == 0 or coding == indices.ALL:
+        return b""
+    if coding == indices.RAW:
+        return b"".join(index.to_bytes(4, "little") for index in listed)
+    if coding == indices.BITMAP:
+        return stream(listed, length)
+    low_bits = max(0, (length // k).bit_length() - 1)
+    lower = [low_bits * j + b for j, index in enumerate(listed) for b in range(low_bits) if index >> b & 1]
+    upper = [(index >> low_bits) + j for j, index in enumerate(listed)]
+    return stream(lower, k * low_bits) + stream(upper, k + (length - 1 >> low_bits) + 1)
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    coding: int
+    length: int
+    indices: Any  # uint32
+
+
+class Table:
+    """Rows with gaps between their indices, and between their bytes, that nobody may touch."""
+
+    GAP = 3
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.codings = np.array([row.coding for row in rows], np.int32)
+        self.lengths = np.array([row.length for row in rows], np.int64)
+        self.counts = np.array([len(row.indices) for row in rows], np.int64)
+        self.sizes = indices.index_bytes(self.codings, self.lengths, self.counts)
+        self.offsets = self._places(self.counts)
+        self.places = self._places(self.sizes)
+
+    def _places(self, sizes: Any) -> Any:
+        return np.cumsum(sizes + self.GAP) - sizes
+
+    def encode(self, body: Any) -> bytes:
+        listed = np.zeros(int((self.counts + self.GAP).sum()) + self.GAP, np.uint32)
+        for row, offset in zip(self.rows, self.offsets, strict=True):
+            listed[offset : offset + len(row.indices)] = row.indices
+        payload = np.full(int((self.sizes + self.GAP).sum()) + self.GAP, 0xA5, np.uint8)
+        body.encode_indices(
+            self.codings, self.lengths, self.counts, self.offsets, listed, self.places, payload
+        )
+        return payload.tobytes()
+
+    def payload(self, encoded: Sequence[bytes]) -> bytes:
+        """What `encode` leaves behind if the rows are encoded like that."""
+        gap = b"\xa5" * self.GAP
+        return b"".join(gap + row for row in encoded) + gap
+
+    def decode(self, body: Any, payload: bytes) -> list[list[int]] | None:
+        """The indices of each row; None where they are refused."""
+        guard = 0xDEADBEEF
+        listed = np.full(int((self.counts + self.GAP).sum()) + self.GAP, guard, np.uint32)
+        source = np.frombuffer(payload, np.uint8)
+        refused = False
+        try:
+            body.decode_indices(
+                self.codings, self.lengths, self.counts, self.offsets, listed, self.places, source
+            )
+        except ValueError as error:
+            assert "row " in str(error)  # noqa: PT017
+            refused = True
+        untouched = np.ones(len(listed), bool)
+        decoded = []
+        for offset, count in zip(self.offsets, self.counts, strict=True):
+            untouched[offset : offset + count] = False
+            decoded.append(listed[offset : offset + count].tolist())
+        assert (listed[untouched] == guard).all(), "written beyond the indices of a row"
+        return None if refused else decoded
+
+
+def choose(length: int, count: int) -> Any:
+    """A list of that many indices, the same each time; the last element is in it if there is room for two."""
+    rng = np.random.default_rng((length, count))
+    if count == length:
+        return np.arange(count, dtype=np.uint32)
+    chosen = np.unique(rng.integers(0, length, 2 * count)) if length > 2**21 else rng.permutation(length)
+    chosen = rng.permutation(chosen)[:count]
+    if count > 1 and length - 1 not in chosen:
+        chosen[0] = length - 1
+    return np.sort(chosen).astype(np.uint32)
+
+
+LENGTHS = (0, 1, 2, 3, 5, 7, 8, 9, 16, 31, 63, 64, 65, 100, 127, 128, 129, 513, 1000, 1024, 4095, 4096, 4097)
+
+
+@functools.cache
+def sweep(coding: int) -> Table:
+    rows = []
+    for length in LENGTHS:
+        some = {0, 1, 2, 3, length // 100, length // 5, length // 3, length // 2, length - 1, length}
+        counts = {0, length} if coding == indices.ALL else {k for k in some if 0 <= k <= length}
+        rows += [Row(coding, length, choose(length, count)) for count in sorted(counts)]
+    return Table(rows)
+
+
+# --- bytes --------------------------------------------------------------------------------------------------
+
+
+@BODY
+@CODING
+def test_encoding_is_the_documented_one(body: Any, coding: int) -> None:
+    table = sweep(coding)
+    expected = [oracle(coding, row.length, row.indices.tolist()) for row in table.rows]
+    assert [len(row) for row in expected] == table.sizes.tolist()
+    assert table.encode(body) == table.payload(expected)
+
+
+@BODY
+@CODING
+def test_round_trip(body: Any, coding: int) -> None:
+    table = sweep(coding)
+    assert table.decode(body, table.encode(body)) == [row.indices.tolist() for row in table.rows]
+
+
+@pytest.mark.parametrize("length", [2**20, 2**20 - 1, 2**20 + 1])
+@pytest.mark.parametrize("share", [1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 1.0])
+def test_long_rows(length: int, share: float) -> None:
+    chosen = choose(length, max(1, int(length * share)))
+    table = Table([Row(coding, length, chosen) for coding in CODINGS.values() if coding != indices.ALL])
+    encoded = table.encode(native)
+    assert encoded == table.encode(reference_indices)
+    assert table.decode(native, encoded) == [chosen.tolist()] * 3
+    assert table.decode(reference_indices, encoded) == [chosen.tolist()] * 3
+
+
+@BODY
+@pytest.mark.parametrize("length", [2**32, 2**32 - 1, 2**31 + 1, 2**31])
+@pytest.mark.parametrize("coding", [indices.RAW, indices.PACKED], ids=["raw", "packed"])
+def test_lengths_up_to_the_limit(body: Any, coding: int, length: int) -> None:
+    lists = [[0], [length - 1], [0, length - 1], [2**31 - 1], choose(length, 700).tolist()]
+    table = Table([Row(coding, length, np.array(listed, np.uint32)) for listed in lists])
+    encoded = table.encode(body)
+    assert encoded == table.payload([oracle(coding, length, listed) for listed in lists])
+    assert table.decode(body, encoded) == lists
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_rows(data: Any) -> None:
+    rows = []
+    for _ in range(data.draw(st.integers(0, 4))):
+        length = data.draw(st.integers(1, 300))
+        listed = sorted(data.draw(st.sets(st.integers(0, length - 1))))
+        coding = data.draw(st.sampled_from([indices.RAW, indices.PACKED, indices.BITMAP]))
+        rows.append(Row(coding, length, np.array(listed, np.uint32)))
+    table = Table(rows)
+    expected = table.payload([oracle(row.coding, row.length, row.indices.tolist()) for row in rows])
+    for body in BODIES.values():
+        assert table.encode(body) == expected
+        assert table.decode(body, expected) == [row.indices.tolist() for row in rows]
+
+
+def test_public_functions_run_the_body_in_use() -> None:
+    table = sweep(indices.PACKED)
+    for name in ("reference", "native"):
+        with kernels.use(name):
+            encoded = table.encode(indices)
+            assert table.decode(indices, encoded) == [row.indices.tolist() for row in table.rows]
+        assert encoded == table.encode(native)
+
+
+# --- sizes --------------------------------------------------------------------------------------------------
+
+
+def every_size(lengths: Any, counts: Any) -> Any:
+    """Bytes in each coding, ALL first; a row that ALL cannot code counts as endless."""
+    possible = (counts == lengths) | (counts == 0)
+    everything = np.where(possible, 0, np.iinfo(np.int64).max)
+    others = (indices.RAW, indices.BITMAP, indices.PACKED)
+    return np.stack([everything, *(indices.index_bytes(coding, lengths, counts) for coding in others)])
+
+
+def test_smallest_coding() -> None:
+    pairs = [(n, k) for n in (*range(130), 1000, 2**20, 2**32) for k in {*range(min(n, 130) + 1), n // 2, n}]
+    lengths, counts = np.array(pairs, np.int64).T
+    chosen = indices.smallest_coding(lengths, counts)
+    sizes = every_size(lengths, counts)
+    assert chosen.dtype == np.int32
+    assert (indices.index_bytes(chosen, lengths, counts) == sizes.min(axis=0)).all()
+    preference = np.array([indices.ALL, indices.RAW, indices.BITMAP, indices.PACKED])
+    assert (chosen == preference[sizes.argmin(axis=0)]).all()
+    assert set(chosen.tolist()) == set(preference.tolist())
+
+
+@pytest.mark.parametrize(("length", "count"), [(100_000, 1000), (2**20, 10486), (25_000_000, 250_000)])
+def test_one_percent_costs_less_than_nine_bits(length: int, count: int) -> None:
+    (size,) = indices.index_bytes(indices.PACKED, np.array([length]), np.array([count]))
+    assert 8.0 < 8 * size / count < 8.7
+
+
+def test_packed_costs_at_most_two_bits_more_than_the_logarithm() -> None:
+    lengths = np.repeat(np.int64(2) ** np.arange(7, 33), 60)
+    counts = np.maximum(1, (lengths * np.tile(np.geomspace(1e-6, 1, 60), 26)).astype(np.int64))
+    bits = 8 * indices.index_bytes(indices.PACKED, lengths, counts)
+    # Two streams, each padded to whole bytes, and the zero that ends the unary part.
+    assert (bits <= counts * (2 + np.log2(lengths / counts)) + 2 * 7 + 1).all()
+
+
+@pytest.mark.parametrize(
+    ("coding", "length", "count", "complaint"),
+    [
+        (4, 8, 1, "coding"),
+        (-1, 8, 1, "coding"),
+        (indices.RAW, -1, 0, "length"),
+        (indices.RAW, 2**32 + 1, 0, "length"),
+        (indices.RAW, 8, 9, "count"),
+        (indices.PACKED, 8, -1, "count"),
+        (indices.ALL, 8, 7, "ALL"),
+    ],
+)
+def test_sizes_of_nonsense(coding: int, length: int, count: int, complaint: str) -> None:
+    lengths, counts = np.array([8, length]), np.array([8, count])
+    with pytest.raises(ValueError, match=f"row [01]: .*{complaint}"):
+        indices.index_bytes(np.array([indices.RAW, coding]), lengths, counts)
+    if complaint in ("length", "count"):
+        with pytest.raises(ValueError, match=f"row 1: {complaint}"):
+            indices.smallest_coding(lengths, counts)
+
+
+# --- bytes from the network ---------------------------------------------------------------------------------
+
+
+def decode_with_every_body(table: Table, payload: bytes) -> list[list[int]] | None:
+    """What the bodies agree on; a list that is accepted is one that encodes to just these bytes."""
+    decoded = table.decode(native, payload)
+    assert table.decode(reference_indices, payload) == decoded
+    if decoded is not None:
+        for row, listed in zip(table.rows, decoded, strict=True):
+            assert all(a < b for a, b in zip(listed, [*listed[1:], row.length], strict=True))
+        rows = [
+            Row(row.coding, row.length, np.array(listed, np.uint32))
+            for row, listed in zip(table.rows, decoded, strict=True)
+        ]
+        assert Table(rows).encode(native) == payload
+    return decoded
+
+
+SHAPES = [(1, 1), (5, 2), (8, 8), (16, 3), (100, 7), (130, 64), (130, 129), (1000, 20)]
+
+
+@pytest.mark.parametrize(
+    ("coding", "length", "count"),
+    [
+        *((coding, *shape) for coding in (indices.RAW, indices.PACKED, indices.BITMAP) for shape in SHAPES),
+        (indices.RAW, 2**32, 3),
+        (indices.PACKED, 2**32, 3),
+    ],
+)
+def test_every_flipped_bit_is_seen_or_gives_another_list(coding: int, length: int, count: int) -> None:
+    table = Table([Row(coding, length, choose(length, count))])
+    encoded = table.encode(native)
+    outcomes = []
+    for bit in range(8 * int(table.sizes[0])):
+        flipped = bytearray(encoded)
+        flipped[table.GAP + bit // 8] ^= 1 << bit % 8
+        outcomes.append(decode_with_every_body(table, bytes(flipped)))
+    if coding == indices.BITMAP:
+        assert set(map(str, outcomes)) == {"None"}  # another number of bits
+    assert [table.rows[0].indices.tolist()] not in outcomes
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_any_bytes(data: Any) -> None:
+    length = data.draw(st.integers(1, 200))
+    count = data.draw(st.integers(1, length))
+    coding = data.draw(st.sampled_from([indices.RAW, indices.PACKED, indices.BITMAP]))
+    table = Table([Row(coding, length, np.zeros(count))])
+    size = int(table.sizes[0])
+    decode_with_every_body(table, table.payload([data.draw(st.binary(min_size=size, max_size=size))]))
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xFF, 0x55])
+def test_monotonous_bytes(byte: int) -> None:
+    for length, count in [(1, 1), (64, 32), (64, 33), (65, 1), (1000, 999), (100_000, 1000), (2**20, 2**19)]:
+        for coding in (indices.RAW, indices.PACKED, indices.BITMAP):
+            table = Table([Row(coding, length, np.zeros(count))])
+            decode_with_every_body(table, table.payload([bytes([byte]) * int(table.sizes[0])]))
+
+
+MALFORMED = {
+    "raw, repeated": (indices.RAW, 10, [3, 3]),
+    "raw, descending": (indices.RAW, 10, [4, 3]),
+    "raw, out of range": (indices.RAW, 10, [3, 10]),
+    "raw, all ones": (indices.RAW, 10, [3, 2**32 - 1]),
+    "packed, repeated": (indices.PACKED, 10, [3, 3]),
+    "packed, descending low bits": (indices.PACKED, 1000, [5, 4]),
+    "packed, out of range": (indices.PACKED, 10, [3, 10]),
+}
+
+
+@BODY
+@pytest.mark.parametrize(("coding", "length", "listed"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_lists(body: Any, coding: int, length: int, listed: list[int]) -> None:
+    first = Row(indices.BITMAP, 20, choose(20, 4))
+    table = Table([first, Row(coding, length, np.array(listed, np.uint32))])
+    payload = table.payload(
+        [oracle(indices.BITMAP, 20, first.indices.tolist()), oracle(coding, length, listed)]
+    )
+    with pytest.raises(ValueError, match=r"row 1: "):
+        decode(body, table, payload)
+    with pytest.raises(ValueError, match=r"row 1: (indices are not ascending|an index is not below)"):
+        table.encode(body)
+
+
+def decode(body: Any, table: Table, payload: bytes) -> None:
+    listed = np.zeros(int((table.counts + table.GAP).sum()), np.uint32)
+    source = np.frombuffer(payload, np.uint8)
+    body.decode_indices(
+        table.codings, table.lengths, table.counts, table.offsets, listed, table.places, source
+    )
+
+
+# --- arguments ----------------------------------------------------------------------------------------------
+
+WELL_FORMED = {
+    "codings": np.array([indices.RAW, indices.PACKED], np.int32),
+    "lengths": np.array([100, 100], np.int64),
+    "counts": np.array([2, 3], np.int64),
+    "offsets": np.array([0, 2], np.int64),
+    "indices": np.array([1, 2, 5, 50, 99], np.uint32),
+    "places": np.array([0, 8], np.int64),
+    "payload": np.zeros(12, np.uint8),  # PACKED: 15 low bits, then 3 + 3 + 1
+}
+CALL = pytest.mark.parametrize("call", ["encode_indices", "decode_indices"])
+
+
+def arguments(**changed: Any) -> list[Any]:
+    """The well-formed arguments but for those, in the order of the call."""
+    return list(({name: array.copy() for name, array in WELL_FORMED.items()} | changed).values())
+
+
+def unaligned(dtype: Any, length: int) -> Any:
+    return np.zeros(length * np.dtype(dtype).itemsize + 1, np.uint8)[1:].view(dtype)
+
+
+@BODY
+def test_the_well_formed_arguments_are(body: Any) -> None:
+    given_arguments = arguments()
+    body.encode_indices(*given_arguments)
+    payload = given_arguments[-1]
+    assert payload[:8].tolist() == [1, 0, 0, 0, 2, 0, 0, 0]
+    given_arguments[4] = np.zeros(5, np.uint32)
+    body.decode_indices(*given_arguments)
+    assert given_arguments[4].tolist() == WELL_FORMED["indices"].tolist()
+
+
+HOSTILE = {
+    "coding unknown": ("codings", [indices.RAW, 4]),
+    "coding negative": ("codings", [indices.RAW, -(2**31)]),
+    "ALL of a part": ("codings", [indices.RAW, indices.ALL]),
+    "length negative": ("lengths", [100, -1]),
+    "length huge": ("lengths", [100, 2**32 + 1]),
+    "count negative": ("counts", [2, -1]),
+    "count above the length": ("counts", [2, 101]),
+    "count beyond the end": ("counts", [2, 4]),
+    "count huge": ("counts", [2, 2**63 - 1]),
+    "offset negative": ("offsets", [0, -1]),
+    "offset beyond the end": ("offsets", [0, 3]),
+    "offset wraps": ("offsets", [0, 2**63 - 1]),
+    "place negative": ("places", [0, -1]),
+    "place beyond the end": ("places", [0, 10]),
+    "place wraps": ("places", [0, 2**63 - 2]),
+}
+
+
+@BODY
+@CALL
+@pytest.mark.parametrize(("name", "column"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_columns(body: Any, call: str, name: str, column: list[int]) -> None:
+    given_arguments = arguments(**{name: np.array(column, WELL_FORMED[name].dtype)})
+    with pytest.raises(ValueError, match="row 1: "):
+        getattr(body, call)(*given_arguments)
+    assert not given_arguments[-1].any()
+    assert (given_arguments[4] == WELL_FORMED["indices"]).all()
+
+
+@BODY
+@CALL
+@pytest.mark.parametrize("name", ["lengths", "counts", "offsets", "places"])
+def test_columns_of_another_length(body: Any, call: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 3 items for 2"):
+        getattr(body, call)(*arguments(**{name: np.zeros(3, np.int64)}))
+
+
+@BODY
+@CALL
+@pytest.mark.parametrize("name", WELL_FORMED)
+def test_wrong_arrays(body: Any, call: str, name: str) -> None:
+    right = WELL_FORMED[name]
+    wrong = [
+        right.astype(np.int16),
+        right.astype(np.float64),
+        right.repeat(2)[::2],
+        right[:, None],
+        right.tolist(),
+        None,
+    ]
+    if right.itemsize > 1:
+        wrong.append(unaligned(right.dtype, len(right)))
+    for array in wrong:
+        with pytest.raises(TypeError):
+            getattr(body, call)(*arguments(**{name: array}))
+
+
+@BODY
+def test_read_only_targets(body: Any) -> None:
+    for call, name in (("encode_indices", "payload"), ("decode_indices", "indices")):
+        target = WELL_FORMED[name].copy()
+        target.flags.writeable = False
+        with pytest.raises(TypeError):
+            getattr(body, call)(*arguments(**{name: target[:]}))
+
+
+@BODY
+@CALL
+def test_indices_inside_the_payload(body: Any, call: str) -> None:
+    memory = np.zeros(10, np.uint32)
+    with pytest.raises(ValueError, match="overlap"):
+        getattr(body, call)(*arguments(indices=memory[:5], payload=memory.view(np.uint8)[19:31]))
