@@ -73,6 +73,64 @@ def scatter_mean(
     divisor: float,
     scale: float,
 ) -> None: ...
+def contribute(
+    table: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    factors: npt.NDArray[np.float32],
+    *,
+    decay: float,
+) -> None: ...
+def squares(table: npt.NDArray[np.uint8], out: npt.NDArray[np.float64]) -> None: ...
+def select_top(
+    table: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    factors: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.float32],
+    *,
+    decay: float,
+) -> None: ...
+def select_above(
+    table: npt.NDArray[np.uint8],
+    thresholds: npt.NDArray[np.float32],
+    limits: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.float32],
+    found: npt.NDArray[np.int64],
+) -> None: ...
+def sample_thresholds(
+    table: npt.NDArray[np.uint8],
+    counts: npt.NDArray[np.int64],
+    thresholds: npt.NDArray[np.float32],
+    *,
+    stride: int,
+    phase: int,
+) -> None: ...
+def tail(
+    table: npt.NDArray[np.uint8],
+    thresholds: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int64],
+    sums: npt.NDArray[np.float64],
+    squares_out: npt.NDArray[np.float64],
+    maxima: npt.NDArray[np.float32],
+) -> None: ...
+def take(
+    table: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.float32],
+) -> None: ...
+def put(
+    table: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.float32],
+) -> None: ...
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "segment.hpp"
+#include "select.hpp"
 
 namespace gradcomp {
 
@@ -82,6 +83,11 @@ struct Kernels {
     void (*decode_add)(const DecodeAddCall&);
     void (*reduce)(const ReduceCall&);
     void (*scatter_mean)(const ScatterCall&, ListPart*);  // room for one part per rank
+    void (*contribute)(const ContributeCall&);
+    void (*squares)(const SquaresCall&);
+    void (*select_top)(const SelectTopCall&);
+    void (*select_above)(const SelectAboveCall&);
+    void (*tail)(const TailCall&);
 };
 
 // What this build has and this CPU can run, fastest first; never empty.

@@ -6,6 +6,8 @@
 #include "encode.hpp"
 #include "fp64.hpp"
 #include "scatter.hpp"
+#include "select.hpp"
+#include "select_sums.hpp"
 #include "sources.hpp"
 
 #define GRADCOMP_STRING(name) #name
@@ -161,7 +163,17 @@ void scatter_mean(const ScatterCall& call, ListPart* parts) {
 }  // namespace
 
 Kernels kernels() {
-    return {GRADCOMP_NAME_OF(GRADCOMP_BODY), encode, decode, decode_add, reduce, scatter_mean};
+    return {GRADCOMP_NAME_OF(GRADCOMP_BODY),
+            encode,
+            decode,
+            decode_add,
+            reduce,
+            scatter_mean,
+            contribute,
+            squares,
+            select_top,
+            select_above,
+            tail};
 }
 
 }  // namespace gradcomp::GRADCOMP_BODY

@@ -1,0 +1,384 @@
+"""Sparse selections in NumPy: this file defines what every other body computes, byte for byte.
+
+A row of the table is a whole layer of at most 2**32 - 1 elements, in float32 or half precision. Its contribution
+is c = factor * gradient + decay * residual in float32, every product and sum on its own, as in `reference`; c lies
+in the float32 `shadow` of the row. Magnitudes order elements; of equal magnitudes the lower index comes first, and
+-0 equals 0. NaN is selected by nothing.
+
+The selections of all rows lie in flat arrays: that of row i in indices[offsets[i] : offsets[i] + counts[i]]
+(uint32, ascending, counted from the layer's first element), and its values (float32) in the same places. Sums over
+elements are float64 over 16 strided lanes and then the fixed tree of `reference.l2_norm`.
+
+All functions raise TypeError for an array of the wrong dtype, read-only, not aligned or not contiguous, and
+ValueError, before anything is written, for a malformed row, a row without the shadow it needs, vectors that do not
+have one item per row, and selections that do not lie inside the flat arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.reference import _gradient, _residual, _view
+from gradcomp.kernels.reference_indices import _check_aligned
+from gradcomp.kernels.segments import (
+    DTYPES,
+    FLOAT32,
+    FLOAT64,
+    SEGMENT,
+    Bytes,
+    SegmentTable,
+    _require,
+    check_array,
+    check_elements,
+)
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Doubles: TypeAlias = npt.NDArray[np.float64]
+Indices: TypeAlias = npt.NDArray[np.uint32]
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+MAX_LAYER_ELEMENTS: Final = (1 << 32) - 1
+"""Elements of a layer whose indices are sent."""
+
+
+def contribute(table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
+    """shadow <- c; flags[i] |= 1 if some c of row i is not finite.
+
+    Args:
+        table: SEGMENT rows; reads gradient, residual; writes shadow.
+        flags: uint8, one per row; only ORed into.
+        factors: float32, one per row: factor of the gradient.
+        decay: factor of the residual.
+
+    Raises:
+        ValueError: also for a float64 gradient.
+    """
+    _check_rows(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
+    _check_narrow(table)
+    _check_shadows(table)
+    for i, segment in enumerate(table):
+        flags[i] |= _contribute(segment, factors[i], decay)
+
+
+def squares(table: SegmentTable, out: Doubles) -> None:
+    """out[i] = sum of g * g over the gradient of row i; the product is float64, and 0 if the gradient is absent.
+
+    Args:
+        table: SEGMENT rows; reads gradient, of any dtype.
+        out: float64, one per row.
+    """
+    _check_rows(table, out=(out, np.float64, True))
+    for i, segment in enumerate(table):
+        with np.errstate(all="ignore"):
+            out[i] = _lane_sum(np.square(_gradient(segment, np.float64)))
+
+
+def select_top(
+    table: SegmentTable,
+    flags: Bytes,
+    factors: Floats,
+    counts: Numbers,
+    offsets: Numbers,
+    indices: Indices,
+    values: Floats,
+    *,
+    decay: float,
+) -> None:
+    """`contribute`, and select the counts[i] elements of row i with the largest |c|: TopK.
+
+    A row with a non-finite c gets its flag, and the indices 0, 1, ... with values of 0.
+
+    Args:
+        table: SEGMENT rows; reads gradient, residual; writes shadow.
+        flags: uint8, one per row; only ORed into.
+        factors: float32, one per row: factor of the gradient.
+        counts: int64, one per row, in 0..length.
+        offsets: int64, one per row: where the row's selection begins.
+        indices: uint32, written.
+        values: float32, written: c of the selected elements.
+        decay: factor of the residual.
+
+    Raises:
+        ValueError: also for a float64 gradient.
+    """
+    _check_rows(
+        table,
+        flags=(flags, np.uint8, True),
+        factors=(factors, np.float32, False),
+        counts=(counts, np.int64, False),
+        offsets=(offsets, np.int64, False),
+    )
+    _check_narrow(table)
+    _check_shadows(table)
+    _check_counts(table, counts)
+    _check_places(table, offsets, counts, indices, values, writable=True)
+    for i, segment in enumerate(table):
+        place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
+        if _contribute(segment, factors[i], decay):
+            flags[i] |= 1
+            indices[place] = np.arange(counts[i])
+            values[place] = 0
+            continue
+        c = _shadow(segment)
+        chosen = _largest(c, np.arange(len(c)), int(counts[i]))
+        indices[place], values[place] = chosen, c[chosen]
+
+
+def select_above(
+    table: SegmentTable,
+    thresholds: Floats,
+    limits: Numbers,
+    offsets: Numbers,
+    indices: Indices,
+    values: Floats,
+    found: Numbers,
+) -> None:
+    """Select the elements of row i with |c| >= thresholds[i], or the limits[i] largest of them; found[i]: how many.
+
+    Args:
+        table: SEGMENT rows; reads c in shadow.
+        thresholds: float32, one per row; nothing is selected by NaN.
+        limits: int64, one per row, not negative: room of the row's selection.
+        offsets: int64, one per row: where the row's selection begins.
+        indices: uint32, written.
+        values: float32, written: c of the selected elements.
+        found: int64, one per row, written.
+    """
+    _check_rows(
+        table,
+        thresholds=(thresholds, np.float32, False),
+        limits=(limits, np.int64, False),
+        offsets=(offsets, np.int64, False),
+        found=(found, np.int64, True),
+    )
+    _check_shadows(table)
+    _check_places(table, offsets, limits, indices, values, writable=True)
+    for i, segment in enumerate(table):
+        c = _shadow(segment)
+        chosen = _largest(c, np.flatnonzero(np.abs(c) >= thresholds[i]), int(limits[i]))
+        place = slice(int(offsets[i]), int(offsets[i]) + len(chosen))
+        indices[place], values[place] = chosen, c[chosen]
+        found[i] = len(chosen)
+
+
+def sample_thresholds(
+    table: SegmentTable, counts: Numbers, thresholds: Floats, *, stride: int, phase: int
+) -> None:
+    """thresholds[i]: about the counts[i]-th largest |c| of row i, from a sample of it.
+
+    The sample is the elements phase, phase + stride, ..., m of them, or all elements if these are none. The
+    threshold is the magnitude of rank max(1, round(counts[i] * m / length)) in the sample, the largest having
+    rank 1; the rank is computed in float64 and rounded to even. It is +inf where counts[i] or the length is 0.
+    A NaN in the sample counts as infinite.
+
+    Args:
+        table: SEGMENT rows; reads c in shadow.
+        counts: int64, one per row, in 0..length: elements that are wanted.
+        thresholds: float32, one per row, written.
+        stride: distance of the sampled elements, at least 1.
+        phase: first sampled element, not negative.
+
+    Source: Deep Gradient Compression (Lin et al., ICLR 2018), section 3.1, which samples at random; a stride
+    with a random phase reads as little and needs no random numbers per element.
+    """
+    _check_rows(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
+    _check_shadows(table)
+    _check_counts(table, counts)
+    if stride < 1 or phase < 0:
+        raise ValueError(f"stride {stride} is not positive, or phase {phase} is negative")
+    for i, segment in enumerate(table):
+        magnitudes = np.abs(_shadow(segment))
+        if counts[i] == 0:
+            thresholds[i] = np.inf
+            continue
+        sample = magnitudes[phase::stride] if phase < len(magnitudes) else magnitudes
+        share = float(counts[i]) * float(len(sample)) / float(len(magnitudes))
+        rank = min(max(1, int(np.rint(share))), len(sample))
+        ascending = np.sort(np.where(np.isnan(sample), np.float32(np.inf), sample))
+        thresholds[i] = ascending[len(sample) - rank]
+
+
+def tail(
+    table: SegmentTable,
+    thresholds: Floats,
+    counts: Numbers,
+    sums: Doubles,
+    squares_out: Doubles,
+    maxima: Floats,
+) -> None:
+    """Over the elements of row i with |c| >= thresholds[i]: number, sum of |c|, sum of |c|**2, and largest |c|.
+
+    The sums run over all positions of the row, where other elements contribute 0. Without such elements all four
+    are 0.
+
+    Args:
+        table: SEGMENT rows; reads c in shadow.
+        thresholds: float32, one per row.
+        counts: int64, one per row, written.
+        sums: float64, one per row, written.
+        squares_out: float64, one per row, written.
+        maxima: float32, one per row, written.
+    """
+    _check_rows(
+        table,
+        thresholds=(thresholds, np.float32, False),
+        counts=(counts, np.int64, True),
+        sums=(sums, np.float64, True),
+        squares_out=(squares_out, np.float64, True),
+        maxima=(maxima, np.float32, True),
+    )
+    _check_shadows(table)
+    for i, segment in enumerate(table):
+        magnitudes = np.abs(_shadow(segment))
+        chosen = magnitudes >= thresholds[i]
+        x = np.where(chosen, magnitudes, np.float32(0)).astype(np.float64)
+        counts[i] = np.count_nonzero(chosen)
+        sums[i], squares_out[i] = _lane_sum(x), _lane_sum(np.square(x))
+        maxima[i] = x.max(initial=0.0)
+
+
+def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
+    """values <- shadow[indices], for the selection of each row.
+
+    Args:
+        table: SEGMENT rows; reads c in shadow.
+        offsets: int64, one per row: where the row's selection begins.
+        counts: int64, one per row: elements of the selection.
+        indices: uint32, in any order; may come from a peer.
+        values: float32, written.
+
+    Raises:
+        ValueError: also for an index that is not below the row's length.
+    """
+    _check_selections(table, offsets, counts, indices, values, writable=True)
+    for i, segment in enumerate(table):
+        place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
+        values[place] = _shadow(segment)[indices[place]]
+
+
+def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
+    """shadow[indices] <- values, for the selection of each row; of a repeated index the last value stays.
+
+    Args:
+        table: SEGMENT rows; writes shadow.
+        offsets: int64, one per row: where the row's selection begins.
+        counts: int64, one per row: elements of the selection.
+        indices: uint32, in any order; may come from a peer.
+        values: float32, read.
+
+    Raises:
+        ValueError: also for an index that is not below the row's length.
+    """
+    _check_selections(table, offsets, counts, indices, values, writable=False)
+    for i, segment in enumerate(table):
+        place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
+        _shadow(segment)[indices[place]] = values[place]
+
+
+# --- one row ------------------------------------------------------------------------------------------------
+
+
+def _contribute(segment: np.void, factor: np.float32, decay: float) -> bool:
+    """Write c to the shadow; return whether some of it is not finite."""
+    with np.errstate(all="ignore"):
+        c = factor * _gradient(segment, np.float32)
+        if segment["residual"]:
+            c = c + np.float32(decay) * _residual(segment)
+    _shadow(segment)[:] = c
+    return not np.isfinite(c).all()
+
+
+def _shadow(segment: np.void) -> Floats:
+    return _view(segment["shadow"], segment["length"], DTYPES[FLOAT32])
+
+
+def _largest(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
+    """The `count` candidates of largest |c|, ties by lower index; candidates and result ascend."""
+    if count >= len(candidates):
+        return candidates
+    descending = np.argsort(-np.abs(c[candidates]), kind="stable")
+    return np.sort(candidates[descending[:count]])
+
+
+def _lane_sum(x: Doubles) -> np.float64:
+    lanes = np.zeros((len(x) // 16 + 1, 16))
+    lanes.reshape(-1)[: len(x)] = x
+    # Accumulation adds the rows one after the other; a plain sum may choose another order.
+    total = np.add.accumulate(lanes, axis=0)[-1]
+    for width in (8, 4, 2, 1):
+        total = total[:width] + total[width : 2 * width]
+    first: np.float64 = total[0]
+    return first
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def _check_rows(table: SegmentTable, **vectors: tuple[Any, Any, bool]) -> None:
+    """The table, and vectors (array, dtype, written to) with one item per row."""
+    check_array("table", table, SEGMENT)
+    for name, (array, dtype, writable) in vectors.items():
+        check_array(name, array, dtype, writable=writable)
+        _check_aligned(**{name: array})
+    for name, (array, dtype, _) in vectors.items():
+        check_array(name, array, dtype, len(table))
+    check_elements(table)
+    _require(
+        table, table["length"] <= MAX_LAYER_ELEMENTS, f"a layer has more than {MAX_LAYER_ELEMENTS} elements"
+    )
+
+
+def _check_narrow(table: SegmentTable) -> None:
+    _require(table, table["dtype"] != FLOAT64, "selections are made from float32 and half precision")
+
+
+def _check_shadows(table: SegmentTable) -> None:
+    _require(table, (table["shadow"] != 0) | (table["length"] == 0), "the row has no shadow")
+
+
+def _check_counts(table: SegmentTable, counts: Numbers) -> None:
+    _require(table, (counts >= 0) & (counts <= table["length"]), "the count is not in 0..length")
+
+
+def _check_places(
+    table: SegmentTable,
+    offsets: Numbers,
+    counts: Numbers,
+    indices: Indices,
+    values: Floats,
+    *,
+    writable: bool,
+) -> None:
+    check_array("indices", indices, np.uint32, writable=writable)
+    check_array("values", values, np.float32, writable=writable)
+    _check_aligned(indices=indices, values=values)
+    # Written as a difference: the sum of a hostile offset and a count could wrap.
+    room = min(len(indices), len(values))
+    _require(
+        table,
+        (offsets >= 0) & (counts >= 0) & (counts <= room) & (offsets <= room - counts),
+        f"the selection does not lie inside arrays of {room} items",
+    )
+
+
+def _check_selections(
+    table: SegmentTable,
+    offsets: Numbers,
+    counts: Numbers,
+    indices: Indices,
+    values: Floats,
+    *,
+    writable: bool,
+) -> None:
+    check_array("indices", indices, np.uint32)
+    check_array("values", values, np.float32, writable=writable)
+    _check_rows(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
+    _check_shadows(table)
+    _check_places(table, offsets, counts, indices, values, writable=False)
+    for i, segment in enumerate(table):
+        chosen = indices[int(offsets[i]) : int(offsets[i] + counts[i])]
+        if (chosen >= segment["length"]).any():
+            raise ValueError(f"an index is not below the row's length: {segment}")
