@@ -1,0 +1,59 @@
+"""The selection benchmark: what its figures mean, and a short run of all of it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import selection as bench
+
+
+def row(**changes):
+    valid = {
+        "isa": "avx512",
+        "input": "normal",
+        "density": 0.01,
+        "method": "exact",
+        "milliseconds": 4.0,
+        "torch_milliseconds": 100.0,
+        "found": 1.0,
+        "right": True,
+        "bar": 15.0,
+    }
+    return bench.Row(**{**valid, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [({}, False), ({"milliseconds": 8.0}, True), ({"right": False}, True), ({"bar": None}, False)],
+)
+def test_a_figure_misses_its_bar(changes, missed):
+    assert row(**changes).missed is missed
+
+
+def test_a_wrong_selection_is_noticed():
+    gradient = np.random.default_rng(0).standard_normal(5000, np.float32)
+    work = bench.Workload(gradient, 0.01)
+    assert work.exact_is_right()
+    work.offsets += 1
+    assert not work.exact_is_right()
+
+
+def test_an_embedding_is_mostly_zero_rows():
+    gradient = bench.embedding(100_050, np.random.default_rng(0))
+    used = (gradient[:100_000].reshape(-1, bench.ROW_LENGTH) != 0).all(axis=1)
+    assert 0.01 < used.mean() < 0.04
+    assert np.count_nonzero(gradient[:100_000]) == used.sum() * bench.ROW_LENGTH
+
+
+def test_a_short_run(run_script, tmp_path):
+    path = tmp_path / "selection.json"
+    done = run_script(
+        "benchmarks/selection.py", "--elements", "20000", "--rounds", "1", "--json", str(path), check=False
+    )
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * len(bench.INPUTS) * len(bench.DENSITIES), done.stdout + done.stderr
+    assert all(row["right"] for row in rows)
+    assert {row["bar"] for row in rows if row["isa"] != "baseline"} <= {1.0, 15.0, 30.0}
+    assert f"of {sum(row['bar'] is not None for row in rows)} bars missed" in done.stdout
