@@ -1,6 +1,19 @@
 """gradcomp: compressed gradient exchange for data-parallel training."""
 
-from gradcomp.compress import Cast, Compression, Compressor, Identity, Policy, Quantize
+from gradcomp.compress import (
+    Cast,
+    Compression,
+    Compressor,
+    DensitySchedule,
+    ErrorFeedback,
+    Identity,
+    LocalClip,
+    MomentumCorrection,
+    Policy,
+    Quantize,
+    TopK,
+    Warmup,
+)
 from gradcomp.core.config import Config
 from gradcomp.core.errors import (
     ConfigError,
@@ -21,16 +34,22 @@ __all__ = [
     "Compressor",
     "Config",
     "ConfigError",
+    "DensitySchedule",
+    "ErrorFeedback",
     "Filter",
     "GradcompError",
     "Identity",
     "LayerSpec",
+    "LocalClip",
+    "MomentumCorrection",
     "Plan",
     "PlanMismatchError",
     "Policy",
     "Quantize",
     "StateError",
+    "TopK",
     "TransportError",
+    "Warmup",
     "WireFormatError",
     "__version__",
 ]

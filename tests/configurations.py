@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp import Cast, Compressor, Identity, Quantize
+from gradcomp import (
+    Cast,
+    Compressor,
+    DensitySchedule,
+    ErrorFeedback,
+    Identity,
+    LocalClip,
+    MomentumCorrection,
+    Quantize,
+    TopK,
+    Warmup,
+)
 
 
 @dataclass(frozen=True)
@@ -12,17 +23,39 @@ class Row:
     """What the suite may expect of a compressor.
 
     ``error``: bound on the error of a first step, in units of the largest gradient (where nothing stronger holds).
-    ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were.
+    ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
+    seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
+    and level. ``accounts``: what is not applied is in the residual.
     """
 
     compressor: Compressor
     error: float | None = None
     unbiased: bool = False
     constants: bool = True
+    draws: bool = False
+    overflows: bool = True
+    sized: bool = True
+    accounts: bool = True
 
     @property
     def telescopes(self) -> bool:
-        return self.compressor.keeps_residual and self.compressor.residual_decay == 1.0
+        """Whether the sum of what was applied and the residual is the sum of the gradients."""
+        compressor = self.compressor
+        changed = compressor.momentum or compressor.clip_norm is not None or compressor.residual_decay != 1.0
+        return self.accounts and compressor.keeps_residual and not changed
+
+    @property
+    def steady(self) -> bool:
+        """Whether it is the same in all steps."""
+        return not self.compressor.changes
+
+    @property
+    def elsewhere(self) -> Compressor | None:
+        """The same compressor at another level, if it has levels."""
+        level = self.compressor.level
+        if level is None:
+            return None
+        return self.compressor.with_level(level + 2 if isinstance(level, int) else min(1.0, 2 * level))
 
 
 ROWS = {
@@ -32,16 +65,38 @@ ROWS = {
     "bf16": Row(Cast("bfloat16"), error=2**-7),
     "fp16-feedback": Row(Cast("float16", feedback=True), error=2**-10),
     "bf16-feedback": Row(Cast("bfloat16", feedback=True), error=2**-7),
-    "minmax-4": Row(Quantize(4, 64), unbiased=True),
-    "minmax-3-odd": Row(Quantize(3, 33), unbiased=True),
-    "minmax-1": Row(Quantize(1, 32), unbiased=True),
+    "minmax-4": Row(Quantize(4, 64), unbiased=True, draws=True),
+    "minmax-3-odd": Row(Quantize(3, 33), unbiased=True, draws=True),
+    "minmax-1": Row(Quantize(1, 32), unbiased=True, draws=True),
     "minmax-4-nearest": Row(Quantize(4, 64, rounding="nearest")),
     "minmax-1-nearest-odd": Row(Quantize(1, 33, rounding="nearest")),
-    "minmax-5-feedback": Row(Quantize(5, 40, feedback=True)),
+    "minmax-5-feedback": Row(Quantize(5, 40, feedback=True), draws=True),
     "minmax-3-decay": Row(Quantize(3, 100, rounding="nearest", decay=0.5), error=2 / 7),
     "minmax-2-no-feedback": Row(Quantize(2, 16, rounding="nearest", feedback=False), error=2 / 3),
-    "l2-8": Row(Quantize(8, 128, "l2"), unbiased=True, constants=False),
-    "l2-1": Row(Quantize(1, 32, "l2"), unbiased=True, constants=False),
-    "linf-6-feedback": Row(Quantize(6, 50, "linf", feedback=True)),
+    "l2-8": Row(Quantize(8, 128, "l2"), unbiased=True, draws=True, constants=False),
+    "l2-1": Row(Quantize(1, 32, "l2"), unbiased=True, draws=True, constants=False),
+    "linf-6-feedback": Row(Quantize(6, 50, "linf", feedback=True), draws=True),
     "linf-2-nearest": Row(Quantize(2, 48, "linf", "nearest")),
+    "error-feedback": Row(ErrorFeedback(Quantize(4, 64)), draws=True),
+    "error-feedback-decay": Row(
+        ErrorFeedback(Quantize(4, 64, rounding="nearest"), decay=0.9, follow_rate=True)
+    ),
+    "momentum-correction": Row(MomentumCorrection(Quantize(4, 64), factor=0.5), draws=True),
+    "momentum-correction-exact": Row(MomentumCorrection(Identity()), error=1e-6),
+    "momentum-correction-topk": Row(MomentumCorrection(TopK(0.1)), constants=False),
+    "local-clip": Row(LocalClip(Quantize(4, 64), max_norm=2), constants=False, draws=True, overflows=False),
+    "local-clip-topk": Row(LocalClip(TopK(0.1), max_norm=0.5), constants=False, overflows=False),
+    "warmup": Row(Warmup(TopK(0.1), steps=1), constants=False),
+    "density-schedule": Row(
+        DensitySchedule(TopK(0.05), levels=(0.3, 0.1), steps_per_level=1), constants=False
+    ),
+    "topk": Row(TopK(0.1), constants=False),
+    "topk-raw": Row(TopK(0.01, indices="raw"), constants=False),
+    "topk-packed": Row(TopK(0.2, indices="packed"), constants=False),
+    "topk-bitmap": Row(TopK(0.2, indices="bitmap"), constants=False),
+    "topk-deflate": Row(TopK(0.1, indices="deflate"), constants=False, sized=False),
+    "topk-all": Row(TopK(1.0, feedback=False), error=1e-6),
+    "topk-no-feedback": Row(TopK(0.3, feedback=False), constants=False, error=1.0),
+    "topk-bf16": Row(TopK(0.1, values=Cast("bfloat16")), constants=False),
+    "topk-4": Row(TopK(0.1, values=Quantize(4, 64)), constants=False, draws=True),
 }

@@ -18,7 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradcomp import Assignment, Compressor, Config, Identity, LayerSpec, Plan, Policy
+from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
+from gradcomp.compress.policy import Schedule
 from gradcomp.core.state import Range
 from gradcomp.pipeline import Pipeline, StepResult
 from gradcomp.transport.inprocess import InProcessTransport, World
@@ -127,10 +128,13 @@ class Rank:
     plan: Plan
     transport: InProcessTransport
     config: Config
+    schedule: Schedule | None = None
     outputs: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pipeline = Pipeline(self.layers, self.plan, self.transport, self.config, self._allocate)
+        self.pipeline = Pipeline(
+            self.layers, self.plan, self.transport, self.config, self._allocate, schedule=self.schedule
+        )
 
     def _allocate(self, layer: int) -> int:
         spec = self.layers[layer]
@@ -184,12 +188,16 @@ class Simulation:
             if record
             else self.world.transports()
         )
+        schedule = None
+        if isinstance(compression, Compressor):
+            # Every layer, however small: float64 ones excepted, which no codec takes.
+            everything = Filter(min_elements=0, min_dimensions=0, exclude_kinds=())
+            compression = Policy(compression, filter=everything)
         if isinstance(compression, Policy):
+            schedule = compression.scheduled(layers)
             compression = compression.plan(layers)
-        elif isinstance(compression, Compressor):
-            compression = plan_for(layers, compression)
         config = Config(seed=config_seed, **settings)
-        self.ranks = [Rank(self.layers, compression, transport, config) for transport in transports]
+        self.ranks = [Rank(self.layers, compression, transport, config, schedule) for transport in transports]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self._drawn = 0
 
@@ -310,10 +318,16 @@ class Simulation:
         return total
 
     def state(self) -> list[tuple[list[bytes], dict[Range, bytes]]]:
-        """Every rank's residuals, to compare."""
+        """Every rank's residuals, each with what else is kept for its layer, to compare."""
         return [
             (
-                [p.residuals.first.value(i).tobytes() for i in range(len(self.layers))],
+                [
+                    b"".join(
+                        buffer.value(i).tobytes()
+                        for buffer in (p.residuals.first, *(p.fields[name] for name in p.fields.names))
+                    )
+                    for i in range(len(self.layers))
+                ],
                 {r: p.residuals.second.value(row).tobytes() for row, r in enumerate(p.residuals.ranges)},
             )
             for p in self.pipelines

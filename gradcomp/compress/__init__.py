@@ -2,18 +2,29 @@
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
+from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.identity import Identity
+from gradcomp.compress.local_clip import LocalClip
+from gradcomp.compress.momentum_correction import MomentumCorrection
 from gradcomp.compress.policy import Compression, Policy, as_policy
 from gradcomp.compress.quantize import Quantize
 from gradcomp.compress.registry import at_level, from_string
+from gradcomp.compress.schedule import DensitySchedule, Warmup
+from gradcomp.compress.topk import TopK
 
 __all__ = [
     "Cast",
     "Compression",
     "Compressor",
+    "DensitySchedule",
+    "ErrorFeedback",
     "Identity",
+    "LocalClip",
+    "MomentumCorrection",
     "Policy",
     "Quantize",
+    "TopK",
+    "Warmup",
     "as_policy",
     "at_level",
     "from_string",

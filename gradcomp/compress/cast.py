@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.compress.base import Compressor
+from gradcomp.compress.base import Coded
 from gradcomp.compress.identity import CAST_BLOCK
-from gradcomp.compress.messages import Bytes, Context, Exchange, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels.codec import Codec, Group, Table
+from gradcomp.kernels.codec import Codec, Table
 from gradcomp.kernels.segments import BF16, FP16, FP32
 
 _KINDS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
@@ -21,7 +20,7 @@ FP16_BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Cast(Compressor):
+class Cast(Coded):
     """Round every value to ``dtype``: float16, bfloat16, or float32 (exact: how excluded layers travel).
 
     Means are added in float32 and rounded once more for the way back. Float16 values are scaled per block of 512 by a
@@ -46,6 +45,11 @@ class Cast(Compressor):
         """With ``feedback``, unless nothing is lost."""
         return self.feedback and self.dtype != "float32"
 
+    @property
+    def is_exact(self) -> bool:
+        """As float32."""
+        return self.dtype == "float32"
+
     def codec_for(self, table: Table) -> Codec:
         """The codec of the wire dtype."""
         return Codec(_KINDS[self.dtype])
@@ -58,8 +62,3 @@ class Cast(Compressor):
     def cut_elements(self, layer: LayerSpec) -> int:
         """A scaling block for float16, else one cache line."""
         return FP16_BLOCK if self.dtype == "float16" else CAST_BLOCK
-
-    def exchange(self, group: Group, context: Context) -> Exchange:
-        """One Reduce."""
-        flags: Bytes = yield Reduce(self.codec_for(group.table), group)
-        return flags

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradcomp.compress.base import Compressor
+from gradcomp.compress.base import Coded
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce, Sum
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -19,7 +19,7 @@ CAST_BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Identity(Compressor):
+class Identity(Coded):
     """Uncompressed exchange: mean = (sum of g over ranks) / N.
 
     Float32 and float64 layers are summed by the transport's own allreduce (one round, 2 d (N-1)/N bytes per rank for
@@ -30,6 +30,16 @@ class Identity(Compressor):
     """
 
     name: ClassVar[str] = "none"
+
+    @property
+    def reduces(self) -> bool:
+        """Only for bfloat16, and nothing need ride along."""
+        return False
+
+    @property
+    def is_exact(self) -> bool:
+        """Always."""
+        return True
 
     def fill(self, table: Table, level: Level) -> None:
         """No level; cuts at cache lines."""
@@ -50,12 +60,12 @@ class Identity(Compressor):
 
     def exchange(self, group: Group, context: Context) -> Exchange:
         """One Sum over the packed gradients, or one Reduce for bfloat16."""
-        codec, table = self.codec_for(group.table), group.table
+        codec, table = self.codec_for(group.table), group.inputs
         if codec.kind == BF16:
-            reduced: Bytes = yield Reduce(codec, group)
-            return reduced
+            return (yield Reduce(codec, group)).flags
         # A Sum's buffer holds the segments one after the other.
         table["payload"] = np.concatenate(([0], np.cumsum(codec.wire_bytes(table))[:-1]))
+        group.table["payload"] = table["payload"]
         flags = np.zeros(len(table), dtype=np.uint8)
 
         def write(view: Floats) -> Bytes:
@@ -66,7 +76,8 @@ class Identity(Compressor):
                 view[start : start + int(table["length"][row])] = np.nan
             return flags
 
-        total = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
+        reply = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
         overflow = np.zeros_like(flags)
-        codec.decode(table, total.view(np.uint8), overflow, divisor=context.divisor)
+        scale = context.unscale if group.prepared else 1.0
+        codec.decode(group.table, reply.data.view(np.uint8), overflow, divisor=context.divisor, scale=scale)
         return overflow

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.codec import Codec, Draw, Group
+from gradcomp.core.state import Fields
+from gradcomp.kernels.codec import Codec, Draw, Group, Sizes
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[Any]
@@ -20,7 +21,7 @@ class Sum:
     """Ask for the sum over ranks of ``length`` elements of ``dtype`` (float32 or float64).
 
     ``write(view)`` fills this rank's summand, a view into the buffer that all groups of the bucket share, and returns
-    one flag per segment: nonzero where it met a non-finite value. The reply is the same view, holding the sum,
+    one flag per segment: nonzero where it met a non-finite value. ``reply.data`` is the same view, holding the sum,
     bit-identical on all ranks.
     """
 
@@ -34,24 +35,61 @@ class Reduce:
     """Ask for the mean over ranks of the group's segments through a codec whose codes cannot be added.
 
     The reduction encodes, may re-encode (and then owns the second residual) and writes the mean to the outputs.
-    The reply is one flag per segment, nonzero where the mean is not finite; equal on all ranks.
+    ``reply.flags`` is the result: nonzero where the mean is not finite.
     """
 
     codec: Codec
     group: Group
 
 
-Message = Sum | Reduce
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Ask for every rank's payload of at most ``max_bytes``.
+
+    ``write(view)`` fills the payload, in a view of ``max_bytes``, and returns one flag per segment and the bytes used.
+    With ``fixed`` that is always ``max_bytes``; else sizes are exchanged first, in one round for the whole bucket.
+    ``reply.data`` lists the payloads in rank order; their lengths are what was announced, their bytes nobody checked.
+    """
+
+    max_bytes: int
+    write: Callable[[Bytes], tuple[Bytes, int]]
+    fixed: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """Ask for the payload of rank ``root``; as :class:`Gather` otherwise.
+
+    ``write`` is called on every rank, for its flags and for what it prepares; ``view`` is empty on the others, and
+    what they return as bytes used does not count. ``reply.data`` is the root's payload.
+    """
+
+    max_bytes: int
+    write: Callable[[Bytes], tuple[Bytes, int]]
+    root: int
+    fixed: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What came of a message. ``flags``: per segment, whether some rank met a non-finite value so far."""
+
+    flags: Bytes
+    data: Any = None
+
+
+Message = Sum | Reduce | Gather | Broadcast
 #: Sent the replies; returns one flag per segment, nonzero where the mean is not finite.
-Exchange = Generator[Message, Any, Bytes]
+Exchange = Generator[Message, Reply, Bytes]
 
 
 @dataclass(frozen=True)
 class Context:
     """What an exchange knows beside its group.
 
-    ``scale`` multiplies gradients before, ``unscale`` the results after; ``divisor`` turns a sum over ranks into the
-    result: the number of ranks, or 1 where the user asked for sums.
+    ``scale`` multiplies gradients before, ``unscale`` the results after; ``decay`` multiplies residuals; ``divisor``
+    turns a sum over ranks into the result: the number of ranks, or 1 where the user asked for sums. ``fields`` is the
+    state that compressors keep by layer, beside residuals.
     """
 
     draw: Draw
@@ -59,3 +97,22 @@ class Context:
     scale: float = 1.0
     unscale: float = 1.0
     divisor: float = 1.0
+    decay: float = 1.0
+    rate_ratio: float = 1.0
+    fields: Fields | None = None
+
+    def of(self, group: Group) -> Context:
+        """The context as the group sees it: a prepared gradient is scaled already."""
+        return replace(
+            self, scale=group.scale(self.scale), decay=group.decay_at(self.rate_ratio), rate_ratio=1.0
+        )
+
+    def load(self, name: str, layers: Sizes) -> Floats:
+        """The layers' values of a field, one behind the other: a copy."""
+        assert self.fields is not None, "state is there when a step runs"
+        return self.fields[name].load(layers)
+
+    def store(self, name: str, layers: Sizes, values: Floats) -> None:
+        """What the field holds for these layers once the step is accepted."""
+        assert self.fields is not None, "state is there when a step runs"
+        self.fields[name].store(layers, values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -16,6 +16,9 @@ from gradcomp.core.plan import Assignment, Plan
 
 #: How a layer travels that is not worth compressing, beside layers that are.
 EXACT = Cast("float32")
+
+#: (step, version) -> the plan that begins at that step, if one does.
+Schedule = Callable[[int, int], Plan | None]
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,27 @@ class Policy:
         return (self._exact(), reason) if reason else (self.default, None)
 
     def _exact(self) -> Compressor:
-        """Exact layers ride in the payload of the compressed ones; with none of those, in an allreduce."""
-        everything = [self.default, *(resolve(c) for c in self.overrides.values())]
-        return Identity() if all(isinstance(c, Identity) for c in everything) else EXACT
+        """Exact layers ride in the payload of those that are reduced; with none of those, in an allreduce."""
+        return EXACT if any(c.reduces for c in self.compressors) else Identity()
 
-    def plan(self, layers: Sequence[LayerSpec], version: int = 0) -> Plan:
-        """The plan for these layers."""
-        chosen = ((layer.name, self.choose(layer)[0]) for layer in layers)
+    @property
+    def compressors(self) -> list[Compressor]:
+        """The default and those of the overrides."""
+        return [self.default, *(resolve(c) for c in self.overrides.values())]
+
+    def plan(self, layers: Sequence[LayerSpec], version: int = 0, step: int = 0) -> Plan:
+        """The plan for these layers at a step: schedules are replaced by what they give then."""
+        chosen = ((layer.name, self.choose(layer)[0].at_step(step)) for layer in layers)
         return Plan(version, tuple(Assignment(name, c.family_string(), c.level) for name, c in chosen))
+
+    def scheduled(self, layers: Sequence[LayerSpec]) -> Schedule:
+        """Asked with a step and a version, the plan that begins at that step, or None where none does."""
+        changes = {step for c in self.compressors for step in c.changes}
+
+        def begins(step: int, version: int) -> Plan | None:
+            return self.plan(layers, version, step) if step in changes else None
+
+        return begins
 
     def excluded(self, layers: Sequence[LayerSpec]) -> dict[str, str]:
         """Name -> reason for the layers that travel exactly."""

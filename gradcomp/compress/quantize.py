@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.compress.base import Compressor
-from gradcomp.compress.messages import Bytes, Context, Exchange, Reduce
+from gradcomp.compress.base import Coded
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels.codec import Codec, Group, Table
+from gradcomp.kernels.codec import Codec, Table
 from gradcomp.kernels.segments import L2, LINF, MINMAX
 
 _KINDS = {"minmax": MINMAX, "l2": L2, "linf": LINF}
 
 
 @dataclass(frozen=True)
-class Quantize(Compressor):
+class Quantize(Coded):
     """Quantise buckets of ``bucket_size`` consecutive values of a layer to ``bits`` bits each.
 
     ``scaling="minmax"`` (default)
@@ -88,8 +87,3 @@ class Quantize(Compressor):
     def cut_elements(self, layer: LayerSpec) -> int:
         """Cuts fall on quantisation buckets, so that no cut changes a scale."""
         return self.bucket_size
-
-    def exchange(self, group: Group, context: Context) -> Exchange:
-        """One Reduce."""
-        flags: Bytes = yield Reduce(self.codec_for(group.table), group)
-        return flags

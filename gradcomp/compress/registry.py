@@ -12,12 +12,28 @@ from typing import Any
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
+from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.identity import Identity
+from gradcomp.compress.local_clip import LocalClip
+from gradcomp.compress.momentum_correction import MomentumCorrection
 from gradcomp.compress.quantize import Quantize
+from gradcomp.compress.schedule import DensitySchedule, Warmup
+from gradcomp.compress.topk import TopK
+from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 
-BUILT_IN: tuple[type[Compressor], ...] = (Identity, Cast, Quantize)
+BUILT_IN: tuple[type[Compressor], ...] = (
+    Identity,
+    Cast,
+    Quantize,
+    TopK,
+    ErrorFeedback,
+    MomentumCorrection,
+    LocalClip,
+    Warmup,
+    DensitySchedule,
+)
 
 _SHORT = {"fp16": Cast("float16"), "bf16": Cast("bfloat16")}
 
@@ -38,7 +54,7 @@ def registered() -> dict[str, type[Compressor]]:
 
 def from_string(text: str) -> Compressor:
     """Parse a string form. ConfigError says what is wrong and what exists."""
-    name, _, rest = text.strip().partition(":")
+    name, inner, rest = _split(text.strip())
     if name in _SHORT:
         if rest:
             raise ConfigError(f"{name} takes no fields; write {_SHORT[name].to_string()!r} and change that")
@@ -48,9 +64,17 @@ def from_string(text: str) -> Compressor:
         raise ConfigError(
             f"unknown compression {name!r}; known: {', '.join(sorted([*registered(), *_SHORT]))}"
         )
-    fields = {f.name for f in dataclasses.fields(kind)}
+    fields = {f.name for f in dataclasses.fields(kind)} - {"inner"}
     arguments: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
+    if issubclass(kind, Wrapper) != (inner is not None):
+        raise ConfigError(
+            f"{text!r}: {name} wraps another compressor: {name}[topk:density=0.01]"
+            if inner is None
+            else f"{text!r}: {name} wraps nothing"
+        )
+    if inner is not None:
+        arguments["inner"] = from_string(inner)
+    for item in filter(None, _outside_brackets(rest)):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key not in fields:
             raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
@@ -65,15 +89,43 @@ def from_string(text: str) -> Compressor:
 
 def at_level(family: str, level: Level) -> Compressor:
     """The compressor that a plan's assignment means."""
-    compressor = from_string(family)
-    if level is None:
-        return compressor
-    if compressor.level_field is None:
-        raise ConfigError(f"{compressor.name} has no level, got {level!r}")
-    return dataclasses.replace(compressor, **{compressor.level_field: level})
+    return from_string(family).with_level(level)
+
+
+def _split(text: str) -> tuple[str, str | None, str]:
+    """``name[inner]:fields`` -> its parts; without brackets there is no inner one."""
+    name, bracket, rest = text.partition("[")
+    if not bracket or ":" in name:
+        name, _, rest = text.partition(":")
+        return name, None, rest
+    depth = 1
+    for at, character in enumerate(rest):
+        depth += (character == "[") - (character == "]")
+        if depth == 0:
+            after = rest[at + 1 :]
+            if after and not after.startswith(":"):
+                raise ConfigError(f"{text!r}: expected ':' behind ']', got {after!r}")
+            return name, rest[:at], after[1:]
+    raise ConfigError(f"{text!r}: a bracket is not closed")
+
+
+def _outside_brackets(text: str) -> list[str]:
+    """The parts between those commas that no bracket encloses."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def _value(text: str) -> Any:
+    if text.startswith("[") and text.endswith("]"):
+        return from_string(text[1:-1])
+    if "/" in text:
+        return tuple(_value(part) for part in text.split("/") if part)
     lowered = text.lower()
     if lowered in ("true", "false"):
         return lowered == "true"

@@ -1,13 +1,13 @@
-"""Residuals: double-buffered float32 arenas, read by this step and written for the next.
+"""State: double-buffered float32 arenas, read by this step and written for the next.
 
 Every exchange reads the current value of a row and writes the next one beside it. Committing a row swaps the two;
-discarding a step costs nothing. Rows are layers for the first residual, ranges of layers for the second.
-Memory: 8 bytes per element.
+discarding a step costs nothing. Rows are layers for first residuals and for fields, ranges of layers for second
+residuals. Memory: 8 bytes per element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,14 +37,14 @@ class DoubleBuffer:
         padded = -(-self.lengths // _LINE) * _LINE
         self._offsets: Indices = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
         total = int(self._offsets[-1])
-        self._arenas: tuple[Floats, Floats] = (_aligned_zeros(total), _aligned_zeros(total))
-        self._bases = np.array([arena.ctypes.data for arena in self._arenas], dtype=np.uint64)
+        self._arenas: Floats = _aligned_zeros(2 * total).reshape(2, total)
+        self._bases = np.array([self._arenas.ctypes.data + 4 * total * i for i in range(2)], dtype=np.uint64)
         self._current = np.zeros(len(self.lengths), dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
         """Memory of both arenas."""
-        return sum(arena.nbytes for arena in self._arenas)
+        return self._arenas.nbytes
 
     def read_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
         """Addresses of element ``starts[i]`` of row ``rows[i]``'s current value."""
@@ -57,6 +57,22 @@ class DoubleBuffer:
     def _addresses(self, arenas: Indices, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
         return self._bases[arenas] + ((self._offsets[rows] + starts) * 4).astype(np.uint64)
 
+    def load(self, rows: Indices) -> Floats:
+        """Copies of the rows' current values, one behind the other."""
+        values: Floats = np.take(self._arenas, self._places(rows, self._current[rows]))
+        return values
+
+    def store(self, rows: Indices, values: Floats) -> None:
+        """Write the rows' next values, one behind the other."""
+        self._arenas.reshape(-1)[self._places(rows, 1 - self._current[rows])] = values
+
+    def _places(self, rows: Indices, arenas: Indices) -> Indices:
+        lengths = self.lengths[rows]
+        begins = arenas * self._arenas.shape[1] + self._offsets[rows]
+        ends = np.cumsum(lengths)
+        places: Indices = np.arange(lengths.sum()) + np.repeat(begins - ends + lengths, lengths)
+        return places
+
     def commit(self, rows: npt.NDArray[np.bool_]) -> None:
         """Make the next value current for the rows where the mask is true."""
         self._current[rows] ^= 1
@@ -64,7 +80,8 @@ class DoubleBuffer:
     def value(self, row: int) -> Floats:
         """A view of the row's current value; writing to it changes the state."""
         start = self._offsets[row]
-        return self._arenas[self._current[row]][start : start + self.lengths[row]]
+        row_view: Floats = self._arenas[self._current[row], start : start + self.lengths[row]]
+        return row_view
 
 
 @dataclass(frozen=True)
@@ -144,3 +161,62 @@ class Residuals:
         self.ranges = tuple(ranges)
         self.second = fresh
         self._range_layers = np.array([r.layer for r in ranges], dtype=np.int64)
+
+
+#: Makes a layer's first value of a field from the one that it had, which may be empty or of another length.
+Begin = Callable[[Floats], Floats]
+
+
+class Fields:
+    """What compressors keep for a layer beside residuals, by field name: momentum, the factor of a warm start.
+
+    A layer that no longer uses a field keeps its value, for the day when it does again.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._buffers: dict[str, DoubleBuffer] = {}
+        self._active: dict[str, npt.NDArray[np.bool_]] = {}
+
+    def __getitem__(self, name: str) -> DoubleBuffer:
+        return self._buffers[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields that some layer has, or had."""
+        return tuple(self._buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def arrange(self, wanted: Sequence[Mapping[str, tuple[int, Begin]]]) -> None:
+        """Give every layer the fields in ``wanted[layer]``: name -> (elements, how to begin)."""
+        for name in dict.fromkeys([*self._buffers, *(name for fields in wanted for name in fields)]):
+            old = self._buffers.get(name) or DoubleBuffer([0] * self._layers)
+            lengths = [
+                fields[name][0] if name in fields else int(old.lengths[i]) for i, fields in enumerate(wanted)
+            ]
+            self._active[name] = np.array([name in fields for fields in wanted])
+            if name in self._buffers and lengths == old.lengths.tolist():
+                continue
+            fresh = DoubleBuffer(lengths)
+            for layer, fields in enumerate(wanted):
+                value = old.value(layer)
+                begins = name in fields and value.size != lengths[layer]
+                fresh.value(layer)[:] = fields[name][1](value) if begins else value
+            self._buffers[name] = fresh
+
+    def put(self, name: str, values: Mapping[int, Floats]) -> None:
+        """Set current values by layer; the others have none."""
+        buffer = DoubleBuffer([values[i].size if i in values else 0 for i in range(self._layers)])
+        for layer, value in values.items():
+            buffer.value(layer)[:] = value
+        self._buffers[name] = buffer
+        self._active[name] = np.zeros(self._layers, dtype=np.bool_)
+
+    def commit(self, layers: npt.NDArray[np.bool_]) -> None:
+        """Accept the step for the layers where the mask is true."""
+        for name, buffer in self._buffers.items():
+            buffer.commit(layers & self._active[name])

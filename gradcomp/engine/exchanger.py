@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.policy import Schedule
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, StateError, TransportError
 from gradcomp.core.layers import LayerSpec
@@ -62,6 +63,7 @@ class Exchanger:
         average: bool = True,
         listener: Listener | None = None,
         order_step: int = 0,
+        schedule: Schedule | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         shared = {"average": average, "order_step": order_step, **(arguments or {})}
@@ -75,6 +77,7 @@ class Exchanger:
             average=average,
             landed=None if listener is None else listener.landed,
             order_step=order_step,
+            schedule=schedule,
         )
         self._listener = listener
         self._engine = engine
@@ -109,10 +112,10 @@ class Exchanger:
         """Why the exchanger is unusable, if it is."""
         return self._error
 
-    def open(self, scale: float = 1.0) -> None:
+    def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`."""
         self._check()
-        self._pipeline.open(scale)
+        self._pipeline.open(scale, rate)
         self._asides = 0
         self._begin()
         self._opened = True

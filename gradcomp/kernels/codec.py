@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from gradcomp.kernels import segments
 Bytes = npt.NDArray[np.uint8]
 Table = npt.NDArray[np.void]
 Sizes = npt.NDArray[np.int64]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,37 @@ class Codec:
         )
 
 
+class Scratch:
+    """Working memory that outlives a step, by name. What an array holds is only good until the step ends."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._made: dict[str, Any] = {}
+
+    def array(self, name: str, size: int, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+        """``size`` elements, with anything in them."""
+        found = self._arrays.get(name)
+        if found is None or len(found) < size:
+            found = self._arrays[name] = np.empty(size, dtype=dtype)
+        return found[:size]
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make`` gave the first time."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
+
+
 @dataclass(frozen=True, eq=False)
 class Group:
     """The part of a bucket that shares one compressor.
 
     ``table`` has the static columns filled (start, length, layer hash, bits, bucket size, dtype); addresses and
     payload offsets belong to whoever makes the call. ``layers[i]`` is the number, within the exchanger, of the layer
-    that segment i belongs to. ``feedback``: the compressor keeps residuals; ``decay`` multiplies them when read.
+    that segment i belongs to, ``shapes[i]`` that layer's shape. ``feedback``: the compressor keeps residuals;
+    ``decay`` multiplies them when read, and, with ``follows_rate``, the last learning rate over this one.
+    ``prepared``: the compressor wants momentum or clipping, so that what it reads is float32, and scaled already.
     """
 
     compressor: Any
@@ -102,8 +129,28 @@ class Group:
     layers: Sizes
     feedback: bool
     decay: float = 1.0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    follows_rate: bool = False
+    prepared: bool = False
+    scratch: Scratch = field(default_factory=Scratch)
 
     @property
     def elements(self) -> int:
         """Elements of all segments."""
         return int(self.table["length"].sum())
+
+    @cached_property
+    def inputs(self) -> Table:
+        """The table for what reads gradients, as ``table`` is the one for what writes means."""
+        table = self.table.copy()
+        if self.prepared:
+            table["dtype"] = segments.FLOAT32
+        return table
+
+    def scale(self, scale: float) -> float:
+        """The factor that is left to be applied to what the compressor reads."""
+        return 1.0 if self.prepared else scale
+
+    def decay_at(self, rate_ratio: float) -> float:
+        """The factor on residuals in a step whose learning rate is 1 / ``rate_ratio`` of the last one's."""
+        return self.decay * rate_ratio if self.follows_rate else self.decay

@@ -74,14 +74,17 @@ def build_layout(
     """Lay out the layers numbered in ``order``; those in ``cold`` come last.
 
     Buckets are filled in order up to ``bucket_elements``, four times that for layers that an allreduce adds; a layer
-    that does not fit is cut where its compressor allows it. A layer missing from ``order`` does not travel (sparse
+    that does not fit is cut where its compressor allows it. Layers whose compressor wants the whole model at once share
+    one bucket, behind those of the others. A layer missing from ``order`` does not travel (sparse
     gradients go another way).
     """
     compressors = compressors_of(layers, plan)
     hot = [i for i in order if i not in cold]
-    buckets: list[list[_Piece]] = []
-    for part in (hot, [i for i in order if i in cold]):
-        buckets += _fill(layers, compressors, part, bucket_elements)
+    together = [i for i in hot if compressors[i].whole_model]
+    buckets = _fill(layers, compressors, [i for i in hot if i not in together], bucket_elements)
+    if together:
+        buckets.append([_Piece(i, 0, layers[i].size) for i in together])
+    buckets += _fill(layers, compressors, [i for i in order if i in cold], bucket_elements)
     if len(buckets) > 0xFFFF:
         raise ConfigError(
             f"{len(buckets)} buckets; raise slice_elements (at most 65535 buckets are possible)"
@@ -159,9 +162,9 @@ def _group(pieces: Sequence[_Piece], layers: Sequence[LayerSpec], compressors: S
     for row, piece in enumerate(pieces):
         compressor, spec = compressors[piece.layer], layers[piece.layer]
         one = table[row : row + 1]
-        compressor.fill(one, compressor.level)
         one["start"], one["length"] = piece.start, piece.length
         one["layer"], one["dtype"] = spec.hash, _DTYPE_NUMBERS[spec.dtype]
+        compressor.fill(one, compressor.level)
     first = compressors[pieces[0].layer]
     return Group(
         first,
@@ -169,4 +172,7 @@ def _group(pieces: Sequence[_Piece], layers: Sequence[LayerSpec], compressors: S
         np.array([p.layer for p in pieces], dtype=np.int64),
         first.keeps_residual,
         first.residual_decay,
+        tuple(layers[p.layer].shape for p in pieces),
+        first.follows_rate,
+        first.momentum > 0 or first.clip_norm is not None,
     )

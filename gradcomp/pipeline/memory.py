@@ -9,10 +9,12 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.base import MOMENTUM
 from gradcomp.core.header import Ballot
-from gradcomp.core.state import Residuals
+from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.statistics import Statistics, Trace
-from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.segments import DTYPES
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket
@@ -35,6 +37,10 @@ class StepMemory:
         ballot: Ballot,
         inbox: Inbox,
         residuals: Residuals,
+        fields: Fields,
+        scale: float,
+        world: int,
+        divisor: float,
         allocate: Allocate,
         trace: Trace,
         statistics: Statistics,
@@ -44,17 +50,71 @@ class StepMemory:
         self._ballot = ballot
         self._inbox = inbox
         self._residuals = residuals
+        self._fields = fields
+        self._scale = scale
+        self._world = world
+        self._divisor = divisor
         self._allocate = allocate
         self._trace = trace
         self._statistics = statistics
         self._outputs_ready = False
+        self._prepared: dict[Group, Addresses] = {}
 
-    def sources(self, table: Table, layers: Sizes, feedback: bool) -> None:
+    def sources(self, table: Table, layers: Sizes, group: Group) -> None:
         """Gradient, residual and shadow; an absent gradient has address 0 and counts as zero."""
-        table["gradient"] = _at(self._inbox.gradients[layers], table)
-        if feedback:
+        bases = self._prepare(group) if group.prepared else self._inbox.gradients
+        table["gradient"] = _at(bases[layers], table)
+        if group.feedback:
             table["residual"] = self._residuals.first.read_addresses(layers, table["start"])
             table["shadow"] = self._residuals.first.write_addresses(layers, table["start"])
+        elif group.compressor.contributes:
+            table["shadow"] = _floats_at(self._room(group, "contributions")[layers], table)
+
+    def _prepare(self, group: Group) -> Addresses:
+        """What the group's compressor reads instead of gradients, by layer: u = momentum u + clip scale g.
+
+        clip = min(1, clip_norm / (sqrt(N) ||s||)) for the rank's share s = scale g / divisor of the result, per layer.
+        """
+        if group in self._prepared:
+            return self._prepared[group]
+        compressor, table, layers = group.compressor, group.table.copy(), group.layers
+        table["gradient"] = _at(self._inbox.gradients[layers], table)
+        factors = np.full(len(table), self._scale, dtype=np.float32)
+        if compressor.clip_norm is not None:
+            norms = np.zeros(len(table))
+            selection.squares(table, norms)
+            norms = np.sqrt(norms) * (self._scale / self._divisor)
+            limit = compressor.clip_norm / np.sqrt(self._world)
+            with np.errstate(all="ignore"):
+                factors *= np.where(norms > limit, limit / norms, 1.0).astype(np.float32)
+        if compressor.momentum:
+            field = self._fields[MOMENTUM]
+            table["residual"] = field.read_addresses(layers, table["start"])
+            table["shadow"] = field.write_addresses(layers, table["start"])
+            bases = np.zeros(len(self._inbox.gradients), dtype=np.uint64)
+            bases[layers] = field.write_addresses(layers, np.zeros(len(layers), dtype=np.int64))
+        else:
+            bases = self._room(group, "prepared")
+            table["shadow"] = _floats_at(bases[layers], table)
+        # A value that is not finite stays one, and whoever encodes it says so.
+        ignored = np.zeros(len(table), dtype=np.uint8)
+        selection.contribute(table, ignored, factors, decay=compressor.momentum)
+        self._prepared[group] = bases
+        return bases
+
+    def _room(self, group: Group, name: str) -> Addresses:
+        """By layer, where its element 0 would lie in working memory that holds the group's segments.
+
+        A group has at most one segment of a layer.
+        """
+        table = group.table
+        ends = np.cumsum(table["length"])
+        room = group.scratch.array(name, int(ends[-1]) + 16)
+        begins = (ends - table["length"] - table["start"]) * 4
+        bases = np.zeros(len(self._inbox.gradients), dtype=np.uint64)
+        # A segment that does not begin its layer may give an address below the room's: wrapping adds up.
+        bases[group.layers] = np.uint64(room.ctypes.data) + begins.astype(np.uint64)
+        return bases
 
     def owned(self, table: Table, rows: Sizes) -> None:
         """Residual and shadow of the second stage; a range starts where its row starts."""
@@ -92,3 +152,8 @@ def _at(bases: Addresses, table: Table) -> Addresses:
     """Addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
     offsets = table["start"].astype(np.uint64) * _ITEM_BYTES[table["dtype"]]
     return np.where(bases == 0, bases, bases + offsets)
+
+
+def _floats_at(bases: Addresses, table: Table) -> Addresses:
+    """The same in float32 arrays, none of which is absent."""
+    return bases + table["start"].astype(np.uint64) * np.uint64(4)

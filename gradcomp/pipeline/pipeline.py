@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.messages import Context
+from gradcomp.compress.policy import Schedule
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.header import PRESENT, SPARSE, Ballot, Stamp
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
-from gradcomp.core.state import Range, Residuals
+from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.kernels.codec import Draw
 from gradcomp.pipeline.bucket import BucketProgram
@@ -76,8 +77,9 @@ class Pipeline:
 
     ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. ``average=False`` hands out the
     sum over ranks instead of the mean. ``landed(bucket)`` is called when a bucket's means are in the outputs.
-    ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. Apart from the inbox,
-    methods are called by one thread at a time.
+    ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. ``schedule``: asked
+    with a step and a version, the plan that begins then; the same on all ranks. Apart from the inbox, methods are
+    called by one thread at a time.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Pipeline:
         average: bool = True,
         landed: Callable[[Bucket], None] | None = None,
         order_step: int = 0,
+        schedule: Schedule | None = None,
     ) -> None:
         check_unique(layers)
         if not layers:
@@ -106,6 +109,8 @@ class Pipeline:
         self.sparse: frozenset[int] = frozenset()
         self.inbox = Inbox(self.layers)
         self.residuals = Residuals([0] * len(layers))
+        self.fields = Fields(len(layers))
+        self.rate = 0.0  # learning rate of the last accepted step; 0: not known
         self.statistics = Statistics()
         self.reduced_statistics: Statistics | None = None
         self.trace = Trace(config.trace_spans, transport.rank)
@@ -114,10 +119,12 @@ class Pipeline:
         self._average = average
         self._landed = landed
         self._order_step = order_step
+        self._schedule = schedule
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
         self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._scale = 1.0
+        self._open_rate = 0.0
         self._opened_at = 0.0
         self._running: Generator[Waiting, None, None] | None = None
         self._position = (0, 0)
@@ -136,16 +143,17 @@ class Pipeline:
         """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
         return (self.step, *self._position)
 
-    def open(self, scale: float = 1.0) -> None:
+    def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
         ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
+        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known.
         """
         if self.is_open:
             raise StateError("an exchange is already open")
         self.result = None
         self.settle()
-        self._scale = scale
+        self._scale, self._open_rate = scale, rate
         self.inbox.open(self.layout)
         self._position = (0, -1)
         self._opened_at = perf_counter()
@@ -171,6 +179,8 @@ class Pipeline:
         result, self.result = self.result, None
         if result.finite:
             self.residuals.commit(result.present & self._keeps_residual)
+            self.fields.commit(result.present)
+            self.rate = self._open_rate
         else:
             self.statistics.skipped_steps += 1
         return result.finite
@@ -204,10 +214,12 @@ class Pipeline:
         *,
         streak: Sequence[int] | None = None,
         residuals: Residuals | None = None,
+        fields: Fields | None = None,
+        rate: float | None = None,
     ) -> None:
         """Go on from elsewhere: a checkpoint, a pipeline with fewer layers. See :mod:`gradcomp.pipeline.snapshot`.
 
-        ``residuals`` replace those that are here; without them these are kept.
+        ``residuals``, ``fields`` and ``rate`` replace those that are here; without them these are kept.
         """
         if self.is_open:
             raise StateError("an exchange is open")
@@ -218,6 +230,10 @@ class Pipeline:
         self.streak[:] = 0 if streak is None else streak
         if residuals is not None:
             self.residuals = residuals
+        if fields is not None:
+            self.fields = fields
+        if rate is not None:
+            self.rate = rate
         self.result = None
         self.layout = self._relayout()
 
@@ -228,6 +244,7 @@ class Pipeline:
         count = len(self.layers)
         votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
         flights: list[_Flight] = []  # newest first
+        self._follow_schedule()
         ready = 1 if self._next_plan is not None else 0
         while not self.config.overlap and not self.inbox.flushed:
             yield Waiting.LAYERS
@@ -256,27 +273,41 @@ class Pipeline:
         all_ready = votes[0][1].ready if votes else 0
         yield from self._finish(states, all_ready == self.transport.size)
 
+    def _follow_schedule(self) -> None:
+        """Propose what is to begin at the next step: all ranks do, in the same step, unless a plan is under way."""
+        plan = self._schedule(self.step + 1, self.plan.version + 1) if self._schedule else None
+        if plan is not None and self._next_plan is None and plan.assignments != self.plan.assignments:
+            self.propose(plan)
+
     def _start(
         self, program: BucketProgram, ballot: Ballot, ready: int
     ) -> Generator[list[Operation], None, None]:
         draw = Draw(self.config.seed, self.step & 0xFFFFFFFF, self.transport.rank)
         stamp = Stamp(self._check, self.step, program.bucket.number)
+        states = self.inbox.states[program.bucket.layers]
+        world = self.transport.size
+        scale = 1.0 / self._scale
+        ratio = self.rate / self._open_rate if self.rate and self._open_rate else 1.0
+        divisor = float(world) if self._average else 1.0
         memory = StepMemory(
             program.bucket,
             self.step,
             ballot,
             self.inbox,
             self.residuals,
+            self.fields,
+            scale,
+            world,
+            divisor,
             self._allocate,
             self.trace,
             self.statistics,
         )
-        states = self.inbox.states[program.bucket.layers]
-        world = self.transport.size
-        scale = 1.0 / self._scale
         # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
-        call = Call(stamp, draw, states, ready, world, scale, self._scale * (1 if self._average else world))
-        context = Context(draw, world, scale, self._scale, float(world) if self._average else 1.0)
+        call = Call(
+            stamp, draw, states, ready, world, scale, self._scale * (1 if self._average else world), ratio
+        )
+        context = Context(draw, world, scale, self._scale, divisor, rate_ratio=ratio, fields=self.fields)
         return program.run(call, context, memory, ballot)
 
     def _issue(self, flight: _Flight) -> bool:
@@ -392,6 +423,10 @@ class Pipeline:
         self._programs = [BucketProgram(bucket, rank, world, context) for bucket in layout.buckets]
         sizes = layout.residual_sizes(self.layers)
         self.residuals.grow(sizes)
+        compressors = compressors_of(self.layers, self.plan)
+        self.fields.arrange(
+            [c.fields(layer, self.config.seed) for c, layer in zip(compressors, self.layers, strict=True)]
+        )
         # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
         self._keeps_residual = np.array(sizes) > 0
         ranges: list[Range] = []

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.state import Range, Residuals
-from gradcomp.pipeline.layout import build_layout
+from gradcomp.core.state import Fields, Range, Residuals
+from gradcomp.pipeline.layout import build_layout, compressors_of
 from gradcomp.pipeline.pipeline import Pipeline
 
 logger = logging.getLogger("gradcomp")
@@ -39,7 +39,8 @@ class Shared:
 
     ``layers``: name -> (shape, dtype), in the order of registration, which numbers them. ``order``: names in bucket
     order. ``streaks``: for every layer, steps present (> 0) or absent (< 0) in a row. ``settings``: :data:`SETTINGS`.
-    ``unit``: residuals are in gradient units divided by it (Horovod's predivide factor).
+    ``unit``: residuals are in gradient units divided by it (Horovod's predivide factor). ``rate``: the last step's
+    learning rate, 0 if it is not known.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Shared:
     streaks: Mapping[str, int]
     settings: Mapping[str, int]
     unit: float = 1.0
+    rate: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts: what JSON holds. Equal values give equal results."""
@@ -64,6 +66,7 @@ class Shared:
             "streaks": {name: self.streaks[name] for name in self.layers},
             "settings": dict(self.settings),
             "unit": self.unit,
+            "rate": self.rate,
         }
 
     @staticmethod
@@ -81,6 +84,7 @@ class Snapshot:
 
     ``first``: residuals by layer name, float32 in the layer's shape. ``ranges``: which elements of which layers
     (numbered as in ``shared.layers``) this rank owns; ``second`` holds their second residuals, one behind the other.
+    ``fields``: what compressors keep besides, as flat float32 arrays: field name -> layer name -> values.
     """
 
     rank: int
@@ -89,6 +93,7 @@ class Snapshot:
     first: Mapping[str, Floats] = field(default_factory=dict)
     ranges: tuple[Range, ...] = ()
     second: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    fields: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """What does not fit together in it; empty if it is sound."""
@@ -120,6 +125,12 @@ class Snapshot:
             elif r.length and name not in self.first:
                 found.append(f"second residual of {name!r}, which has no first one")
             ends[r.layer] = max(ends.get(r.layer, 0), r.end)
+        for kind, values in self.fields.items():
+            for name, value in values.items():
+                if name not in layers or value.ndim != 1 or value.dtype != np.float32:
+                    found.append(f"{kind} of {name!r}, shape {list(value.shape)}, dtype {value.dtype}")
+                elif not np.isfinite(value).all():
+                    found.append(f"{kind} of {name!r} is not finite")
         return found
 
 
@@ -150,6 +161,7 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
             dict(zip(names, pipeline.streak.tolist(), strict=True)),
             {name: shared[name] for name in SETTINGS},
             unit,
+            pipeline.rate,
         ),
         {
             layer.name: residuals.first.value(i).reshape(layer.shape).copy()
@@ -158,6 +170,14 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
         },
         residuals.ranges,
         np.concatenate([np.zeros(0, np.float32), *map(residuals.second.value, range(len(residuals.ranges)))]),
+        {
+            kind: {
+                name: pipeline.fields[kind].value(i).copy()
+                for i, name in enumerate(names)
+                if pipeline.fields[kind].lengths[i]
+            }
+            for kind in pipeline.fields.names
+        },
     )
 
 
@@ -176,7 +196,7 @@ def check(pipeline: Pipeline, state: Snapshot) -> None:
     ]
     found += state.problems()
     if not found:
-        found = _missing_residuals(pipeline, state)
+        found = _missing_state(pipeline, state)
     transport = pipeline.transport
     if (state.rank, state.world) != (transport.rank, transport.size):
         found.append(
@@ -225,10 +245,12 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
 
     With N old ranks, every new rank's residual is r' = (1/N) sum over i of (r_i + N s_i), s_i being the second residual
     of the ranges that rank i owned: the mean over ranks of what was not applied yet stays what it was, whatever the new
-    number. Sums in float64, in rank order. ``states`` is consumed one at a time. StateError if they do not belong
+    number. Fields become their mean: those that are the same on all ranks stay what they are. Sums in float64, in rank
+    order. ``states`` is consumed one at a time. StateError if they do not belong
     together.
     """
     totals: dict[str, npt.NDArray[np.float64]] = {}
+    fields: dict[str, dict[str, npt.NDArray[np.float64]]] = {}
     shared: Shared | None = None
     count = 0
     for count, state in enumerate(states, 1):
@@ -242,6 +264,12 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
         for name, value in state.first.items():
             total = totals.setdefault(name, np.zeros(value.shape, dtype=np.float64))
             total += value
+        for kind, values in state.fields.items():
+            sums = fields.setdefault(kind, {})
+            for name, value in values.items():
+                if sums.setdefault(name, np.zeros(value.shape, dtype=np.float64)).shape != value.shape:
+                    raise StateError(f"{kind} of {name!r} has another size on rank {state.rank}")
+                sums[name] += value
         at = 0
         for r in state.ranges:
             if r.length:
@@ -250,12 +278,21 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
             at += r.length
     if shared is None:
         raise StateError("no state to take over")
-    means = {name: np.asarray(total / count, dtype=np.float32) for name, total in totals.items()}
-    return Snapshot(rank, world, shared, means)
+    return Snapshot(
+        rank,
+        world,
+        shared,
+        _means(totals, count),
+        fields={kind: _means(sums, count) for kind, sums in fields.items()},
+    )
 
 
-def _missing_residuals(pipeline: Pipeline, state: Snapshot) -> list[str]:
-    """Layers that the state's plan exchanges with feedback, and that have no residual in it."""
+def _means(totals: Mapping[str, npt.NDArray[np.float64]], count: int) -> dict[str, Floats]:
+    return {name: np.asarray(total / count, dtype=np.float32) for name, total in totals.items()}
+
+
+def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
+    """State that the plan in it asks for, and that is not there."""
     shared = state.shared
     numbers = {layer.name: i for i, layer in enumerate(pipeline.layers)}
     try:
@@ -267,7 +304,14 @@ def _missing_residuals(pipeline: Pipeline, state: Snapshot) -> list[str]:
     except GradcompError as error:
         return [f"its plan cannot be carried out: {error}"]
     sizes = layout.residual_sizes(pipeline.layers)
-    return [
+    compressors = compressors_of(pipeline.layers, shared.plan)
+    missing = [
+        f"missing {kind} of {layer.name!r}"
+        for layer, compressor in zip(pipeline.layers, compressors, strict=True)
+        for kind, (size, _) in compressor.fields(layer, pipeline.config.seed).items()
+        if size and state.fields.get(kind, {}).get(layer.name, np.zeros(0)).size != size
+    ]
+    return missing + [
         f"missing residual of {layer.name!r}"
         for layer, size in zip(pipeline.layers, sizes, strict=True)
         if size and layer.name not in state.first
@@ -313,6 +357,10 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
     ends = np.cumsum([r.length for r in state.ranges], dtype=np.int64)
     seconds = np.split(state.second, ends)[: len(state.ranges)]
     pairs += [(residuals.second.value(row), value) for row, value in enumerate(seconds)]
+    fields = Fields(len(numbers))
+    for kind, by_name in state.fields.items():
+        fields.put(kind, {numbers[name]: value.copy() for name, value in by_name.items()})
+        pairs += [(fields[kind].value(numbers[name]), value) for name, value in by_name.items()]
     for target, value in pairs:
         target[:] = value if factor is None else value * factor
     # Ranges that this rank does not own here go into its first residuals.
@@ -324,6 +372,8 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         frozenset(numbers[name] for name in shared.sparse),
         streak=[shared.streaks[layer.name] for layer in pipeline.layers],
         residuals=residuals,
+        fields=fields,
+        rate=shared.rate,
     )
 
 
@@ -358,8 +408,11 @@ def _shared(data: Any) -> Shared:
     unit = data["unit"]
     if type(unit) not in (int, float) or not 0 < unit < math.inf:
         raise ValueError(f"unit {unit!r}")
+    rate = data.get("rate", 0.0)
+    if type(rate) not in (int, float) or not 0 <= rate < math.inf:
+        raise ValueError(f"rate {rate!r}")
     step = _number(data["step"], 0, 2**62)
-    return Shared(step, layers, order, plan, cold, sparse, streaks, settings, float(unit))
+    return Shared(step, layers, order, plan, cold, sparse, streaks, settings, float(unit), float(rate))
 
 
 def _sequence(value: Any) -> Sequence[Any]:

@@ -35,8 +35,8 @@ class Part:
 class Binding(Protocol):
     """How a reduction gets at this step's memory. Each call fills address columns of a whole table."""
 
-    def sources(self, table: Table, layers: Sizes, feedback: bool) -> None:
-        """Fill gradient, residual and shadow for segments of first-stage encodes."""
+    def sources(self, table: Table, layers: Sizes, group: Group) -> None:
+        """Fill gradient, residual and shadow for segments of the group, or pieces of them, in first-stage encodes."""
         ...
 
     def owned(self, table: Table, rows: Sizes) -> None:
@@ -54,7 +54,10 @@ class Binding(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One execution of a reduction: where we are, this rank's votes, and the factors around the codec."""
+    """One execution of a reduction: where we are, this rank's votes, and the factors around the codec.
+
+    ``rate_ratio``: the last learning rate over this one, for residuals that follow it.
+    """
 
     stamp: Stamp
     draw: Draw
@@ -63,6 +66,7 @@ class Call:
     world: int
     scale: float
     unscale: float
+    rate_ratio: float = 1.0
 
 
 class Reduction(ABC):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gradcomp.core.header import NONFINITE, Ballot, ByteHeader
 from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw, Sizes, Table
-from gradcomp.kernels.segments import OWNER_RANK
+from gradcomp.kernels.segments import FLOAT32, OWNER_RANK
 from gradcomp.reduce.base import Binding, Call, Part, Reduction, Rounds
 from gradcomp.transport.base import AllGather, AllToAll
 
@@ -78,6 +78,9 @@ class ScatterReduceAllgather(Reduction):
         self._sizes = sizes
 
         self._encode = self._place(chunks, order, [self._sent_at[j] for j in order])
+        for part, pieces in zip(parts, self._encode, strict=True):
+            if part.group.prepared:
+                pieces.table["dtype"] = FLOAT32
         self._reduce = self._place(chunks, [rank], [0])
         self._decode = self._place(chunks, list(range(world)), self._gathered_at[:-1])
         self.ranges = [
@@ -127,10 +130,15 @@ class ScatterReduceAllgather(Reduction):
         states = call.states.copy()
         with binding.span("encode"):
             for part, pieces in zip(self._parts, self._encode, strict=True):
-                binding.sources(pieces.table, pieces.layers, part.group.feedback)
+                binding.sources(pieces.table, pieces.layers, part.group)
                 flags = pieces.flags()
                 part.codec.encode(
-                    pieces.table, self._send, flags, call.draw, scale=call.scale, decay=part.group.decay
+                    pieces.table,
+                    self._send,
+                    flags,
+                    call.draw,
+                    scale=part.group.scale(call.scale),
+                    decay=part.group.decay_at(call.rate_ratio),
                 )
                 if flags.any():
                     states[pieces.slots[flags != 0]] |= NONFINITE
@@ -166,7 +174,8 @@ class ScatterReduceAllgather(Reduction):
                 if part.group.feedback:
                     binding.owned(pieces.table, pieces.rows)
                 flags = pieces.flags()
-                part.codec.reduce(pieces.table, payloads, own, flags, shared, decay=part.group.decay)
+                decay = part.group.decay_at(call.rate_ratio)
+                part.codec.reduce(pieces.table, payloads, own, flags, shared, decay=decay)
                 if flags.any():
                     states[pieces.slots[flags != 0]] |= NONFINITE
             self._header.stamp(call.stamp, 1, 0)

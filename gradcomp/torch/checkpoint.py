@@ -192,7 +192,11 @@ class Keeper:
     def before_step(self) -> None:
         """Warn if only the optimizer's own state was loaded."""
         awaited, self.awaited, self._restored = self.awaited, False, False
-        if awaited and self._exchanger is not None and self.pipeline.residuals.nbytes:
+        if (
+            awaited
+            and self._exchanger is not None
+            and self.pipeline.residuals.nbytes + self.pipeline.fields.nbytes
+        ):
             logger.warning(
                 "the optimizer's state was loaded, its compression state was not: residuals start again from zero, "
                 "what had not been sent is lost (gradcomp.torch.load)"
@@ -229,6 +233,10 @@ def to_plain(state: Snapshot) -> dict[str, Any]:
         "residuals": {name: torch.from_numpy(value) for name, value in state.first.items()},
         "second_residual_ranges": [[names[r.layer], r.start, r.length] for r in state.ranges],
         "second_residuals": torch.from_numpy(state.second),
+        "fields": {
+            kind: {name: torch.from_numpy(value) for name, value in values.items()}
+            for kind, values in state.fields.items()
+        },
     }
 
 
@@ -248,6 +256,10 @@ def from_plain(data: Any) -> Snapshot:
             {str(name): _array(value) for name, value in data["residuals"].items()},
             tuple(Range(*row) for row in rows),
             _array(data["second_residuals"]).reshape(-1),
+            {
+                str(kind): {str(name): _array(value) for name, value in values.items()}
+                for kind, values in data["fields"].items()
+            },
         )
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise StateError(f"not a compression state: {error!r}") from error

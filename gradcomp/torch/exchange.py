@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -76,12 +76,14 @@ class GradientExchange:
         divisor: float,
         predivide: float,
         grad_scaler: Any,
+        rate: Callable[[], float],
     ) -> None:
         self.number = next(_numbers)
         self.parameters = list(parameters)
         self.names = list(names)
         self.timing = timing
         self.grad_scaler = grad_scaler
+        self._rate = rate
         self._exchanger: Exchanger | None = None
         self._sparse_as_dense = sparse_as_dense
         self._divisor = divisor
@@ -177,7 +179,7 @@ class GradientExchange:
                 "backward_passes_per_step, or accumulate under no_sync()"
             )
         if not self.exchanger.is_open:
-            self.exchanger.open(self._scale())
+            self.exchanger.open(self._scale(), self._rate())
         self._submitted.add(layer)
         gradient = self._gradient(layer)
         if gradient is None:
@@ -248,7 +250,7 @@ class GradientExchange:
     def _flush(self) -> None:
         """Submit what is left of the window; nothing more will come."""
         if not self.exchanger.is_open:
-            self.exchanger.open(self._scale())
+            self.exchanger.open(self._scale(), self._rate())
         for layer in sorted(self._touched.keys() - self._submitted):
             if self.parameters[layer].grad is not None:
                 self._submit(layer)

@@ -153,10 +153,13 @@ def _build(
         divisor=float(state.size) if arguments.op is Average else 1.0,
         predivide=arguments.predivide,
         grad_scaler=arguments.grad_scaler,
+        rate=lambda: float(optimizer.param_groups[0].get("lr", 0.0)),
     )
     exchanger: Exchanger | None = None
     reporter: Reporter | None = None
     if transport is not None:
+        if transport.rank == 0:
+            _check_momentum(optimizer, proposal.policy)
         average = arguments.op is Average
         exchanger, reporter = start(
             state,
@@ -377,6 +380,19 @@ def _check_frozen(core: Core) -> None:
         raise StateError(
             f"parameters that were frozen when the optimizer was wrapped now require gradients and are not exchanged: "
             f"{', '.join(thawed[:5])}; wrap after unfreezing, or add them with add_param_group"
+        )
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Warn if momentum would be applied twice."""
+    twice = [c for c in policy.compressors if c.momentum]
+    own = any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups)
+    if twice and own:
+        runtime.logger.warning(
+            "%s applies momentum before compression, and %s has momentum of its own, which acts once more on the "
+            "mean: give it none",
+            twice[0].to_string(),
+            type(optimizer).__name__,
         )
 
 

@@ -35,13 +35,13 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
         reasons[reason] = reasons.get(reason, 0) + 1
     why = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     logger.info(
-        "%s over %d layers: %.1f%% of %.2f MB compressed; exact: %s; residuals %.2f MB; %d buckets",
+        "%s over %d layers: %.1f%% of %.2f MB compressed; exact: %s; state %.2f MB; %d buckets",
         policy.default.to_string(),
         len(pipeline.layers),
         100 * compressed / total,
         total / 1e6,
         why,
-        pipeline.residuals.nbytes / 1e6,
+        (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
         len(pipeline.layout.buckets),
     )
 
@@ -75,7 +75,7 @@ class Readers:
         return [
             (
                 [pipeline.layers[layer].name for layer in bucket.layers.tolist()],
-                sum(int(group.compressor.wire_bytes(group.table).sum()) for group in bucket.groups),
+                sum(int(group.compressor.wire_bytes(group).sum()) for group in bucket.groups),
             )
             for bucket in pipeline.layout.buckets
         ]

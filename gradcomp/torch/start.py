@@ -83,11 +83,18 @@ def start(
         average=average,
         listener=listener,
         order_step=order_step,
-        arguments=arguments,
+        schedule=proposal.policy.scheduled(proposal.layers),
+        arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
     )
     state.exchangers.append(exchanger)
     banner(exchanger, proposal.policy)
     return exchanger, Reporter(exchanger, state.config)
+
+
+def _schedule_of(policy: Policy) -> dict[str, Any]:
+    """What ranks compare beside the first plan, where it is not the last one."""
+    changing = [c for c in policy.compressors if c.changes]
+    return {"schedule": [c.to_string() for c in changing]} if changing else {}
 
 
 def compare_parameters(state: Runtime, exchanger: Exchanger, named: Named, steps: int) -> None:

@@ -39,7 +39,7 @@ def test_string_form_is_understood(text: str):
 
 BAD = {
     "": "unknown compression ''",
-    "zip": "known: bf16, cast, fp16, none, quantize",
+    "zip": "known: bf16, cast,",
     "Quantize": "unknown compression",
     "quantize:bits": "expected field=value",
     "quantize:bits=4,colour=red": "bits, bucket_size",

@@ -159,8 +159,8 @@ def test_an_error_that_comes_while_a_step_is_opened_is_not_lost(ranks):
     exchanger = world.exchangers[0]
     opened = exchanger.pipeline.open
 
-    def fail_meanwhile(scale):
-        opened(scale)
+    def fail_meanwhile(*arguments):
+        opened(*arguments)
         exchanger._stop_with(TransportError("meanwhile"))
 
     exchanger.pipeline.open = fail_meanwhile

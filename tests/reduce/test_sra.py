@@ -315,7 +315,7 @@ def test_a_count_that_is_off_is_refused():
     def spoil() -> None:
         sums = [s for p in ranks.pipelines for program in p._programs for s in program._sums.values()]
         for fused in sums:
-            fused.counts[3] += 1
+            fused._counts[3] += 1
 
     errors = ranks.attempt(during=spoil)
     assert any(isinstance(error, PlanMismatchError) for error in errors)

@@ -1,0 +1,56 @@
+"""Error feedback: what was not sent in one step is sent in a later one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.wrapper import Wrapper
+from gradcomp.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
+    """Give ``inner`` a residual, or change how it reads the one that it has.
+
+    p_t = g_t + a_t e_t;  c_t = Q(p_t);  e_{t+1} = p_t - c_t;  a_t = ``decay``, times gamma_{t-1} / gamma_t with
+    ``follow_rate``: gradients are in units of 1 / learning rate, so what was held back at one learning rate is worth
+    more at a lower one (Zheng et al., dist-EF-SGD, as 001 cites it). The learning rate is that of the optimizer's
+    first group.
+
+    Biased compressors have feedback by themselves; wrap those that do not, or to set ``decay`` or ``follow_rate``.
+    State: a residual per layer, 8 bytes per element; with a decay below 1 it is no longer an exact account.
+    Source: thesis, Algorithm 2.1; 004, Algorithm 2.
+    """
+
+    name: ClassVar[str] = "error_feedback"
+
+    decay: float = 1.0
+    follow_rate: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
+            raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
+        if not isinstance(self.follow_rate, bool):
+            raise ConfigError(f"follow_rate must be true or false, got {self.follow_rate!r}")
+
+    def dense(self) -> Compressor:
+        """Without feedback: nothing is held back."""
+        return self.inner.dense()
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def residual_decay(self) -> float:
+        """``decay``."""
+        return self.decay
+
+    @property
+    def follows_rate(self) -> bool:
+        """``follow_rate``."""
+        return self.follow_rate

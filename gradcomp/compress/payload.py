@@ -1,0 +1,218 @@
+"""How selected elements of a group's layers travel: counts, indices, values."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Coded
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.kernels import indices as kernel
+from gradcomp.kernels.codec import Draw, Sizes, Table
+from gradcomp.kernels.segments import FLOAT32, SEGMENT
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.uint32]
+
+#: Words for index codings; ``auto`` takes the smallest for (n, k), row by row.
+CODINGS = {
+    "auto": None,
+    "raw": kernel.RAW,
+    "packed": kernel.PACKED,
+    "bitmap": kernel.BITMAP,
+    "deflate": kernel.RAW,
+}
+
+_DEFLATE_LEVEL = 6
+
+
+@dataclass(eq=False)
+class Selection:
+    """Selected elements: those of row i are ``offsets[i]`` ... ``offsets[i] + counts[i]`` of the flat arrays.
+
+    ``indices``: ascending within each row. ``values``: float32.
+    """
+
+    offsets: Sizes
+    counts: Sizes
+    indices: Indices
+    values: Floats
+
+    @staticmethod
+    def room(limits: Sizes) -> Selection:
+        """Room for up to ``limits[i]`` elements of row i."""
+        ends = np.cumsum(limits)
+        total = int(ends[-1]) if len(ends) else 0
+        return Selection(
+            ends - limits, limits.copy(), np.zeros(total, dtype=np.uint32), np.zeros(total, dtype=np.float32)
+        )
+
+
+class SparseFormat:
+    """The payload of a group: its size if counts are fixed, encode and decode.
+
+    ``limits``: elements of each row, at most, or exactly if ``fixed``. Layout: the counts (4 bytes each, only if they
+    vary), the coded indices row by row, the coded values row by row. With DEFLATE, indices are the differences between
+    neighbours in 4 bytes, all rows together, compressed, and come last; then no size is fixed.
+    """
+
+    def __init__(self, table: Table, limits: Sizes, fixed: bool, indices: str, values: Coded) -> None:
+        if indices not in CODINGS:
+            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {indices!r}")
+        self.lengths: Sizes = table["length"].astype(np.int64)
+        self.limits = limits
+        self.fixed = fixed and indices != "deflate"
+        self._counts_travel = not fixed
+        self._coding = CODINGS[indices]
+        self._deflated = indices == "deflate"
+        self._values = np.zeros(len(table), dtype=SEGMENT)
+        self._values["layer"], self._values["dtype"] = table["layer"], FLOAT32
+        self._codec = values.codec_for(self._values)
+        values.fill(self._values, values.level)
+        self._lossless = values.is_exact
+        self.max_bytes = self._most_bytes()
+        self._errors: Floats = np.zeros(int(limits.sum()), dtype=np.float32)
+
+    def _most_bytes(self) -> int:
+        most = self.wire_bytes(self.limits)
+        if self._deflated:
+            size = int(4 * self.limits.sum())
+            return int(most.sum()) + len(zlib.compress(b"")) + size + size // 1000 + 64
+        if not self.fixed:
+            # Fewer indices may take more bytes: PACKED and BITMAP have a part that depends on n alone.
+            most = most + (self.lengths + 7) // 8 + 16
+        return int(most.sum())
+
+    def wire_bytes(self, counts: Sizes) -> Sizes:
+        """Bytes of every row; without the indices where those are deflated, which no formula knows."""
+        self._values["length"] = counts
+        size = self._codec.wire_bytes(self._values) + 4 * self._counts_travel
+        return (
+            size if self._deflated else size + kernel.index_bytes(self._codings(counts), self.lengths, counts)
+        )
+
+    def _codings(self, counts: Sizes) -> npt.NDArray[np.int32]:
+        if self._coding is None:
+            return kernel.smallest_coding(self.lengths, counts)
+        return np.full(len(counts), self._coding, dtype=np.int32)
+
+    def encode(self, chosen: Selection, payload: Bytes, flags: Bytes, draw: Draw) -> tuple[int, Floats]:
+        """Fill the payload; returns the bytes used, and by how much the values that arrive will be too small.
+
+        Rows whose values cannot be coded are flagged.
+        """
+        counts, at = chosen.counts, 0
+        if self._counts_travel:
+            at = 4 * len(counts)
+            payload[:at] = counts.astype("<u4").view(np.uint8)
+        if not self._deflated:
+            codings = self._codings(counts)
+            sizes = kernel.index_bytes(codings, self.lengths, counts)
+            places = at + np.cumsum(sizes) - sizes
+            kernel.encode_indices(
+                codings, self.lengths, counts, chosen.offsets, chosen.indices, places, payload
+            )
+            at += int(sizes.sum())
+        at = self._place_values(counts, at)
+        table = self._values
+        table["gradient"] = chosen.values.ctypes.data + 4 * chosen.offsets
+        table["shadow"] = 0 if self._lossless else self._errors.ctypes.data + 4 * chosen.offsets
+        self._codec.encode(table, payload[:at], flags, draw)
+        if self._deflated:
+            packed = zlib.compress(_differences(chosen).tobytes(), _DEFLATE_LEVEL)
+            payload[at : at + len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+            at += len(packed)
+        return at, self._errors
+
+    def _place_values(self, counts: Sizes, at: int) -> int:
+        """Payload offsets of the values behind byte ``at``; returns where they end."""
+        self._values["length"] = counts
+        sizes = self._codec.wire_bytes(self._values)
+        self._values["payload"] = at + np.cumsum(sizes) - sizes
+        return at + int(sizes.sum())
+
+    def decode(self, payload: Bytes, into: Selection, sender: int) -> None:
+        """What rank ``sender`` sent, into ``into``: nothing in it is believed. WireFormatError for what cannot be."""
+        try:
+            self._decode(payload, into)
+        except (ValueError, zlib.error) as error:
+            raise WireFormatError(f"rank {sender} sent an impossible sparse payload: {error}") from error
+
+    def _decode(self, payload: Bytes, into: Selection) -> None:
+        at, counts = 0, self.limits
+        if self._counts_travel:
+            at = 4 * len(self.limits)
+            if len(payload) < at:
+                raise ValueError(
+                    f"{len(payload)} bytes are too few for the counts of {len(self.limits)} rows"
+                )
+            counts = payload[:at].view("<u4").astype(np.int64)
+            if (counts > self.limits).any():
+                row = int(np.argmax(counts > self.limits))
+                raise ValueError(
+                    f"row {row}: {counts[row]} elements, at most {self.limits[row]} are possible"
+                )
+        into.counts[:] = counts
+        codings = self._codings(counts)
+        sizes = kernel.index_bytes(codings, self.lengths, counts)
+        index_at = at
+        end = self._place_values(counts, at if self._deflated else at + int(sizes.sum()))
+        if len(payload) < end or (len(payload) > end and not self._deflated):
+            raise ValueError(f"{len(payload)} bytes where the counts ask for {end}")
+        if self._deflated:
+            _add_up(_inflate(payload[end:], 4 * int(counts.sum())), into, self.lengths)
+        else:
+            places = index_at + np.cumsum(sizes) - sizes
+            kernel.decode_indices(codings, self.lengths, counts, into.offsets, into.indices, places, payload)
+        self._values["output"] = into.values.ctypes.data + 4 * into.offsets
+        # A value that is not finite shows in the mean.
+        self._codec.decode(self._values, payload[:end], np.zeros(len(counts), dtype=np.uint8))
+
+
+def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
+    """Each index minus the one before it in its row; first of all that of an imagined -1, so that none is 0."""
+    places = _places(chosen)
+    picked = chosen.indices[places].astype(np.int64)
+    first = np.zeros(len(picked), dtype=np.bool_)
+    begins = np.cumsum(chosen.counts) - chosen.counts
+    first[begins[chosen.counts > 0]] = True
+    before = np.where(first, -1, np.concatenate(([-1], picked[:-1])))
+    return (picked - before).astype("<u4")
+
+
+def _places(chosen: Selection) -> Sizes:
+    """Where the selected elements lie in the flat arrays, row after row."""
+    ends = np.cumsum(chosen.counts)
+    shift = np.repeat(chosen.offsets - ends + chosen.counts, chosen.counts)
+    places: Sizes = np.arange(len(shift)) + shift
+    return places
+
+
+def _inflate(stream: Bytes, nbytes: int) -> npt.NDArray[np.int64]:
+    """Exactly so many bytes as numbers; never more, whatever the stream promises."""
+    inflater = zlib.decompressobj()
+    data = (
+        inflater.decompress(stream.tobytes(), nbytes + 1)
+        if nbytes
+        else inflater.decompress(stream.tobytes(), 1)
+    )
+    if len(data) != nbytes or not inflater.eof or inflater.unused_data:
+        raise ValueError(f"the deflated indices do not hold {nbytes} bytes")
+    return np.frombuffer(data, dtype="<u4").astype(np.int64)
+
+
+def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes) -> None:
+    """Indices from differences, checked."""
+    if (differences < 1).any():
+        raise ValueError("indices that do not ascend")
+    counts = into.counts
+    totals = np.concatenate(([0], np.cumsum(differences)))
+    begins = np.cumsum(counts) - counts
+    found = totals[1:] - np.repeat(totals[begins], counts) - 1
+    if (found >= np.repeat(lengths, counts)).any():
+        raise ValueError("an index out of range")
+    into.indices[_places(into)] = found.astype(np.uint32)

@@ -1,0 +1,153 @@
+"""What sparse compressors share: select on every rank, gather what was selected, scatter its mean."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradcomp.compress.base import Coded, Compressor
+from gradcomp.compress.cast import Cast
+from gradcomp.compress.messages import Bytes, Context, Exchange, Gather
+from gradcomp.compress.payload import CODINGS, Selection, SparseFormat
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level
+from gradcomp.kernels import indices, selection
+from gradcomp.kernels.codec import Group, Sizes, Table
+
+
+def check_density(density: Level) -> None:
+    """ConfigError unless it is in (0, 1]."""
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0.0 < density <= 1.0:
+        raise ConfigError(f"density must be in (0, 1], got {density!r}")
+
+
+def elements_at(density: float, lengths: Sizes) -> Sizes:
+    """How many elements a density means: round(density n), at least one of a layer that has any."""
+    counts = np.rint(density * lengths).astype(np.int64)
+    limited: Sizes = np.minimum(np.maximum(counts, 1), lengths)
+    return limited
+
+
+@dataclass(frozen=True)
+class Sparse(Compressor):
+    """Base of the compressors that send some elements of each layer, with their positions.
+
+    p = scale g + decay e on every rank; a selection S of its elements; mean = (1/N) sum over ranks of p restricted to
+    S; e' = p outside of S, and inside what the coding of values lost.
+
+    ``values``: how selected values travel, any coded compressor: exact (default), ``Cast("bfloat16")``,
+    ``Quantize(4)``, ``OneBit()`` (one mean per sign, RedSync). ``indices``: ``auto`` (the smallest by formula for the
+    layer's size and count, see docs/wire-format.md), ``raw`` (32 bits), ``packed``, ``bitmap``, ``deflate`` (as in
+    001, section V-A). ``feedback``: keep what was not sent.
+
+    Layers are never cut into slices: a selection is the whole layer's. Every rank receives N - 1 payloads.
+    """
+
+    values: Coded = field(default_factory=lambda: Cast("float32"), kw_only=True)
+    indices: str = field(default="auto", kw_only=True)
+    feedback: bool = field(default=True, kw_only=True)
+
+    #: Whether a layer's size and level alone decide how many elements are sent.
+    fixed = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.values, str):
+            from gradcomp.compress.registry import from_string  # which knows all of them
+
+            object.__setattr__(self, "values", from_string(self.values))
+        if not isinstance(self.values, Coded) or (
+            self.values.keeps_residual and self.values.residual_decay != 1
+        ):
+            raise ConfigError(f"values must be a cast or a quantiser, got {self.values!r}")
+        if self.indices not in CODINGS:
+            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {self.indices!r}")
+        if not isinstance(self.feedback, bool):
+            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+
+    @property
+    def keeps_residual(self) -> bool:
+        """As ``feedback`` says: on by default, since a selection is biased."""
+        return self.feedback
+
+    @property
+    def contributes(self) -> bool:
+        """Yes: selections are made from p."""
+        return True
+
+    def cut_elements(self, layer: LayerSpec) -> int:
+        """The whole layer."""
+        return max(layer.size, 1)
+
+    @abstractmethod
+    def limits(self, table: Table) -> Sizes:
+        """How many elements of each row are sent: exactly if :attr:`fixed`, else at most."""
+
+    @abstractmethod
+    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+        """Write p to the rows' shadows, and the selection; flag rows that are not finite."""
+
+    def format(self, table: Table) -> SparseFormat:
+        """The payload of a group with this table."""
+        return SparseFormat(table, self.limits(table), self.fixed, self.indices, self.values)
+
+    def wire_bytes(self, group: Group) -> Sizes:
+        """Indices and values; with DEFLATE, values only."""
+        form = self.format(group.table)
+        return form.wire_bytes(form.limits)
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """One Gather."""
+        form = group.scratch.once("format", lambda: self.format(group.table))
+        chosen = group.scratch.once("chosen", lambda: Selection.room(form.limits))
+        table = group.inputs
+
+        def write(view: Bytes) -> tuple[Bytes, int]:
+            flags = np.zeros(len(table), dtype=np.uint8)
+            self.select(group, context, chosen, flags)
+            used, errors = form.encode(chosen, view, flags, context.draw)
+            settle(group, chosen, errors)
+            return flags, used
+
+        reply = yield Gather(form.max_bytes, write, form.fixed)
+        return scatter_payloads(form, group, context, reply.data, reply.flags)
+
+
+def factors(group: Group, context: Context) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """The factor of every row's gradient."""
+    return np.full(len(group.table), context.scale, dtype=np.float32)
+
+
+def settle(group: Group, chosen: Selection, errors: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
+    """The residual of what is sent is what its coding lost; its momentum, if that is masked, starts again."""
+    table = group.inputs
+    if group.feedback:
+        selection.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
+    if group.compressor.masks_momentum:
+        momentum = table.copy()
+        momentum["shadow"] = table["gradient"]  # which holds the momentum, float32
+        zeros = group.scratch.once("zeros", lambda: np.zeros_like(chosen.values))
+        selection.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
+
+
+def scatter_payloads(
+    form: SparseFormat, group: Group, context: Context, payloads: list[Bytes], flags: Bytes
+) -> Bytes:
+    """Decode every rank's payload and write the mean to the outputs; returns the rows that are not finite."""
+    rows, total = len(form.limits), int(form.limits.sum())
+    world = len(payloads)
+    found = group.scratch.array("indices", world * total, np.uint32)
+    values = group.scratch.array("values", world * total)
+    begins = np.cumsum(form.limits) - form.limits
+    offsets = np.empty((world, rows), dtype=np.int64)
+    counts = np.empty((world, rows), dtype=np.int64)
+    for rank, payload in enumerate(payloads):
+        offsets[rank] = begins + rank * total
+        form.decode(payload, Selection(offsets[rank], counts[rank], found, values), rank)
+    flags = flags.copy()
+    indices.scatter_mean(
+        group.table, flags, offsets, counts, found, values, divisor=context.divisor, scale=context.unscale
+    )
+    return flags

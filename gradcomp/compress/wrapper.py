@@ -1,0 +1,140 @@
+"""Wrappers: compressors that change how another one is fed or scheduled, and leave the exchange to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.messages import Context, Exchange
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level
+from gradcomp.core.state import Begin
+from gradcomp.kernels.codec import Group, Sizes, Table
+
+W = TypeVar("W", bound="Wrapper")
+
+
+@dataclass(frozen=True)
+class Wrapper(Compressor):
+    """Base of the wrappers. ``inner`` may be a string form. At run time there is one exchange, the innermost one's."""
+
+    inner: Compressor
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inner, str):
+            from gradcomp.compress.registry import from_string  # which knows the wrappers
+
+            object.__setattr__(self, "inner", from_string(self.inner))
+        if not isinstance(self.inner, Compressor):
+            raise ConfigError(f"{self.name} wraps a compressor or its string form, got {self.inner!r}")
+
+    def around(self: W, inner: Compressor) -> W:
+        """The same wrapper around another compressor."""
+        return dataclasses.replace(self, inner=inner)
+
+    @property
+    def level(self) -> Level:
+        """The inner one's."""
+        return self.inner.level
+
+    def with_level(self, level: Level) -> Compressor:
+        """The inner one at another level, wrapped."""
+        return self.around(self.inner.with_level(level))
+
+    def dense(self) -> Compressor:
+        """Wrapped as this one is."""
+        return self.around(self.inner.dense())
+
+    def at_step(self, step: int) -> Compressor:
+        """Wrapped as this one is."""
+        return self.around(self.inner.at_step(step))
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The inner one's."""
+        return self.inner.changes
+
+    @property
+    def keeps_residual(self) -> bool:
+        """As the inner one."""
+        return self.inner.keeps_residual
+
+    @property
+    def residual_decay(self) -> float:
+        """As the inner one."""
+        return self.inner.residual_decay
+
+    @property
+    def follows_rate(self) -> bool:
+        """As the inner one."""
+        return self.inner.follows_rate
+
+    @property
+    def momentum(self) -> float:
+        """As the inner one."""
+        return self.inner.momentum
+
+    @property
+    def masks_momentum(self) -> bool:
+        """As the inner one."""
+        return self.inner.masks_momentum
+
+    @property
+    def clip_norm(self) -> float | None:
+        """As the inner one."""
+        return self.inner.clip_norm
+
+    @property
+    def reduces(self) -> bool:
+        """As the inner one."""
+        return self.inner.reduces
+
+    @property
+    def contributes(self) -> bool:
+        """As the inner one."""
+        return self.inner.contributes
+
+    @property
+    def whole_model(self) -> bool:
+        """As the inner one."""
+        return self.inner.whole_model
+
+    @property
+    def is_exact(self) -> bool:
+        """As the inner one."""
+        return self.inner.is_exact
+
+    def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
+        """The inner one's, and those that the wrapper brings."""
+        return {**self.inner.fields(layer, seed), **super().fields(layer, seed)}
+
+    def fill(self, table: Table, level: Level) -> None:
+        """As the inner one."""
+        self.inner.fill(table, level)
+
+    def cut_elements(self, layer: LayerSpec) -> int:
+        """As the inner one."""
+        return self.inner.cut_elements(layer)
+
+    def is_summed(self, layer: LayerSpec) -> bool:
+        """As the inner one."""
+        return self.inner.is_summed(layer)
+
+    def wire_bytes(self, group: Group) -> Sizes:
+        """As the inner one."""
+        return self.inner.wire_bytes(group)
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """The inner one's; what wrappers change is in the group, the context and the state."""
+        return self.inner.exchange(group, context)
+
+    def to_string(self) -> str:
+        """``name[inner]:field=value,...``."""
+        return self._string(f"{self.name}[{self.inner.to_string()}]", "inner")
+
+    def family_string(self) -> str:
+        """The same, without the inner one's level."""
+        return self._string(f"{self.name}[{self.inner.family_string()}]", "inner")

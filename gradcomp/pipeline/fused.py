@@ -1,0 +1,217 @@
+"""Messages of a kind, of all groups of a bucket, fused into one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.header import NONFINITE, Ballot, ByteHeader, CountHeader
+from gradcomp.pipeline.layout import Bucket
+from gradcomp.reduce.base import Binding, Call
+from gradcomp.transport.base import AllGather, AllReduce, Operation
+
+Bytes = npt.NDArray[np.uint8]
+Replies = dict[int, Any]
+#: Yields the operations of a round; returns the groups' replies.
+Program = Generator[list[Operation], None, Replies]
+
+_MOST_PART_BYTES = 0xFFFFFFFF  # what a header can announce
+
+
+@dataclass(frozen=True)
+class Round:
+    """What all messages of one round of one bucket in one step have in common."""
+
+    bucket: Bucket
+    number: int
+    call: Call
+    binding: Binding
+    ballot: Ballot
+
+    def flags(self, group: int) -> Bytes:
+        """Per segment of the group: has any rank met a non-finite value so far?"""
+        return self.ballot.nonfinite[self.bucket.slots[group]].astype(np.uint8)
+
+    def bind_sources(self, group: int) -> None:
+        """Addresses for the group's reading and for its residuals."""
+        members = self.bucket.groups[group]
+        self.binding.sources(members.inputs, members.layers, members)
+
+    def bind_outputs(self, group: int) -> None:
+        """Addresses for the group's means."""
+        members = self.bucket.groups[group]
+        self.binding.outputs(members.table, members.layers)
+
+
+class FusedSum:
+    """Sums of one dtype in one buffer: the groups' elements, then, in the first round, the counts."""
+
+    def __init__(self, bucket: Bucket, round_number: int, sums: Mapping[int, Sum]) -> None:
+        first = next(iter(sums.values()))
+        self._header = CountHeader(len(bucket.layers)) if round_number == 0 else None
+        ends = np.cumsum([message.length for message in sums.values()]).tolist()
+        counts = self._header.length if self._header else 0
+        self._buffer = np.zeros(ends[-1] + counts, dtype=first.dtype)
+        starts = [0, *ends[:-1]]
+        self._views = {g: self._buffer[a:b] for g, a, b in zip(sums, starts, ends, strict=True)}
+        self._counts = self._buffer[ends[-1] :]
+
+    def run(self, messages: Mapping[int, Sum], at: Round) -> Program:
+        """One allreduce."""
+        states = at.call.states.copy()
+        with at.binding.span("encode"):
+            for g, view in self._views.items():
+                at.bind_sources(g)
+                flags = messages[g].write(view)
+                states[at.bucket.slots[g][flags != 0]] |= NONFINITE
+            if self._header:
+                self._header.write(self._counts, at.call.stamp, at.call.ready, states)
+        yield [AllReduce(self._buffer)]
+        if self._header:
+            self._header.read(self._counts, at.call.stamp, at.call.world, at.ballot)
+        for g in self._views:
+            at.bind_outputs(g)
+        return {g: Reply(at.flags(g), view) for g, view in self._views.items()}
+
+
+class FusedGather:
+    """Payloads for everybody: gathered from all ranks, or broadcast by one; one part per rank, behind a header.
+
+    A part holds the payloads in the order of the groups. Where sizes depend on data, a round of sizes comes first.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        round_number: int,
+        messages: Mapping[int, Gather | Broadcast],
+        rank: int,
+        world: int,
+    ) -> None:
+        self._rank, self._world = rank, world
+        self._most = {g: message.max_bytes for g, message in messages.items()}
+        self._varying = [g for g, message in messages.items() if not message.fixed]
+        self._layers = len(bucket.layers)
+        self._rounds = 2 * round_number
+        if sum(self._most.values()) > _MOST_PART_BYTES:
+            raise ConfigError(
+                f"bucket {bucket.number}: payloads of up to {sum(self._most.values())} bytes; "
+                f"at most {_MOST_PART_BYTES} are possible"
+            )
+        # Reserved, not touched: only what a payload fills takes memory.
+        self._room = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
+        self._buffer: Bytes = np.zeros(0, dtype=np.uint8)
+
+    def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
+        """One all-gather, or two."""
+        states = at.call.states.copy()
+        most = self._most_by_rank(messages)
+        used: dict[int, int] = {}
+        with at.binding.span("encode"):
+            for column, (g, message) in enumerate(messages.items()):
+                at.bind_sources(g)
+                room = self._room[g][: most[self._rank, column]]
+                flags, count = message.write(room)
+                used[g] = min(count, len(room))
+                states[at.bucket.slots[g][flags != 0]] |= NONFINITE
+        sizes = most
+        if self._varying:
+            sizes = yield from self._announce(most, list(messages), used, states, at)
+        yield from self._exchange(sizes, used, states, at)
+
+        bounds = self._bounds(sizes)
+        replies: Replies = {}
+        for column, g in enumerate(messages):
+            at.bind_outputs(g)
+            begins = bounds[:, column]
+            payloads = [
+                self._buffer[a : a + n]
+                for a, n in zip(begins.tolist(), sizes[:, column].tolist(), strict=True)
+            ]
+            message = messages[g]
+            data = payloads[message.root] if isinstance(message, Broadcast) else payloads
+            replies[g] = Reply(at.flags(g), data)
+        return replies
+
+    def _most_by_rank(self, messages: Mapping[int, Gather | Broadcast]) -> npt.NDArray[np.int64]:
+        """The most bytes of every rank's payload of every group: none where another rank broadcasts."""
+        most = np.tile(np.array(list(self._most.values()), dtype=np.int64), (self._world, 1))
+        for column, message in enumerate(messages.values()):
+            if isinstance(message, Broadcast):
+                most[np.arange(self._world) != message.root, column] = 0
+        return most
+
+    def _announce(
+        self,
+        most: npt.NDArray[np.int64],
+        groups: list[int],
+        used: Mapping[int, int],
+        states: Bytes,
+        at: Round,
+    ) -> Generator[list[Operation], None, npt.NDArray[np.int64]]:
+        """The round of sizes: eight bytes for each group whose size varies."""
+        header = ByteHeader(self._layers, np.full(self._world, 8 * len(self._varying), dtype=np.int64))
+        part = header.nbytes + 8 * len(self._varying)
+        buffer = np.zeros(part * self._world, dtype=np.uint8)
+        mine = buffer[part * self._rank : part * (self._rank + 1)]
+        mine[header.nbytes :] = np.array([used[g] for g in self._varying], dtype="<i8").view(np.uint8)
+        yield from self._gather(buffer, [part] * self._world, header, 0, states, at)
+        sizes = most.copy()
+        columns = [groups.index(g) for g in self._varying]
+        for sender in range(self._world):
+            announced = buffer[part * sender + header.nbytes : part * (sender + 1)].view("<i8")
+            wrong = (announced < 0) | (announced > most[sender, columns])
+            if wrong.any():
+                raise WireFormatError(
+                    f"step {at.call.stamp.step}, bucket {at.call.stamp.bucket}: rank {sender} announced payloads of "
+                    f"{announced.tolist()} bytes where at most {most[sender, columns].tolist()} are possible"
+                )
+            sizes[sender, columns] = announced
+        return sizes
+
+    def _exchange(
+        self, sizes: npt.NDArray[np.int64], used: Mapping[int, int], states: Bytes, at: Round
+    ) -> Generator[list[Operation], None, None]:
+        header = ByteHeader(self._layers, sizes.sum(axis=1))
+        parts = (sizes.sum(axis=1) + header.nbytes).tolist()
+        if len(self._buffer) < sum(parts):
+            self._buffer = np.empty(sum(parts), dtype=np.uint8)
+        mine = self._bounds(sizes)[self._rank].tolist()
+        for (g, room), begin in zip(self._room.items(), mine, strict=True):
+            self._buffer[begin : begin + used[g]] = room[: used[g]]
+        yield from self._gather(self._buffer[: sum(parts)], parts, header, 1, states, at)
+
+    def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where every rank's payload of every group begins."""
+        header = ByteHeader(self._layers, sizes.sum(axis=1)).nbytes
+        parts = sizes.sum(axis=1) + header
+        begins = np.cumsum(parts) - parts + header
+        bounds: npt.NDArray[np.int64] = begins[:, None] + np.cumsum(sizes, axis=1) - sizes
+        return bounds
+
+    def _gather(
+        self,
+        buffer: Bytes,
+        parts: Sequence[int],
+        header: ByteHeader,
+        sub_round: int,
+        states: Bytes,
+        at: Round,
+    ) -> Generator[list[Operation], None, None]:
+        header.stamp(at.call.stamp, self._rounds + sub_round, at.call.ready)
+        begins = np.concatenate(([0], np.cumsum(parts))).tolist()
+        header.write(buffer[begins[self._rank] :], self._rank, states)
+        yield [AllGather(buffer, parts)]
+        ready = 0
+        for sender in range(self._world):
+            vote, votes = header.read(buffer[begins[sender] : begins[sender + 1]], sender, sender)
+            ready += vote
+            at.ballot.states |= votes
+        if self._rounds == 0:
+            at.ballot.ready = ready
