@@ -30,8 +30,23 @@ from gradcomp import _native, kernels
 
 Floats = npt.NDArray[np.float32]
 
-CODECS = {"minmax": kernels.MINMAX, "l2": kernels.L2, "linf": kernels.LINF}
+CODECS = {
+    "minmax": kernels.MINMAX,
+    "l2": kernels.L2,
+    "linf": kernels.LINF,
+    "sign": kernels.SIGN,
+    "vote": kernels.VOTE,
+    "onebit": kernels.ONEBIT,
+    "codebook-l2": kernels.CODEBOOK_L2,
+    "codebook-linf": kernels.CODEBOOK_LINF,
+}
 BUCKET_SIZE = 512
+
+# What the codebooks are measured with: NUQSGD's powers of two.
+MAGNITUDES: Floats = np.zeros(kernels.MAGNITUDES_SHAPE, np.float32)
+for _bits in range(2, 9):
+    _count = 1 << (_bits - 1)
+    MAGNITUDES[_bits, 1:_count] = 2.0 ** np.arange(2.0 - _count, 1.0)
 
 
 @dataclass(frozen=True)
@@ -51,13 +66,19 @@ class Row:
         return self.bar is not None and self.ratio < self.bar
 
 
-# For AVX-512 at 4 and 8 bits. Stochastic rounding without a residual is reported without a bar.
+BARRED = ("minmax", "l2", "linf")
+# For AVX-512 at 4 and 8 bits of these. Stochastic rounding without a residual is reported without a bar.
 BARS = {
     "encode": 1.3,
     "decode": 1.5,
     "encode, residual": 0.75,
     "encode, residual, stochastic": 0.6,
 }
+
+
+def magnitudes_of(codec: int) -> Floats | None:
+    """What the codec needs of them."""
+    return MAGNITUDES if codec in kernels.CODEBOOKS else None
 
 
 def aligned(length: int, dtype: Any = np.float32) -> Any:
@@ -111,14 +132,29 @@ class Workload:
             rank=payload,
             scale=1.0,
             decay=1.0,
+            magnitudes=magnitudes_of(codec),
         )
 
     def decode(self, codec: int, bits: int) -> None:
         table = self.table(bits, output=self.output)
-        kernels.decode(codec, table, self.payloads[0], self.flags, divisor=1.0, scale=1.0)
+        kernels.decode(
+            codec,
+            table,
+            self.payloads[0],
+            self.flags,
+            divisor=1.0,
+            scale=1.0,
+            magnitudes=magnitudes_of(codec),
+        )
 
     def decode_add(self, codec: int, bits: int) -> None:
-        kernels.decode_add(codec, self.table(bits, output=self.output), self.payloads[0], scale=1e-3)
+        kernels.decode_add(
+            codec,
+            self.table(bits, output=self.output),
+            self.payloads[0],
+            scale=1e-3,
+            magnitudes=magnitudes_of(codec),
+        )
 
     def reduce(self, codec: int, bits: int) -> None:
         kernels.reduce(
@@ -132,6 +168,7 @@ class Workload:
             step=1,
             divisor=2.0,
             decay=1.0,
+            magnitudes=magnitudes_of(codec),
         )
 
 
@@ -153,10 +190,10 @@ def measure(work: Workload, isa: str, name: str, bits: int, rounds: int) -> Iter
 
     def row(operation: str, baseline: Callable[[], None], kernel: Callable[[], None]) -> Row:
         before, after = alternate(baseline, kernel, rounds)
-        bar = BARS.get(operation) if isa == "avx512" and bits in (4, 8) else None
+        bar = BARS.get(operation) if isa == "avx512" and name in BARRED and bits in (4, 8) else None
         return Row(isa, name, bits, operation, float_bytes / after / 1e9, before / after, bar)
 
-    for stochastic in (False, True):
+    for stochastic in (False, True) if codec in kernels.STOCHASTIC else (False,):
         suffix = ", stochastic" if stochastic else ""
         for residual in (False, True):
             yield row(
@@ -190,6 +227,8 @@ def main() -> int:
             _native.set_isa(isa)
             for name in arguments.codecs:
                 for bits in arguments.bits:
+                    if bits not in kernels.LEVELS[CODECS[name]]:
+                        continue
                     print(f"\n{isa} {name} {bits} bits")
                     for row in measure(work, isa, name, bits, arguments.rounds):
                         bar = (

@@ -17,6 +17,7 @@ def encode(
     rank: int,
     scale: float,
     decay: float,
+    magnitudes: npt.NDArray[np.float32] | None = None,
 ) -> None: ...
 def decode(
     codec: int,
@@ -26,9 +27,15 @@ def decode(
     *,
     divisor: float,
     scale: float,
+    magnitudes: npt.NDArray[np.float32] | None = None,
 ) -> None: ...
 def decode_add(
-    codec: int, table: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint8], *, scale: float
+    codec: int,
+    table: npt.NDArray[np.uint8],
+    payload: npt.NDArray[np.uint8],
+    *,
+    scale: float,
+    magnitudes: npt.NDArray[np.float32] | None = None,
 ) -> None: ...
 def reduce(
     codec: int,
@@ -42,6 +49,7 @@ def reduce(
     step: int,
     divisor: float,
     decay: float,
+    magnitudes: npt.NDArray[np.float32] | None = None,
 ) -> None: ...
 def nonzero(table: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None: ...
 def encode_indices(

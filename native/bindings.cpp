@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +11,7 @@
 #include <cfenv>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -25,6 +27,9 @@ namespace {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// A codebook's magnitudes, if there is one.
+using Magnitudes =
+    std::optional<nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>>;
 // A segment table: one row of bytes per segment.
 using Rows = nb::ndarray<const std::uint8_t, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <class Item>
@@ -62,6 +67,25 @@ void check_outputs(gradcomp::Codec codec, const gradcomp::SegmentTable& table, s
     }
 }
 
+// The magnitudes of a call, in order for every row that it will use.
+const float* view_magnitudes(gradcomp::Codec codec, const gradcomp::SegmentTable& table,
+                             const Magnitudes& magnitudes, bool outputs_only) {
+    const float* const data = magnitudes ? magnitudes->data() : nullptr;
+    gradcomp::check_magnitudes(codec, data);
+    if (data == nullptr) return nullptr;
+    if (magnitudes->shape(0) != gradcomp::magnitude_rows ||
+        magnitudes->shape(1) != gradcomp::magnitudes_per_row)
+        throw std::invalid_argument("magnitudes do not have the shape (9, 128)");
+    unsigned checked = 0;
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        const gradcomp::Segment segment = table[row];
+        if ((outputs_only && segment.output == 0) || (checked >> segment.bits & 1) != 0) continue;
+        gradcomp::check_magnitudes_row(data, segment.bits);
+        checked |= 1u << segment.bits;
+    }
+    return data;
+}
+
 // Round to nearest, keep subnormal numbers: the calling thread may have chosen otherwise.
 class DefaultFloatEnvironment {
   public:
@@ -85,27 +109,36 @@ void run(void (*kernel)(const Call&), const Call& call) {
 }
 
 void encode(int codec_number, const Rows& rows, const Bytes& payload, const Bytes& flags, bool stochastic,
-            std::uint64_t seed, std::uint32_t step, std::uint32_t rank, double scale, double decay) {
+            std::uint64_t seed, std::uint32_t step, std::uint32_t rank, double scale, double decay,
+            const Magnitudes& magnitudes) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
     check_segments(codec, table, size(payload));
     run(gradcomp::active_kernels().encode,
-        gradcomp::EncodeCall{
-            codec, table, payload.data(), flags.data(), {stochastic, seed, step, rank}, scale, decay});
+        gradcomp::EncodeCall{codec,
+                             table,
+                             payload.data(),
+                             flags.data(),
+                             {stochastic, seed, step, rank},
+                             scale,
+                             decay,
+                             view_magnitudes(codec, table, magnitudes, false)});
 }
 
 void decode(int codec_number, const Rows& rows, const ConstBytes& payload, const Bytes& flags, double divisor,
-            double scale) {
+            double scale, const Magnitudes& magnitudes) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
     check_outputs(codec, table, size(payload));
     run(gradcomp::active_kernels().decode,
-        gradcomp::DecodeCall{codec, table, payload.data(), flags.data(), divisor, scale});
+        gradcomp::DecodeCall{codec, table, payload.data(), flags.data(), divisor, scale,
+                             view_magnitudes(codec, table, magnitudes, true)});
 }
 
-void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, double scale) {
+void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, double scale,
+                const Magnitudes& magnitudes) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_outputs(codec, table, size(payload));
@@ -113,12 +146,14 @@ void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, d
         if (table[row].output != 0 && table[row].dtype != gradcomp::Dtype::float32)
             throw std::invalid_argument("decode_add adds to float32 outputs only");
     }
-    run(gradcomp::active_kernels().decode_add, gradcomp::DecodeAddCall{codec, table, payload.data(), scale});
+    run(gradcomp::active_kernels().decode_add,
+        gradcomp::DecodeAddCall{codec, table, payload.data(), scale,
+                                view_magnitudes(codec, table, magnitudes, true)});
 }
 
 void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& payloads, const Bytes& out,
             const Bytes& flags, bool stochastic, std::uint64_t seed, std::uint32_t step, double divisor,
-            double decay) {
+            double decay, const Magnitudes& magnitudes) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
@@ -139,7 +174,8 @@ void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& p
                              flags.data(),
                              {stochastic, seed, step, gradcomp::owner_rank},
                              divisor,
-                             decay});
+                             decay,
+                             view_magnitudes(codec, table, magnitudes, false)});
 }
 
 void nonzero(const Rows& rows, const Bytes& out) {
@@ -394,15 +430,16 @@ std::vector<std::string> available_isas() {
 NB_MODULE(_native, module) {
     // noconvert: an array of another type is refused, not copied.
     const auto array = [](const char* name) { return nb::arg(name).noconvert(); };
+    const auto magnitudes = nb::arg("magnitudes").noconvert() = nb::none();
 
     module.def("encode", &encode, "codec"_a, array("table"), array("payload"), array("flags"), nb::kw_only(),
-               "stochastic"_a, "seed"_a, "step"_a, "rank"_a, "scale"_a, "decay"_a);
+               "stochastic"_a, "seed"_a, "step"_a, "rank"_a, "scale"_a, "decay"_a, magnitudes);
     module.def("decode", &decode, "codec"_a, array("table"), array("payload"), array("flags"), nb::kw_only(),
-               "divisor"_a, "scale"_a);
+               "divisor"_a, "scale"_a, magnitudes);
     module.def("decode_add", &decode_add, "codec"_a, array("table"), array("payload"), nb::kw_only(),
-               "scale"_a);
+               "scale"_a, magnitudes);
     module.def("reduce", &reduce, "codec"_a, array("table"), array("payloads"), array("out"), array("flags"),
-               nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a);
+               nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a, magnitudes);
     module.def("nonzero", &nonzero, array("table"), array("out"));
 
     module.def("encode_indices", &encode_indices, array("codings"), array("lengths"), array("counts"),

@@ -28,6 +28,7 @@ struct EncodeCall {
     Rounding rounding;
     double scale;
     double decay;
+    const float* magnitudes;  // of a codebook, else null
 };
 
 struct DecodeCall {
@@ -37,6 +38,7 @@ struct DecodeCall {
     std::uint8_t* flags;
     double divisor;
     double scale;
+    const float* magnitudes;  // of a codebook, else null
 };
 
 struct DecodeAddCall {
@@ -44,6 +46,7 @@ struct DecodeAddCall {
     SegmentTable table;
     const std::uint8_t* payload;
     double scale;
+    const float* magnitudes;  // of a codebook, else null
 };
 
 struct ReduceCall {
@@ -55,6 +58,7 @@ struct ReduceCall {
     Rounding rounding;
     double divisor;
     double decay;
+    const float* magnitudes;  // of a codebook, else null
 };
 
 // Lists of all ranks: those of a rank side by side, in the order of the rows.

@@ -1,5 +1,6 @@
 #include "segment.hpp"
 
+#include <climits>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -12,8 +13,27 @@ void require(bool condition, std::int64_t row, const std::string& complaint) {
     if (!condition) throw std::invalid_argument("segment " + std::to_string(row) + ": " + complaint);
 }
 
-bool quantises(Codec codec) {
-    return codec == Codec::minmax || codec == Codec::l2 || codec == Codec::linf;
+struct Levels {
+    int first, last;
+};
+
+// The numbers of bits that a quantising codec takes; casts ignore them.
+Levels levels(Codec codec) {
+    switch (codec) {
+        case Codec::minmax:
+        case Codec::l2:
+        case Codec::linf:
+            return {1, 8};
+        case Codec::sign:
+        case Codec::vote:
+        case Codec::onebit:
+            return {1, 1};
+        case Codec::codebook_l2:
+        case Codec::codebook_linf:
+            return {2, 8};
+        default:
+            return {INT_MIN, INT_MAX};
+    }
 }
 
 int code_bits(Codec codec, const Segment& segment) {
@@ -35,10 +55,15 @@ int code_bits(Codec codec, const Segment& segment) {
 int scale_record_bytes(Codec codec) {
     switch (codec) {
         case Codec::minmax:
+        case Codec::onebit:
             return 8;
         case Codec::l2:
         case Codec::linf:
         case Codec::fp16:
+        case Codec::sign:
+        case Codec::vote:
+        case Codec::codebook_l2:
+        case Codec::codebook_linf:
             return 4;
         default:
             return 0;
@@ -72,14 +97,31 @@ void check_segment(Codec codec, std::int64_t row, const Segment& segment, std::i
     require(segment.bucket_size >= 1, row, "bucket_size is not positive");
     require((segment.dtype == Dtype::float64) == (codec == Codec::fp64), row,
             "dtype float64 goes with codec FP64, and FP64 with nothing else");
-    require(!quantises(codec) || (segment.bits >= 1 && segment.bits <= 8), row, "bits is not in 1..8");
+    const Levels allowed = levels(codec);
+    require(segment.bits >= allowed.first && segment.bits <= allowed.last, row,
+            "bits is not in " + std::to_string(allowed.first) + ".." + std::to_string(allowed.last));
     // Written as a difference: the sum of a hostile offset and a size could wrap.
     require(segment.payload >= 0 && segment.payload <= payload_size - wire_bytes(codec, segment), row,
             "the segment does not lie inside the payload of " + std::to_string(payload_size) + " bytes");
 }
 
+void check_magnitudes(Codec codec, const float* magnitudes) {
+    if ((magnitudes != nullptr) != (codec == Codec::codebook_l2 || codec == Codec::codebook_linf))
+        throw std::invalid_argument("magnitudes go with the codebook codecs, and with nothing else");
+}
+
+void check_magnitudes_row(const float* magnitudes, int bits) {
+    const float* const row = magnitudes + bits * magnitudes_per_row;
+    const int last = (1 << (bits - 1)) - 1;
+    bool ascend = row[0] == 0.0f && row[last] == 1.0f;
+    for (int i = 0; i < last; ++i) ascend = ascend && row[i] <= row[i + 1];
+    if (!ascend)
+        throw std::invalid_argument("magnitudes for " + std::to_string(bits) +
+                                    " bits do not ascend from 0 to 1");
+}
+
 Codec check_codec(int number) {
-    if (number < 0 || number > static_cast<int>(Codec::fp64))
+    if (number < 0 || number > static_cast<int>(Codec::codebook_linf))
         throw std::invalid_argument("unknown codec " + std::to_string(number));
     return static_cast<Codec>(number);
 }

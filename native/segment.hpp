@@ -5,7 +5,20 @@
 
 namespace gradcomp {
 
-enum class Codec : std::int32_t { minmax = 0, l2 = 1, linf = 2, fp32 = 3, fp16 = 4, bf16 = 5, fp64 = 6 };
+enum class Codec : std::int32_t {
+    minmax = 0,
+    l2 = 1,
+    linf = 2,
+    fp32 = 3,
+    fp16 = 4,
+    bf16 = 5,
+    fp64 = 6,
+    sign = 7,
+    vote = 8,
+    onebit = 9,
+    codebook_l2 = 10,
+    codebook_linf = 11,
+};
 
 enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };
 
@@ -30,6 +43,10 @@ inline constexpr std::int64_t max_elements = std::int64_t{1} << 35;
 
 // The rank in the random counter of a chunk's owner, who encodes the mean.
 inline constexpr std::uint32_t owner_rank = 0xFFFFFFFF;
+
+// A codebook's magnitudes: row b holds those for b bits, from 0 to 1.
+inline constexpr std::int64_t magnitude_rows = 9;
+inline constexpr std::int64_t magnitudes_per_row = 128;
 
 // Bytes of one bucket's scale record.
 int scale_record_bytes(Codec codec);
@@ -59,6 +76,12 @@ void check_elements(std::int64_t row, const Segment& segment);
 // Throw std::invalid_argument, naming the row, unless it is well formed and lies inside a payload of that
 // size.
 void check_segment(Codec codec, std::int64_t row, const Segment& segment, std::int64_t payload_size);
+
+// Throw std::invalid_argument unless a codebook has magnitudes and no other codec has.
+void check_magnitudes(Codec codec, const float* magnitudes);
+
+// Throw std::invalid_argument unless the magnitudes for so many bits ascend from 0 to 1.
+void check_magnitudes_row(const float* magnitudes, int bits);
 
 // Throw std::invalid_argument for a number that is no codec.
 Codec check_codec(int number);

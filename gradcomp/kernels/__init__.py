@@ -13,6 +13,9 @@ from gradcomp.kernels.bodies import body, use
 from gradcomp.kernels.segments import (
     BF16,
     BFLOAT16,
+    CODEBOOK_L2,
+    CODEBOOK_LINF,
+    CODEBOOKS,
     DTYPES,
     FLOAT16,
     FLOAT32,
@@ -21,13 +24,20 @@ from gradcomp.kernels.segments import (
     FP32,
     FP64,
     L2,
+    LEVELS,
     LINF,
+    MAGNITUDES_SHAPE,
     MAX_ELEMENTS,
     MINMAX,
+    ONEBIT,
     OWNER_RANK,
     QUANTISERS,
     SEGMENT,
+    SIGN,
+    STOCHASTIC,
+    VOTE,
     Bytes,
+    Magnitudes,
     SegmentTable,
     wire_bytes,
     wire_bytes_table,
@@ -36,6 +46,9 @@ from gradcomp.kernels.segments import (
 __all__ = [
     "BF16",
     "BFLOAT16",
+    "CODEBOOKS",
+    "CODEBOOK_L2",
+    "CODEBOOK_LINF",
     "DTYPES",
     "FLOAT16",
     "FLOAT32",
@@ -44,13 +57,20 @@ __all__ = [
     "FP32",
     "FP64",
     "L2",
+    "LEVELS",
     "LINF",
+    "MAGNITUDES_SHAPE",
     "MAX_ELEMENTS",
     "MINMAX",
+    "ONEBIT",
     "OWNER_RANK",
     "QUANTISERS",
     "SEGMENT",
+    "SIGN",
+    "STOCHASTIC",
+    "VOTE",
     "Bytes",
+    "Magnitudes",
     "SegmentTable",
     "body",
     "decode",
@@ -76,6 +96,7 @@ def encode(
     rank: int,
     scale: float,
     decay: float,
+    magnitudes: Magnitudes | None = None,
 ) -> None:
     """Encode contributions; see `reference.encode`."""
     bodies.active().encode(
@@ -89,19 +110,34 @@ def encode(
         rank=rank,
         scale=scale,
         decay=decay,
+        magnitudes=magnitudes,
     )
 
 
 def decode(
-    codec: int, table: SegmentTable, payload: Bytes, flags: Bytes, *, divisor: float, scale: float
+    codec: int,
+    table: SegmentTable,
+    payload: Bytes,
+    flags: Bytes,
+    *,
+    divisor: float,
+    scale: float,
+    magnitudes: Magnitudes | None = None,
 ) -> None:
     """Decode into the outputs; see `reference.decode`."""
-    bodies.active().decode(codec, table, payload, flags, divisor=divisor, scale=scale)
+    bodies.active().decode(codec, table, payload, flags, divisor=divisor, scale=scale, magnitudes=magnitudes)
 
 
-def decode_add(codec: int, table: SegmentTable, payload: Bytes, *, scale: float) -> None:
+def decode_add(
+    codec: int,
+    table: SegmentTable,
+    payload: Bytes,
+    *,
+    scale: float,
+    magnitudes: Magnitudes | None = None,
+) -> None:
     """Decode and add to the outputs; see `reference.decode_add`."""
-    bodies.active().decode_add(codec, table, payload, scale=scale)
+    bodies.active().decode_add(codec, table, payload, scale=scale, magnitudes=magnitudes)
 
 
 def reduce(
@@ -116,6 +152,7 @@ def reduce(
     step: int,
     divisor: float,
     decay: float,
+    magnitudes: Magnitudes | None = None,
 ) -> None:
     """Encode the mean of payloads; see `reference.reduce`."""
     bodies.active().reduce(
@@ -129,6 +166,7 @@ def reduce(
         step=step,
         divisor=divisor,
         decay=decay,
+        magnitudes=magnitudes,
     )
 
 

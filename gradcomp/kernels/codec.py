@@ -29,16 +29,18 @@ class Draw:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Codec:
     """Encode and decode between float arrays and bytes; pure, no network, no memory.
 
     ``kind`` is one of the codec constants of :mod:`gradcomp.kernels.segments`. ``stochastic`` rounds to the upper
-    level with probability (v - lower) / (upper - lower) (thesis, section 2.2.3), else to the nearest.
+    level with probability (v - lower) / (upper - lower) (thesis, section 2.2.3), else to the nearest. ``magnitudes``
+    belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`).
     """
 
     kind: int
     stochastic: bool = False
+    magnitudes: kernels.Magnitudes | None = None
 
     def wire_bytes(self, table: Table) -> Sizes:
         """Payload bytes of every segment."""
@@ -59,13 +61,16 @@ class Codec:
             rank=draw.rank,
             scale=scale,
             decay=decay,
+            magnitudes=self.magnitudes,
         )
 
     def decode(
         self, table: Table, payload: Bytes, flags: Bytes, divisor: float = 1.0, scale: float = 1.0
     ) -> None:
         """output <- scale (value / divisor), in the segment's dtype; NaN where the segment is flagged."""
-        kernels.decode(self.kind, table, payload, flags, divisor=divisor, scale=scale)
+        kernels.decode(
+            self.kind, table, payload, flags, divisor=divisor, scale=scale, magnitudes=self.magnitudes
+        )
 
     def reduce(
         self,
@@ -88,6 +93,7 @@ class Codec:
             step=draw.step,
             divisor=float(len(payloads)),
             decay=decay,
+            magnitudes=self.magnitudes,
         )
 
 

@@ -11,13 +11,14 @@ will see, so that the new residual is c - v.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels import philox
+from gradcomp.kernels.quantisers import QUANTISER, Codes, Floats, Level
 from gradcomp.kernels.segments import (
     BF16,
     BFLOAT16,
@@ -27,22 +28,19 @@ from gradcomp.kernels.segments import (
     FP16,
     FP32,
     FP64,
-    L2,
-    LINF,
-    MINMAX,
     OWNER_RANK,
     QUANTISERS,
     SEGMENT,
+    STOCHASTIC,
     Bytes,
+    Magnitudes,
     SegmentTable,
     check_array,
     check_elements,
+    check_magnitudes,
     check_table,
     wire_bytes_table,
 )
-
-Floats: TypeAlias = npt.NDArray[np.float32]
-Codes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def encode(
@@ -57,6 +55,7 @@ def encode(
     rank: int,
     scale: float,
     decay: float,
+    magnitudes: Magnitudes | None = None,
 ) -> None:
     """Encode c = scale * gradient + decay * residual into the payload, and write shadow = c - decoded value.
 
@@ -68,18 +67,19 @@ def encode(
         table: SEGMENT rows; reads gradient, residual; writes shadow.
         payload: uint8, written at each row's offset.
         flags: uint8, one per row; only ORed into.
-        stochastic: round stochastically instead of to nearest even (quantising codecs only).
+        stochastic: round stochastically instead of to nearest (codecs in `segments.STOCHASTIC` only).
         seed: 64 bits, the key of the random stream (see `philox.uniform`).
         step: 32 bits, a word of the random counter.
         rank: 32 bits, a word of the random counter.
         scale: factor of the gradient.
         decay: factor of the residual.
+        magnitudes: what a codebook codec needs, and no other takes (see `segments.Magnitudes`).
 
     Raises:
         TypeError: an array of the wrong dtype, or not contiguous.
-        ValueError: a malformed row, or one that does not lie inside the payload.
+        ValueError: a malformed row, one that does not lie inside the payload, or magnitudes out of order.
     """
-    _check_call(codec, table, flags, (payload,), writable=True)
+    _check_call(codec, table, flags, (payload,), magnitudes, writable=True)
     sizes = wire_bytes_table(codec, table)
     for i, segment in enumerate(table):
         number = _number_type(codec)
@@ -89,11 +89,18 @@ def encode(
                 contribution = contribution + number(decay) * _residual(segment).astype(number)
         draws = _draws(segment, codec, stochastic, seed, step, rank)
         target = payload[segment["payload"] : segment["payload"] + sizes[i]]
-        flags[i] |= _encode_segment(codec, segment, contribution, draws, target)
+        flags[i] |= _encode_segment(codec, segment, contribution, draws, magnitudes, target)
 
 
 def decode(
-    codec: int, table: SegmentTable, payload: Bytes, flags: Bytes, *, divisor: float, scale: float
+    codec: int,
+    table: SegmentTable,
+    payload: Bytes,
+    flags: Bytes,
+    *,
+    divisor: float,
+    scale: float,
+    magnitudes: Magnitudes | None = None,
 ) -> None:
     """Write output = (value / divisor) * scale, rounded to the segment's dtype.
 
@@ -108,12 +115,13 @@ def decode(
         flags: uint8, one per row; read, and ORed into.
         divisor: number of ranks, or 1 for a payload that holds the mean.
         scale: factor of the result.
+        magnitudes: as in `encode`.
 
     Raises:
         TypeError, ValueError: as in `encode`.
     """
     rows = table["output"] != 0
-    _check_call(codec, table, flags, (payload,), checked=rows, writable=False)
+    _check_call(codec, table, flags, (payload,), magnitudes, checked=rows, writable=False)
     sizes = wire_bytes_table(codec, table[rows])
 
     def finish(value: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -130,13 +138,21 @@ def decode(
             output[:] = np.nan
             continue
         source = payload[segment["payload"] : segment["payload"] + size]
-        output[:] = finish(_decode_segment(codec, segment, source), dtype)
-        extremes = _extreme_values(codec, segment, source) if codec in QUANTISERS else None
-        judged = output if extremes is None else finish(extremes, dtype)
+        output[:] = finish(_decode_segment(codec, segment, source, magnitudes), dtype)
+        judged = (
+            finish(_extremes(codec, segment, source, magnitudes), dtype) if codec in QUANTISERS else output
+        )
         flags[i] |= not _all_finite(judged)
 
 
-def decode_add(codec: int, table: SegmentTable, payload: Bytes, *, scale: float) -> None:
+def decode_add(
+    codec: int,
+    table: SegmentTable,
+    payload: Bytes,
+    *,
+    scale: float,
+    magnitudes: Magnitudes | None = None,
+) -> None:
     """Add value * scale to the float32 output. Rows without an output are skipped, unchecked.
 
     Args:
@@ -144,19 +160,20 @@ def decode_add(codec: int, table: SegmentTable, payload: Bytes, *, scale: float)
         table: SEGMENT rows; reads and writes output.
         payload: uint8, read at each row's offset.
         scale: factor of the value.
+        magnitudes: as in `encode`.
 
     Raises:
         TypeError, ValueError: as in `encode`; ValueError for an output that is not float32.
     """
     rows = table[table["output"] != 0]
-    _check_call(codec, rows, None, (payload,), writable=False)
+    _check_call(codec, rows, None, (payload,), magnitudes, writable=False)
     if (rows["dtype"] != FLOAT32).any():
         raise ValueError("decode_add adds to float32 outputs only")
     for segment, size in zip(rows, wire_bytes_table(codec, rows), strict=True):
         output = _view(segment["output"], segment["length"], DTYPES[FLOAT32])
         source = payload[segment["payload"] : segment["payload"] + size]
         with np.errstate(all="ignore"):
-            output += _decode_segment(codec, segment, source) * np.float32(scale)
+            output += _decode_segment(codec, segment, source, magnitudes) * np.float32(scale)
 
 
 def reduce(
@@ -171,6 +188,7 @@ def reduce(
     step: int,
     divisor: float,
     decay: float,
+    magnitudes: Magnitudes | None = None,
 ) -> None:
     """Encode the mean of several payloads: c = (value_0 + value_1 + ...) / divisor + decay * residual.
 
@@ -188,12 +206,13 @@ def reduce(
         step: as in `encode`.
         divisor: number of ranks.
         decay: factor of the residual.
+        magnitudes: as in `encode`.
 
     Raises:
         TypeError, ValueError: as in `encode`; ValueError without a payload, or when out overlaps one.
     """
-    _check_call(codec, table, flags, (out,), writable=True)
-    _check_call(codec, table, flags, payloads, writable=False)
+    _check_call(codec, table, flags, (out,), magnitudes, writable=True)
+    _check_call(codec, table, flags, payloads, magnitudes, writable=False)
     if not payloads:
         raise ValueError("reduce needs at least one payload")
     if any(np.may_share_memory(out, payload) for payload in payloads):
@@ -203,14 +222,14 @@ def reduce(
     for i, segment in enumerate(table):
         place = slice(segment["payload"], segment["payload"] + sizes[i])
         with np.errstate(all="ignore"):
-            total = _decode_segment(codec, segment, payloads[0][place])
+            total = _decode_segment(codec, segment, payloads[0][place], magnitudes)
             for payload in payloads[1:]:
-                total = total + _decode_segment(codec, segment, payload[place])
+                total = total + _decode_segment(codec, segment, payload[place], magnitudes)
             contribution = total / number(divisor)
             if segment["residual"]:
                 contribution = contribution + number(decay) * _residual(segment).astype(number)
         draws = _draws(segment, codec, stochastic, seed, step, OWNER_RANK)
-        flags[i] |= _encode_segment(codec, segment, contribution, draws, out[place])
+        flags[i] |= _encode_segment(codec, segment, contribution, draws, magnitudes, out[place])
 
 
 def nonzero(table: SegmentTable, out: Bytes) -> None:
@@ -234,12 +253,17 @@ def nonzero(table: SegmentTable, out: Bytes) -> None:
 
 
 def _encode_segment(
-    codec: int, segment: np.void, contribution: npt.NDArray[Any], draws: Floats | None, target: Bytes
+    codec: int,
+    segment: np.void,
+    contribution: npt.NDArray[Any],
+    draws: Floats | None,
+    magnitudes: Magnitudes | None,
+    target: Bytes,
 ) -> bool:
     """Write a segment's payload and shadow; return whether it is non-finite."""
     with np.errstate(all="ignore"):
         if codec in QUANTISERS:
-            encoded = _encode_quantised(codec, segment, contribution, draws)
+            encoded = _encode_quantised(codec, segment, contribution, draws, magnitudes)
         elif codec == FP16:
             encoded = _encode_fp16(segment, contribution)
         else:
@@ -254,58 +278,55 @@ def _encode_segment(
     return False
 
 
-def _decode_segment(codec: int, segment: np.void, source: Bytes) -> npt.NDArray[Any]:
+def _decode_segment(
+    codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None
+) -> npt.NDArray[Any]:
     """Values of a segment: float32, or float64 for FP64."""
     with np.errstate(all="ignore"):
         if codec in QUANTISERS:
             scales, codes = _split_quantised(codec, segment, source)
             lengths = _bucket_lengths(segment)
-            dequantise = _QUANTISERS[codec][1]
             per_element = [np.repeat(column, lengths) for column in scales]
-            return dequantise(codes, per_element, int(segment["bits"]))
+            return QUANTISER[codec].dequantise(codes, per_element, Level.of(segment, magnitudes))
         if codec == FP16:
             factors, halves = _split_fp16(segment, source)
             return halves.astype(np.float32) * np.repeat(factors, _bucket_lengths(segment))
         return source.view(_CAST[codec]).astype(_number_type(codec))
 
 
-def _extreme_values(codec: int, segment: np.void, source: Bytes) -> Floats:
-    """Per bucket, values that are all finite only if every code of the bucket decodes to something finite.
-
-    A bucket's value is monotone in its code, so the ends of the range bound everything between them.
-    """
+def _extremes(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None) -> Floats:
+    """Per bucket, values that are all finite only if every code of the bucket decodes to something finite."""
     scales, _ = _split_quantised(codec, segment, source)
-    bits = int(segment["bits"])
     with np.errstate(all="ignore"):
-        if codec == MINMAX:
-            lo, unit = scales
-            return np.concatenate((lo, lo + np.float32((1 << bits) - 1) * unit))
-        (norm,) = scales
-        return np.float32(_magnitudes(bits)) * (norm / np.float32(_magnitudes(bits)))
+        return QUANTISER[codec].extremes(scales, Level.of(segment, magnitudes))
 
 
 def _encode_quantised(
-    codec: int, segment: np.void, contribution: Floats, draws: Floats | None
+    codec: int,
+    segment: np.void,
+    contribution: Floats,
+    draws: Floats | None,
+    magnitudes: Magnitudes | None,
 ) -> tuple[Bytes, Floats] | None:
     """Payload and decoded values of a segment, or None if a bucket's scale record is not finite."""
-    bits = int(segment["bits"])
-    quantise, dequantise = _QUANTISERS[codec]
+    level = Level.of(segment, magnitudes)
+    quantiser = QUANTISER[codec]
     scales: list[Floats] = []
     codes: list[Codes] = []
     values: list[Floats] = []
     for bucket in _equal_buckets(segment):
         c = contribution[bucket].reshape(-1, _bucket_size(segment, bucket))
         u = None if draws is None else draws[bucket].reshape(c.shape)
-        record, code = quantise(c, u, bits)
+        record, code = quantiser.quantise(c, u, level)
         scales.append(np.stack(record, axis=-1).reshape(-1))
         codes.append(code.reshape(-1))
-        values.append(dequantise(code, [column[:, None] for column in record], bits).reshape(-1))
+        values.append(quantiser.dequantise(code, [column[:, None] for column in record], level).reshape(-1))
     if not scales:
         return np.empty(0, np.uint8), np.empty(0, np.float32)
     all_scales = np.concatenate(scales)
     if not _all_finite(all_scales):
         return None
-    payload = np.concatenate((all_scales.view(np.uint8), pack_bits(np.concatenate(codes), bits)))
+    payload = np.concatenate((all_scales.view(np.uint8), pack_bits(np.concatenate(codes), level.bits)))
     return payload, np.concatenate(values)
 
 
@@ -326,115 +347,19 @@ def _encode_fp16(segment: np.void, contribution: Floats) -> tuple[Bytes, Floats]
     return payload, np.concatenate(values)
 
 
-def _encode_cast(codec: int, contribution: npt.NDArray[Any]) -> tuple[Bytes, npt.NDArray[Any]] | None:
-    cast = contribution.astype(_CAST[codec])
-    if not _all_finite(cast):
-        return None
-    return cast.view(np.uint8), cast.astype(contribution.dtype)
-
-
-# --- quantisers: (buckets, elements) of c and u -> scale columns and codes, and back ------------------------
-
-
-def _quantise_minmax(c: Floats, u: Floats | None, bits: int) -> tuple[tuple[Floats, ...], Codes]:
-    levels = np.float32((1 << bits) - 1)
-    lo = c.min(axis=1) + np.float32(0)  # -0 becomes +0, whichever of the two the minimum picked
-    hi = c.max(axis=1) + np.float32(0)
-    span = hi - lo
-    unit, inverse = span / levels, levels / span
-    flat = ~np.isfinite(inverse)
-    unit[flat], inverse[flat] = 0, 0
-    code = _round((c - lo[:, None]) * inverse[:, None], u, levels)
-    return (lo, unit), code
-
-
-def _dequantise_minmax(code: Codes, scales: Sequence[Floats], bits: int) -> Floats:  # noqa: ARG001
-    lo, unit = scales
-    value: Floats = lo + code.astype(np.float32) * unit
-    return value
-
-
-def _quantise_l2(c: Floats, u: Floats | None, bits: int) -> tuple[tuple[Floats, ...], Codes]:
-    return _quantise_by_norm(c, l2_norm(c), u, bits)
-
-
-def _quantise_linf(c: Floats, u: Floats | None, bits: int) -> tuple[tuple[Floats, ...], Codes]:
-    return _quantise_by_norm(c, np.abs(c).max(axis=1), u, bits)
-
-
-def _quantise_by_norm(
-    c: Floats, norm: Floats, u: Floats | None, bits: int
-) -> tuple[tuple[Floats, ...], Codes]:
-    s = np.float32(_magnitudes(bits))
-    inverse = s / norm
-    vanishing = ~np.isfinite(inverse) & ~np.isnan(norm)
-    norm, inverse = norm.copy(), inverse.copy()
-    norm[vanishing], inverse[vanishing] = 0, 0
-    if bits == 1:
-        return (norm,), _sign_codes(c, inverse, u)
-    magnitude = _round(np.abs(c) * inverse[:, None], u, s)
-    negative = (c < 0) & (magnitude != 0)
-    return (norm,), magnitude | (negative.astype(np.uint8) << np.uint8(bits - 1))
-
-
-def _sign_codes(c: Floats, inverse: Floats, u: Floats | None) -> Codes:
-    if u is None:
-        return (c < 0).astype(np.uint8)
-    positive_probability = (c * inverse[:, None] + np.float32(1)) * np.float32(0.5)
-    return (~(u < positive_probability)).astype(np.uint8)
-
-
-def _dequantise_by_norm(code: Codes, scales: Sequence[Floats], bits: int) -> Floats:
-    (norm,) = scales
-    s = _magnitudes(bits)
-    magnitude = (code & np.uint8(s)).astype(np.float32) if bits > 1 else np.float32(1)
-    value: Floats = magnitude * (norm / np.float32(s))
-    return np.where(code >> np.uint8(bits - 1), -value, value)
-
-
-_QUANTISERS: dict[
-    int,
-    tuple[
-        Callable[[Floats, Floats | None, int], tuple[tuple[Floats, ...], Codes]],
-        Callable[[Codes, Sequence[Floats], int], Floats],
-    ],
-] = {
-    MINMAX: (_quantise_minmax, _dequantise_minmax),
-    L2: (_quantise_l2, _dequantise_by_norm),
-    LINF: (_quantise_linf, _dequantise_by_norm),
-}
-
-
-def _magnitudes(bits: int) -> int:
-    """s, the largest magnitude of a signed code; a pure sign counts in units of the norm itself."""
-    return max((1 << (bits - 1)) - 1, 1)
-
-
-def _round(t: Floats, u: Floats | None, limit: np.float32) -> Codes:
-    """Codes of the non-negative t: to nearest even, or to floor(t + u)."""
-    rounded = np.rint(t) if u is None else np.floor(t + u)
-    return np.clip(rounded, 0, limit).astype(np.uint8)
-
-
-def l2_norm(c: Floats) -> Floats:
-    """Euclidean norm of each row, summed in float64 over 16 strided lanes and then a fixed tree."""
-    rows, elements = c.shape
-    squares = np.zeros((rows, -(-elements // 16), 16))
-    squares.reshape(rows, -1)[:, :elements] = np.square(c, dtype=np.float64)
-    lanes = np.zeros((rows, 16))
-    for j in range(squares.shape[1]):
-        lanes += squares[:, j]
-    for width in (8, 4, 2, 1):
-        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
-    return np.sqrt(lanes[:, 0]).astype(np.float32)
-
-
 def _fp16_factors(largest: Floats) -> tuple[Floats, Floats]:
     """Normal powers of two 2**e and 2**-e with largest * 2**-e in [2**14, 2**15); 1 where it is 0."""
     exponent = (largest.view(np.uint32) >> np.uint32(23)).astype(np.int32) - 127
     e = np.maximum(exponent - 14, -126)
     e[largest == 0] = 0
     return np.ldexp(np.float32(1), e), np.ldexp(np.float32(1), -e)
+
+
+def _encode_cast(codec: int, contribution: npt.NDArray[Any]) -> tuple[Bytes, npt.NDArray[Any]] | None:
+    cast = contribution.astype(_CAST[codec])
+    if not _all_finite(cast):
+        return None
+    return cast.view(np.uint8), cast.astype(contribution.dtype)
 
 
 # --- payloads -----------------------------------------------------------------------------------------------
@@ -454,7 +379,7 @@ def unpack_bits(stream: Bytes, bits: int, length: int) -> Codes:
 
 
 def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[Floats], Codes]:
-    columns = 2 if codec == MINMAX else 1
+    columns = QUANTISER[codec].columns
     buckets = len(_bucket_lengths(segment))
     records = source[: 4 * columns * buckets].view("<f4").reshape(buckets, columns)
     codes = unpack_bits(source[4 * columns * buckets :], int(segment["bits"]), int(segment["length"]))
@@ -514,7 +439,7 @@ def _number_type(codec: int) -> Any:
 
 
 def _draws(segment: np.void, codec: int, stochastic: bool, seed: int, step: int, rank: int) -> Floats | None:
-    if not stochastic or codec not in QUANTISERS:
+    if not stochastic or codec not in STOCHASTIC:
         return None
     return philox.uniform(
         int(segment["start"]),
@@ -535,6 +460,7 @@ def _check_call(
     table: SegmentTable,
     flags: Bytes | None,
     payloads: Sequence[Bytes],
+    magnitudes: Magnitudes | None,
     *,
     checked: npt.NDArray[np.bool_] | slice = slice(None),
     writable: bool,
@@ -545,3 +471,4 @@ def _check_call(
     for payload in payloads:
         check_array("payload", payload, np.uint8, writable=writable)
     check_table(codec, table[checked], *(len(payload) for payload in payloads))
+    check_magnitudes(codec, table[checked], magnitudes)

@@ -7,7 +7,7 @@ in the float32 `shadow` of the row. Magnitudes order elements; of equal magnitud
 
 The selections of all rows lie in flat arrays: that of row i in indices[offsets[i] : offsets[i] + counts[i]]
 (uint32, ascending, counted from the layer's first element), and its values (float32) in the same places. Sums over
-elements are float64 over 16 strided lanes and then the fixed tree of `reference.l2_norm`.
+elements are float64 over 16 strided lanes and then the fixed tree of `quantisers.l2_norm`.
 
 All functions raise TypeError for an array of the wrong dtype, read-only, not aligned or not contiguous, and
 ValueError, before anything is written, for a malformed row, a row without the shadow it needs, vectors that do not

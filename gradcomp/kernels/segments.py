@@ -25,8 +25,30 @@ FP32: Final = 3
 FP16: Final = 4
 BF16: Final = 5
 FP64: Final = 6
+SIGN: Final = 7
+VOTE: Final = 8
+ONEBIT: Final = 9
+CODEBOOK_L2: Final = 10
+CODEBOOK_LINF: Final = 11
 
-QUANTISERS: Final = (MINMAX, L2, LINF)
+LEVELS: Final = {
+    MINMAX: range(1, 9),
+    L2: range(1, 9),
+    LINF: range(1, 9),
+    SIGN: range(1, 2),
+    VOTE: range(1, 2),
+    ONEBIT: range(1, 2),
+    CODEBOOK_L2: range(2, 9),
+    CODEBOOK_LINF: range(2, 9),
+}
+"""The numbers of bits that each quantising codec takes."""
+
+QUANTISERS: Final = tuple(LEVELS)
+
+CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
+
+STOCHASTIC: Final = (MINMAX, L2, LINF, *CODEBOOKS)
+"""The codecs that can round stochastically; the others make nothing of a draw."""
 
 FLOAT32: Final = 0
 FLOAT16: Final = 1
@@ -57,7 +79,7 @@ SEGMENT: Final = np.dtype(
         ("start", "<i8"),  # number of the segment's first element within its layer
         ("length", "<i8"),  # elements
         ("layer", "<u4"),  # layer hash, a word of the random counter
-        ("bits", "<i4"),  # level of a quantising codec, 1..8; casts ignore it
+        ("bits", "<i4"),  # of a quantising codec's codes, see LEVELS; casts ignore it
         ("bucket_size", "<i4"),  # elements per scale record; FP32, BF16 and FP64 ignore it
         ("dtype", "<i4"),  # of gradient and output, an index into DTYPES
     ]
@@ -66,6 +88,11 @@ SEGMENT: Final = np.dtype(
 SegmentTable: TypeAlias = npt.NDArray[np.void]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
+MAGNITUDES_SHAPE: Final = (9, 128)
+
+Magnitudes: TypeAlias = npt.NDArray[np.float32]
+"""What the codebooks need: row b holds the 2**(b-1) magnitudes for b bits in ascending order, from 0 to 1."""
+
 
 def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
     """Bytes of a segment's payload."""
@@ -73,8 +100,8 @@ def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
         raise ValueError(f"unknown codec {codec}")
     if not 0 <= length <= MAX_ELEMENTS:
         raise ValueError(f"length {length} is not in 0..{MAX_ELEMENTS}")
-    if codec in QUANTISERS and not 1 <= bits <= 8:
-        raise ValueError(f"bits {bits} is not in 1..8")
+    if codec in LEVELS and bits not in LEVELS[codec]:
+        raise ValueError(f"bits {bits} is not in {_words(LEVELS[codec])}")
     if bucket_size < 1:
         raise ValueError(f"bucket_size {bucket_size} is not positive")
     scale_bytes, code_bits = _WIRE_FORMAT[codec]
@@ -102,6 +129,11 @@ _WIRE_FORMAT: Final = {
     FP16: (4, 16),
     BF16: (0, 16),
     FP64: (0, 64),
+    SIGN: (4, 0),
+    VOTE: (4, 0),
+    ONEBIT: (8, 0),
+    CODEBOOK_L2: (4, 0),
+    CODEBOOK_LINF: (4, 0),
 }
 
 
@@ -116,8 +148,13 @@ def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
         (table["dtype"] == FLOAT64) == (codec == FP64),
         "dtype float64 goes with codec FP64, and FP64 with nothing else",
     )
-    if codec in QUANTISERS:
-        _require(table, (table["bits"] >= 1) & (table["bits"] <= 8), "bits is not in 1..8")
+    if codec in LEVELS:
+        levels = LEVELS[codec]
+        _require(
+            table,
+            (table["bits"] >= levels.start) & (table["bits"] < levels.stop),
+            f"bits is not in {_words(levels)}",
+        )
     size = wire_bytes_table(codec, table)
     for payload_size in payload_sizes:
         # Written as a difference: the sum of a hostile offset and a size could wrap.
@@ -139,6 +176,36 @@ def check_elements(table: SegmentTable) -> None:
         & (table["start"] <= MAX_ELEMENTS - table["length"]),
         f"elements start..start+length are not in 0..{MAX_ELEMENTS}",
     )
+
+
+def check_magnitudes(codec: int, table: SegmentTable, magnitudes: Magnitudes | None) -> None:
+    """Raise unless a codebook has magnitudes, in order for every number of bits in the table, and no other codec has.
+
+    Raises:
+        TypeError: not a contiguous float32 array.
+        ValueError: missing or not wanted, of another shape, or not ascending from 0 to 1.
+    """
+    if (magnitudes is not None) != (codec in CODEBOOKS):
+        raise ValueError("magnitudes go with the codebook codecs, and with nothing else")
+    if magnitudes is None:
+        return
+    if not (
+        isinstance(magnitudes, np.ndarray)
+        and magnitudes.dtype == np.float32
+        and magnitudes.ndim == 2
+        and magnitudes.flags.c_contiguous
+    ):
+        raise TypeError("magnitudes must be a contiguous two-dimensional NumPy array of float32")
+    if magnitudes.shape != MAGNITUDES_SHAPE:
+        raise ValueError(f"magnitudes have the shape {magnitudes.shape}, not {MAGNITUDES_SHAPE}")
+    for bits in np.unique(table["bits"]):
+        row = magnitudes[bits, : 1 << (bits - 1)]
+        if not (row[0] == 0 and row[-1] == 1 and (row[:-1] <= row[1:]).all()):
+            raise ValueError(f"magnitudes for {bits} bits do not ascend from 0 to 1")
+
+
+def _words(levels: range) -> str:
+    return f"{levels.start}..{levels.stop - 1}"
 
 
 def _require(table: SegmentTable, condition: npt.NDArray[np.bool_], complaint: str) -> None:

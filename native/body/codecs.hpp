@@ -2,16 +2,21 @@
 //
 //   Code                    how a code is stored before packing
 //   record_bytes            of a bucket's scale record; 0: no record, and buckets mean nothing
-//   Range                   what one pass over a bucket's contributions finds out; padding() does not disturb
-//   it Codec(range, bits)      to encode; representable() says whether all is finite, write() writes the
-//   record Codec(record, bits)     to decode code<stochastic>(c, u)  the code of c; u in [0, 1) rounds it
+//   draws                   whether it can round stochastically
+//   Range                   what one pass over a bucket's contributions finds out; padding() does not
+//                           disturb it
+//   Codec(range, level, n)  to encode a bucket of n elements; representable() says whether all is finite,
+//                           write() writes the record
+//   Codec(record, level)    to decode
+//   code<stochastic>(c, u)  the code of c; u in [0, 1) rounds it
 //   value(code)             what a decoder makes of it
 //   bounded, bounds         whether, and which, two values enclose those of all codes, hostile records
-//   included
+//                           included
 #pragma once
 
 #include <cstring>
 
+#include "../segment.hpp"
 #include "simd.hpp"
 
 namespace gradcomp::GRADCOMP_BODY {
@@ -35,6 +40,17 @@ inline void write_float(std::uint8_t* p, float x) {
     std::memcpy(p, &x, sizeof x);
 }
 
+// Bits of a code, and the magnitudes that a codebook has for them.
+struct Level {
+    int bits;
+    const float* magnitudes;
+
+    Level(const Segment& segment, const float* all_magnitudes)
+        : bits(segment.bits),
+          magnitudes(all_magnitudes == nullptr ? nullptr
+                                               : all_magnitudes + segment.bits * magnitudes_per_row) {}
+};
+
 // Codes of t >= 0: rounded to nearest even, or to floor(t + u); at most `limit`.
 template <bool stochastic>
 inline I32 round_code(F32 t, F32 u, F32 limit) {
@@ -47,6 +63,7 @@ class MinMax {
   public:
     using Code = std::uint8_t;
     static constexpr std::int64_t record_bytes = 8;
+    static constexpr bool draws = true;
     static constexpr bool bounded = true;
 
     class Range {
@@ -69,19 +86,19 @@ class MinMax {
         I32 largest_ = splat(0);
     };
 
-    MinMax(const Range& range, int bits) : levels_(levels(bits)) {
+    MinMax(const Range& range, const Level& level, std::int64_t) : levels_(levels(level.bits)) {
         const float low = range.low();
         const float span = range.high() - low;
-        float unit = span / levels(bits);
-        float inverse = levels(bits) / span;
+        float unit = span / levels_;
+        float inverse = levels_ / span;
         if (!is_finite(inverse)) unit = inverse = 0.0f;
-        set(low, unit, bits);
+        set(low, unit);
         inverse_ = splat(inverse);
         representable_ = range.finite() && is_finite(unit);
     }
 
-    MinMax(const std::uint8_t* record, int bits) : levels_(levels(bits)) {
-        set(read_float(record), read_float(record + 4), bits);
+    MinMax(const std::uint8_t* record, const Level& level) : levels_(levels(level.bits)) {
+        set(read_float(record), read_float(record + 4));
     }
 
     bool representable() const { return representable_; }
@@ -103,12 +120,12 @@ class MinMax {
   private:
     static float levels(int bits) { return static_cast<float>((1 << bits) - 1); }
 
-    void set(float low, float unit, int bits) {
+    void set(float low, float unit) {
         low_ = splat(low);
         unit_ = splat(unit);
         unit_scalar_ = unit;
         bounds[0] = low;
-        bounds[1] = low + levels(bits) * unit;
+        bounds[1] = low + levels_ * unit;
     }
 
     float levels_;
@@ -121,14 +138,7 @@ class L2Norm {
   public:
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { sums_.add(c); }
-    float norm() const {
-        double lane[16];
-        sums_.store(lane);
-        for (int width = 8; width > 0; width /= 2) {
-            for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
-        }
-        return static_cast<float>(__builtin_sqrt(lane[0]));
-    }
+    float norm() const { return static_cast<float>(__builtin_sqrt(total(sums_))); }
 
   private:
     SquareSums sums_;
@@ -154,6 +164,17 @@ struct NormScale {
     }
 };
 
+// A magnitude with the sign of c in the top one of its bits; zero has no sign.
+inline I32 with_sign(I32 magnitude, F32 c, int bits) {
+    const I32 negative = as_int(c) & (splat(0) - magnitude) & splat(INT32_MIN);
+    return magnitude | shift_right(negative, 32 - bits);
+}
+
+// The top bit of a code, where a float has its sign.
+inline I32 sign_of_code(I32 code, int bits) {
+    return shift_left(shift_right(code, bits - 1), 31);
+}
+
 // Sign and magnitude, for two bits or more: a magnitude of steps of norm / (2**(bits-1) - 1).
 template <class Norm>
 class SignMagnitude {
@@ -161,15 +182,16 @@ class SignMagnitude {
     using Code = std::uint8_t;
     using Range = Norm;
     static constexpr std::int64_t record_bytes = 4;
+    static constexpr bool draws = true;
     static constexpr bool bounded = true;
 
-    SignMagnitude(const Range& range, int bits) {
-        const NormScale scale(range.norm(), steps(bits));
-        set(scale.norm, bits);
+    SignMagnitude(const Range& range, const Level& level, std::int64_t) {
+        const NormScale scale(range.norm(), steps(level.bits));
+        set(scale.norm, level.bits);
         inverse_ = splat(scale.inverse);
     }
 
-    SignMagnitude(const std::uint8_t* record, int bits) { set(read_float(record), bits); }
+    SignMagnitude(const std::uint8_t* record, const Level& level) { set(read_float(record), level.bits); }
 
     bool representable() const { return is_finite(norm_); }
 
@@ -178,22 +200,17 @@ class SignMagnitude {
     template <bool stochastic>
     I32 code(F32 c, F32 u) const {
         const I32 magnitude = round_code<stochastic>(absolute(c) * inverse_, u, splat(steps(bits_)));
-        // Zero has no sign.
-        const I32 negative = as_int(c) & (splat(0) - magnitude) & splat(sign_bit);
-        return magnitude | shift_right(negative, 32 - bits_);
+        return with_sign(magnitude, c, bits_);
     }
 
     F32 value(I32 code) const {
-        const I32 negative = shift_left(shift_right(code, bits_ - 1), 31);
         const I32 magnitude = code & splat((1 << (bits_ - 1)) - 1);
-        return as_float(as_int(to_float(magnitude) * unit_) ^ negative);
+        return as_float(as_int(to_float(magnitude) * unit_) ^ sign_of_code(code, bits_));
     }
 
     float bounds[2];
 
   private:
-    static constexpr std::int32_t sign_bit = INT32_MIN;
-
     static float steps(int bits) { return static_cast<float>((1 << (bits - 1)) - 1); }
 
     void set(float norm, int bits) {
@@ -216,15 +233,16 @@ class PureSign {
     using Code = std::uint8_t;
     using Range = Norm;
     static constexpr std::int64_t record_bytes = 4;
+    static constexpr bool draws = true;
     static constexpr bool bounded = true;
 
-    PureSign(const Range& range, int) {
+    PureSign(const Range& range, const Level&, std::int64_t) {
         const NormScale scale(range.norm(), 1.0f);
         set(scale.norm);
         inverse_ = splat(scale.inverse);
     }
 
-    PureSign(const std::uint8_t* record, int) { set(read_float(record)); }
+    PureSign(const std::uint8_t* record, const Level&) { set(read_float(record)); }
 
     bool representable() const { return is_finite(bounds[0]); }
 
@@ -258,9 +276,10 @@ class ScaledHalf {
     using Code = std::uint16_t;
     using Range = LInfNorm;
     static constexpr std::int64_t record_bytes = 4;
+    static constexpr bool draws = false;
     static constexpr bool bounded = false;
 
-    ScaledHalf(const Range& range, int) : representable_(is_finite(range.norm())) {
+    ScaledHalf(const Range& range, const Level&, std::int64_t) : representable_(is_finite(range.norm())) {
         const std::int32_t largest = bits_of(range.norm());
         const std::int32_t exponent = (largest >> 23) - 127 - 14;
         // Both the factor and its inverse stay normal numbers.
@@ -270,7 +289,7 @@ class ScaledHalf {
         factor_scalar_ = float_of((127 + e) << 23);
     }
 
-    ScaledHalf(const std::uint8_t* record, int) : factor_(splat(read_float(record))) {}
+    ScaledHalf(const std::uint8_t* record, const Level&) : factor_(splat(read_float(record))) {}
 
     bool representable() const { return representable_; }
 
@@ -294,10 +313,12 @@ class Bfloat16 {
     using Code = std::uint16_t;
     using Range = LInfNorm;
     static constexpr std::int64_t record_bytes = 0;
+    static constexpr bool draws = false;
     static constexpr bool bounded = false;
 
-    Bfloat16(const Range& range, int) : representable_(bits_of(range.norm()) < bfloat16_overflow) {}
-    Bfloat16(const std::uint8_t*, int) {}
+    Bfloat16(const Range& range, const Level&, std::int64_t)
+        : representable_(bits_of(range.norm()) < bfloat16_overflow) {}
+    Bfloat16(const std::uint8_t*, const Level&) {}
 
     bool representable() const { return representable_; }
     void write(std::uint8_t*) const {}
@@ -318,10 +339,11 @@ class Float32 {
     using Code = std::uint32_t;
     using Range = LInfNorm;
     static constexpr std::int64_t record_bytes = 0;
+    static constexpr bool draws = false;
     static constexpr bool bounded = false;
 
-    Float32(const Range& range, int) : representable_(is_finite(range.norm())) {}
-    Float32(const std::uint8_t*, int) {}
+    Float32(const Range& range, const Level&, std::int64_t) : representable_(is_finite(range.norm())) {}
+    Float32(const std::uint8_t*, const Level&) {}
 
     bool representable() const { return representable_; }
     void write(std::uint8_t*) const {}

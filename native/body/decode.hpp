@@ -9,6 +9,7 @@ namespace gradcomp::GRADCOMP_BODY {
 struct PayloadView {
     const std::uint8_t* scales;
     const std::uint8_t* codes;
+    Level level;
 };
 
 // Values of the elements first..first+count, at most a block, into an array of block_room.
@@ -22,7 +23,7 @@ void read_values(const Segment& segment, const PayloadView& payload, std::int64_
     std::int64_t begin = 0;
     while (begin < count) {
         const std::int64_t end = smaller((bucket + 1) * bucket_size - first, count);
-        const Codec codec(payload.scales + bucket * Codec::record_bytes, segment.bits);
+        const Codec codec(payload.scales + bucket * Codec::record_bytes, payload.level);
         // The last vector may reach into the next bucket, which comes after and overwrites it.
         for (std::int64_t i = begin; i < end; i += lanes)
             store(values + i, codec.value(load_widen(codes + i)));
@@ -130,11 +131,11 @@ inline bool overflows(float x, Dtype dtype) {
 
 // Whether a code of some bucket, occurring or not, finishes as something that is not finite.
 template <class Codec>
-bool bounds_overflow(const Segment& segment, const std::uint8_t* scales, const Finish& finish) {
+bool bounds_overflow(const Segment& segment, const PayloadView& payload, const Finish& finish) {
     const std::int64_t buckets = (segment.length + segment.bucket_size - 1) / segment.bucket_size;
     bool any = false;
     for (std::int64_t bucket = 0; bucket < buckets; ++bucket) {
-        const Codec codec(scales + bucket * Codec::record_bytes, segment.bits);
+        const Codec codec(payload.scales + bucket * Codec::record_bytes, payload.level);
         for (const float bound : codec.bounds) any |= overflows(finish(bound), segment.dtype);
     }
     return any;
@@ -172,7 +173,7 @@ bool decode_segment(const Segment& segment, const PayloadView& payload, const Fi
         write_blocks(segment, finish, added, [&](std::int64_t first, std::int64_t count, float* values) {
             read_values<Codec>(segment, payload, first, count, values);
         });
-    if constexpr (Codec::bounded) return bounds_overflow<Codec>(segment, payload.scales, finish);
+    if constexpr (Codec::bounded) return bounds_overflow<Codec>(segment, payload, finish);
     return largest >= overflow_bits(segment.dtype);
 }
 

@@ -23,6 +23,7 @@ struct EncodeJob {
     const Segment& segment;
     const Source& source;
     const Rounding& rounding;
+    Level level;
     std::uint8_t* scales;
     std::uint8_t* codes;
     bool streaming;
@@ -103,7 +104,7 @@ class SegmentEncoder {
         ScannedBucket<Codec> next = scan(0, scratch);
         for (std::int64_t begin = 0; begin < length; begin += bucket_size_) {
             const ScannedBucket<Codec> bucket = next;
-            const Codec codec(bucket.range, job_.segment.bits);
+            const Codec codec(bucket.range, job_.level, bucket.end - bucket.begin);
             if (bucket.end < length) next = scan(bucket.end, next_scratch);
             if (!codec.representable()) return false;
             codec.write(record);

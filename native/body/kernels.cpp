@@ -2,12 +2,14 @@
 
 #include "../kernels.hpp"
 
+#include "codebook.hpp"
 #include "decode.hpp"
 #include "encode.hpp"
 #include "fp64.hpp"
 #include "scatter.hpp"
 #include "select.hpp"
 #include "select_sums.hpp"
+#include "signs.hpp"
 #include "sources.hpp"
 
 #define GRADCOMP_STRING(name) #name
@@ -33,18 +35,29 @@ bool with_codec(Codec codec, int bits, Function f) {
             return f.template operator()<ScaledHalf>();
         case Codec::bf16:
             return f.template operator()<Bfloat16>();
+        case Codec::sign:
+            return f.template operator()<Sign<MeanMagnitude>>();
+        case Codec::vote:
+            return f.template operator()<Sign<Presence>>();
+        case Codec::onebit:
+            return f.template operator()<OneBit>();
+        case Codec::codebook_l2:
+            return bits <= small_table_bits ? f.template operator()<Codebook<L2Norm, SmallTable>>()
+                                            : f.template operator()<Codebook<L2Norm, LargeTable>>();
+        case Codec::codebook_linf:
+            return bits <= small_table_bits ? f.template operator()<Codebook<LInfNorm, SmallTable>>()
+                                            : f.template operator()<Codebook<LInfNorm, LargeTable>>();
         default:
             return f.template operator()<Float32>();
     }
 }
 
 template <class Class>
-bool encode_from(const Segment& segment, const Source& source, const Rounding& rounding,
+bool encode_from(const Segment& segment, const Level& level, const Source& source, const Rounding& rounding,
                  std::int64_t scale_bytes, std::uint8_t* payload) {
     const EncodeJob job{
-        segment, source, rounding, payload, payload + scale_bytes, segment.length >= streaming_length};
-    // Only bounded codecs, the quantising ones, draw.
-    if constexpr (Class::bounded) {
+        segment, source, rounding, level, payload, payload + scale_bytes, segment.length >= streaming_length};
+    if constexpr (Class::draws) {
         if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
     }
     return SegmentEncoder<Class, false>(job).run();
@@ -66,8 +79,8 @@ void encode(const EncodeCall& call) {
         } else {
             const Gradient source(segment, static_cast<float>(call.scale), static_cast<float>(call.decay));
             finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
-                return encode_from<Class>(segment, source, call.rounding, scale_bytes(call.codec, segment),
-                                          payload);
+                return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
+                                          scale_bytes(call.codec, segment), payload);
             });
         }
         if (!finite) discard(call.codec, segment, payload, call.flags[row]);
@@ -85,9 +98,10 @@ void reduce(const ReduceCall& call) {
         } else {
             finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
                 const std::int64_t scales = scale_bytes(call.codec, segment);
-                const Mean<Class> source(segment, call.payloads, scales, static_cast<float>(call.divisor),
-                                         static_cast<float>(call.decay));
-                return encode_from<Class>(segment, source, call.rounding, scales, out);
+                const Level level(segment, call.magnitudes);
+                const Mean<Class> source(segment, level, call.payloads, scales,
+                                         static_cast<float>(call.divisor), static_cast<float>(call.decay));
+                return encode_from<Class>(segment, level, source, call.rounding, scales, out);
             });
         }
         if (!finite) discard(call.codec, segment, out, call.flags[row]);
@@ -114,11 +128,11 @@ void fill_with_nan(const Segment& segment) {
 }
 
 // Decode to the output, or add to it; returns whether something is not finite there.
-bool decode_row(Codec codec, const Segment& segment, const std::uint8_t* payload, double divisor,
-                double scale, bool added) {
+bool decode_row(Codec codec, const Segment& segment, const float* magnitudes, const std::uint8_t* payload,
+                double divisor, double scale, bool added) {
     if (codec == Codec::fp64) return !decode_fp64(segment, payload, divisor, scale);
     return with_codec(codec, segment.bits, [&]<class Class>() {
-        const PayloadView view{payload, payload + scale_bytes(codec, segment)};
+        const PayloadView view{payload, payload + scale_bytes(codec, segment), Level(segment, magnitudes)};
         const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
         return decode_segment<Class>(segment, view, finish, added);
     });
@@ -130,8 +144,8 @@ void decode(const DecodeCall& call) {
         if (segment.output == 0) continue;
         if (call.flags[row] != 0)
             fill_with_nan(segment);
-        else if (decode_row(call.codec, segment, call.payload + segment.payload, call.divisor, call.scale,
-                            false))
+        else if (decode_row(call.codec, segment, call.magnitudes, call.payload + segment.payload,
+                            call.divisor, call.scale, false))
             call.flags[row] |= 1;
     }
     stream_fence();
@@ -141,7 +155,8 @@ void decode_add(const DecodeAddCall& call) {
     for (std::int64_t row = 0; row < call.table.size(); ++row) {
         const Segment segment = call.table[row];
         if (segment.output != 0)
-            decode_row(call.codec, segment, call.payload + segment.payload, 1.0, call.scale, true);
+            decode_row(call.codec, segment, call.magnitudes, call.payload + segment.payload, 1.0, call.scale,
+                       true);
     }
 }
 

@@ -46,23 +46,4 @@ inline void compress(std::uint32_t* p, I32 x, std::uint32_t mask) {
     compress_half(p + __builtin_popcount(mask & 0xFF), x.high, mask >> 8);
 }
 
-// Sums in double precision, one per lane.
-class LaneSums {
-  public:
-    void add(F32 x) {
-        add(0, _mm256_castps256_ps128(x.low));
-        add(1, _mm256_extractf128_ps(x.low, 1));
-        add(2, _mm256_castps256_ps128(x.high));
-        add(3, _mm256_extractf128_ps(x.high, 1));
-    }
-    void store(double (&lanes)[16]) const {
-        for (int k = 0; k < 4; ++k) _mm256_storeu_pd(lanes + 4 * k, sums_[k]);
-    }
-
-  private:
-    void add(int k, __m128 x) { sums_[k] = _mm256_add_pd(sums_[k], _mm256_cvtps_pd(x)); }
-
-    __m256d sums_[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
-};
-
 }  // namespace gradcomp::GRADCOMP_BODY

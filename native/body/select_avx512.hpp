@@ -20,21 +20,4 @@ inline void compress(std::uint32_t* p, I32 x, std::uint32_t mask) {
     _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), x.v));
 }
 
-// Sums in double precision, one per lane.
-class LaneSums {
-  public:
-    void add(F32 x) {
-        low_ = _mm512_add_pd(low_, _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)));
-        high_ = _mm512_add_pd(high_, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1)));
-    }
-    void store(double (&lanes)[16]) const {
-        _mm512_storeu_pd(lanes, low_);
-        _mm512_storeu_pd(lanes + 8, high_);
-    }
-
-  private:
-    __m512d low_ = _mm512_setzero_pd();
-    __m512d high_ = _mm512_setzero_pd();
-};
-
 }  // namespace gradcomp::GRADCOMP_BODY

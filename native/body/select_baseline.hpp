@@ -27,16 +27,4 @@ inline void compress(std::uint32_t* p, I32 x, std::uint32_t mask) {
     }
 }
 
-// Sums in double precision, one per lane.
-class LaneSums {
-  public:
-    void add(F32 x) {
-        for (int i = 0; i < 16; ++i) sums_[i] += static_cast<double>(x.q[i / 4][i % 4]);
-    }
-    void store(double (&lanes)[16]) const { std::memcpy(lanes, sums_, sizeof sums_); }
-
-  private:
-    double sums_[16] = {};
-};
-
 }  // namespace gradcomp::GRADCOMP_BODY

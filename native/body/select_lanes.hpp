@@ -30,15 +30,4 @@ inline std::uint32_t existing_lanes(std::int64_t count) {
     return count >= lanes ? 0xFFFF : (1U << count) - 1;
 }
 
-// The sum of sixteen lanes by a fixed tree.
-template <class Sums>
-double total(const Sums& sums) {
-    double lane[16];
-    sums.store(lane);
-    for (int width = 8; width > 0; width /= 2) {
-        for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
-    }
-    return lane[0];
-}
-
 }  // namespace gradcomp::GRADCOMP_BODY

@@ -45,6 +45,17 @@ inline F32 absolute(F32 x) {
     return as_float(magnitude_bits(x));
 }
 
+// The sum of sixteen double precision lanes by a fixed tree.
+template <class Sums>
+inline double total(const Sums& sums) {
+    double lane[16];
+    sums.store(lane);
+    for (int width = 8; width > 0; width /= 2) {
+        for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
+    }
+    return lane[0];
+}
+
 // bfloat16 in the low 16 bits of each lane.
 inline F32 from_bfloat16(I32 x) {
     return as_float(shift_left(x, 16));

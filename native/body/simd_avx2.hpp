@@ -131,6 +131,35 @@ inline I32 truncate(F32 x) {
     return {_mm256_cvttps_epi32(x.low), _mm256_cvttps_epi32(x.high)};
 }
 
+// A table of up to 16 entries, in registers.
+class SmallTable {
+  public:
+    explicit SmallTable(const float* entries)
+        : low_(_mm256_loadu_ps(entries)), high_(_mm256_loadu_ps(entries + 8)) {}
+    F32 operator[](I32 index) const { return {at(index.low), at(index.high)}; }
+
+  private:
+    __m256 at(__m256i index) const {
+        const __m256 bit3 = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low_, index), _mm256_permutevar8x32_ps(high_, index),
+                                bit3);
+    }
+
+    __m256 low_, high_;
+};
+
+// A table of up to 128 entries, in memory.
+class LargeTable {
+  public:
+    explicit LargeTable(const float* entries) : entries_(entries) {}
+    F32 operator[](I32 index) const {
+        return {_mm256_i32gather_ps(entries_, index.low, 4), _mm256_i32gather_ps(entries_, index.high, 4)};
+    }
+
+  private:
+    const float* entries_;
+};
+
 // Unsigned integers of any width; a store keeps the low bits of each lane.
 inline I32 load_widen(const std::uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -175,6 +204,25 @@ inline I32 to_half(F32 x) {
     return {_mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.low, mode)),
             _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.high, mode))};
 }
+
+// Sums in double precision, one per lane.
+class LaneSums {
+  public:
+    void add(F32 x) {
+        add(0, _mm256_castps256_ps128(x.low));
+        add(1, _mm256_extractf128_ps(x.low, 1));
+        add(2, _mm256_castps256_ps128(x.high));
+        add(3, _mm256_extractf128_ps(x.high, 1));
+    }
+    void store(double (&lanes)[16]) const {
+        for (int k = 0; k < 4; ++k) _mm256_storeu_pd(lanes + 4 * k, sums_[k]);
+    }
+
+  private:
+    void add(int k, __m128 x) { sums_[k] = _mm256_add_pd(sums_[k], _mm256_cvtps_pd(x)); }
+
+    __m256d sums_[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+};
 
 // Sums of squares in double precision, one per lane. The square of a float is exact there, so that fusing it
 // with the sum changes nothing.

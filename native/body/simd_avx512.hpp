@@ -116,6 +116,38 @@ inline I32 truncate(F32 x) {
     return {_mm512_cvttps_epi32(x.v)};
 }
 
+// A table of up to 16 entries, in registers.
+class SmallTable {
+  public:
+    explicit SmallTable(const float* entries) : entries_(_mm512_loadu_ps(entries)) {}
+    F32 operator[](I32 index) const { return {_mm512_permutexvar_ps(index.v, entries_)}; }
+
+  private:
+    __m512 entries_;
+};
+
+// A table of up to 128 entries, in registers: on some CPUs these are much faster than gathering from memory.
+class LargeTable {
+  public:
+    explicit LargeTable(const float* entries) {
+        for (int k = 0; k < 8; ++k) entries_[k] = _mm512_loadu_ps(entries + 16 * k);
+    }
+    F32 operator[](I32 index) const {
+        const __mmask16 bit5 = _mm512_test_epi32_mask(index.v, _mm512_set1_epi32(32));
+        const __mmask16 bit6 = _mm512_test_epi32_mask(index.v, _mm512_set1_epi32(64));
+        const __m512 low = _mm512_mask_blend_ps(bit5, of_32(0, index), of_32(2, index));
+        const __m512 high = _mm512_mask_blend_ps(bit5, of_32(4, index), of_32(6, index));
+        return {_mm512_mask_blend_ps(bit6, low, high)};
+    }
+
+  private:
+    __m512 of_32(int k, I32 index) const {
+        return _mm512_permutex2var_ps(entries_[k], index.v, entries_[k + 1]);
+    }
+
+    __m512 entries_[8];
+};
+
 // Unsigned integers of any width; a store keeps the low bits of each lane.
 inline I32 load_widen(const std::uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
@@ -143,6 +175,23 @@ inline F32 from_half(I32 half) {
 inline I32 to_half(F32 x) {
     return {_mm512_cvtepu16_epi32(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
 }
+
+// Sums in double precision, one per lane.
+class LaneSums {
+  public:
+    void add(F32 x) {
+        low_ = _mm512_add_pd(low_, _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)));
+        high_ = _mm512_add_pd(high_, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1)));
+    }
+    void store(double (&lanes)[16]) const {
+        _mm512_storeu_pd(lanes, low_);
+        _mm512_storeu_pd(lanes + 8, high_);
+    }
+
+  private:
+    __m512d low_ = _mm512_setzero_pd();
+    __m512d high_ = _mm512_setzero_pd();
+};
 
 // Sums of squares in double precision, one per lane. The square of a float is exact there, so that fusing it
 // with the sum changes nothing.

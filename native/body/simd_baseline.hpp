@@ -136,6 +136,23 @@ inline I32 truncate(F32 x) {
     return for_quads<I32>([&](int k) { return __builtin_convertvector(x.q[k], IntQuad); });
 }
 
+// A table of up to 128 entries.
+class LargeTable {
+  public:
+    explicit LargeTable(const float* entries) : entries_(entries) {}
+    F32 operator[](I32 index) const {
+        F32 x;
+        for (int i = 0; i < 16; ++i) x.q[i / 4][i % 4] = entries_[index.q[i / 4][i % 4]];
+        return x;
+    }
+
+  private:
+    const float* entries_;
+};
+
+// No registers that could hold a small one.
+using SmallTable = LargeTable;
+
 // Unsigned integers of any width; a store keeps the low bits of each lane.
 template <class Unsigned>
 inline I32 load_widen(const Unsigned* p) {
@@ -169,6 +186,18 @@ inline I32 to_half(F32 x) {
     half = select(less(splat(0x7F800000), magnitude), splat(0x7E00), half);
     return half | (shift_right(as_int(x), 16) & splat(0x8000));
 }
+
+// Sums in double precision, one per lane.
+class LaneSums {
+  public:
+    void add(F32 x) {
+        for (int i = 0; i < 16; ++i) sums_[i] += static_cast<double>(x.q[i / 4][i % 4]);
+    }
+    void store(double (&lanes)[16]) const { std::memcpy(lanes, sums_, sizeof sums_); }
+
+  private:
+    double sums_[16] = {};
+};
 
 // Sums of squares in double precision, one per lane.
 class SquareSums {

@@ -71,9 +71,10 @@ class Gradient final : public Source {
 template <class Codec>
 class Mean final : public Source {
   public:
-    Mean(const Segment& segment, std::span<const std::uint8_t* const> payloads, std::int64_t scale_bytes,
-         float divisor, float decay)
+    Mean(const Segment& segment, const Level& level, std::span<const std::uint8_t* const> payloads,
+         std::int64_t scale_bytes, float divisor, float decay)
         : segment_(segment),
+          level_(level),
           payloads_(payloads),
           scale_bytes_(scale_bytes),
           divisor_(splat(divisor)),
@@ -99,10 +100,11 @@ class Mean final : public Source {
   private:
     PayloadView view(const std::uint8_t* payload) const {
         const std::uint8_t* const scales = payload + segment_.payload;
-        return {scales, scales + scale_bytes_};
+        return {scales, scales + scale_bytes_, level_};
     }
 
     const Segment& segment_;
+    Level level_;
     std::span<const std::uint8_t* const> payloads_;
     std::int64_t scale_bytes_;
     F32 divisor_, decay_;

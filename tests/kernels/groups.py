@@ -19,7 +19,25 @@ CODECS = {
     "fp16": segments.FP16,
     "bf16": segments.BF16,
     "fp64": segments.FP64,
+    "sign": segments.SIGN,
+    "vote": segments.VOTE,
+    "onebit": segments.ONEBIT,
+    "codebook-l2": segments.CODEBOOK_L2,
+    "codebook-linf": segments.CODEBOOK_LINF,
 }
+
+
+def magnitudes_of(codec: int) -> Any:
+    """Magnitudes for a codebook, uneven and with repeated ones at the end; None for the other codecs."""
+    if codec not in segments.CODEBOOKS:
+        return None
+    magnitudes = np.zeros(segments.MAGNITUDES_SHAPE, np.float32)
+    for bits in range(2, 9):
+        count = 1 << (bits - 1)
+        distinct = count - count // 4
+        magnitudes[bits, :distinct] = (np.arange(distinct) / (distinct - 1)) ** 2
+        magnitudes[bits, distinct:count] = 1
+    return magnitudes
 
 
 def dtypes_of(codec: int) -> tuple[int, ...]:
@@ -31,7 +49,13 @@ def dtypes_of(codec: int) -> tuple[int, ...]:
 
 def levels_of(codec: int) -> Sequence[int]:
     """The levels of a codec; casts have none."""
-    return range(1, 9) if codec in segments.QUANTISERS else (0,)
+    return segments.LEVELS.get(codec, (0,))
+
+
+def nearest_level(codec: int, bits: int) -> int:
+    """The number of bits that a codec takes and that is nearest to the given one."""
+    levels = levels_of(codec)
+    return min(max(bits, min(levels)), max(levels))
 
 
 @dataclass
@@ -71,8 +95,10 @@ class Group:
     gap: int = 3
     table: Any = field(init=False)
     size: int = field(init=False)
+    magnitudes: Any = field(init=False)
 
     def __post_init__(self) -> None:
+        self.magnitudes = magnitudes_of(self.codec)
         self.table = np.zeros(len(self.rows), segments.SEGMENT)
         for i, row in enumerate(self.rows):
             for name in ("bits", "bucket_size", "start", "layer", "dtype", "length"):
@@ -93,7 +119,7 @@ class Group:
         )
         payload = np.full(self.size, 0xA5, np.uint8)
         flags = np.zeros(len(table), np.uint8)
-        body.encode(self.codec, table, payload, flags, **options)
+        body.encode(self.codec, table, payload, flags, **options, magnitudes=self.magnitudes)
         return _result(payload, flags, shadows)
 
     def reduce(self, body: Any, payloads: Sequence[bytes], **options: Any) -> Result:
@@ -111,7 +137,7 @@ class Group:
         out = np.full(self.size, 0xA5, np.uint8)
         flags = np.zeros(len(table), np.uint8)
         sources = [np.frombuffer(payload, np.uint8) for payload in payloads]
-        body.reduce(self.codec, table, sources, out, flags, **options)
+        body.reduce(self.codec, table, sources, out, flags, **options, magnitudes=self.magnitudes)
         return _result(out, flags, shadows)
 
     def decode(self, body: Any, payload: bytes, flags: Sequence[int] | None = None, **options: Any) -> Result:
@@ -119,7 +145,8 @@ class Group:
         options = {"divisor": 1.0, "scale": 1.0} | options
         table, outputs = self._with_arrays("output", [segments.DTYPES[row.dtype] for row in self.rows])
         flag_array = np.array([0] * len(table) if flags is None else flags, np.uint8)
-        body.decode(self.codec, table, np.frombuffer(payload, np.uint8), flag_array, **options)
+        source = np.frombuffer(payload, np.uint8)
+        body.decode(self.codec, table, source, flag_array, **options, magnitudes=self.magnitudes)
         return Result(payload, flag_array.tolist(), [_canonical(output) for output in outputs])
 
     def decode_add(self, body: Any, payload: bytes, *, scale: float = 1.0) -> Result:
@@ -128,7 +155,8 @@ class Group:
         table["dtype"] = segments.FLOAT32
         for output in outputs:
             output[:] = 1
-        body.decode_add(self.codec, table, np.frombuffer(payload, np.uint8), scale=scale)
+        source = np.frombuffer(payload, np.uint8)
+        body.decode_add(self.codec, table, source, scale=scale, magnitudes=self.magnitudes)
         return Result(payload, [], [_canonical(output) for output in outputs])
 
     def values(self, payload: bytes) -> list[Any]:

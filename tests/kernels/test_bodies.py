@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of
+from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of, nearest_level
 
 from gradcomp.kernels import bodies, reference, segments
 
@@ -129,7 +129,8 @@ def test_long_segments_stream(codec: int, stochastic: bool) -> None:
     gradient = rng.normal(size=length).astype(np.float32)
     residual = rng.normal(size=length).astype(np.float32)
     for offset in range(0, 16, 3):
-        rows = [Segment(gradient[offset:], residual[offset:], shadow=True, bucket_size=512)]
+        bits = nearest_level(codec, 4)
+        rows = [Segment(gradient[offset:], residual[offset:], shadow=True, bits=bits, bucket_size=512)]
         group = Group(codec, rows)
         encoded = group.encode(reference, stochastic=stochastic)
         assert group.encode(native, stochastic=stochastic) == encoded

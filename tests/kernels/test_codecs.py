@@ -9,14 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
+from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of, magnitudes_of, nearest_level
 
 from gradcomp import kernels
-from gradcomp.kernels import reference, segments
+from gradcomp.kernels import quantisers, reference, segments
 
-QUANTISER = pytest.mark.parametrize(
-    "codec", segments.QUANTISERS, ids=[name for name, codec in CODECS.items() if codec in segments.QUANTISERS]
-)
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 
@@ -46,6 +43,11 @@ def one(codec: int, gradient: Any, residual: Any = None, **row: Any) -> Group:
         (segments.BF16, 7, 0, 1, 14),
         (segments.FP64, 7, 0, 1, 56),
         (segments.MINMAX, 0, 4, 512, 0),
+        (segments.SIGN, 1000, 1, 512, 2 * 4 + 125),
+        (segments.VOTE, 9, 1, 2**31 - 1, 4 + 2),
+        (segments.ONEBIT, 9, 1, 8, 2 * 8 + 2),
+        (segments.CODEBOOK_L2, 10, 3, 4, 3 * 4 + 4),
+        (segments.CODEBOOK_LINF, 512, 8, 512, 4 + 512),
     ],
 )
 def test_wire_bytes(codec: int, length: int, bits: int, bucket_size: int, size: int) -> None:
@@ -72,6 +74,38 @@ def test_sign_magnitude_payload_by_hand() -> None:
     encoded = one(segments.LINF, gradient, bits=4, bucket_size=4).encode(kernels)
     assert np.frombuffer(encoded.payload[:4], "<f4").tolist() == [7]
     assert encoded.payload[4:] == bytes([0x3F, 0x00])
+
+
+def test_sign_payload_by_hand() -> None:
+    gradient = np.array([1, -2, 0, -0.0, 7, -1, 1, 4, -3], np.float32)
+    encoded = one(segments.SIGN, gradient, bits=1, bucket_size=8).encode(kernels)
+    assert np.frombuffer(encoded.payload[:8], "<f4").tolist() == [2, 3]
+    assert encoded.payload[8:] == bytes([0b0010_0010, 0b1])
+
+
+def test_vote_payload_by_hand() -> None:
+    gradient = np.array([1e-40, -2, 0, 9, 0, -0.0, 0, 0], np.float32)
+    encoded = one(segments.VOTE, gradient, bits=1, bucket_size=4).encode(kernels)
+    assert np.frombuffer(encoded.payload[:8], "<f4").tolist() == [1, 0]
+    assert encoded.payload[8:] == bytes([0b0000_0010])
+
+
+def test_one_bit_payload_by_hand() -> None:
+    gradient = np.array([-1, -3, 0, 3, 6, -0.0, 1, 1, -5], np.float32)
+    encoded = one(segments.ONEBIT, gradient, bits=1, bucket_size=4).encode(kernels)
+    assert np.frombuffer(encoded.payload[:24], "<f4").tolist() == [-2, 1.5, 0, 2, -5, 0]
+    assert encoded.payload[24:] == bytes([0b0000_0011, 0b1])
+
+
+def test_codebook_payload_by_hand() -> None:
+    gradient = np.array([-8, 2, 0, -0.0, 5, -1], np.float32)
+    group = one(segments.CODEBOOK_LINF, gradient, bits=3, bucket_size=6)
+    group.magnitudes[3, :4] = 0, 0.25, 0.5, 1
+    encoded = group.encode(kernels)
+    assert np.frombuffer(encoded.payload[:4], "<f4").tolist() == [8]
+    # -1 lies half way between 0 and -2: the lower magnitude.
+    assert encoded.payload[4:] == (0b000_010_000_000_001_111).to_bytes(3, "little")
+    assert group.values(encoded.payload)[0].tolist() == [-8, 2, 0, 0, 4, 0]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -126,8 +160,60 @@ def test_norm_error_is_within_a_step(codec: int, bits: int, stochastic: bool) ->
         assert np.abs(g - v).max() <= step * (1 if stochastic else 0.5) * (1 + 1e-4)
 
 
-@QUANTISER
-@pytest.mark.parametrize("bits", range(1, 9))
+@ROUNDING
+@pytest.mark.parametrize("codec", segments.CODEBOOKS, ids=["l2", "linf"])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_codebook_value_is_a_neighbour(codec: int, bits: int, stochastic: bool) -> None:
+    gradient = normal(512)
+    group = one(codec, gradient, bits=bits)
+    (value,) = group.values(group.encode(kernels, stochastic=stochastic).payload)
+    g = np.abs(gradient.astype(np.float64))
+    norm = np.linalg.norm(g, 2 if codec == segments.CODEBOOK_L2 else np.inf)
+    table = norm * np.unique(group.magnitudes[bits, : 1 << (bits - 1)])
+    above = np.clip(np.searchsorted(table, g), 1, len(table) - 1)
+    neighbours = np.stack((table[above - 1], table[above]))
+    distances = np.abs(neighbours - g)
+    bound = distances.max(axis=0) if stochastic else distances.min(axis=0)
+    assert (np.abs(gradient - value) <= bound + 1e-6 * norm).all()
+    assert (np.abs(neighbours - np.abs(value)).min(axis=0) <= 1e-6 * norm).all()
+
+
+def test_sign_scale_is_the_mean_magnitude() -> None:
+    gradient = normal(1300)
+    (value,) = (group := one(segments.SIGN, gradient, bits=1)).values(group.encode(kernels).payload)
+    np.testing.assert_array_equal(value < 0, gradient < 0)
+    for first in range(0, 1300, 512):
+        part = slice(first, first + 512)
+        mean = np.abs(gradient[part]).astype(np.float64).mean()
+        np.testing.assert_allclose(np.abs(value[part]), mean, rtol=1e-6)
+
+
+def test_one_bit_values_are_the_means_of_both_signs() -> None:
+    gradient = normal(1300)
+    (value,) = (group := one(segments.ONEBIT, gradient, bits=1)).values(group.encode(kernels).payload)
+    for first in range(0, 1300, 512):
+        part = slice(first, first + 512)
+        for side in (gradient[part] < 0, gradient[part] >= 0):
+            mean = gradient[part][side].astype(np.float64).mean()
+            np.testing.assert_allclose(value[part][side], mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_reduced_votes_are_the_majority(ranks: int) -> None:
+    gradients = [normal(700, seed) for seed in range(ranks)]
+    for gradient in gradients:
+        gradient[600:] = 0  # a bucket that is zero everywhere stays zero
+    groups = [one(segments.VOTE, gradient, bits=1, bucket_size=100) for gradient in gradients]
+    reduced = groups[0].reduce(kernels, [group.encode(kernels).payload for group in groups])
+    (majority,) = groups[0].values(reduced.payload)
+    votes = sum(np.sign(gradient[:600]) for gradient in gradients)
+    np.testing.assert_array_equal(majority[:600], np.where(votes < 0, -1, 1))  # ties are positive
+    assert not majority[600:].any()
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits"), [(codec, bits) for codec in segments.STOCHASTIC for bits in segments.LEVELS[codec]]
+)
 def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
     gradient = np.tile(normal(32), 4)
     group = one(codec, gradient, bits=bits, bucket_size=128)
@@ -139,8 +225,9 @@ def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
     # Equal elements differ in their draws only: 4 * draws samples of each.
     samples = values.reshape(draws * 4, 32)
     standard_error = samples.std(axis=0) / np.sqrt(len(samples))
-    # u has 16 bits, so that floor(t + u) is short of t by half of 2**-16 on average: far below what shows here.
-    assert (np.abs(samples.mean(axis=0) - gradient[:32]) <= 5 * standard_error + 1e-5).all()
+    # u has 16 bits, so that floor(t + u) is short of t by half of 2**-16 on average: far below what shows here. An
+    # element next to a level leaves it so rarely that it may not happen in all of the draws.
+    assert (np.abs(samples.mean(axis=0) - gradient[:32]) <= 5 * standard_error + 1e-4).all()
 
 
 @pytest.mark.parametrize("exponent", [-140, -126, -60, 0, 60, 127])
@@ -174,7 +261,7 @@ def test_copies_are_exact(codec: int) -> None:
 def test_shadow_is_what_was_not_sent(codec: int, stochastic: bool) -> None:
     dtype = segments.DTYPES[dtypes_of(codec)[0]]
     gradient, residual = normal(1500, 1).astype(dtype), normal(1500, 2)
-    group = one(codec, gradient, residual, bits=3, shadow=True)
+    group = one(codec, gradient, residual, bits=nearest_level(codec, 3), shadow=True)
     encoded = group.encode(kernels, stochastic=stochastic, scale=0.25, decay=0.5)
     (value,) = group.values(encoded.payload)
     contribution = dtype.type(0.25) * gradient + dtype.type(0.5) * residual.astype(dtype)
@@ -182,11 +269,12 @@ def test_shadow_is_what_was_not_sent(codec: int, stochastic: bool) -> None:
     assert np.frombuffer(encoded.arrays[0] or b"", np.float32).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("codec", [segments.MINMAX, segments.L2, segments.LINF, segments.FP16])
+@pytest.mark.parametrize("codec", [*segments.QUANTISERS, segments.FP16])
 def test_residual_may_be_overwritten_by_the_shadow(codec: int) -> None:
     gradient, residual = normal(5000, 1), normal(5000, 2)
     for bucket_size in (100, 512, 5000):
-        group = one(codec, gradient, residual, bucket_size=bucket_size, shadow=True)
+        bits = nearest_level(codec, 4)
+        group = one(codec, gradient, residual, bits=bits, bucket_size=bucket_size, shadow=True)
         expected = group.encode(kernels)
         in_place = residual.copy()
         table = group.table.copy()
@@ -194,7 +282,7 @@ def test_residual_may_be_overwritten_by_the_shadow(codec: int) -> None:
         payload = np.zeros(group.size, np.uint8)
         kernels.encode(
             codec, table, payload, np.zeros(1, np.uint8),
-            stochastic=False, seed=0, step=0, rank=0, scale=1.0, decay=1.0,
+            stochastic=False, seed=0, step=0, rank=0, scale=1.0, decay=1.0, magnitudes=magnitudes_of(codec),
         )  # fmt: skip
         assert (payload.tobytes(), in_place.tobytes()) == (expected.payload, expected.arrays[0])
 
@@ -203,19 +291,21 @@ def test_residual_may_be_overwritten_by_the_shadow(codec: int) -> None:
 def test_absent_gradient_sends_the_residual(codec: int) -> None:
     dtype = dtypes_of(codec)[0]
     residual = normal(100)
-    absent = Group(codec, [Segment(None, residual, bits=8, length=100, dtype=dtype)]).encode(kernels)
+    bits = max(levels_of(codec))
+    absent = Group(codec, [Segment(None, residual, bits=bits, length=100, dtype=dtype)]).encode(kernels)
     zeros = np.zeros(100, segments.DTYPES[dtype])
-    assert absent == Group(codec, [Segment(zeros, residual, bits=8, dtype=dtype)]).encode(kernels)
+    assert absent == Group(codec, [Segment(zeros, residual, bits=bits, dtype=dtype)]).encode(kernels)
 
 
 @CODEC
 def test_reduce_is_the_mean_of_the_values_encoded_again(codec: int) -> None:
     dtype = segments.DTYPES[dtypes_of(codec)[0]]
-    groups = [one(codec, normal(1000, seed).astype(dtype), bits=5) for seed in range(3)]
+    bits = nearest_level(codec, 5)
+    groups = [one(codec, normal(1000, seed).astype(dtype), bits=bits) for seed in range(3)]
     payloads = [group.encode(kernels).payload for group in groups]
     values = [group.values(payload)[0] for group, payload in zip(groups, payloads, strict=True)]
     mean = (values[0] + values[1] + values[2]) / dtype.type(3)
-    again = one(codec, mean, bits=5).encode(kernels, stochastic=True, rank=segments.OWNER_RANK)
+    again = one(codec, mean, bits=bits).encode(kernels, stochastic=True, rank=segments.OWNER_RANK)
     assert groups[0].reduce(kernels, payloads, stochastic=True).payload == again.payload
 
 
@@ -227,13 +317,14 @@ def test_reduce_is_the_mean_of_the_values_encoded_again(codec: int) -> None:
 @pytest.mark.parametrize("position", [0, 1, 511, 512, 699])
 def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: float, position: int) -> None:
     dtype = dtypes_of(codec)[0]
-    good = Segment(normal(700).astype(segments.DTYPES[dtype]), bits=4, dtype=dtype)
-    spoilt = Segment(good.gradient.copy(), bits=4, dtype=dtype, shadow=True)
+    bits = nearest_level(codec, 4)
+    good = Segment(normal(700).astype(segments.DTYPES[dtype]), bits=bits, dtype=dtype)
+    spoilt = Segment(good.gradient.copy(), bits=bits, dtype=dtype, shadow=True)
     spoilt.gradient[position] = bad
     group = Group(codec, [good, spoilt, good])
     encoded = group.encode(kernels)
     assert encoded.flags == [0, 1, 0]
-    size = kernels.wire_bytes(codec, 700, 4, 512)
+    size = kernels.wire_bytes(codec, 700, bits, 512)
     offset = group.table["payload"][1]
     assert encoded.payload[offset : offset + size] == bytes(size)
     decoded = group.decode(kernels, encoded.payload, encoded.flags)
@@ -248,6 +339,7 @@ def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: flo
     [
         (segments.MINMAX, [3e38, -3e38]),  # the range overflows
         (segments.L2, [3e38, 3e38]),  # the norm overflows
+        (segments.CODEBOOK_L2, [3e38, 3e38]),
         (segments.BF16, [3.4e38, 0]),  # rounds to infinity
     ],
 )
@@ -258,25 +350,29 @@ def test_overflow_of_a_scale_is_flagged(codec: int, gradient: list[float]) -> No
 
 
 @pytest.mark.parametrize("dtype", [segments.FLOAT16, segments.BFLOAT16])
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(
-    "codec", [segments.MINMAX, segments.LINF, segments.FP32], ids=["minmax", "linf", "fp32"]
+    "codec",
+    [segments.MINMAX, segments.LINF, segments.FP32, segments.SIGN, segments.ONEBIT, segments.CODEBOOK_LINF],
+    ids=["minmax", "linf", "fp32", "sign", "onebit", "codebook"],
 )
-def test_overflow_of_the_output_is_flagged(codec: int, dtype: int) -> None:
-    limit = 65504.0 if dtype == segments.FLOAT16 else 3.3895314e38
-    payload = one(codec, np.array([limit, 0], np.float32)).encode(kernels).payload
-    group = Group(codec, [Segment(None, length=2, dtype=dtype)], gap=0)
+def test_overflow_of_the_output_is_flagged(codec: int, dtype: int, sign: int) -> None:
+    limit = sign * (65504.0 if dtype == segments.FLOAT16 else 3.3895314e38)
+    bits = nearest_level(codec, 4)
+    payload = one(codec, np.array([limit, 0], np.float32), bits=bits, bucket_size=1).encode(kernels).payload
+    group = Group(codec, [Segment(None, length=2, dtype=dtype, bits=bits, bucket_size=1)], gap=0)
     assert group.decode(kernels, payload).flags == [0]
     assert group.decode(kernels, payload, scale=1.01).flags == [1]
     assert group.decode(kernels, payload, scale=1.01, divisor=2.0).flags == [0]
 
 
-@QUANTISER
+@pytest.mark.parametrize("codec", [codec for codec in segments.QUANTISERS if codec != segments.VOTE])
 @ROUNDING
 @pytest.mark.parametrize("number", [0.0, -0.0, 1e-45, 1e-39])
 def test_vanishing_scales_decode_to_something_small(codec: int, stochastic: bool, number: float) -> None:
     gradient = np.full(40, number, np.float32)
     gradient[::2] *= -1
-    for bits in range(1, 9):
+    for bits in levels_of(codec):
         group = one(codec, gradient, bits=bits, shadow=True)
         encoded = group.encode(kernels, stochastic=stochastic)
         (value,) = group.values(encoded.payload)
@@ -298,8 +394,18 @@ def test_l2_norm_adds_in_a_fixed_order() -> None:
     c = np.zeros((1, 16 * 40), np.float32)
     c[0, 0] = 2.0**27
     c[0, 16::16] = 1.0
-    assert reference.l2_norm(c).tolist() == [2.0**27]
+    assert quantisers.l2_norm(c).tolist() == [2.0**27]
     lanes = np.float64(2.0**54) + np.float64(39)
     c = np.roll(c, 1)
-    assert reference.l2_norm(c).tolist() == [np.float32(np.sqrt(np.float64(2.0**54)))]
+    assert quantisers.l2_norm(c).tolist() == [np.float32(np.sqrt(np.float64(2.0**54)))]
     assert np.sqrt(lanes) >= 2.0**27
+
+
+def test_mean_magnitude_adds_in_the_same_order() -> None:
+    # The large number swallows what follows in its lane, and nothing of the other lanes.
+    gradient = np.zeros(16 * 40, np.float32)
+    gradient[0] = 2.0**54
+    gradient[16::16] = -1.0
+    gradient[1::16] = 2.0
+    payload = one(segments.SIGN, gradient, bits=1, bucket_size=640).encode(kernels).payload
+    assert np.frombuffer(payload[:4], "<f4").tolist() == [np.float32((2.0**54 + 80) / 640)]

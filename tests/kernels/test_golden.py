@@ -28,7 +28,7 @@ def cases() -> dict[str, tuple[Group, dict[str, Any]]]:
     for name, codec in CODECS.items():
         dtype = dtypes_of(codec)[0]
         for bits in levels_of(codec):
-            for stochastic in (False, True) if codec in segments.QUANTISERS else (False,):
+            for stochastic in (False, True) if codec in segments.STOCHASTIC else (False,):
                 row = Segment(
                     gradient.astype(segments.DTYPES[dtype]),
                     residual,

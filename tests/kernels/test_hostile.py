@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.groups import magnitudes_of
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, reference, segments
@@ -26,14 +27,17 @@ def table(**columns: Any) -> Any:
 
 
 def calls(body: Any, codec: int, rows: Any, payload: Any, flags: Any) -> dict[str, Callable[[], None]]:
-    draw = {"stochastic": False, "seed": 0, "step": 0}
+    draw: dict[str, Any] = {"stochastic": False, "seed": 0, "step": 0}
+    draw["magnitudes"] = magnitudes = magnitudes_of(codec)
     outputs = rows.copy()
     outputs["output"] = OUTPUT.ctypes.data
     other = np.zeros(1000, np.uint8)
     return {
         "encode": lambda: body.encode(codec, rows, payload, flags, **draw, rank=0, scale=1.0, decay=1.0),
-        "decode": lambda: body.decode(codec, outputs, payload, flags, divisor=1.0, scale=1.0),
-        "decode_add": lambda: body.decode_add(codec, outputs, payload, scale=1.0),
+        "decode": lambda: body.decode(
+            codec, outputs, payload, flags, divisor=1.0, scale=1.0, magnitudes=magnitudes
+        ),
+        "decode_add": lambda: body.decode_add(codec, outputs, payload, scale=1.0, magnitudes=magnitudes),
         "reduce out": lambda: body.reduce(
             codec, rows, [other], payload, flags, **draw, divisor=1.0, decay=1.0
         ),
@@ -51,6 +55,11 @@ MALFORMED = {
     "offset wraps": (segments.MINMAX, {"payload": 2**63 - 1}),
     "bits 0": (segments.LINF, {"bits": 0}),
     "bits 9": (segments.LINF, {"bits": 9}),
+    "bits 0 of a sign": (segments.SIGN, {"bits": 0}),
+    "bits 2 of a sign": (segments.VOTE, {"bits": 2}),
+    "bits 1 of a codebook": (segments.CODEBOOK_L2, {"bits": 1}),
+    "bits 9 of a codebook": (segments.CODEBOOK_LINF, {"bits": 9}),
+    "payload too short for two means": (segments.ONEBIT, {"bits": 1, "length": 64, "bucket_size": 64}),
     "bits negative": (segments.MINMAX, {"bits": -(2**31)}),
     "bucket of none": (segments.MINMAX, {"bucket_size": 0}),
     "bucket negative": (segments.FP16, {"bucket_size": -1}),
@@ -62,7 +71,7 @@ MALFORMED = {
     "dtype negative": (segments.FP32, {"dtype": -1, "length": 1}),
     "float64 with a float32 codec": (segments.FP32, {"dtype": segments.FLOAT64, "length": 1}),
     "float32 with FP64": (segments.FP64, {"length": 1}),
-    "codec unknown": (7, {}),
+    "codec unknown": (12, {}),
     "codec negative": (-1, {}),
 }
 
@@ -75,6 +84,60 @@ def test_malformed_row(body: Any, codec: int, columns: dict[str, int]) -> None:
         with pytest.raises(ValueError, match=r"segment|codec|bits|bucket_size|dtype|elements|payload"):
             call()
         assert (payload == 0xA5).all(), name
+
+
+def bad_magnitudes(*row: float) -> Any:
+    magnitudes = magnitudes_of(segments.CODEBOOK_L2)
+    magnitudes[3, :4] = row
+    return magnitudes
+
+
+BAD_MAGNITUDES = {
+    "missing": (None, ValueError),
+    "not from 0": (bad_magnitudes(0.1, 0.2, 0.5, 1), ValueError),
+    "not to 1": (bad_magnitudes(0, 0.2, 0.5, 0.9), ValueError),
+    "beyond 1": (bad_magnitudes(0, 0.2, 0.5, 1.5), ValueError),
+    "not ascending": (bad_magnitudes(0, 0.5, 0.2, 1), ValueError),
+    "not a number": (bad_magnitudes(0, 0.5, np.nan, 1), ValueError),
+    "another shape": (np.zeros((8, 128), np.float32), ValueError),
+    "float64": (magnitudes_of(segments.CODEBOOK_L2).astype(np.float64), TypeError),
+    "one dimension": (magnitudes_of(segments.CODEBOOK_L2).reshape(-1), TypeError),
+    "strided": (np.asfortranarray(magnitudes_of(segments.CODEBOOK_L2)), TypeError),
+    "a list": ([0.0, 1.0], TypeError),
+}
+
+
+@BODY
+@pytest.mark.parametrize(("wrong", "error"), BAD_MAGNITUDES.values(), ids=BAD_MAGNITUDES)
+def test_wrong_magnitudes(body: Any, wrong: Any, error: type[Exception]) -> None:
+    rows, payload, flags = table(bits=3), np.full(100, 0xA5, np.uint8), np.zeros(1, np.uint8)
+    outputs = table(bits=3, output=OUTPUT.ctypes.data)
+    draw = {"stochastic": False, "seed": 0, "step": 0, "decay": 1.0, "magnitudes": wrong}
+    codec = segments.CODEBOOK_L2
+    with pytest.raises(error):
+        body.encode(codec, rows, payload, flags, **draw, rank=0, scale=1.0)
+    with pytest.raises(error):
+        body.reduce(codec, rows, [payload.copy()], payload, flags, **draw, divisor=1.0)
+    with pytest.raises(error):
+        body.decode(codec, outputs, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong)
+    with pytest.raises(error):
+        body.decode_add(codec, outputs, payload, scale=1.0, magnitudes=wrong)
+    assert (payload == 0xA5).all()
+
+
+@BODY
+def test_only_the_magnitudes_in_use_matter(body: Any) -> None:
+    rows, payload, flags = (
+        table(bits=4, output=OUTPUT.ctypes.data),
+        np.zeros(100, np.uint8),
+        np.zeros(1, np.uint8),
+    )
+    wrong_for_three = bad_magnitudes(0, 0.5, 0.2, 1)
+    body.decode(
+        segments.CODEBOOK_L2, rows, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong_for_three
+    )
+    with pytest.raises(ValueError, match="nothing else"):
+        body.decode(segments.L2, rows, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong_for_three)
 
 
 @BODY
@@ -164,7 +227,10 @@ def test_nonzero_of_malformed_rows(body: Any) -> None:
             body.nonzero(table(**columns), np.zeros(1, np.uint8))
 
 
-@pytest.mark.parametrize("arguments", [(7, 1, 1, 1), (0, -1, 1, 1), (0, 1, 0, 1), (0, 1, 9, 1), (0, 1, 1, 0)])
+@pytest.mark.parametrize(
+    "arguments",
+    [(12, 1, 1, 1), (0, -1, 1, 1), (0, 1, 0, 1), (0, 1, 9, 1), (7, 1, 2, 1), (10, 1, 1, 1), (0, 1, 1, 0)],
+)
 def test_wire_bytes_of_nonsense(arguments: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"codec|length|bits|bucket_size"):
         kernels.wire_bytes(*arguments)

@@ -1,0 +1,246 @@
+"""The quantising codecs in NumPy: what becomes of the buckets of a segment, and back. Part of `reference`.
+
+Each is a :class:`Quantiser`: functions of contributions c (buckets, elements) in float32, draws u of the same shape
+in [0, 1) (None: round to nearest) and the :class:`Level`. Scale records are columns, one number per bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.segments import (
+    CODEBOOK_L2,
+    CODEBOOK_LINF,
+    L2,
+    LINF,
+    MINMAX,
+    ONEBIT,
+    SIGN,
+    VOTE,
+    Magnitudes,
+)
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Codes: TypeAlias = npt.NDArray[np.uint8]
+Columns: TypeAlias = tuple[Floats, ...]
+
+
+class Level(NamedTuple):
+    """Bits of a code, and the magnitudes that a codebook has for them."""
+
+    bits: int
+    magnitudes: Floats | None = None
+
+    @staticmethod
+    def of(segment: np.void, magnitudes: Magnitudes | None) -> Level:
+        """The level of a segment."""
+        bits = int(segment["bits"])
+        return Level(bits, None if magnitudes is None else magnitudes[bits, : 1 << (bits - 1)])
+
+
+class Quantiser(NamedTuple):
+    """A quantising codec."""
+
+    columns: int  # numbers in a bucket's scale record
+    quantise: Callable[[Floats, Floats | None, Level], tuple[Columns, Codes]]
+    dequantise: Callable[[Codes, Sequence[Floats], Level], Floats]
+    #: Per bucket, values that are all finite only if every code of the bucket decodes to something finite.
+    extremes: Callable[[Sequence[Floats], Level], Floats]
+
+
+# --- min-max ------------------------------------------------------------------------------------------------
+
+
+def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    levels = np.float32((1 << level.bits) - 1)
+    lo = c.min(axis=1) + np.float32(0)  # -0 becomes +0, whichever of the two the minimum picked
+    hi = c.max(axis=1) + np.float32(0)
+    span = hi - lo
+    unit, inverse = span / levels, levels / span
+    flat = ~np.isfinite(inverse)
+    unit[flat], inverse[flat] = 0, 0
+    code = _round((c - lo[:, None]) * inverse[:, None], u, levels)
+    return (lo, unit), code
+
+
+def _dequantise_minmax(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+    lo, unit = scales
+    value: Floats = lo + code.astype(np.float32) * unit
+    return value
+
+
+def _minmax_extremes(scales: Sequence[Floats], level: Level) -> Floats:
+    lo, unit = scales
+    return np.concatenate((lo, lo + np.float32((1 << level.bits) - 1) * unit))
+
+
+# --- sign and magnitude in even steps of a norm -------------------------------------------------------------
+
+
+def _quantise_l2(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    return _quantise_by_norm(c, l2_norm(c), u, level)
+
+
+def _quantise_linf(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    return _quantise_by_norm(c, np.abs(c).max(axis=1), u, level)
+
+
+def _quantise_by_norm(c: Floats, norm: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    s = np.float32(_largest_magnitude(level))
+    norm, inverse = _divisible(norm, s)
+    if level.bits == 1:
+        return (norm,), _sign_codes(c, inverse, u)
+    magnitude = _round(np.abs(c) * inverse[:, None], u, s)
+    return (norm,), _with_sign(magnitude, c, level)
+
+
+def _sign_codes(c: Floats, inverse: Floats, u: Floats | None) -> Codes:
+    if u is None:
+        return (c < 0).astype(np.uint8)
+    positive_probability = (c * inverse[:, None] + np.float32(1)) * np.float32(0.5)
+    return (~(u < positive_probability)).astype(np.uint8)
+
+
+def _dequantise_by_norm(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:
+    (norm,) = scales
+    s = _largest_magnitude(level)
+    magnitude = (code & np.uint8(s)).astype(np.float32) if level.bits > 1 else np.float32(1)
+    value: Floats = magnitude * (norm / np.float32(s))
+    return np.where(code >> np.uint8(level.bits - 1), -value, value)
+
+
+def _norm_extremes(scales: Sequence[Floats], level: Level) -> Floats:
+    (norm,) = scales
+    s = np.float32(_largest_magnitude(level))
+    extremes: Floats = s * (norm / s)
+    return extremes
+
+
+def _largest_magnitude(level: Level) -> int:
+    """s, the largest magnitude of a signed code; a pure sign counts in units of the norm itself."""
+    return max((1 << (level.bits - 1)) - 1, 1)
+
+
+# --- sign and magnitude from a codebook ---------------------------------------------------------------------
+
+
+def _quantise_codebook_l2(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    return _quantise_by_codebook(c, l2_norm(c), u, level)
+
+
+def _quantise_codebook_linf(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    return _quantise_by_codebook(c, np.abs(c).max(axis=1), u, level)
+
+
+def _quantise_by_codebook(c: Floats, norm: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    assert level.magnitudes is not None
+    norm, inverse = _divisible(norm, np.float32(1))
+    r = np.minimum(np.abs(c) * inverse[:, None], np.float32(1))
+    # magnitudes[code] < r <= magnitudes[code + 1], save for r = 0; equal magnitudes count as the first of them.
+    code = np.searchsorted(level.magnitudes[1:], np.nan_to_num(r), side="left")
+    lower, upper = level.magnitudes[code], level.magnitudes[code + 1]
+    above = upper - r < r - lower if u is None else u * (upper - lower) < r - lower
+    return (norm,), _with_sign((code + above).astype(np.uint8), c, level)
+
+
+def _dequantise_by_codebook(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:
+    assert level.magnitudes is not None
+    (norm,) = scales
+    value: Floats = level.magnitudes[code & np.uint8((1 << (level.bits - 1)) - 1)] * norm
+    return np.where(code >> np.uint8(level.bits - 1), -value, value)
+
+
+# --- one bit ------------------------------------------------------------------------------------------------
+
+
+def _quantise_sign(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
+    scale = (_lane_sum(np.abs(c)) / np.float64(c.shape[1])).astype(np.float32)
+    return (scale,), (c < 0).astype(np.uint8)
+
+
+def _quantise_vote(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
+    return ((c != 0).any(axis=1).astype(np.float32),), (c < 0).astype(np.uint8)
+
+
+def _dequantise_sign(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+    (scale,) = scales
+    return np.where(code, -scale, scale)
+
+
+def _quantise_onebit(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
+    negative = c < 0
+    means = []
+    for side in (negative, ~negative):
+        count = np.maximum(side.sum(axis=1), 1)  # the mean of nothing is 0
+        means.append((_lane_sum(np.where(side, c, np.float32(0))) / count).astype(np.float32))
+    return tuple(means), negative.astype(np.uint8)
+
+
+def _dequantise_onebit(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+    low, high = scales
+    return np.where(code, low, high)
+
+
+def _recorded(scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+    """No value is larger than a number of its scale record."""
+    return np.concatenate(scales)
+
+
+QUANTISER: dict[int, Quantiser] = {
+    MINMAX: Quantiser(2, _quantise_minmax, _dequantise_minmax, _minmax_extremes),
+    L2: Quantiser(1, _quantise_l2, _dequantise_by_norm, _norm_extremes),
+    LINF: Quantiser(1, _quantise_linf, _dequantise_by_norm, _norm_extremes),
+    SIGN: Quantiser(1, _quantise_sign, _dequantise_sign, _recorded),
+    VOTE: Quantiser(1, _quantise_vote, _dequantise_sign, _recorded),
+    ONEBIT: Quantiser(2, _quantise_onebit, _dequantise_onebit, _recorded),
+    CODEBOOK_L2: Quantiser(1, _quantise_codebook_l2, _dequantise_by_codebook, _recorded),
+    CODEBOOK_LINF: Quantiser(1, _quantise_codebook_linf, _dequantise_by_codebook, _recorded),
+}
+
+
+# --- shared -------------------------------------------------------------------------------------------------
+
+
+def _round(t: Floats, u: Floats | None, limit: np.float32) -> Codes:
+    """Codes of the non-negative t: to nearest even, or to floor(t + u)."""
+    rounded = np.rint(t) if u is None else np.floor(t + u)
+    return np.clip(rounded, 0, limit).astype(np.uint8)
+
+
+def _with_sign(magnitude: Codes, c: Floats, level: Level) -> Codes:
+    """The magnitude with the sign of c in the top bit; zero has no sign."""
+    negative = (c < 0) & (magnitude != 0)
+    code: Codes = magnitude | (negative.astype(np.uint8) << np.uint8(level.bits - 1))
+    return code
+
+
+def _divisible(norm: Floats, steps: np.float32) -> tuple[Floats, Floats]:
+    """The norm and steps / norm; both 0 where the norm is too small to be divided by."""
+    inverse = steps / norm
+    vanishing = ~np.isfinite(inverse) & ~np.isnan(norm)
+    norm = norm.copy()
+    norm[vanishing], inverse[vanishing] = 0, 0
+    return norm, inverse
+
+
+def _lane_sum(x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Sum of each row in float64, over 16 strided lanes and then a fixed tree."""
+    rows, elements = x.shape
+    strided = np.zeros((rows, -(-elements // 16), 16))
+    strided.reshape(rows, -1)[:, :elements] = x
+    lanes = np.zeros((rows, 16))
+    for j in range(strided.shape[1]):
+        lanes += strided[:, j]
+    for width in (8, 4, 2, 1):
+        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+    return lanes[:, 0]
+
+
+def l2_norm(c: Floats) -> Floats:
+    """Euclidean norm of each row, from squares added in float64 by lanes and tree."""
+    norm: Floats = np.sqrt(_lane_sum(np.square(c, dtype=np.float64))).astype(np.float32)
+    return norm

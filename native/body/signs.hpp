@@ -1,0 +1,146 @@
+// The codecs of one bit per value: a sign, and what it stands for in its bucket. See codecs.hpp for their
+// shape.
+#pragma once
+
+#include "codecs.hpp"
+
+namespace gradcomp::GRADCOMP_BODY {
+
+// Mean magnitude of a bucket.
+class MeanMagnitude {
+  public:
+    static float padding(const float*) { return 0.0f; }
+    void add(F32 c) { sums_.add(absolute(c)); }
+    float scale(std::int64_t elements) const {
+        return static_cast<float>(total(sums_) / static_cast<double>(elements));
+    }
+
+  private:
+    LaneSums sums_;
+};
+
+// 1 if anything in a bucket is not zero, else 0; not finite if something is not.
+class Presence {
+  public:
+    static float padding(const float*) { return 0.0f; }
+    void add(F32 c) { largest_ = max(largest_, magnitude_bits(c)); }
+    float scale(std::int64_t) const {
+        const std::int32_t largest = reduce_max(largest_);
+        if (largest >= float32_overflow) return float_of(largest);
+        return largest == 0 ? 0.0f : 1.0f;
+    }
+
+  private:
+    I32 largest_ = splat(0);
+};
+
+inline I32 code_of_sign(F32 c) {
+    return less(c, splat(0.0f)) & splat(1);
+}
+
+// Plus or minus the scale of the bucket.
+template <class Scale>
+class Sign {
+  public:
+    using Code = std::uint8_t;
+    using Range = Scale;
+    static constexpr std::int64_t record_bytes = 4;
+    static constexpr bool draws = false;
+    static constexpr bool bounded = true;
+
+    Sign(const Range& range, const Level&, std::int64_t elements) { set(range.scale(elements)); }
+    Sign(const std::uint8_t* record, const Level&) { set(read_float(record)); }
+
+    bool representable() const { return is_finite(bounds[0]); }
+
+    void write(std::uint8_t* record) const { write_float(record, bounds[0]); }
+
+    template <bool stochastic>
+    I32 code(F32 c, F32) const {
+        return code_of_sign(c);
+    }
+
+    F32 value(I32 code) const { return as_float(as_int(scale_) ^ shift_left(code, 31)); }
+
+    float bounds[2];
+
+  private:
+    void set(float scale) {
+        scale_ = splat(scale);
+        bounds[0] = bounds[1] = scale;
+    }
+
+    F32 scale_;
+};
+
+// LaneSums and numbers of the negative elements of a bucket and of the others.
+class Sides {
+  public:
+    static float padding(const float*) { return 0.0f; }
+    void add(F32 c) {
+        const I32 negative = less(c, splat(0.0f));
+        negatives_ = negatives_ - negative;
+        low_.add(as_float(as_int(c) & negative));
+        high_.add(as_float(as_int(c) & (negative ^ splat(-1))));
+    }
+    float low() const { return mean(low_, count()); }
+    float high(std::int64_t elements) const { return mean(high_, elements - count()); }
+
+  private:
+    std::int64_t count() const {
+        std::uint32_t lane[16];
+        store_narrow(lane, negatives_);
+        std::int64_t sum = 0;
+        for (const std::uint32_t n : lane) sum += n;
+        return sum;
+    }
+    static float mean(const LaneSums& sums, std::int64_t count) {
+        return static_cast<float>(total(sums) / static_cast<double>(count > 0 ? count : 1));
+    }
+
+    LaneSums low_, high_;
+    I32 negatives_ = splat(0);
+};
+
+// The mean of the bucket's negative elements or of its others.
+class OneBit {
+  public:
+    using Code = std::uint8_t;
+    using Range = Sides;
+    static constexpr std::int64_t record_bytes = 8;
+    static constexpr bool draws = false;
+    static constexpr bool bounded = true;
+
+    OneBit(const Range& range, const Level&, std::int64_t elements) {
+        set(range.low(), range.high(elements));
+    }
+    OneBit(const std::uint8_t* record, const Level&) { set(read_float(record), read_float(record + 4)); }
+
+    bool representable() const { return is_finite(bounds[0]) && is_finite(bounds[1]); }
+
+    void write(std::uint8_t* record) const {
+        write_float(record, bounds[0]);
+        write_float(record + 4, bounds[1]);
+    }
+
+    template <bool stochastic>
+    I32 code(F32 c, F32) const {
+        return code_of_sign(c);
+    }
+
+    F32 value(I32 code) const { return as_float(high_ ^ (difference_ & (splat(0) - code))); }
+
+    float bounds[2];
+
+  private:
+    void set(float low, float high) {
+        high_ = as_int(splat(high));
+        difference_ = high_ ^ as_int(splat(low));
+        bounds[0] = low;
+        bounds[1] = high;
+    }
+
+    I32 high_, difference_;
+};
+
+}  // namespace gradcomp::GRADCOMP_BODY
