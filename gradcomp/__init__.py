@@ -1,7 +1,9 @@
 """gradcomp: compressed gradient exchange for data-parallel training."""
 
 from gradcomp.compress import (
+    NUQSGD,
     Cast,
+    Codebook,
     Compression,
     Compressor,
     DensitySchedule,
@@ -9,8 +11,12 @@ from gradcomp.compress import (
     Identity,
     LocalClip,
     MomentumCorrection,
+    OneBit,
     Policy,
     Quantize,
+    ScaledSign,
+    Signum,
+    TernGrad,
     TopK,
     Warmup,
 )
@@ -28,8 +34,10 @@ from gradcomp.core.plan import Assignment, Plan
 from gradcomp.version import __version__
 
 __all__ = [
+    "NUQSGD",
     "Assignment",
     "Cast",
+    "Codebook",
     "Compression",
     "Compressor",
     "Config",
@@ -42,11 +50,15 @@ __all__ = [
     "LayerSpec",
     "LocalClip",
     "MomentumCorrection",
+    "OneBit",
     "Plan",
     "PlanMismatchError",
     "Policy",
     "Quantize",
+    "ScaledSign",
+    "Signum",
     "StateError",
+    "TernGrad",
     "TopK",
     "TransportError",
     "Warmup",

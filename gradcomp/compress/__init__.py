@@ -2,18 +2,26 @@
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
+from gradcomp.compress.codebook import Codebook
 from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
+from gradcomp.compress.nuqsgd import NUQSGD
+from gradcomp.compress.one_bit import OneBit
 from gradcomp.compress.policy import Compression, Policy, as_policy
 from gradcomp.compress.quantize import Quantize
 from gradcomp.compress.registry import at_level, from_string
+from gradcomp.compress.scaled_sign import ScaledSign
 from gradcomp.compress.schedule import DensitySchedule, Warmup
+from gradcomp.compress.signum import Signum
+from gradcomp.compress.terngrad import TernGrad
 from gradcomp.compress.topk import TopK
 
 __all__ = [
+    "NUQSGD",
     "Cast",
+    "Codebook",
     "Compression",
     "Compressor",
     "DensitySchedule",
@@ -21,8 +29,12 @@ __all__ = [
     "Identity",
     "LocalClip",
     "MomentumCorrection",
+    "OneBit",
     "Policy",
     "Quantize",
+    "ScaledSign",
+    "Signum",
+    "TernGrad",
     "TopK",
     "Warmup",
     "as_policy",

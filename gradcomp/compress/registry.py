@@ -12,12 +12,18 @@ from typing import Any
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
+from gradcomp.compress.codebook import Codebook
 from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
+from gradcomp.compress.nuqsgd import NUQSGD
+from gradcomp.compress.one_bit import OneBit
 from gradcomp.compress.quantize import Quantize
+from gradcomp.compress.scaled_sign import ScaledSign
 from gradcomp.compress.schedule import DensitySchedule, Warmup
+from gradcomp.compress.signum import Signum
+from gradcomp.compress.terngrad import TernGrad
 from gradcomp.compress.topk import TopK
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
@@ -33,6 +39,12 @@ BUILT_IN: tuple[type[Compressor], ...] = (
     LocalClip,
     Warmup,
     DensitySchedule,
+    ScaledSign,
+    Signum,
+    OneBit,
+    TernGrad,
+    NUQSGD,
+    Codebook,
 )
 
 _SHORT = {"fp16": Cast("float16"), "bf16": Cast("bfloat16")}
@@ -131,6 +143,8 @@ def _value(text: str) -> Any:
         return lowered == "true"
     if lowered == "none":
         return None
+    if "/" in text:
+        return tuple(_value(part) for part in text.split("/"))
     for kind in (int, float):
         try:
             return kind(text)

@@ -11,7 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp import Cast, Compression, ConfigError, Identity, Quantize
+from gradcomp import (
+    NUQSGD,
+    Cast,
+    Codebook,
+    Compression,
+    ConfigError,
+    Identity,
+    OneBit,
+    Quantize,
+    ScaledSign,
+    Signum,
+    TernGrad,
+)
 from gradcomp.compress import at_level, from_string, registry
 
 GOOD = {
@@ -29,6 +41,17 @@ GOOD = {
     "quantize:feedback=none": Quantize(),
     "quantize:decay=0.5": Quantize(decay=0.5),
     "quantize:decay=1": Quantize(),
+    "scaled_sign": ScaledSign(),
+    "scaled_sign:bucket_size=none,feedback=false": ScaledSign(None, feedback=False),
+    "signum:momentum=0": Signum(momentum=0),
+    "one_bit:bucket_size=128": OneBit(128),
+    "terngrad": TernGrad(),
+    "nuqsgd:bits=3,scaling=linf": NUQSGD(3, scaling="linf"),
+    "codebook:levels=0.125/0.25/0.5/1,rounding=nearest": Codebook(
+        (0.125, 0.25, 0.5, 1.0), rounding="nearest"
+    ),
+    "codebook: levels = 1e-3 / 1 ": Codebook([0.001, 1]),
+    "codebook:levels=1": Codebook((1.0,)),
 }
 
 
@@ -39,7 +62,7 @@ def test_string_form_is_understood(text: str):
 
 BAD = {
     "": "unknown compression ''",
-    "zip": "known: bf16, cast,",
+    "zip": "unknown compression 'zip'; known: ",
     "Quantize": "unknown compression",
     "quantize:bits": "expected field=value",
     "quantize:bits=4,colour=red": "bits, bucket_size",
@@ -66,6 +89,39 @@ BAD = {
     "cast:dtype=float64": "float32, float16, bfloat16",
     "cast:feedback=maybe": "feedback",
     "cast:bits=4": "dtype, feedback",
+    "scaled_sign:bucket_size=0": "bucket_size",
+    "scaled_sign:bucket_size=1.5": "bucket_size",
+    "scaled_sign:feedback=none": "true or false",
+    "signum:momentum=1": "[0, 1)",
+    "signum:momentum=-0.1": "[0, 1)",
+    "signum:momentum=true": "[0, 1)",
+    "signum:momentum=nan": "[0, 1)",
+    "signum:feedback=true": "bucket_size, momentum",
+    "one_bit:bucket_size=2147483648": "bucket_size",
+    "one_bit:feedback=2": "true or false",
+    "terngrad:bits=2": "bucket_size",
+    "terngrad:bucket_size=true": "bucket_size",
+    "nuqsgd:bits=1": "from 2 to 8",
+    "nuqsgd:bits=9": "from 2 to 8",
+    "nuqsgd:bits=true": "from 2 to 8",
+    "nuqsgd:scaling=minmax": "l2, linf",
+    "nuqsgd:rounding=up": "stochastic, nearest",
+    "nuqsgd:feedback=1": "true, false or none",
+    "codebook": "levels",
+    "codebook:levels=none": "1 to 127 ascending",
+    "codebook:levels=0/1": "1 to 127 ascending",
+    "codebook:levels=0.5": "the last one 1",
+    "codebook:levels=0.5/0.5/1": "ascending",
+    "codebook:levels=0.5/0.25/1": "ascending",
+    "codebook:levels=0.5/true/1": "ascending",
+    "codebook:levels=0.5/half/1": "ascending",
+    "codebook:levels=1e-39/1": "ascending",
+    "codebook:levels=0.5/2": "(0, 1]",
+    "codebook:levels=nan/1": "ascending",
+    "codebook:levels=0.5/0.50000000001/1": "ascending",
+    "codebook:levels=0.5/1,scaling=minmax": "l2, linf",
+    "codebook:levels=0.5/1,rounding=up": "stochastic, nearest",
+    "codebook:levels=0.5/1,feedback=0": "true, false or none",
     "none:bits=4": "expected field=value",
     "fp16:feedback=true": "cast:dtype=float16",
 }
@@ -98,14 +154,31 @@ def test_every_quantizer_reads_back(**fields):
     assert at_level(compressor.family_string(), compressor.level) == compressor
 
 
+@given(
+    levels=st.lists(st.floats(2**-126, 1, exclude_max=True, width=32), max_size=126, unique=True).map(sorted),
+    scaling=st.sampled_from(["l2", "linf"]),
+)
+def test_every_codebook_reads_back_and_has_room_for_its_levels(levels: list[float], scaling: str):
+    compressor = Codebook((*levels, 1), scaling=scaling)
+    assert from_string(compressor.to_string()) == compressor
+    assert 2 ** (compressor.code_bits - 2) <= len(compressor.levels) < 2 ** (compressor.code_bits - 1)
+
+
+@pytest.mark.parametrize("levels", [(), tuple(i / 128 for i in range(1, 129)), "1", (10**400,)])
+def test_impossible_levels_are_refused(levels):
+    with pytest.raises(ConfigError, match="1 to 127"):
+        Codebook(levels)
+
+
 def test_family_does_not_depend_on_the_level():
     assert {Quantize(bits).family_string() for bits in range(1, 9)} == {Quantize(4).family_string()}
 
 
 @pytest.mark.parametrize("level", [0, 9, 2.5, "4", True])
-def test_impossible_level_is_refused(level):
+@pytest.mark.parametrize("compressor", [Quantize(), NUQSGD()], ids=["quantize", "nuqsgd"])
+def test_impossible_level_is_refused(compressor, level):
     with pytest.raises(ConfigError):
-        at_level(Quantize().family_string(), level)
+        at_level(compressor.family_string(), level)
 
 
 @pytest.mark.parametrize("family", ["none", "cast:dtype=bfloat16"])
