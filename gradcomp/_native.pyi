@@ -139,6 +139,17 @@ def put(
     indices: npt.NDArray[np.uint32],
     values: npt.NDArray[np.float32],
 ) -> None: ...
+def select_adacomp(
+    table: npt.NDArray[np.uint8],
+    factors: npt.NDArray[np.float32],
+    limits: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    values: npt.NDArray[np.float32],
+    found: npt.NDArray[np.int64],
+    *,
+    bin_size: int,
+) -> None: ...
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""
 

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "adacomp.hpp"
 #include "indices.hpp"
 #include "kernels.hpp"
 
@@ -419,6 +420,25 @@ void put(const Rows& rows, const ConstNumbers& offsets, const ConstNumbers& coun
     move_selections(&gradcomp::put, rows, offsets, counts, indices, values);
 }
 
+void select_adacomp(const Rows& rows, const ConstFloats& factors, const ConstNumbers& limit_vector,
+                    const ConstNumbers& offset_vector, const Vector<std::uint32_t>& indices,
+                    const Vector<float>& values, const Vector<std::int64_t>& found, std::int64_t bin_size) {
+    const auto table = view_table(rows);
+    check_rows("factors", factors, table);
+    check_rows("found", found, table);
+    const auto limits = copy_rows("limits", limit_vector, table);
+    const auto offsets = copy_rows("offsets", offset_vector, table);
+    gradcomp::check_layers(table);
+    gradcomp::check_narrow(table);
+    gradcomp::check_shadows(table);
+    gradcomp::check_places(table, offsets.data(), limits.data(), common_size(indices, values));
+    if (bin_size < 1)
+        throw std::invalid_argument("bin_size " + std::to_string(bin_size) + " is not positive");
+    run(&gradcomp::select_adacomp,
+        gradcomp::AdacompCall{table, factors.data(), limits.data(), offsets.data(), indices.data(),
+                              values.data(), found.data(), bin_size});
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const gradcomp::Kernels& kernels : gradcomp::available_kernels()) names.emplace_back(kernels.isa);
@@ -464,6 +484,10 @@ NB_MODULE(_native, module) {
                array("values"));
     module.def("put", &put, array("table"), array("offsets"), array("counts"), array("indices"),
                array("values"));
+
+    module.def("select_adacomp", &select_adacomp, array("table"), array("factors"), array("limits"),
+               array("offsets"), array("indices"), array("values"), array("found"), nb::kw_only(),
+               "bin_size"_a);
 
     module.def("isa", [] { return gradcomp::active_kernels().isa; });
     module.def("set_isa", &gradcomp::select_kernels, "name"_a);

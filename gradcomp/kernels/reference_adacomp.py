@@ -1,0 +1,80 @@
+"""AdaComp's selection in NumPy: this file defines what every other body computes, byte for byte.
+
+Rows, contributions, selections and errors are those of `reference_selection`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradcomp.kernels.reference import _gradient
+from gradcomp.kernels.reference_selection import (
+    Floats,
+    Indices,
+    Numbers,
+    _check_narrow,
+    _check_places,
+    _check_rows,
+    _check_shadows,
+    _largest,
+    _shadow,
+)
+from gradcomp.kernels.segments import SegmentTable
+
+
+def select_adacomp(
+    table: SegmentTable,
+    factors: Floats,
+    limits: Numbers,
+    offsets: Numbers,
+    indices: Indices,
+    values: Floats,
+    found: Numbers,
+    *,
+    bin_size: int,
+) -> None:
+    """Select the elements of row i with |c + factors[i] * gradient| >= m > 0, or the limits[i] largest |c| of them.
+
+    m is the largest |c| of the element's bin, NaN aside. Bins are runs of bin_size elements; the last may be shorter.
+
+    Args:
+        table: SEGMENT rows; reads gradient, and c in shadow.
+        factors: float32, one per row: factor of the gradient.
+        limits: int64, one per row, not negative: room of the row's selection.
+        offsets: int64, one per row: where the row's selection begins.
+        indices: uint32, written.
+        values: float32, written: c of the selected elements.
+        found: int64, one per row, written: how many were selected.
+        bin_size: elements of a bin, at least 1.
+
+    Raises:
+        ValueError: also for a float64 gradient or a bin without elements.
+
+    Source: AdaComp (Chen et al., AAAI 2018), Algorithm 2.
+    """
+    _check_rows(
+        table,
+        factors=(factors, np.float32, False),
+        limits=(limits, np.int64, False),
+        offsets=(offsets, np.int64, False),
+        found=(found, np.int64, True),
+    )
+    _check_narrow(table)
+    _check_shadows(table)
+    _check_places(table, offsets, limits, indices, values, writable=True)
+    if bin_size < 1:
+        raise ValueError(f"bin_size {bin_size} is not positive")
+    for i, segment in enumerate(table):
+        found[i] = 0
+        if segment["length"] == 0:
+            continue
+        c = _shadow(segment)
+        with np.errstate(all="ignore"):
+            ahead = np.abs(c + factors[i] * _gradient(segment, np.float32))
+        begins = np.arange(0, len(c), bin_size)
+        largest = np.fmax.reduceat(np.abs(c), begins).repeat(np.diff(begins, append=len(c)))
+        candidates = np.flatnonzero((ahead >= largest) & (largest > 0))
+        chosen = _largest(c, candidates, int(limits[i]))
+        place = slice(int(offsets[i]), int(offsets[i]) + len(chosen))
+        indices[place], values[place] = chosen, c[chosen]
+        found[i] = len(chosen)
