@@ -1,7 +1,9 @@
 """gradcomp: compressed gradient exchange for data-parallel training."""
 
 from gradcomp.compress import (
+    DGC,
     NUQSGD,
+    AdaComp,
     Cast,
     Codebook,
     Compression,
@@ -14,7 +16,9 @@ from gradcomp.compress import (
     OneBit,
     Policy,
     Quantize,
+    RedSync,
     ScaledSign,
+    SIDCo,
     Signum,
     TernGrad,
     TopK,
@@ -34,7 +38,9 @@ from gradcomp.core.plan import Assignment, Plan
 from gradcomp.version import __version__
 
 __all__ = [
+    "DGC",
     "NUQSGD",
+    "AdaComp",
     "Assignment",
     "Cast",
     "Codebook",
@@ -55,6 +61,8 @@ __all__ = [
     "PlanMismatchError",
     "Policy",
     "Quantize",
+    "RedSync",
+    "SIDCo",
     "ScaledSign",
     "Signum",
     "StateError",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcomp import (
+    DGC,
     NUQSGD,
+    AdaComp,
     Cast,
     Codebook,
     Compressor,
@@ -16,7 +18,9 @@ from gradcomp import (
     MomentumCorrection,
     OneBit,
     Quantize,
+    RedSync,
     ScaledSign,
+    SIDCo,
     Signum,
     TernGrad,
     TopK,
@@ -124,4 +128,22 @@ ROWS = {
     "codebook-nearest": Row(Codebook((0.1, 0.4, 1), 48, rounding="nearest")),
     "codebook-no-feedback-odd": Row(Codebook((0.2, 0.6, 1), 33, rounding="nearest", feedback=False)),
     "codebook-feedback": Row(Codebook((1,), 50, feedback=True), draws=True),
+    "dgc": Row(DGC(0.1, momentum_factor=0.0, sample=0.5), constants=False, sized=False),
+    "dgc-momentum": Row(DGC(0.05, momentum_factor=0.5), constants=False, sized=False),
+    "dgc-no-mask": Row(DGC(0.2, mask=False, values=Cast("bfloat16")), constants=False, sized=False),
+    "dgc-clip": Row(DGC(0.1, clip=0.5), constants=False, sized=False, overflows=False),
+    "dgc-clip-only": Row(
+        DGC(0.1, momentum_factor=0.0, clip=2.0), constants=False, sized=False, overflows=False
+    ),
+    "dgc-warmup": Row(DGC(0.01, sample=0.3, warmup_steps=4), constants=False, sized=False),
+    "redsync": Row(RedSync(0.05), constants=False, sized=False),
+    "redsync-dense": Row(
+        RedSync(0.7, tolerance=0.1, values=Quantize(4, 64)), constants=False, sized=False, draws=True
+    ),
+    "sidco": Row(SIDCo(0.05), constants=False, sized=False),
+    "sidco-pareto": Row(SIDCo(0.02, stages=2, distribution="pareto"), constants=False, sized=False),
+    "adacomp": Row(AdaComp(bin_size=20, limit=0.5), constants=False, sized=False),
+    "adacomp-limited": Row(
+        AdaComp(bin_size=50, limit=0.02, feedback=False), constants=False, sized=False, error=1.0
+    ),
 }

@@ -1,8 +1,10 @@
 """Compressors: how a group of layers becomes its mean over ranks."""
 
+from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
 from gradcomp.compress.codebook import Codebook
+from gradcomp.compress.dgc import DGC
 from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
@@ -11,15 +13,19 @@ from gradcomp.compress.nuqsgd import NUQSGD
 from gradcomp.compress.one_bit import OneBit
 from gradcomp.compress.policy import Compression, Policy, as_policy
 from gradcomp.compress.quantize import Quantize
+from gradcomp.compress.redsync import RedSync
 from gradcomp.compress.registry import at_level, from_string
 from gradcomp.compress.scaled_sign import ScaledSign
 from gradcomp.compress.schedule import DensitySchedule, Warmup
+from gradcomp.compress.sidco import SIDCo
 from gradcomp.compress.signum import Signum
 from gradcomp.compress.terngrad import TernGrad
 from gradcomp.compress.topk import TopK
 
 __all__ = [
+    "DGC",
     "NUQSGD",
+    "AdaComp",
     "Cast",
     "Codebook",
     "Compression",
@@ -32,6 +38,8 @@ __all__ = [
     "OneBit",
     "Policy",
     "Quantize",
+    "RedSync",
+    "SIDCo",
     "ScaledSign",
     "Signum",
     "TernGrad",

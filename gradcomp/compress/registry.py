@@ -10,9 +10,11 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
 from gradcomp.compress.codebook import Codebook
+from gradcomp.compress.dgc import DGC
 from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
@@ -20,8 +22,10 @@ from gradcomp.compress.momentum_correction import MomentumCorrection
 from gradcomp.compress.nuqsgd import NUQSGD
 from gradcomp.compress.one_bit import OneBit
 from gradcomp.compress.quantize import Quantize
+from gradcomp.compress.redsync import RedSync
 from gradcomp.compress.scaled_sign import ScaledSign
 from gradcomp.compress.schedule import DensitySchedule, Warmup
+from gradcomp.compress.sidco import SIDCo
 from gradcomp.compress.signum import Signum
 from gradcomp.compress.terngrad import TernGrad
 from gradcomp.compress.topk import TopK
@@ -33,18 +37,22 @@ BUILT_IN: tuple[type[Compressor], ...] = (
     Identity,
     Cast,
     Quantize,
+    AdaComp,
+    Codebook,
+    DGC,
+    NUQSGD,
+    OneBit,
+    RedSync,
+    ScaledSign,
+    SIDCo,
+    Signum,
+    TernGrad,
     TopK,
     ErrorFeedback,
     MomentumCorrection,
     LocalClip,
     Warmup,
     DensitySchedule,
-    ScaledSign,
-    Signum,
-    OneBit,
-    TernGrad,
-    NUQSGD,
-    Codebook,
 )
 
 _SHORT = {"fp16": Cast("float16"), "bf16": Cast("bfloat16")}

@@ -1,0 +1,84 @@
+"""What a sparse compressor selects, without a pipeline around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradcomp import Compressor
+from gradcomp.compress.messages import Context
+from gradcomp.compress.payload import Selection
+from gradcomp.kernels.codec import Draw, Group
+from gradcomp.kernels.segments import SEGMENT
+
+
+@dataclass
+class Selected:
+    """Of every layer: indices and values of the selection, p, and whether it was flagged; and the flat arrays."""
+
+    indices: list[list[int]]
+    values: list[list[float]]
+    p: list[np.ndarray]
+    flags: list[int]
+    selection: Selection
+    limits: list[int]
+
+
+def select(
+    compressor: Compressor,
+    *gradients: np.ndarray,
+    residuals: Sequence[np.ndarray] | None = None,
+    step: int = 0,
+) -> Selected:
+    """One group of float32 layers."""
+    table = np.zeros(len(gradients), SEGMENT)
+    p = [np.full(len(g), 777, np.float32) for g in gradients]
+    table["length"] = [len(g) for g in gradients]
+    table["gradient"] = [g.ctypes.data for g in gradients]
+    table["shadow"] = [c.ctypes.data for c in p]
+    if residuals is not None:
+        table["residual"] = [e.ctypes.data for e in residuals]
+    compressor.fill(table, compressor.level)
+    group = Group(compressor, table, np.arange(len(table)), compressor.keeps_residual)
+    limits = compressor.limits(table)
+    chosen = Selection.room(limits)
+    flags = np.zeros(len(table), np.uint8)
+    compressor.select(group, Context(Draw(0, step, 0), 1), chosen, flags)
+    rows = [slice(o, o + n) for o, n in zip(chosen.offsets, chosen.counts, strict=True)]
+    return Selected(
+        [chosen.indices[row].tolist() for row in rows],
+        [chosen.values[row].tolist() for row in rows],
+        p,
+        flags.tolist(),
+        chosen,
+        limits.tolist(),
+    )
+
+
+def is_top(p: np.ndarray, indices: Sequence[int]) -> bool:
+    """Whether these are the largest of their number, ties by lower index, ascending."""
+    order = np.argsort(-np.abs(p), kind="stable")[: len(indices)]
+    return sorted(order.tolist()) == list(indices)
+
+
+def samples(size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Layers of very different distributions."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal(size)
+    drawn = {
+        "normal": normal,
+        "laplace": rng.laplace(size=size),
+        "heavy": rng.standard_t(3, size),
+        "uniform": rng.uniform(-1, 1, size),
+        "lognormal": np.exp(2 * normal),
+        "mostly zero": np.where(rng.random(size) < 0.1, normal, 0),
+        "few values": np.round(normal),
+        "two scales": np.where(rng.random(size) < 0.02, 30, 1) * normal,
+        "subnormal": normal * 1e-42,
+        "huge": normal * 5e37,
+        "equal": np.full(size, -0.3),
+        "zero": np.zeros(size),
+    }
+    return {name: values.astype(np.float32) for name, values in drawn.items()}

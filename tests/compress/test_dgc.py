@@ -1,0 +1,150 @@
+"""Deep Gradient Compression: its sample, its momentum and clipping, and its warm-up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compress.selecting import select
+from simulation import Simulation
+
+from gradcomp import DGC, Cast, ConfigError, Identity, LayerSpec, LocalClip, MomentumCorrection, Policy
+
+SIZE = 400_000
+
+
+def test_sampled_thresholds_select_about_k_elements():
+    layer = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
+    counts = [len(select(DGC(0.01), layer, step=step).indices[0]) for step in range(12)]
+    k = 0.01 * SIZE
+    assert all(0.6 * k <= count <= k for count in counts)  # 40 sampled elements above: a deviation of 16%
+    assert max(counts) == k, "more than k reached a threshold, and the k largest were selected"
+    assert len(set(counts)) > 3, "every step samples other elements"
+
+
+def test_a_whole_sample_is_exact():
+    layer = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
+    assert len(select(DGC(0.01, sample=1.0), layer).indices[0]) == 0.01 * SIZE
+
+
+def one_rank(g, u, e, factor, clip, world, compressor):
+    """(what is sent, new u, new e) of the equations in the docstring, exactly selected."""
+    if clip is not None:
+        norm = np.sqrt(np.square(g.astype(np.float64)).sum()) / world
+        g = g * np.float32(min(1, clip / np.sqrt(world) / norm))
+    u = g + np.float32(factor) * u
+    p = u + e
+    k = max(1, round(compressor.density * len(g)))
+    chosen = np.argsort(-np.abs(p), kind="stable")[:k]
+    sent = np.zeros_like(p)
+    sent[chosen] = p[chosen]
+    u = u.copy()
+    if compressor.mask:
+        u[chosen] = 0
+    return sent, u, p - sent
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        DGC(0.1, momentum_factor=0.0),
+        DGC(0.1),
+        DGC(0.1, momentum_factor=0.5, mask=False),
+        DGC(0.1, clip=0.5),
+        DGC(0.1, momentum_factor=0.0, clip=2.0),
+    ],
+    ids=DGC.to_string,
+)
+def test_steps_are_those_of_the_equations(compressor: DGC, world: int):
+    ranks = Simulation([LayerSpec("w", (60,))], compressor, world)
+    state = [(np.zeros(60, np.float32), np.zeros(60, np.float32)) for _ in range(world)]
+    for _ in range(6):
+        gradients = ranks.gradients()
+        mean = ranks.step(gradients).mean(0)
+        steps = [
+            one_rank(rank[0], *state[i], compressor.momentum, compressor.clip, world, compressor)
+            for i, rank in enumerate(gradients)
+        ]
+        state = [(u, e) for _, u, e in steps]
+        np.testing.assert_allclose(mean, sum(sent for sent, _, _ in steps) / world, rtol=1e-5, atol=1e-7)
+
+
+def test_without_momentum_none_is_kept():
+    layer = LayerSpec("w", (5,))
+    assert DGC(momentum_factor=0.0).fields(layer, 0) == {}
+    assert [size for size, _ in DGC().fields(layer, 0).values()] == [5]
+    assert not DGC(momentum_factor=0.0, mask=True).masks_momentum, "what is read then is the gradient itself"
+
+
+def test_dense_keeps_momentum_and_clipping():
+    assert DGC(momentum_factor=0.0).dense() == Identity()
+    assert DGC().dense() == MomentumCorrection(Identity(), 0.9)
+    assert DGC(momentum_factor=0.5, mask=False, clip=3).dense() == LocalClip(
+        MomentumCorrection(Identity(), 0.5, mask=False), 3
+    )
+
+
+def test_warm_up_goes_through_the_densities_in_equal_parts():
+    compressor = DGC(0.001, clip=1.0, warmup_steps=40)
+    final = DGC(0.001, clip=1.0)
+    densities = [0.25, 0.0625, 0.015625, 0.004, 0.001]
+    assert compressor.changes == (10, 20, 30, 40)
+    for step in range(60):
+        assert compressor.at_step(step) == final.with_level(densities[min(step // 10, 4)])
+
+
+def test_warm_up_leaves_out_densities_below_the_final_one():
+    compressor = DGC(0.05, warmup_steps=7)
+    assert compressor.changes == (3, 6)
+    assert [compressor.at_step(step).density for step in (0, 3, 6)] == [0.25, 0.0625, 0.05]
+
+
+@pytest.mark.parametrize("compressor", [DGC(0.25, warmup_steps=10), DGC(0.001)], ids=["dense", "none"])
+def test_without_densities_to_go_through_nothing_changes(compressor: DGC):
+    assert compressor.changes == ()
+    assert compressor.at_step(0) == DGC(compressor.density)
+
+
+def test_plans_hold_the_densities_of_the_warm_up():
+    layers = [LayerSpec("w", (50, 100))]
+    policy = Policy(DGC(0.01, warmup_steps=6))
+    schedule = policy.scheduled(layers)
+    plans = [policy.plan(layers), *(schedule(step, 1) for step in (2, 4, 6))]
+    assert [plan.assignments[0].level for plan in plans] == [0.25, 0.0625, 0.015625, 0.01]
+
+
+def test_fewer_elements_are_sent_as_the_warm_up_goes_on():
+    ranks = Simulation([LayerSpec("w", (5000,))], DGC(0.01, warmup_steps=6, momentum_factor=0.0), 2)
+    sent = [np.count_nonzero(ranks.step().mean(0)) for _ in range(9)]
+    assert sent[0] > 2 * sent[3] > 4 * sent[8] > 0
+
+
+BAD = {
+    "momentum": [{"momentum_factor": m} for m in (1.0, -0.1, float("nan"), True, "0.9", None)],
+    "mask": [{"mask": 1}],
+    "max_norm": [{"clip": c} for c in (0, -1.0, "1", True)],
+    "sample": [{"sample": s} for s in (0, 1.5, float("nan"), "all", True)],
+    "warmup_steps": [{"warmup_steps": w} for w in (-1, 2.5, True, None)],
+    "warm-up": [{"warmup_steps": 3}],
+    "values": [{"values": DGC()}, {"values": 4}],
+    "feedback": [{"feedback": 1}],
+}
+
+
+@pytest.mark.parametrize(("word", "arguments"), [(w, a) for w, rows in BAD.items() for a in rows])
+def test_impossible_settings_are_refused(word: str, arguments: dict):
+    with pytest.raises(ConfigError, match=word):
+        DGC(**arguments)
+
+
+def test_string_form_names_everything():
+    text = DGC(0.002, 0.5, False, 2.0, 0.1, 8, values=Cast("bfloat16"), feedback=False).to_string()
+    for part in (
+        "density=0.002",
+        "momentum_factor=0.5",
+        "mask=false",
+        "clip=2.0",
+        "sample=0.1",
+        "warmup_steps=8",
+    ):
+        assert part in text
