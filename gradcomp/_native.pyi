@@ -150,6 +150,60 @@ def select_adacomp(
     *,
     bin_size: int,
 ) -> None: ...
+def project(
+    table: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    factors: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.int64],
+    columns: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    q: npt.NDArray[np.float32],
+    q_at: npt.NDArray[np.int64],
+    p: npt.NDArray[np.float32],
+    p_at: npt.NDArray[np.int64],
+    *,
+    decay: float,
+) -> None: ...
+def back_project(
+    table: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int64],
+    columns: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    p: npt.NDArray[np.float32],
+    p_at: npt.NDArray[np.int64],
+    q: npt.NDArray[np.float32],
+    q_at: npt.NDArray[np.int64],
+) -> None: ...
+def orthogonalise(
+    rows: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    p: npt.NDArray[np.float32],
+    p_at: npt.NDArray[np.int64],
+) -> None: ...
+def expand(
+    table: npt.NDArray[np.uint8],
+    flags: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int64],
+    columns: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    p: npt.NDArray[np.float32],
+    p_at: npt.NDArray[np.int64],
+    q: npt.NDArray[np.float32],
+    q_at: npt.NDArray[np.int64],
+    *,
+    divisor: float,
+    scale: float,
+) -> None: ...
+def subtract(
+    table: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int64],
+    columns: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    p: npt.NDArray[np.float32],
+    p_at: npt.NDArray[np.int64],
+    q: npt.NDArray[np.float32],
+    q_at: npt.NDArray[np.int64],
+) -> None: ...
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""
 

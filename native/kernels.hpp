@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lowrank.hpp"
 #include "segment.hpp"
 #include "select.hpp"
 
@@ -79,6 +80,44 @@ struct ListPart {
     std::int64_t begin, end;
 };
 
+struct ProjectCall {
+    LowRankLayers layers;
+    std::uint8_t* flags;
+    const float* factors;  // one per row
+    const float* q;
+    float* p;
+    double decay;
+};
+
+struct BackProjectCall {
+    LowRankLayers layers;
+    const float* p;
+    float* q;
+};
+
+struct OrthogonaliseCall {
+    std::int64_t layers;
+    const std::int64_t* rows;
+    const std::int64_t* ranks;
+    float* p;
+    const std::int64_t* p_at;
+};
+
+struct ExpandCall {
+    LowRankLayers layers;
+    std::uint8_t* flags;
+    const float* p;
+    const float* q;
+    double divisor;
+    double scale;
+};
+
+struct SubtractCall {
+    LowRankLayers layers;
+    const float* p;
+    const float* q;
+};
+
 // The same sources, compiled for one instruction set.
 struct Kernels {
     std::string_view isa;
@@ -92,6 +131,11 @@ struct Kernels {
     void (*select_top)(const SelectTopCall&);
     void (*select_above)(const SelectAboveCall&);
     void (*tail)(const TailCall&);
+    void (*project)(const ProjectCall&);
+    void (*back_project)(const BackProjectCall&);
+    void (*orthogonalise)(const OrthogonaliseCall&);
+    void (*expand)(const ExpandCall&);
+    void (*subtract)(const SubtractCall&);
 };
 
 // What this build has and this CPU can run, fastest first; never empty.

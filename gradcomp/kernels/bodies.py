@@ -9,7 +9,13 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from gradcomp.kernels import reference, reference_adacomp, reference_indices, reference_selection
+from gradcomp.kernels import (
+    reference,
+    reference_adacomp,
+    reference_indices,
+    reference_lowrank,
+    reference_selection,
+)
 from gradcomp.kernels.segments import SEGMENT, check_array
 
 BodyName: TypeAlias = Literal["reference", "native"]
@@ -51,7 +57,11 @@ def _plain(argument: Any) -> Any:
 
 
 def _installed() -> dict[str, Body]:
-    found = {"reference": Body(reference, reference_indices, reference_selection, reference_adacomp)}
+    found = {
+        "reference": Body(
+            reference, reference_adacomp, reference_indices, reference_lowrank, reference_selection
+        )
+    }
     # Absent is a choice of the build; present but broken must not pass for absent.
     if importlib.util.find_spec("gradcomp._native") is not None:
         from gradcomp import _native

@@ -6,6 +6,9 @@
 #include "decode.hpp"
 #include "encode.hpp"
 #include "fp64.hpp"
+#include "lowrank.hpp"
+#include "orthogonalise.hpp"
+#include "project.hpp"
 #include "scatter.hpp"
 #include "select.hpp"
 #include "select_sums.hpp"
@@ -109,21 +112,23 @@ void reduce(const ReduceCall& call) {
     stream_fence();
 }
 
+template <class Element>
+void fill(void* out, std::int64_t count, Element value) {
+    for (std::int64_t i = 0; i < count; ++i)
+        std::memcpy(static_cast<std::uint8_t*>(out) + i * std::int64_t{sizeof value}, &value, sizeof value);
+}
+
 void fill_with_nan(const Segment& segment) {
-    const auto fill = [&]<class Element>(Element nan) {
-        auto* const out = reinterpret_cast<std::uint8_t*>(segment.output);
-        for (std::int64_t i = 0; i < segment.length; ++i)
-            std::memcpy(out + i * std::int64_t{sizeof(Element)}, &nan, sizeof(Element));
-    };
+    auto* const out = reinterpret_cast<std::uint8_t*>(segment.output);
     switch (segment.dtype) {
         case Dtype::float32:
-            return fill(std::uint32_t{0x7FC00000});
+            return fill(out, segment.length, std::uint32_t{0x7FC00000});
         case Dtype::float16:
-            return fill(std::uint16_t{0x7E00});
+            return fill(out, segment.length, std::uint16_t{0x7E00});
         case Dtype::bfloat16:
-            return fill(std::uint16_t{0x7FC0});
+            return fill(out, segment.length, std::uint16_t{0x7FC0});
         case Dtype::float64:
-            return fill(std::uint64_t{0x7FF8000000000000});
+            return fill(out, segment.length, std::uint64_t{0x7FF8000000000000});
     }
 }
 
@@ -175,6 +180,56 @@ void scatter_mean(const ScatterCall& call, ListPart* parts) {
     stream_fence();
 }
 
+void project(const ProjectCall& call) {
+    const LowRankLayers& layers = call.layers;
+    for (std::int64_t row = 0; row < layers.table.size(); ++row) {
+        const Segment segment = layers.table[row];
+        const Matrix matrix = layers.matrix(row);
+        const float factor = value_at(call.factors + row);
+        float* const p = call.p + layers.p_at[row];
+        if (!project_matrix(segment, matrix, factor, static_cast<float>(call.decay),
+                            call.q + layers.q_at[row], p, layers.scratch)) {
+            fill(p, matrix.rows * matrix.rank, std::uint32_t{0x7FC00000});
+            call.flags[row] |= 1;
+        }
+    }
+    stream_fence();
+}
+
+void back_project(const BackProjectCall& call) {
+    const LowRankLayers& layers = call.layers;
+    for (std::int64_t row = 0; row < layers.table.size(); ++row)
+        back_project_matrix(layers.table[row], layers.matrix(row), call.p + layers.p_at[row],
+                            call.q + layers.q_at[row], layers.scratch);
+}
+
+void orthogonalise(const OrthogonaliseCall& call) {
+    for (std::int64_t row = 0; row < call.layers; ++row)
+        orthogonalise_columns(call.p + call.p_at[row], call.rows[row], call.ranks[row]);
+}
+
+void expand(const ExpandCall& call) {
+    const LowRankLayers& layers = call.layers;
+    const Finish finish{static_cast<float>(call.divisor), static_cast<float>(call.scale)};
+    for (std::int64_t row = 0; row < layers.table.size(); ++row) {
+        const Segment segment = layers.table[row];
+        if (segment.output == 0) continue;
+        if (call.flags[row] != 0)
+            fill_with_nan(segment);
+        else if (!expand_matrix(segment, layers.matrix(row), call.p + layers.p_at[row],
+                                call.q + layers.q_at[row], finish, layers.scratch))
+            call.flags[row] |= 1;
+    }
+    stream_fence();
+}
+
+void subtract(const SubtractCall& call) {
+    const LowRankLayers& layers = call.layers;
+    for (std::int64_t row = 0; row < layers.table.size(); ++row)
+        subtract_matrix(layers.table[row], layers.matrix(row), call.p + layers.p_at[row],
+                        call.q + layers.q_at[row], layers.scratch);
+}
+
 }  // namespace
 
 Kernels kernels() {
@@ -188,7 +243,12 @@ Kernels kernels() {
             squares,
             select_top,
             select_above,
-            tail};
+            tail,
+            project,
+            back_project,
+            orthogonalise,
+            expand,
+            subtract};
 }
 
 }  // namespace gradcomp::GRADCOMP_BODY

@@ -65,6 +65,12 @@ inline float reduce_min(F32 x) {
     const __m128 two = _mm_min_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_min_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+inline float reduce_add(F32 x) {
+    const __m256 eight = _mm256_add_ps(x.low, x.high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
 inline float reduce_max(F32 x) {
     const __m256 eight = _mm256_max_ps(x.low, x.high);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -246,6 +252,14 @@ class SquareSums {
 
     __m256d sums_[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
 };
+
+// a * b + c, rounded once or twice: not for what all bodies must agree on.
+inline F32 multiply_add(F32 a, F32 b, F32 c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+
+// How many F32 the registers hold.
+inline constexpr int register_count = 8;
 
 // 32-bit words in the low halves of 64-bit lanes. What lies in the high halves never matters.
 struct Words {

@@ -59,6 +59,9 @@ inline F32 max(F32 a, F32 b) {
 inline float reduce_min(F32 x) {
     return _mm512_reduce_min_ps(x.v);
 }
+inline float reduce_add(F32 x) {
+    return _mm512_reduce_add_ps(x.v);
+}
 inline float reduce_max(F32 x) {
     return _mm512_reduce_max_ps(x.v);
 }
@@ -212,6 +215,14 @@ class SquareSums {
     __m512d low_ = _mm512_setzero_pd();
     __m512d high_ = _mm512_setzero_pd();
 };
+
+// a * b + c, rounded once or twice: not for what all bodies must agree on.
+inline F32 multiply_add(F32 a, F32 b, F32 c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+
+// How many F32 the registers hold.
+inline constexpr int register_count = 32;
 
 // 32-bit words in the low halves of 64-bit lanes. What lies in the high halves never matters.
 struct Words {

@@ -100,6 +100,10 @@ inline float reduce_min(F32 x) {
     for (int i = 1; i < 16; ++i) result = x.q[i / 4][i % 4] < result ? x.q[i / 4][i % 4] : result;
     return result;
 }
+inline float reduce_add(F32 x) {
+    const FloatQuad four = (x.q[0] + x.q[1]) + (x.q[2] + x.q[3]);
+    return (four[0] + four[1]) + (four[2] + four[3]);
+}
 inline float reduce_max(F32 x) {
     float result = x.q[0][0];
     for (int i = 1; i < 16; ++i) result = x.q[i / 4][i % 4] > result ? x.q[i / 4][i % 4] : result;
@@ -156,13 +160,17 @@ using SmallTable = LargeTable;
 // Unsigned integers of any width; a store keeps the low bits of each lane.
 template <class Unsigned>
 inline I32 load_widen(const Unsigned* p) {
+    Unsigned values[16];
+    std::memcpy(values, p, sizeof values);  // p need not be aligned
     I32 x;
-    for (int i = 0; i < 16; ++i) x.q[i / 4][i % 4] = static_cast<std::int32_t>(p[i]);
+    for (int i = 0; i < 16; ++i) x.q[i / 4][i % 4] = static_cast<std::int32_t>(values[i]);
     return x;
 }
 template <class Unsigned>
 inline void store_narrow(Unsigned* p, I32 x) {
-    for (int i = 0; i < 16; ++i) p[i] = static_cast<Unsigned>(x.q[i / 4][i % 4]);
+    Unsigned values[16];
+    for (int i = 0; i < 16; ++i) values[i] = static_cast<Unsigned>(x.q[i / 4][i % 4]);
+    std::memcpy(p, values, sizeof values);
 }
 
 // Half precision in the low 16 bits of each lane.
@@ -213,6 +221,14 @@ class SquareSums {
   private:
     double sums_[16] = {};
 };
+
+// a * b + c, rounded once or twice: not for what all bodies must agree on.
+inline F32 multiply_add(F32 a, F32 b, F32 c) {
+    return a * b + c;
+}
+
+// How many F32 the registers hold.
+inline constexpr int register_count = 4;
 
 // A 32-bit word in the low half of a 64-bit lane. What lies in the high half never matters.
 struct Words {

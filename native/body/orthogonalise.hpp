@@ -1,0 +1,101 @@
+// Gram-Schmidt with a fixed order: every body gives the same bytes.
+#pragma once
+
+#include "lowrank.hpp"
+
+namespace gradcomp::GRADCOMP_BODY {
+
+// A column whose norm falls below this part of what it was depends on those before it.
+inline constexpr double dependent = 0x1p-20;
+
+// The compiler's own vectors: what an instruction set lacks in width takes several of its registers.
+using Floats8 = float __attribute__((vector_size(32)));
+using Doubles8 = double __attribute__((vector_size(64)));
+
+// x . y in double precision over 16 strided lanes and then a tree; products of floats are exact there.
+inline double dot(const float* x, const float* y, std::int64_t n) {
+    Doubles8 sums[2] = {};
+    const auto add = [&](const float* a, const float* b) {
+        for (int half = 0; half < 2; ++half) {
+            Floats8 u, v;
+            std::memcpy(&u, a + 8 * half, sizeof u);
+            std::memcpy(&v, b + 8 * half, sizeof v);
+            sums[half] += __builtin_convertvector(u, Doubles8) * __builtin_convertvector(v, Doubles8);
+        }
+    };
+    std::int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) add(x + i, y + i);
+    if (i < n) {
+        float rest[2][lanes] = {};
+        copy_floats(rest[0], x + i, n - i);
+        copy_floats(rest[1], y + i, n - i);
+        add(rest[0], rest[1]);
+    }
+    double lane[lanes];
+    std::memcpy(lane, sums, sizeof lane);
+    for (int width = lanes / 2; width > 0; width /= 2)
+        for (int k = 0; k < width; ++k) lane[k] = lane[k] + lane[k + width];
+    return lane[0];
+}
+
+// x <- x - factor * y
+inline void remove(float* x, float factor, const float* y, std::int64_t n) {
+    std::int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) store(x + i, load(x + i) - splat(factor) * load(y + i));
+    for (; i < n; ++i) {
+        const float rest = value_at(x + i) - factor * value_at(y + i);
+        std::memcpy(x + i, &rest, sizeof rest);
+    }
+}
+
+// x <- factor * x
+inline void multiply(float* x, double factor, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) {
+        const auto product = static_cast<float>(static_cast<double>(value_at(x + i)) * factor);
+        std::memcpy(x + i, &product, sizeof product);
+    }
+}
+
+// Magnitudes compare as their bits do, NaN above all.
+inline std::uint32_t largest_magnitude(const float* x, std::int64_t n) {
+    std::uint32_t largest = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+        std::uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7FFFFFFF;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+// The power of two that brings a magnitude, not zero, into [1, 2).
+inline double normalising_power(std::uint32_t magnitude) {
+    const auto wide = static_cast<double>(__builtin_bit_cast(float, magnitude));
+    const std::uint64_t exponent = __builtin_bit_cast(std::uint64_t, wide) >> 52;
+    return __builtin_bit_cast(double, (2046 - exponent) << 52);
+}
+
+inline void orthogonalise_columns(float* p, std::int64_t n, std::int64_t rank) {
+    if (n == 0) return;
+    if (largest_magnitude(p, n * rank) >= 0x7F800000) {
+        const float nan = __builtin_nanf("");
+        for (std::int64_t i = 0; i < n * rank; ++i) std::memcpy(p + i, &nan, sizeof nan);
+        return;
+    }
+    for (std::int64_t k = 0; k < rank; ++k) {
+        float* const x = p + k * n;
+        const std::uint32_t largest = largest_magnitude(x, n);
+        if (largest != 0) multiply(x, normalising_power(largest), n);
+        const double before = __builtin_sqrt(dot(x, x, n));
+        for (int pass = 0; pass < 2; ++pass)
+            for (std::int64_t j = 0; j < k; ++j)
+                remove(x, static_cast<float>(dot(p + j * n, x, n)), p + j * n, n);
+        const double norm = __builtin_sqrt(dot(x, x, n));
+        if (norm > dependent * before)
+            multiply(x, 1.0 / norm, n);
+        else
+            clear_floats(x, n);
+    }
+}
+
+}  // namespace gradcomp::GRADCOMP_BODY

@@ -1,0 +1,601 @@
+"""The low-rank kernels: against float64, against each other byte for byte, and their promises one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcomp import kernels
+from gradcomp.kernels import bodies, lowrank, reference, segments
+
+extension = pytest.importorskip("gradcomp._native")
+
+SHAPES = [(1, 1), (1, 7), (1, 100), (7, 1), (100, 1), (3, 5), (64, 65), (300, 7), (5, 16), (37, 33), (2, 48)]
+LARGE = [(5, 1025), (3, 9000), (70, 1000)]  # wider than a tile, or long enough to pass the cache by
+RANKS = (*range(1, 10), 32)
+DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
+
+
+@pytest.fixture(params=["reference", *extension.available_isas()])
+def body(request: Any) -> Iterator[Any]:
+    """Run a test once per body of the kernels."""
+    if request.param == "reference":
+        with kernels.use("reference"):
+            yield bodies.active()
+    else:
+        before = extension.isa()
+        extension.set_isa(request.param)
+        yield bodies.named("native")
+        extension.set_isa(before)
+
+
+@pytest.fixture(params=extension.available_isas())
+def native(request: Any) -> Iterator[Any]:
+    before = extension.isa()
+    extension.set_isa(request.param)
+    yield bodies.named("native")
+    extension.set_isa(before)
+
+
+def shapes_for(rank: int) -> list[tuple[int, int]]:
+    """Matrices of all kinds; large ones only for some ranks, which take each way through the kernels."""
+    return SHAPES + (LARGE if rank in (1, 4, 9) else [])
+
+
+class Layers:
+    """Matrices with everything that a call needs, deterministic, between guards that nobody may touch.
+
+    `shift`: bytes by which addresses miss their alignment, beyond that of a guard element.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], rank: int, dtype: int = segments.FLOAT32, shift: int = 0
+    ) -> None:
+        rng = np.random.default_rng(rank)
+        self.rng, self.shapes, self.shift = rng, shapes, shift
+        self.rows = np.array([n for n, _ in shapes], np.int64)
+        self.columns = np.array([m for _, m in shapes], np.int64)
+        self.ranks = np.full(len(shapes), rank, np.int64)
+        self.table = np.zeros(len(shapes), segments.SEGMENT)
+        self.table["length"] = self.rows * self.columns
+        self.table["dtype"] = dtype
+        self.flags = np.zeros(len(shapes), np.uint8)
+        self.factors = rng.uniform(0.5, 2, len(shapes)).astype(np.float32)
+        self.gradients = self._column("gradient", segments.DTYPES[dtype])
+        self.residuals = self._column("residual", np.dtype(np.float32))
+        self.shadows = self._column("shadow", np.dtype(np.float32))
+        self.outputs = self._column("output", segments.DTYPES[dtype])
+        self.p, self.p_at, self.P = self._factor(self.rows)
+        self.q, self.q_at, self.Q = self._factor(self.columns)
+        self.guards = [(flat, np.isnan(flat)) for flat in (self.p, self.q)]
+
+    def _unaligned(self, length: int, dtype: Any) -> Any:
+        memory = np.zeros(self.shift + length * dtype.itemsize, np.uint8)
+        return memory[self.shift :].view(dtype)
+
+    def _column(self, name: str, dtype: np.dtype[Any]) -> list[Any]:
+        arrays = []
+        for i, (n, m) in enumerate(self.shapes):
+            memory = self._unaligned(n * m + 2, dtype)
+            memory[:] = np.nan
+            memory[1:-1] = self.rng.standard_normal(n * m)
+            self.table[name][i] = memory[1:].ctypes.data
+            arrays.append(memory)
+        return arrays
+
+    def _factor(self, lengths: Any) -> tuple[Any, Any, list[Any]]:
+        """The flat array, with a guard before and behind each factor, the places, and views of the factors."""
+        sizes = lengths * self.ranks
+        at = 1 + np.cumsum(sizes + 1) - (sizes + 1)
+        flat = self._unaligned(int((sizes + 1).sum()) + 1, np.dtype(np.float32))
+        flat[:] = np.nan
+        views = [
+            flat[a : a + s].reshape(-1 if s else 0, n) for a, s, n in zip(at, sizes, lengths, strict=True)
+        ]
+        for view in views:
+            view[:] = self.rng.standard_normal(view.shape)
+        return flat, at, views
+
+    def matrix(self, arrays: list[Any], i: int) -> Any:
+        return arrays[i][1:-1].reshape(self.shapes[i])
+
+    def contribution(self, i: int, decay: float) -> Any:
+        """M in float32, as the kernels have to compute it."""
+        c = self.factors[i] * self.matrix(self.gradients, i).astype(np.float32)
+        return c + np.float32(decay) * self.matrix(self.residuals, i)
+
+    def check_guards(self) -> None:
+        for arrays in (self.gradients, self.residuals, self.shadows, self.outputs):
+            for array in arrays:
+                assert np.isnan(array[[0, -1]].astype(np.float32)).all(), "written beyond an array"
+        for flat, guards in self.guards:
+            assert np.isnan(flat[guards]).all(), "written beyond a factor"
+
+    def bytes(self) -> list[bytes]:
+        """What calls have written; one NaN is as good as another."""
+        arrays = [*self.shadows, *self.outputs, self.p, self.q]
+        same_nan = [np.where(np.isnan(a), np.array(np.nan, a.dtype), a).tobytes() for a in arrays]
+        return [*same_nan, self.flags.tobytes()]
+
+    @property
+    def sizes(self) -> tuple[Any, Any, Any]:
+        return self.rows, self.columns, self.ranks
+
+    def project(self, body: Any, decay: float = 0.9) -> None:
+        body.project(
+            *(self.table, self.flags, self.factors, *self.sizes, self.q, self.q_at, self.p, self.p_at),
+            decay=decay,
+        )
+
+    def back_project(self, body: Any) -> None:
+        body.back_project(self.table, *self.sizes, self.p, self.p_at, self.q, self.q_at)
+
+    def orthogonalise(self, body: Any) -> None:
+        body.orthogonalise(self.rows, self.ranks, self.p, self.p_at)
+
+    def expand(self, body: Any, divisor: float = 1.0, scale: float = 1.0) -> None:
+        body.expand(
+            *(self.table, self.flags, *self.sizes, self.p, self.p_at, self.q, self.q_at),
+            divisor=divisor,
+            scale=scale,
+        )
+
+    def subtract(self, body: Any) -> None:
+        body.subtract(self.table, *self.sizes, self.p, self.p_at, self.q, self.q_at)
+
+
+def assert_close(found: Any, left: Any, right: Any) -> None:
+    """That found is left @ right but for rounding; the bound grows with what is added up."""
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    bound = 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30
+    assert (np.abs(found - left @ right) <= bound).all()
+
+
+# --- what is computed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(
+    ("dtype", "shift"), [*((dtype, 0) for dtype in DTYPES), (segments.FLOAT32, 1), (segments.BFLOAT16, 1)]
+)
+def test_project(body: Any, rank: int, dtype: int, shift: int) -> None:
+    layers = Layers(shapes_for(rank), rank, dtype, shift)
+    layers.project(body)
+    for i in range(len(layers.shapes)):
+        c = layers.contribution(i, 0.9)
+        assert layers.matrix(layers.shadows, i).tobytes() == c.tobytes()
+        assert_close(layers.P[i].T, c, layers.Q[i].T)
+    assert not layers.flags.any()
+    layers.check_guards()
+
+
+@pytest.mark.parametrize("rank", [2, 9])
+def test_project_without_residual_or_gradient(body: Any, rank: int) -> None:
+    layers = Layers(SHAPES * 2, rank)
+    half = len(SHAPES)
+    layers.table["residual"][:half] = 0
+    layers.table["gradient"][half:] = 0
+    layers.project(body)
+    for i in range(half):
+        c = layers.factors[i] * layers.matrix(layers.gradients, i)
+        assert layers.matrix(layers.shadows, i).tobytes() == c.tobytes()
+        assert_close(layers.P[i].T, c, layers.Q[i].T)
+        residual = np.float32(0.9) * layers.matrix(layers.residuals, half + i)
+        np.testing.assert_array_equal(layers.matrix(layers.shadows, half + i), residual)
+        assert_close(layers.P[half + i].T, residual, layers.Q[half + i].T)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 9])
+def test_project_onto_the_residual_itself(body: Any, rank: int) -> None:
+    layers = Layers(shapes_for(rank), rank)
+    layers.table["residual"] = layers.table["shadow"]
+    expected = [
+        layers.factors[i] * layers.matrix(layers.gradients, i)
+        + np.float32(0.9) * layers.matrix(layers.shadows, i)
+        for i in range(len(layers.shapes))
+    ]
+    layers.project(body)
+    for i, c in enumerate(expected):
+        np.testing.assert_array_equal(layers.matrix(layers.shadows, i), c)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_back_project(body: Any, rank: int, shift: int) -> None:
+    layers = Layers(shapes_for(rank), rank, shift=shift)
+    layers.back_project(body)
+    for i in range(len(layers.shapes)):
+        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.shadows, i))
+    layers.check_guards()
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_expand(body: Any, rank: int) -> None:
+    layers = Layers(shapes_for(rank), rank)
+    layers.expand(body, divisor=4.0, scale=0.5)
+    for i in range(len(layers.shapes)):
+        assert_close(layers.matrix(layers.outputs, i), 0.125 * layers.P[i].T, layers.Q[i])
+    assert not layers.flags.any()
+
+
+def test_products_are_summed_in_the_order_of_columns(body: Any) -> None:
+    layers = Layers([(1, 1)], 3)
+    layers.Q[0][:] = 1
+    for terms, total in (([2.0**25, 1, -(2.0**25)], 0), ([2.0**25, -(2.0**25), 1], 1)):
+        layers.P[0][:, 0] = terms
+        layers.expand(body)
+        assert layers.matrix(layers.outputs, 0) == total
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_subtract(body: Any, rank: int) -> None:
+    layers = Layers(shapes_for(rank), rank)
+    before = [layers.matrix(layers.shadows, i).copy() for i in range(len(layers.shapes))]
+    layers.subtract(body)
+    for i, m in enumerate(before):
+        difference = m - layers.matrix(layers.shadows, i)
+        bound = 1e-6 * (np.abs(layers.P[i].T) @ np.abs(layers.Q[i]) + np.abs(m))
+        assert (np.abs(difference - layers.P[i].T.astype(np.float64) @ layers.Q[i]) <= bound).all()
+
+
+@pytest.mark.parametrize("rank", [0, *RANKS])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_native_gives_the_bytes_of_the_reference(native: Any, rank: int, dtype: int, shift: int) -> None:
+    results = []
+    for body in (bodies.named("reference"), native):
+        layers = Layers([*shapes_for(rank), (0, 5), (5, 0), (0, 0)], rank, dtype, shift)
+        layers.subtract(body)
+        layers.expand(body)
+        layers.orthogonalise(body)
+        layers.subtract(body)
+        first = layers.bytes()
+        layers.expand(body, divisor=3.0, scale=0.7)
+        layers.check_guards()
+        results.append((first, layers.bytes()))
+    assert results[0] == results[1]
+
+
+def test_matrices_without_elements(body: Any) -> None:
+    layers = Layers([(0, 5), (5, 0), (0, 0)], 3)
+    layers.project(body)
+    assert layers.P[1].tolist() == [[0] * 5] * 3
+    layers.back_project(body)
+    assert layers.Q[0].tolist() == [[0] * 5] * 3
+    layers.check_guards()
+
+
+# --- orthogonalise ------------------------------------------------------------------------------------------
+
+
+def orthonormal(body: Any, columns: Any) -> Any:
+    """The columns of a matrix, given as rows, after orthogonalisation."""
+    p = np.array(columns, np.float32)
+    count, n = p.shape
+    body.orthogonalise(np.array([n]), np.array([count]), p.reshape(-1), np.array([0]))
+    return p
+
+
+def deviation(p: Any) -> float:
+    """|P^T P - I|, without the columns that are zero."""
+    kept = p[p.any(axis=1)].astype(np.float64)
+    return float(np.abs(kept @ kept.T - np.eye(len(kept))).max())
+
+
+@pytest.mark.parametrize(("n", "rank"), [(1, 1), (5, 5), (16, 4), (100, 9), (3000, 32)])
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1, 1e30])
+def test_columns_become_orthonormal(body: Any, n: int, rank: int, magnitude: float) -> None:
+    columns = np.random.default_rng(n).standard_normal((rank, n)).astype(np.float32)
+    p = orthonormal(body, columns * np.float32(magnitude))
+    assert p.any(axis=1).all()
+    assert deviation(p) < 1e-6
+    # Column k is made of the columns up to k.
+    expected = np.linalg.qr(columns.T.astype(np.float64))[0].T
+    agreement = np.abs((p * expected).sum(axis=1))
+    np.testing.assert_allclose(agreement, 1, atol=1e-3 if magnitude < 1e-37 else 1e-5)
+
+
+@pytest.mark.parametrize("distance", [1e-2, 1e-4, 1e-5])
+def test_nearly_dependent_columns(body: Any, distance: float) -> None:
+    rng = np.random.default_rng(1)
+    direction = rng.standard_normal(1000)
+    columns = direction + distance * rng.standard_normal((6, 1000))
+    p = orthonormal(body, columns)
+    assert p.any(axis=1).all()
+    assert deviation(p) < 1e-6
+
+
+def test_dependent_columns_become_zero(body: Any) -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((2, 500)).astype(np.float32)
+    p = orthonormal(body, [a, a, b, -4 * a, np.zeros(500), a])
+    assert p.any(axis=1).tolist() == [True, False, True, False, False, False]
+    assert deviation(p) < 1e-6
+
+
+def test_columns_of_any_magnitude_beside_each_other(body: Any) -> None:
+    columns = np.random.default_rng(3).standard_normal((4, 100)).astype(np.float32)
+    columns *= np.array([1e30, 1e-30, 1, 1e-38], np.float32)[:, None]
+    p = orthonormal(body, columns)
+    assert p.any(axis=1).all()
+    assert deviation(p) < 1e-6
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_more_columns_than_rows(body: Any, n: int) -> None:
+    p = orthonormal(body, np.random.default_rng(4).standard_normal((7, n)))
+    assert p.any(axis=1).tolist() == [True] * n + [False] * (7 - n)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_not_finite_columns(body: Any, value: float) -> None:
+    columns = np.ones((3, 20))
+    columns[1, 19] = value
+    assert np.isnan(orthonormal(body, columns)).all()
+
+
+def test_zeros(body: Any) -> None:
+    layers = Layers([(40, 30)], 4)
+    layers.gradients[0][:] = 0
+    layers.residuals[0][:] = 0
+    for kernel in (layers.project, layers.orthogonalise, layers.back_project, layers.expand):
+        kernel(body)
+    assert not layers.matrix(layers.outputs, 0).any()
+    assert not layers.flags.any()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 9])
+@pytest.mark.parametrize("spare", [0, 3])
+def test_a_matrix_of_that_rank_is_its_own_projection(body: Any, rank: int, spare: int) -> None:
+    layers = Layers([(64, 65), (300, 40), (20, 2000)], rank + spare)
+    for i, (n, m) in enumerate(layers.shapes):
+        exact = layers.rng.standard_normal((n, rank)) @ layers.rng.standard_normal((rank, m))
+        layers.matrix(layers.gradients, i)[:] = exact
+    layers.table["residual"] = 0
+    for kernel in (layers.project, layers.orthogonalise, layers.back_project, layers.expand, layers.subtract):
+        kernel(body)
+    for i in range(len(layers.shapes)):
+        m = layers.factors[i] * layers.matrix(layers.gradients, i)
+        error = np.linalg.norm(layers.matrix(layers.outputs, i) - m)
+        assert error < 1e-5 * np.linalg.norm(m)
+        assert np.linalg.norm(layers.matrix(layers.shadows, i)) < 1e-5 * np.linalg.norm(m)
+
+
+# --- flags --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [1, 4, 9])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_not_finite_contributions(body: Any, dtype: int, rank: int, value: float) -> None:
+    shape = (7, 33)
+    for place in range(0, 7 * 33, 10):
+        layers = Layers([shape, shape, shape], rank, dtype)
+        layers.gradients[1][1 + place] = value
+        layers.project(body)
+        assert layers.flags.tolist() == [0, 1, 0]
+        assert np.isnan(layers.P[1]).all()
+        assert np.isfinite(layers.P[0]).all()
+        assert np.isfinite(layers.P[2]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flagged_layers_become_nan(body: Any, dtype: int) -> None:
+    layers = Layers([(7, 33), (7, 33)], 2, dtype)
+    layers.flags[0] = 1
+    layers.expand(body)
+    assert np.isnan(layers.outputs[0].astype(np.float32)).all()
+    assert np.isfinite(layers.matrix(layers.outputs, 1).astype(np.float32)).all()
+    assert layers.flags.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), list(zip(DTYPES, [1e39, 1e6, 1e39], strict=True)))
+def test_outputs_that_overflow_are_flagged(body: Any, dtype: int, scale: float) -> None:
+    layers = Layers([(7, 33)], 2, dtype)
+    layers.P[0][:], layers.Q[0][:] = 0, 0
+    layers.P[0][0, 6], layers.Q[0][0, 32] = 1, scale / 1e10
+    layers.expand(body, scale=1e10)
+    assert layers.flags.tolist() == [1]
+
+
+def test_layers_without_output_are_skipped(body: Any) -> None:
+    layers = Layers([(7, 33), (7, 33)], 2)
+    layers.table["output"][0] = 0
+    layers.rows[0] = -5
+    layers.expand(body)
+    assert np.isnan(layers.outputs[0][0])
+    assert_close(layers.matrix(layers.outputs, 1), layers.P[1].T, layers.Q[1])
+
+
+# --- hostile arguments --------------------------------------------------------------------------------------
+
+CALLS = ("project", "back_project", "orthogonalise", "expand", "subtract")
+
+
+def malformed(field: str, value: int) -> Layers:
+    layers = Layers([(7, 33), (7, 33)], 2)
+    (layers.table[field] if field in segments.SEGMENT.names else getattr(layers, field))[1] = value
+    return layers
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("rows", value) for value in (-1, 2**62, 2**63 - 1)],
+        *[("ranks", value) for value in (-1, 3, 2**62, 2**63 - 1)],
+        *[("p_at", value) for value in (-1, 18, 2**62, -(2**63))],
+    ],
+)
+def test_malformed_p(body: Any, call: str, field: str, value: int) -> None:
+    layers = malformed(field, value)
+    with pytest.raises(ValueError, match="segment 1"):
+        getattr(layers, call)(body)
+    layers.check_guards()
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "orthogonalise"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("rows", 8), ("rows", 0), ("columns", -33), ("columns", 32), ("columns", 2**62)],
+        *[("q_at", value) for value in (-1, 70, 2**62, -(2**63))],
+        *[("length", 232), ("length", -1), ("length", 2**62), ("start", -1)],
+        *[("dtype", segments.FLOAT64), ("dtype", 4), ("dtype", -1)],
+    ],
+)
+def test_malformed_row(body: Any, call: str, field: str, value: int) -> None:
+    layers = malformed(field, value)
+    with pytest.raises(ValueError, match=r"segment 1|dtype|elements"):
+        getattr(layers, call)(body)
+    layers.check_guards()
+
+
+@pytest.mark.parametrize("call", ["project", "back_project", "subtract"])
+def test_nowhere_to_hold_the_matrix(body: Any, call: str) -> None:
+    with pytest.raises(ValueError, match="no shadow"):
+        getattr(malformed("shadow", 0), call)(body)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("field", ["rows", "ranks", "p_at", "p"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.astype(np.float64),
+        lambda a: np.repeat(a, 2)[::2],
+        lambda a: a.reshape(1, -1),
+        lambda a: a.tolist(),
+    ],
+    ids=["dtype", "strided", "two dimensions", "a list"],
+)
+def test_wrong_arrays(body: Any, call: str, field: str, change: Any) -> None:
+    layers = Layers([(7, 33), (7, 33)], 2)
+    setattr(layers, field, change(getattr(layers, field)))
+    with pytest.raises(TypeError):
+        getattr(layers, call)(body)
+
+
+VECTORS = {
+    "project": ("rows", "columns", "ranks", "p_at", "q_at", "flags", "factors"),
+    "back_project": ("rows", "columns", "ranks", "p_at", "q_at"),
+    "orthogonalise": ("ranks", "p_at"),
+    "expand": ("rows", "columns", "ranks", "p_at", "q_at", "flags"),
+    "subtract": ("rows", "columns", "ranks", "p_at", "q_at"),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "field"), [(call, field) for call, fields in VECTORS.items() for field in fields]
+)
+def test_vectors_of_another_length(body: Any, call: str, field: str) -> None:
+    layers = Layers([(7, 33), (7, 33)], 2)
+    setattr(layers, field, getattr(layers, field)[:1])
+    with pytest.raises(ValueError, match="1 items for 2 segments"):
+        getattr(layers, call)(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        ("project", "p"),
+        ("project", "flags"),
+        ("back_project", "q"),
+        ("orthogonalise", "p"),
+        ("expand", "flags"),
+    ],
+)
+def test_read_only_targets(body: Any, call: str, field: str) -> None:
+    layers = Layers([(7, 33)], 2)
+    getattr(layers, field).flags.writeable = False
+    with pytest.raises(TypeError):
+        getattr(layers, call)(body)
+
+
+# --- random factors -----------------------------------------------------------------------------------------
+
+WHERE = {"seed": 0x123456789ABCDEF, "layer": 77}
+
+
+def test_random_factors_are_standard_normal() -> None:
+    z = lowrank.random_q(20000, 8, **WHERE, step=5).astype(np.float64)
+    assert z.shape == (8, 20000)
+    count = z.size
+    assert abs(z.mean()) < 4 / np.sqrt(count)
+    assert abs(z.var() - 1) < 4 * np.sqrt(2 / count)
+    assert abs((z**3).mean()) < 4 * np.sqrt(15 / count)
+    assert abs((z**4).mean() - 3) < 4 * np.sqrt(96 / count)
+    assert abs((np.abs(z) > 1.959964).mean() - 0.05) < 4 * np.sqrt(0.0475 / count)
+    correlation = np.corrcoef(z)
+    assert np.abs(correlation - np.eye(8)).max() < 5 / np.sqrt(20000)
+    neighbours = (z[:, 1:] * z[:, :-1]).mean()
+    assert abs(neighbours) < 4 / np.sqrt(count)
+
+
+def test_numbers_follow_box_and_muller() -> None:
+    counter = np.array([[0xFFFFFFFF - i, 77, 5, segments.OWNER_RANK] for i in range(8)], np.uint32)
+    words = reference.philox.philox4x32(counter, (0x89ABCDEF, 0x1234567)).reshape(-1, 2)
+    u, v = ((words + 0.5) / 2**32).T
+    expected = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+    np.testing.assert_allclose(lowrank.random_q(16, 1, **WHERE, step=5)[0], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_elementary_functions_at_their_limits() -> None:
+    ends = np.array([0.5, 1.5, 2.0**31, 2.0**32 - 0.5]) * 2.0**-32
+    grid = np.concatenate((ends, np.linspace(1e-3, 1 - 1e-3, 997)))
+    np.testing.assert_allclose(lowrank._log(grid), np.log(grid), rtol=1e-9)
+    np.testing.assert_allclose(lowrank._cos_turns(grid), np.cos(2 * np.pi * grid), atol=1e-8)
+
+
+def test_numbers_are_the_same_everywhere() -> None:
+    # Bytes of a release: another machine, or another rewriting of the polynomials, must not change them.
+    assert (
+        lowrank.random_q(3, 2, **WHERE, step=5).tobytes().hex()
+        == "eb99c53e95de94bfab598abf7929a73d5cc3dcbfee665e3f"
+    )
+
+
+def test_a_larger_rank_only_adds_columns() -> None:
+    small, large = (lowrank.initial_q(37, rank, **WHERE) for rank in (3, 5))
+    np.testing.assert_array_equal(small, large[:3])
+    assert lowrank.initial_q(37, 0, **WHERE).shape == (0, 37)
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"layer": 78}, {"step": 6}])
+def test_factors_differ(other: dict[str, int]) -> None:
+    base = {**WHERE, "step": 5}
+    assert (lowrank.random_q(50, 2, **base) != lowrank.random_q(50, 2, **(base | other))).mean() > 0.9
+    assert (lowrank.random_q(50, 2, **base) != lowrank.initial_q(50, 2, **WHERE)).mean() > 0.9
+
+
+def test_public_functions_use_the_active_body() -> None:
+    results = []
+    for name in ("reference", "native"):
+        with kernels.use(name):  # type: ignore[arg-type]
+            layers = Layers([(20, 30)], 3)
+            layers.orthogonalise(lowrank)
+            layers.subtract(lowrank)
+            layers.expand(lowrank)
+            results.append(layers.bytes())
+            layers.project(lowrank)
+            layers.back_project(lowrank)
+            assert_close(layers.Q[0], layers.P[0], layers.contribution(0, 0.9))
+    assert results[0] == results[1]
+
+
+def test_numpy_multiplies_where_it_is_faster() -> None:
+    before = extension.isa()
+    extension.set_isa("baseline")
+    try:
+        results = []
+        for body in (lowrank, bodies.named("reference")):
+            layers = Layers([(64, 650)], lowrank.BASELINE_RANKS + 1)
+            layers.project(body)
+            layers.back_project(body)
+            results.append(layers.bytes())
+        assert results[0] == results[1]
+    finally:
+        extension.set_isa(before)
