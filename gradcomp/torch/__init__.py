@@ -1,21 +1,7 @@
 """gradcomp for PyTorch: ``import gradcomp.torch as gc``."""
 
-from gradcomp import (
-    Cast,
-    Compression,
-    Compressor,
-    Config,
-    ConfigError,
-    Filter,
-    GradcompError,
-    Identity,
-    PlanMismatchError,
-    Policy,
-    Quantize,
-    StateError,
-    TransportError,
-    WireFormatError,
-)
+import gradcomp
+from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from gradcomp.torch.checkpoint import load, save
 from gradcomp.torch.collectives import (
@@ -34,24 +20,11 @@ from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 
-__all__ = [
+__all__ = [  # noqa: PLE0604
+    *(name for name in gradcomp.__all__ if name != "__version__"),
     "Average",
-    "Cast",
-    "Compression",
-    "Compressor",
-    "Config",
-    "ConfigError",
     "DistributedOptimizer",
-    "Filter",
-    "GradcompError",
-    "Identity",
-    "PlanMismatchError",
-    "Policy",
-    "Quantize",
-    "StateError",
     "Sum",
-    "TransportError",
-    "WireFormatError",
     "allgather",
     "allreduce",
     "allreduce_",
