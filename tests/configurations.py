@@ -17,6 +17,7 @@ from gradcomp import (
     LocalClip,
     MomentumCorrection,
     OneBit,
+    PowerSGD,
     Quantize,
     RedSync,
     ScaledSign,
@@ -35,7 +36,7 @@ class Row:
     ``error``: bound on the error of a first step, in units of the largest gradient (where nothing stronger holds).
     ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
     seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
-    and level. ``accounts``: what is not applied is in the residual.
+    and level.
     """
 
     compressor: Compressor
@@ -45,14 +46,13 @@ class Row:
     draws: bool = False
     overflows: bool = True
     sized: bool = True
-    accounts: bool = True
 
     @property
     def telescopes(self) -> bool:
         """Whether the sum of what was applied and the residual is the sum of the gradients."""
         compressor = self.compressor
         changed = compressor.momentum or compressor.clip_norm is not None or compressor.residual_decay != 1.0
-        return self.accounts and compressor.keeps_residual and not changed
+        return compressor.accounts and compressor.keeps_residual and not changed
 
     @property
     def steady(self) -> bool:
@@ -65,7 +65,9 @@ class Row:
         level = self.compressor.level
         if level is None:
             return None
-        return self.compressor.with_level(level + 2 if isinstance(level, int) else min(1.0, 2 * level))
+        return self.compressor.with_level(
+            min(1.0, 2 * level) if isinstance(level, float) else level + 2 if level < 7 else level - 2
+        )
 
 
 ROWS = {
@@ -100,6 +102,13 @@ ROWS = {
     "density-schedule": Row(
         DensitySchedule(TopK(0.05), levels=(0.3, 0.1), steps_per_level=1), constants=False
     ),
+    "powersgd": Row(PowerSGD(2), constants=False, draws=True),
+    "powersgd-alternate": Row(
+        PowerSGD(1, alternate=True), constants=False, draws=True, overflows=False, sized=False
+    ),
+    "powersgd-cold-start": Row(PowerSGD(2, warm_start=False), constants=False, draws=True),
+    "powersgd-no-feedback": Row(PowerSGD(3, feedback=False), constants=False, draws=True),
+    "powersgd-momentum": Row(MomentumCorrection(PowerSGD(2)), constants=False, draws=True),
     "topk": Row(TopK(0.1), constants=False),
     "topk-raw": Row(TopK(0.01, indices="raw"), constants=False),
     "topk-packed": Row(TopK(0.2, indices="packed"), constants=False),

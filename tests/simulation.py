@@ -199,14 +199,14 @@ class Simulation:
         config = Config(seed=config_seed, **settings)
         self.ranks = [Rank(self.layers, compression, transport, config, schedule) for transport in transports]
         self.pipelines = [rank.pipeline for rank in self.ranks]
-        self._drawn = 0
+        self.drawn = 0
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
     def gradients(self, absent: Sequence[int] = (), size: float = 1.0) -> Gradients:
         """Fresh random gradients at every call; nobody has the ``absent`` layers."""
-        self._drawn += 1
-        drawn = random_gradients(self.layers, self.size, seed=self._drawn, size=size)
+        self.drawn += 1
+        drawn = random_gradients(self.layers, self.size, seed=self.drawn, size=size)
         return [[None if i in absent else g for i, g in enumerate(rank)] for rank in drawn]
 
     def step(
@@ -324,7 +324,10 @@ class Simulation:
                 [
                     b"".join(
                         buffer.value(i).tobytes()
-                        for buffer in (p.residuals.first, *(p.fields[name] for name in p.fields.names))
+                        for buffer in (
+                            p.residuals.first,
+                            *(p.fields[name] for name in sorted(p.fields.names)),
+                        )
                     )
                     for i in range(len(self.layers))
                 ],

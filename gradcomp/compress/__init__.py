@@ -12,6 +12,7 @@ from gradcomp.compress.momentum_correction import MomentumCorrection
 from gradcomp.compress.nuqsgd import NUQSGD
 from gradcomp.compress.one_bit import OneBit
 from gradcomp.compress.policy import Compression, Policy, as_policy
+from gradcomp.compress.powersgd import PowerSGD
 from gradcomp.compress.quantize import Quantize
 from gradcomp.compress.redsync import RedSync
 from gradcomp.compress.registry import at_level, from_string
@@ -37,6 +38,7 @@ __all__ = [
     "MomentumCorrection",
     "OneBit",
     "Policy",
+    "PowerSGD",
     "Quantize",
     "RedSync",
     "SIDCo",

@@ -64,6 +64,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def accounts(self) -> bool:
+        """Whether the result is a mean of what the ranks sent, so that a residual can account for the rest."""
+        return True
+
+    @property
     def follows_rate(self) -> bool:
         """Whether residuals are multiplied by the last learning rate over this one when they are read."""
         return False
@@ -120,6 +125,10 @@ class Compressor(ABC):
     @abstractmethod
     def cut_elements(self, layer: LayerSpec) -> int:
         """Slices and chunks of a layer may be cut at multiples of so many elements."""
+
+    def remark(self, layer: LayerSpec) -> str | None:
+        """What a user may not expect of this layer, for the line that is logged at the start."""
+        return None
 
     @property
     def is_exact(self) -> bool:

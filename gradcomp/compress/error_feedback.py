@@ -21,6 +21,7 @@ class ErrorFeedback(Wrapper):
 
     Biased compressors have feedback by themselves; wrap those that do not, or to set ``decay`` or ``follow_rate``.
     State: a residual per layer, 8 bytes per element; with a decay below 1 it is no longer an exact account.
+    Errors: ConfigError for a decay outside [0, 1], and for an ``inner`` whose result is no mean (a vote).
     Source: thesis, Algorithm 2.1; 004, Algorithm 2.
     """
 
@@ -33,6 +34,10 @@ class ErrorFeedback(Wrapper):
         super().__post_init__()
         if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
+        if not self.inner.accounts:
+            raise ConfigError(
+                f"{self.inner.name} has nothing to feed back: its result is no mean of what was sent"
+            )
         if not isinstance(self.follow_rate, bool):
             raise ConfigError(f"follow_rate must be true or false, got {self.follow_rate!r}")
 

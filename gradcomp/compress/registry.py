@@ -21,6 +21,7 @@ from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
 from gradcomp.compress.nuqsgd import NUQSGD
 from gradcomp.compress.one_bit import OneBit
+from gradcomp.compress.powersgd import PowerSGD
 from gradcomp.compress.quantize import Quantize
 from gradcomp.compress.redsync import RedSync
 from gradcomp.compress.scaled_sign import ScaledSign
@@ -42,6 +43,7 @@ BUILT_IN: tuple[type[Compressor], ...] = (
     DGC,
     NUQSGD,
     OneBit,
+    PowerSGD,
     RedSync,
     ScaledSign,
     SIDCo,

@@ -42,6 +42,11 @@ class Signum(Bucketed):
         if not number or not 0.0 <= self.momentum < 1.0:
             raise ConfigError(f"momentum must be in [0, 1), got {self.momentum!r}")
 
+    @property
+    def accounts(self) -> bool:
+        """No: a vote is no mean."""
+        return False
+
     def codec_for(self, table: Table) -> Codec:
         """Signs without a magnitude: encoding their mean again is the vote."""
         return Codec(VOTE)

@@ -68,6 +68,11 @@ class Wrapper(Compressor):
         return self.inner.residual_decay
 
     @property
+    def accounts(self) -> bool:
+        """As the inner one."""
+        return self.inner.accounts
+
+    @property
     def follows_rate(self) -> bool:
         """As the inner one."""
         return self.inner.follows_rate
@@ -118,6 +123,10 @@ class Wrapper(Compressor):
     def cut_elements(self, layer: LayerSpec) -> int:
         """As the inner one."""
         return self.inner.cut_elements(layer)
+
+    def remark(self, layer: LayerSpec) -> str | None:
+        """As the inner one."""
+        return self.inner.remark(layer)
 
     def is_summed(self, layer: LayerSpec) -> bool:
         """As the inner one."""

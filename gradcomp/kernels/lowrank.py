@@ -227,14 +227,39 @@ def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Fl
     Returns:
         float32, shape (rank, columns): Q column by column, not scaled.
     """
-    count = rank * columns
-    counter = np.empty((-(-count // 2), 4), np.uint32)
-    counter[:, 0] = 0xFFFFFFFF - np.arange(len(counter), dtype=np.uint64)
-    counter[:, 1:] = layer, step, OWNER_RANK
-    words = philox.philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1, 2)[:count]
+    one = np.array([columns]), np.array([rank]), np.array([layer], np.uint32)
+    return random_factors(*one, seed=seed, step=step).reshape(rank, columns)
+
+
+def random_factors(
+    columns: Int64s, ranks: Int64s, layers: npt.NDArray[np.uint32], *, seed: int, step: int
+) -> Floats:
+    """The Q of one step of every layer, one behind the other; see `random_q`.
+
+    Args:
+        columns: int64, m of each layer.
+        ranks: int64, r of each layer.
+        layers: uint32, the layers' hashes.
+        seed: as in `random_q`.
+        step: as in `random_q`.
+
+    Returns:
+        float32, sum of r m numbers.
+    """
+    counts = ranks * columns
+    blocks = (counts + 1) // 2
+    ends = np.cumsum(blocks)
+    within = np.arange(blocks.sum()) - np.repeat(ends - blocks, blocks)
+    counter = np.empty((len(within), 4), np.uint32)
+    counter[:, 0] = 0xFFFFFFFF - within
+    counter[:, 1] = np.repeat(layers, blocks)
+    counter[:, 2:] = step, OWNER_RANK
+    words = philox.philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1, 2)
     u, v = ((words.astype(np.float64) + 0.5) * 2.0**-32).T
     normal: Floats = (np.sqrt(-2.0 * _log(u)) * _cos_turns(v)).astype(np.float32)
-    return normal.reshape(rank, columns)
+    kept = np.ones(len(normal), dtype=np.bool_)
+    kept[(2 * ends - 1)[counts % 2 == 1]] = False  # the second of a pair that is not asked for
+    return normal[kept]
 
 
 def _log(x: Doubles) -> Doubles:

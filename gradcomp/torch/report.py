@@ -12,6 +12,7 @@ from gradcomp.compress import Policy
 from gradcomp.core.config import Config
 from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
+from gradcomp.pipeline.layout import compressors_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -44,6 +45,15 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
         (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
         len(pipeline.layout.buckets),
     )
+    compressors = compressors_of(pipeline.layers, pipeline.plan)
+    remarks = [
+        f"{layer.name}: {remark}"
+        for layer, compressor in zip(pipeline.layers, compressors, strict=True)
+        if (remark := compressor.remark(layer))
+    ]
+    if remarks:
+        more = f" (and {len(remarks) - 1} more layers with remarks)" if len(remarks) > 1 else ""
+        logger.info("%s%s", remarks[0], more)
 
 
 class Readers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import gradcomp
 from gradcomp import Identity, LayerSpec, Quantize
 from gradcomp.compress import at_level, from_string
 from gradcomp.compress.registry import registered
+from gradcomp.pipeline import checkpoint
+from gradcomp.pipeline.snapshot import restore, snapshot
 
 CAP = 256
 LAYERS = [
@@ -379,6 +382,36 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(row: Row):
             [[g * factor for g in rank] for rank in scaled.gradients()], scale=scale
         ).all_means()
         assert all(same_bytes(a, b * factor) for a, b in zip(got, want, strict=True))
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+@every_row
+@pytest.mark.parametrize("moved", [False, True], ids=["same-level", "after-a-change-of-level"])
+def test_a_run_goes_on_from_its_files_bit_for_bit(row: Row, moved: bool, tmp_path: Path):
+    if moved and row.elsewhere is None:
+        return  # there is no other level
+    settings = {"slice_elements": CAP, "cold_after_steps": 2}
+    straight = Simulation(LAYERS, row.compressor, 2, **settings)
+    for step in range(4):
+        if moved and step == 1:
+            for pipeline in straight.pipelines:
+                pipeline.propose(plan_for(LAYERS, row.elsewhere, pipeline.plan.version + 1))
+        straight.step(straight.gradients(absent=[LARGE] if step == 2 else []))
+
+    states = [snapshot(pipeline) for pipeline in straight.pipelines]
+    files = tuple(checkpoint.write_rank(tmp_path, state, "0" * 16) for state in states)
+    manifest = checkpoint.Manifest.from_text(checkpoint.Manifest(states[0].shared, files).to_text())
+    resumed = Simulation(LAYERS, row.compressor, 2, **settings)
+    resumed.drawn = straight.drawn
+    for rank, pipeline in enumerate(resumed.pipelines):
+        restore(pipeline, checkpoint.read_rank(tmp_path, manifest, rank))
+    assert resumed.state() == straight.state()
+    for _ in range(3):
+        want, got = straight.step().all_means(), resumed.step().all_means()
+        assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    assert resumed.state() == straight.state()
 
 
 # --- values that are not finite -----------------------------------------------------------------------------
