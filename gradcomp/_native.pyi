@@ -204,6 +204,17 @@ def subtract(
     q: npt.NDArray[np.float32],
     q_at: npt.NDArray[np.int64],
 ) -> None: ...
+def draw_indices(
+    lengths: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    layers: npt.NDArray[np.uint32],
+    offsets: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.uint32],
+    *,
+    seed: int,
+    step: int,
+    rank: int,
+) -> None: ...
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""
 

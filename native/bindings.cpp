@@ -519,6 +519,31 @@ void subtract(const Rows& table, const ConstNumbers& rows, const ConstNumbers& c
     run(gradcomp::active_kernels().subtract, gradcomp::SubtractCall{low_rank.layers(), p.data(), q.data()});
 }
 
+void draw_indices(const ConstNumbers& length_vector, const ConstNumbers& count_vector,
+                  const Vector<const std::uint32_t>& layers, const ConstNumbers& offset_vector,
+                  const Vector<std::uint32_t>& indices, std::uint64_t seed, std::uint32_t step,
+                  std::uint32_t rank) {
+    const std::size_t rows = length_vector.size();
+    // Copies: what was checked stays so, whatever else happens to the arrays during the call.
+    const auto copied = [rows](const char* name, const ConstNumbers& vector) {
+        const std::int64_t* const items = view_column(name, vector, rows);
+        return std::vector<std::int64_t>(items, items + rows);
+    };
+    const auto lengths = copied("lengths", length_vector);
+    const auto counts = copied("counts", count_vector);
+    const auto offsets = copied("offsets", offset_vector);
+    check_aligned("indices", indices);
+    const gradcomp::DrawIndicesCall call{static_cast<std::int64_t>(rows),
+                                         lengths.data(),
+                                         counts.data(),
+                                         view_column("layers", layers, rows),
+                                         offsets.data(),
+                                         indices.data(),
+                                         {true, seed, step, rank}};
+    gradcomp::check_draws(call, static_cast<std::int64_t>(indices.size()));
+    run(gradcomp::active_kernels().draw_indices, call);
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const gradcomp::Kernels& kernels : gradcomp::available_kernels()) names.emplace_back(kernels.isa);
@@ -579,6 +604,8 @@ NB_MODULE(_native, module) {
                "divisor"_a, "scale"_a);
     module.def("subtract", &subtract, array("table"), array("rows"), array("columns"), array("ranks"),
                array("p"), array("p_at"), array("q"), array("q_at"));
+    module.def("draw_indices", &draw_indices, array("lengths"), array("counts"), array("layers"),
+               array("offsets"), array("indices"), nb::kw_only(), "seed"_a, "step"_a, "rank"_a);
 
     module.def("isa", [] { return gradcomp::active_kernels().isa; });
     module.def("set_isa", &gradcomp::select_kernels, "name"_a);

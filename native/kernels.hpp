@@ -118,6 +118,17 @@ struct SubtractCall {
     const float* q;
 };
 
+// Columns with an item per row; layers are hashes.
+struct DrawIndicesCall {
+    std::int64_t rows;
+    const std::int64_t* lengths;
+    const std::int64_t* counts;
+    const std::uint32_t* layers;
+    const std::int64_t* offsets;
+    std::uint32_t* indices;
+    Rounding rounding;
+};
+
 // The same sources, compiled for one instruction set.
 struct Kernels {
     std::string_view isa;
@@ -136,6 +147,7 @@ struct Kernels {
     void (*orthogonalise)(const OrthogonaliseCall&);
     void (*expand)(const ExpandCall&);
     void (*subtract)(const SubtractCall&);
+    void (*draw_indices)(const DrawIndicesCall&);
 };
 
 // What this build has and this CPU can run, fastest first; never empty.
@@ -148,6 +160,10 @@ const Kernels& active_kernels();
 void select_kernels(std::string_view isa);
 
 bool any_nonzero(const Segment& segment);
+
+// Throw std::invalid_argument, naming the row, unless all numbers are in range and every row lies inside an
+// array of so many indices.
+void check_draws(const DrawIndicesCall& call, std::int64_t indices);
 
 // Throw std::invalid_argument, naming the row, unless it is well formed and its lists lie inside `room`
 // items.

@@ -12,6 +12,7 @@ import numpy as np
 from gradcomp.kernels import (
     reference,
     reference_adacomp,
+    reference_draws,
     reference_indices,
     reference_lowrank,
     reference_selection,
@@ -57,11 +58,15 @@ def _plain(argument: Any) -> Any:
 
 
 def _installed() -> dict[str, Body]:
-    found = {
-        "reference": Body(
-            reference, reference_adacomp, reference_indices, reference_lowrank, reference_selection
-        )
-    }
+    references = (
+        reference,
+        reference_adacomp,
+        reference_draws,
+        reference_indices,
+        reference_lowrank,
+        reference_selection,
+    )
+    found = {"reference": Body(*references)}
     # Absent is a choice of the build; present but broken must not pass for absent.
     if importlib.util.find_spec("gradcomp._native") is not None:
         from gradcomp import _native

@@ -4,6 +4,7 @@
 
 #include "codebook.hpp"
 #include "decode.hpp"
+#include "draw.hpp"
 #include "encode.hpp"
 #include "fp64.hpp"
 #include "lowrank.hpp"
@@ -248,7 +249,8 @@ Kernels kernels() {
             back_project,
             orthogonalise,
             expand,
-            subtract};
+            subtract,
+            draw_indices};
 }
 
 }  // namespace gradcomp::GRADCOMP_BODY

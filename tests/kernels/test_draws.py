@@ -1,0 +1,121 @@
+"""Random indices: the same from every body, and nothing written for numbers that are out of range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp.kernels import bodies, draws, reference_draws
+
+extension = pytest.importorskip("gradcomp._native")
+native = bodies.named("native")
+BODY = pytest.mark.parametrize("body", [reference_draws, native], ids=["reference", "native"])
+LARGEST = draws.MAX_DRAWN_FROM
+GUARD = 0xDEADBEEF
+
+rows = st.tuples(
+    st.integers(0, 5000) | st.integers(LARGEST - 5000, LARGEST),
+    st.floats(0, 1),
+    st.integers(0, 2**32 - 1),
+).map(lambda row: (row[0], int(row[1] * min(row[0], 5000)), row[2]))
+
+
+def draw(body: Any, table: list[tuple[int, int, int]], seed: int, step: int, rank: int) -> np.ndarray:
+    """The whole array: rows in reverse order, with gaps between them that nobody may touch."""
+    lengths, counts, layers = (np.array([row[i] for row in table], np.int64) for i in range(3))
+    offsets = np.cumsum((counts + 3)[::-1])[::-1] - counts
+    indices = np.full(int((counts + 3).sum()) + 3, GUARD, np.uint32)
+    body.draw_indices(
+        lengths, counts, layers.astype(np.uint32), offsets, indices, seed=seed, step=step, rank=rank
+    )
+    return indices
+
+
+@pytest.mark.parametrize("isa", extension.available_isas())
+@given(
+    st.lists(rows, max_size=5),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
+    before = extension.isa()
+    extension.set_isa(isa)
+    try:
+        got = draw(native, table, seed, step, rank)
+    finally:
+        extension.set_isa(before)
+    np.testing.assert_array_equal(got, draw(reference_draws, table, seed, step, rank))
+    assert np.count_nonzero(got == GUARD) >= 3 * len(table) + 3
+
+
+@pytest.mark.parametrize("count", [1, 4, 1023, 1024, 1025, 4096, 100_000])
+@pytest.mark.parametrize("length", [100_000, LARGEST])
+def test_long_rows_are_drawn_the_same(length: int, count: int):
+    table = [(length, count, 77)]
+    np.testing.assert_array_equal(draw(native, table, 5, 6, 7), draw(reference_draws, table, 5, 6, 7))
+
+
+def arguments(**changes: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    arrays: dict[str, Any] = {
+        "lengths": np.array([9, 20]),
+        "counts": np.array([3, 5]),
+        "layers": np.array([1, 2], np.uint32),
+        "offsets": np.array([0, 3]),
+        "indices": np.full(8, GUARD, np.uint32),
+    }
+    return arrays | changes, {"seed": 1, "step": 2, "rank": 3}
+
+
+@BODY
+@pytest.mark.parametrize(
+    ("name", "items", "complaint"),
+    [
+        ("lengths", [9, -1], "row 1: length"),
+        ("lengths", [LARGEST + 1, 20], "row 0: length"),
+        ("lengths", [2, 20], "row 0: count"),
+        ("counts", [3, -1], "row 1: count"),
+        ("counts", [3, 2**62], "row 1: count"),
+        ("offsets", [0, 4], "row 1: the indices"),
+        ("offsets", [-1, 3], "row 0: the indices"),
+        ("offsets", [0, 2**63 - 1], "row 1: the indices"),
+        ("counts", [3], "counts has 1"),
+        ("offsets", [0, 3, 8], "offsets has 3"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_is_written(body, name: str, items, complaint: str):
+    arrays, coordinates = arguments(**{name: np.array(items)})
+    with pytest.raises(ValueError, match=complaint):
+        body.draw_indices(*arrays.values(), **coordinates)
+    assert (arrays["indices"] == GUARD).all()
+
+
+@BODY
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("lengths", np.array([9, 20], np.int32)),
+        ("layers", np.array([1, 2])),
+        ("indices", np.zeros(8, np.int32)),
+        ("indices", np.zeros(16, np.uint32)[::2]),
+        ("counts", [3, 5]),
+    ],
+)
+def test_arrays_of_another_kind_are_refused(body, name: str, array):
+    arrays, coordinates = arguments(**{name: array})
+    with pytest.raises(TypeError):
+        body.draw_indices(*arrays.values(), **coordinates)
+
+
+@BODY
+def test_an_array_that_may_not_be_written_is_refused(body):
+    indices = np.full(8, GUARD, np.uint32)
+    indices.flags.writeable = False
+    arrays, coordinates = arguments(indices=indices)
+    with pytest.raises(TypeError):
+        body.draw_indices(*arrays.values(), **coordinates)
