@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,53 +54,105 @@ class Selection:
         )
 
 
-class SparseFormat:
-    """The payload of a group: its size if counts are fixed, encode and decode.
+class IndexFormat:
+    """How the indices of a group's rows travel, where both sides know how many there are.
 
-    ``limits``: elements of each row, at most, or exactly if ``fixed``. Layout: the counts (4 bytes each, only if they
-    vary), the coded indices row by row, the coded values row by row. With DEFLATE, indices are the differences between
-    neighbours in 4 bytes, all rows together, compressed, and come last; then no size is fixed.
+    Row by row (:mod:`gradcomp.kernels.codings`); with DEFLATE, the differences between neighbours in 4 bytes, all rows
+    together, compressed: then no formula knows the size.
     """
 
-    def __init__(self, table: Table, limits: Sizes, fixed: bool, indices: str, values: Coded) -> None:
-        if indices not in CODINGS:
-            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {indices!r}")
-        self.lengths: Sizes = table["length"].astype(np.int64)
-        self.limits = limits
-        self.fixed = fixed and indices != "deflate"
-        self._counts_travel = not fixed
-        self._coding = CODINGS[indices]
-        self._deflated = indices == "deflate"
-        self._values = np.zeros(len(table), dtype=SEGMENT)
-        self._values["layer"], self._values["dtype"] = table["layer"], FLOAT32
-        self._codec = values.codec_for(self._values)
-        values.fill(self._values, values.level)
-        self._lossless = values.is_exact
-        self.max_bytes = self._most_bytes()
-        self._errors: Floats = np.zeros(int(limits.sum()), dtype=np.float32)
+    def __init__(self, lengths: Sizes, coding: str) -> None:
+        if coding not in CODINGS:
+            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {coding!r}")
+        self.lengths = lengths
+        self.deflated = coding == "deflate"
+        self._coding = CODINGS[coding]
 
-    def _most_bytes(self) -> int:
-        most = self.wire_bytes(self.limits)
-        if self._deflated:
-            size = int(4 * self.limits.sum())
-            return int(most.sum()) + len(zlib.compress(b"")) + size + size // 1000 + 64
-        if not self.fixed:
-            # Fewer indices may take more bytes: PACKED and BITMAP have a part that depends on n alone.
-            most = most + (self.lengths + 7) // 8 + 16
-        return int(most.sum())
+    def row_bytes(self, counts: Sizes) -> Sizes:
+        """Bytes of every row; 0 with DEFLATE."""
+        if self.deflated:
+            return np.zeros_like(counts)
+        return kernel.index_bytes(self._codings(counts), self.lengths, counts)
 
-    def wire_bytes(self, counts: Sizes) -> Sizes:
-        """Bytes of every row; without the indices where those are deflated, which no formula knows."""
-        self._values["length"] = counts
-        size = self._codec.wire_bytes(self._values) + 4 * self._counts_travel
-        return (
-            size if self._deflated else size + kernel.index_bytes(self._codings(counts), self.lengths, counts)
-        )
+    def most_bytes(self, limits: Sizes, fixed: bool) -> int:
+        """Bytes of all rows: with ``limits`` elements each, or with at most so many."""
+        if self.deflated:
+            size = int(4 * limits.sum())
+            return len(zlib.compress(b"")) + size + size // 1000 + 64
+        # Fewer indices may take more bytes: PACKED and BITMAP have a part that depends on n alone.
+        slack = 0 if fixed else (self.lengths + 7) // 8 + 16
+        return int((self.row_bytes(limits) + slack).sum())
 
     def _codings(self, counts: Sizes) -> npt.NDArray[np.int32]:
         if self._coding is None:
             return kernel.smallest_coding(self.lengths, counts)
         return np.full(len(counts), self._coding, dtype=np.int32)
+
+    def encode(self, chosen: Selection, payload: Bytes, at: int) -> int:
+        """Write the indices from byte ``at`` on; returns where they end."""
+        if self.deflated:
+            packed = zlib.compress(_differences(chosen).tobytes(), _DEFLATE_LEVEL)
+            payload[at : at + len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+            return at + len(packed)
+        counts = chosen.counts
+        sizes = self.row_bytes(counts)
+        places = at + np.cumsum(sizes) - sizes
+        kernel.encode_indices(
+            self._codings(counts), self.lengths, counts, chosen.offsets, chosen.indices, places, payload
+        )
+        return at + int(sizes.sum())
+
+    def decode(self, payload: Bytes, into: Selection) -> None:
+        """Read ``into.counts`` indices of each row. ValueError or zlib.error for bytes that cannot be theirs."""
+        counts = into.counts
+        if self.deflated:
+            _add_up(_inflate(payload, 4 * int(counts.sum())), into, self.lengths)
+            return
+        sizes = self.row_bytes(counts)
+        if len(payload) != int(sizes.sum()):
+            raise ValueError(f"{len(payload)} bytes of indices where the counts ask for {int(sizes.sum())}")
+        places = np.cumsum(sizes) - sizes
+        kernel.decode_indices(
+            self._codings(counts), self.lengths, counts, into.offsets, into.indices, places, payload
+        )
+
+
+@contextmanager
+def sent_by(sender: int) -> Iterator[None]:
+    """Where a payload of rank ``sender`` is read: WireFormatError for what it cannot have sent."""
+    try:
+        yield
+    except (ValueError, zlib.error) as error:
+        raise WireFormatError(f"rank {sender} sent an impossible sparse payload: {error}") from error
+
+
+class SparseFormat:
+    """The payload of a group: its size if counts are fixed, encode and decode.
+
+    ``limits``: elements of each row, at most, or exactly if ``fixed``. Layout: the counts (4 bytes each, only if they
+    vary), the coded indices row by row, the coded values row by row. Deflated indices come last; then no size is fixed.
+    """
+
+    def __init__(self, table: Table, limits: Sizes, fixed: bool, indices: str, values: Coded) -> None:
+        self._indices = IndexFormat(table["length"].astype(np.int64), indices)
+        self.limits = limits
+        self.fixed = fixed and not self._indices.deflated
+        self._counts_travel = not fixed
+        self._values = np.zeros(len(table), dtype=SEGMENT)
+        self._values["layer"], self._values["dtype"] = table["layer"], FLOAT32
+        self._codec = values.codec_for(self._values)
+        values.fill(self._values, values.level)
+        self._lossless = values.is_exact
+        self.max_bytes = int(self._without_indices(limits).sum()) + self._indices.most_bytes(limits, fixed)
+        self._errors: Floats = np.zeros(int(limits.sum()), dtype=np.float32)
+
+    def wire_bytes(self, counts: Sizes) -> Sizes:
+        """Bytes of every row; without the indices where those are deflated, which no formula knows."""
+        return self._without_indices(counts) + self._indices.row_bytes(counts)
+
+    def _without_indices(self, counts: Sizes) -> Sizes:
+        self._values["length"] = counts
+        return self._codec.wire_bytes(self._values) + 4 * self._counts_travel
 
     def encode(self, chosen: Selection, payload: Bytes, flags: Bytes, draw: Draw) -> tuple[int, Floats]:
         """Fill the payload; returns the bytes used, and by how much the values that arrive will be too small.
@@ -109,23 +163,15 @@ class SparseFormat:
         if self._counts_travel:
             at = 4 * len(counts)
             payload[:at] = counts.astype("<u4").view(np.uint8)
-        if not self._deflated:
-            codings = self._codings(counts)
-            sizes = kernel.index_bytes(codings, self.lengths, counts)
-            places = at + np.cumsum(sizes) - sizes
-            kernel.encode_indices(
-                codings, self.lengths, counts, chosen.offsets, chosen.indices, places, payload
-            )
-            at += int(sizes.sum())
+        if not self._indices.deflated:
+            at = self._indices.encode(chosen, payload, at)
         at = self._place_values(counts, at)
         table = self._values
         table["gradient"] = chosen.values.ctypes.data + 4 * chosen.offsets
         table["shadow"] = 0 if self._lossless else self._errors.ctypes.data + 4 * chosen.offsets
         self._codec.encode(table, payload[:at], flags, draw)
-        if self._deflated:
-            packed = zlib.compress(_differences(chosen).tobytes(), _DEFLATE_LEVEL)
-            payload[at : at + len(packed)] = np.frombuffer(packed, dtype=np.uint8)
-            at += len(packed)
+        if self._indices.deflated:
+            at = self._indices.encode(chosen, payload, at)
         return at, self._errors
 
     def _place_values(self, counts: Sizes, at: int) -> int:
@@ -137,10 +183,8 @@ class SparseFormat:
 
     def decode(self, payload: Bytes, into: Selection, sender: int) -> None:
         """What rank ``sender`` sent, into ``into``: nothing in it is believed. WireFormatError for what cannot be."""
-        try:
+        with sent_by(sender):
             self._decode(payload, into)
-        except (ValueError, zlib.error) as error:
-            raise WireFormatError(f"rank {sender} sent an impossible sparse payload: {error}") from error
 
     def _decode(self, payload: Bytes, into: Selection) -> None:
         at, counts = 0, self.limits
@@ -157,17 +201,12 @@ class SparseFormat:
                     f"row {row}: {counts[row]} elements, at most {self.limits[row]} are possible"
                 )
         into.counts[:] = counts
-        codings = self._codings(counts)
-        sizes = kernel.index_bytes(codings, self.lengths, counts)
-        index_at = at
-        end = self._place_values(counts, at if self._deflated else at + int(sizes.sum()))
-        if len(payload) < end or (len(payload) > end and not self._deflated):
+        values_at = at + int(self._indices.row_bytes(counts).sum())
+        end = self._place_values(counts, values_at)
+        deflated = self._indices.deflated
+        if len(payload) < end or (len(payload) > end and not deflated):
             raise ValueError(f"{len(payload)} bytes where the counts ask for {end}")
-        if self._deflated:
-            _add_up(_inflate(payload[end:], 4 * int(counts.sum())), into, self.lengths)
-        else:
-            places = index_at + np.cumsum(sizes) - sizes
-            kernel.decode_indices(codings, self.lengths, counts, into.offsets, into.indices, places, payload)
+        self._indices.decode(payload[end:] if deflated else payload[at:values_at], into)
         self._values["output"] = into.values.ctypes.data + 4 * into.offsets
         # A value that is not finite shows in the mean.
         self._codec.decode(self._values, payload[:end], np.zeros(len(counts), dtype=np.uint8))
@@ -175,7 +214,7 @@ class SparseFormat:
 
 def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
     """Each index minus the one before it in its row; first of all that of an imagined -1, so that none is 0."""
-    places = _places(chosen)
+    places = places_of(chosen)
     picked = chosen.indices[places].astype(np.int64)
     first = np.zeros(len(picked), dtype=np.bool_)
     begins = np.cumsum(chosen.counts) - chosen.counts
@@ -184,7 +223,7 @@ def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
     return (picked - before).astype("<u4")
 
 
-def _places(chosen: Selection) -> Sizes:
+def places_of(chosen: Selection) -> Sizes:
     """Where the selected elements lie in the flat arrays, row after row."""
     ends = np.cumsum(chosen.counts)
     shift = np.repeat(chosen.offsets - ends + chosen.counts, chosen.counts)
@@ -215,4 +254,4 @@ def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes)
     found = totals[1:] - np.repeat(totals[begins], counts) - 1
     if (found >= np.repeat(lengths, counts)).any():
         raise ValueError("an index out of range")
-    into.indices[_places(into)] = found.astype(np.uint32)
+    into.indices[places_of(into)] = found.astype(np.uint32)
