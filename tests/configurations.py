@@ -9,21 +9,26 @@ from gradcomp import (
     NUQSGD,
     AdaComp,
     Cast,
+    CLTk,
     Codebook,
     Compressor,
     DensitySchedule,
     ErrorFeedback,
+    GlobalTopK,
     Identity,
     LocalClip,
     MomentumCorrection,
     OneBit,
     PowerSGD,
     Quantize,
+    RandomBlock,
+    RandomK,
     RedSync,
     ScaledSign,
     SIDCo,
     Signum,
     TernGrad,
+    Threshold,
     TopK,
     Warmup,
 )
@@ -36,7 +41,7 @@ class Row:
     ``error``: bound on the error of a first step, in units of the largest gradient (where nothing stronger holds).
     ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
     seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
-    and level.
+    and level. ``waits``: what is in the residual may stay there until more arrives.
     """
 
     compressor: Compressor
@@ -46,6 +51,7 @@ class Row:
     draws: bool = False
     overflows: bool = True
     sized: bool = True
+    waits: bool = False
 
     @property
     def telescopes(self) -> bool:
@@ -155,4 +161,18 @@ ROWS = {
     "adacomp-limited": Row(
         AdaComp(bin_size=50, limit=0.02, feedback=False), constants=False, sized=False, error=1.0
     ),
+    "global-topk": Row(GlobalTopK(0.1), constants=False, sized=False),
+    "global-topk-bf16": Row(GlobalTopK(0.05, values=Cast("bfloat16")), constants=False, sized=False),
+    "threshold": Row(Threshold(0.5), constants=False, sized=False, waits=True),
+    "threshold-capacity": Row(Threshold(0.5, capacity=0.1), constants=False, sized=False),
+    "threshold-no-feedback": Row(Threshold(0.5, feedback=False), constants=False, sized=False, error=1.0),
+    "clt-k": Row(CLTk(0.1), constants=False),
+    "clt-k-deflate": Row(CLTk(0.2, indices="deflate"), constants=False, sized=False),
+    "clt-k-no-feedback": Row(CLTk(0.3, feedback=False), constants=False, error=1.0),
+    "clt-k-momentum": Row(MomentumCorrection(CLTk(0.1)), constants=False),
+    "random-k": Row(RandomK(0.1), constants=False, draws=True),
+    "random-k-scaled": Row(RandomK(0.2, scaled=True), unbiased=True, constants=False, draws=True),
+    "random-k-all": Row(RandomK(1.0, feedback=False), error=1e-6),
+    "random-block": Row(RandomBlock(0.1), constants=False, draws=True),
+    "random-block-scaled": Row(RandomBlock(0.2, scaled=True), unbiased=True, constants=False, draws=True),
 }

@@ -3,9 +3,12 @@
 from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
+from gradcomp.compress.clt_k import CLTk
 from gradcomp.compress.codebook import Codebook
 from gradcomp.compress.dgc import DGC
 from gradcomp.compress.error_feedback import ErrorFeedback
+from gradcomp.compress.global_topk import GlobalTopK
+from gradcomp.compress.hard_threshold import Threshold
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
@@ -14,6 +17,8 @@ from gradcomp.compress.one_bit import OneBit
 from gradcomp.compress.policy import Compression, Policy, as_policy
 from gradcomp.compress.powersgd import PowerSGD
 from gradcomp.compress.quantize import Quantize
+from gradcomp.compress.random_block import RandomBlock
+from gradcomp.compress.random_k import RandomK
 from gradcomp.compress.redsync import RedSync
 from gradcomp.compress.registry import at_level, from_string
 from gradcomp.compress.scaled_sign import ScaledSign
@@ -27,12 +32,14 @@ __all__ = [
     "DGC",
     "NUQSGD",
     "AdaComp",
+    "CLTk",
     "Cast",
     "Codebook",
     "Compression",
     "Compressor",
     "DensitySchedule",
     "ErrorFeedback",
+    "GlobalTopK",
     "Identity",
     "LocalClip",
     "MomentumCorrection",
@@ -40,11 +47,14 @@ __all__ = [
     "Policy",
     "PowerSGD",
     "Quantize",
+    "RandomBlock",
+    "RandomK",
     "RedSync",
     "SIDCo",
     "ScaledSign",
     "Signum",
     "TernGrad",
+    "Threshold",
     "TopK",
     "Warmup",
     "as_policy",

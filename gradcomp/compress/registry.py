@@ -13,9 +13,12 @@ from typing import Any
 from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.cast import Cast
+from gradcomp.compress.clt_k import CLTk
 from gradcomp.compress.codebook import Codebook
 from gradcomp.compress.dgc import DGC
 from gradcomp.compress.error_feedback import ErrorFeedback
+from gradcomp.compress.global_topk import GlobalTopK
+from gradcomp.compress.hard_threshold import Threshold
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
@@ -23,6 +26,8 @@ from gradcomp.compress.nuqsgd import NUQSGD
 from gradcomp.compress.one_bit import OneBit
 from gradcomp.compress.powersgd import PowerSGD
 from gradcomp.compress.quantize import Quantize
+from gradcomp.compress.random_block import RandomBlock
+from gradcomp.compress.random_k import RandomK
 from gradcomp.compress.redsync import RedSync
 from gradcomp.compress.scaled_sign import ScaledSign
 from gradcomp.compress.schedule import DensitySchedule, Warmup
@@ -50,6 +55,11 @@ BUILT_IN: tuple[type[Compressor], ...] = (
     Signum,
     TernGrad,
     TopK,
+    CLTk,
+    GlobalTopK,
+    RandomBlock,
+    RandomK,
+    Threshold,
     ErrorFeedback,
     MomentumCorrection,
     LocalClip,

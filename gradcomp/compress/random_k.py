@@ -1,0 +1,47 @@
+"""Random-k: random elements of every layer, the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradcomp.compress.drawn import Drawn, Indices
+from gradcomp.compress.random_indices import random_indices
+from gradcomp.compress.summed import Floats
+from gradcomp.kernels.codec import Draw, Sizes, Table
+from gradcomp.kernels.draws import strata
+
+
+@dataclass(frozen=True)
+class RandomK(Drawn):
+    """Send k = round(density n) random elements of each layer, at least one, the same on all ranks.
+
+    Stratum j of k is [floor(j n / k), floor((j + 1) n / k)); one element of each is drawn. Biased, with error feedback,
+    by default; with ``scaled`` an element from a stratum of s is sent as s p, which is unbiased and has no residual.
+    The level is the density.
+
+    Wire: one Sum of k values, 8k (N - 1) / N bytes per rank with a ring; no indices, since all ranks draw them from the
+    shared seed.
+    State: a residual per layer, unless ``scaled``.
+    Errors: ConfigError for a density outside (0, 1], or for ``scaled`` with ``feedback``.
+    Source: 003 (Random-k); 004, Table 4 (Random K); thesis, section 2.2.3 (rand-K). Differs: stratified, where an
+    unstructured random subset may leave long stretches out. An element has the same probability of being sent (k / n,
+    up to the rounding of strata), sums have less variance, and indices are ascending and distinct by construction.
+    """
+
+    name: ClassVar[str] = "random_k"
+
+    def draw(self, table: Table, draw: Draw) -> Indices:
+        """One index in each stratum."""
+        return random_indices(_lengths(table), self.limits(table), table["layer"], draw.seed, draw.step)[1]
+
+    def weights(self, table: Table) -> Floats:
+        """The sizes of the strata."""
+        return strata(_lengths(table), self.limits(table))[1].astype(np.float32)
+
+
+def _lengths(table: Table) -> Sizes:
+    lengths: Sizes = table["length"].astype(np.int64)
+    return lengths
