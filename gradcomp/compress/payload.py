@@ -67,12 +67,11 @@ class IndexFormat:
         self.lengths = lengths
         self.deflated = coding == "deflate"
         self._coding = CODINGS[coding]
+        self._last: tuple[bytes, npt.NDArray[np.int32], Sizes] | None = None
 
     def row_bytes(self, counts: Sizes) -> Sizes:
         """Bytes of every row; 0 with DEFLATE."""
-        if self.deflated:
-            return np.zeros_like(counts)
-        return kernel.index_bytes(self._codings(counts), self.lengths, counts)
+        return np.zeros_like(counts) if self.deflated else self._coded(counts)[1]
 
     def most_bytes(self, limits: Sizes, fixed: bool) -> int:
         """Bytes of all rows: with ``limits`` elements each, or with at most so many."""
@@ -83,10 +82,17 @@ class IndexFormat:
         slack = 0 if fixed else (self.lengths + 7) // 8 + 16
         return int((self.row_bytes(limits) + slack).sum())
 
-    def _codings(self, counts: Sizes) -> npt.NDArray[np.int32]:
-        if self._coding is None:
-            return kernel.smallest_coding(self.lengths, counts)
-        return np.full(len(counts), self._coding, dtype=np.int32)
+    def _coded(self, counts: Sizes) -> tuple[npt.NDArray[np.int32], Sizes]:
+        """Coding and bytes of every row. Counts are mostly those of the call before."""
+        key = counts.tobytes()
+        if self._last is None or self._last[0] != key:
+            codings = (
+                kernel.smallest_coding(self.lengths, counts)
+                if self._coding is None
+                else np.full(len(counts), self._coding, dtype=np.int32)
+            )
+            self._last = key, codings, kernel.index_bytes(codings, self.lengths, counts)
+        return self._last[1:]
 
     def encode(self, chosen: Selection, payload: Bytes, at: int) -> int:
         """Write the indices from byte ``at`` on; returns where they end."""
@@ -95,11 +101,9 @@ class IndexFormat:
             payload[at : at + len(packed)] = np.frombuffer(packed, dtype=np.uint8)
             return at + len(packed)
         counts = chosen.counts
-        sizes = self.row_bytes(counts)
+        codings, sizes = self._coded(counts)
         places = at + np.cumsum(sizes) - sizes
-        kernel.encode_indices(
-            self._codings(counts), self.lengths, counts, chosen.offsets, chosen.indices, places, payload
-        )
+        kernel.encode_indices(codings, self.lengths, counts, chosen.offsets, chosen.indices, places, payload)
         return at + int(sizes.sum())
 
     def decode(self, payload: Bytes, into: Selection) -> None:
@@ -108,13 +112,11 @@ class IndexFormat:
         if self.deflated:
             _add_up(_inflate(payload, 4 * int(counts.sum())), into, self.lengths)
             return
-        sizes = self.row_bytes(counts)
+        codings, sizes = self._coded(counts)
         if len(payload) != int(sizes.sum()):
             raise ValueError(f"{len(payload)} bytes of indices where the counts ask for {int(sizes.sum())}")
         places = np.cumsum(sizes) - sizes
-        kernel.decode_indices(
-            self._codings(counts), self.lengths, counts, into.offsets, into.indices, places, payload
-        )
+        kernel.decode_indices(codings, self.lengths, counts, into.offsets, into.indices, places, payload)
 
 
 @contextmanager
