@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from gradcomp.compress.estimated_threshold import is_number
 from gradcomp.compress.messages import Bytes, Context
 from gradcomp.compress.payload import Selection
 from gradcomp.compress.sparse import Sparse, factors
-from gradcomp.compress.threshold import is_number
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.kernels import adacomp, selection

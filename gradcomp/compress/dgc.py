@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.estimated_threshold import EstimatedThreshold, Floats, is_number
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
 from gradcomp.compress.schedule import DensitySchedule
-from gradcomp.compress.threshold import Floats, Threshold, is_number
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Sizes, Table
@@ -24,7 +24,7 @@ _LEAST_RANK = 10
 
 
 @dataclass(frozen=True)
-class DGC(Threshold):
+class DGC(EstimatedThreshold):
     """Send the elements above a threshold that a sample of each layer gives, of each rank's clipped momentum.
 
     u_t = m u_{t-1} + clip(g_t);  p_t = u_t + e_t;  t = magnitude of rank density x m among m sampled |p|;

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradcomp.compress.threshold import Floats, Tails, Threshold, is_number
+from gradcomp.compress.estimated_threshold import EstimatedThreshold, Floats, Tails, is_number
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels.codec import Sizes, Table
 
@@ -16,7 +16,7 @@ PASSES = 20
 
 
 @dataclass(frozen=True)
-class RedSync(Threshold):
+class RedSync(EstimatedThreshold):
     """Send between k and (1 + tolerance) k elements of each layer, above a threshold that bisection finds.
 
     t = mean |p| + r (max |p| - mean |p|), and r in [0, 1] is halved in on until k <= #{|p| >= t} <= (1 + tolerance) k,

@@ -18,7 +18,6 @@ from gradcomp.compress.codebook import Codebook
 from gradcomp.compress.dgc import DGC
 from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.global_topk import GlobalTopK
-from gradcomp.compress.hard_threshold import Threshold
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
@@ -34,6 +33,7 @@ from gradcomp.compress.schedule import DensitySchedule, Warmup
 from gradcomp.compress.sidco import SIDCo
 from gradcomp.compress.signum import Signum
 from gradcomp.compress.terngrad import TernGrad
+from gradcomp.compress.threshold import Threshold
 from gradcomp.compress.topk import TopK
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError

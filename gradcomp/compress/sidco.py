@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradcomp.compress.threshold import Doubles, Floats, Tails, Threshold
+from gradcomp.compress.estimated_threshold import Doubles, EstimatedThreshold, Floats, Tails
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels.codec import Sizes, Table
 
@@ -21,7 +21,7 @@ TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
-class SIDCo(Threshold):
+class SIDCo(EstimatedThreshold):
     """Send about k elements of each layer, above a threshold from a fit to |p| in several stages.
 
     Stage i fits the exceedances x = |p| - t_{i-1} of the c elements with |p| >= t_{i-1}, t_0 = 0, and keeps the share
