@@ -18,12 +18,14 @@ from gradcomp.torch.collectives import (
 )
 from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
+from gradcomp.torch.post_momentum import PostMomentumSGD
 from gradcomp.torch.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
     "Average",
     "DistributedOptimizer",
+    "PostMomentumSGD",
     "Sum",
     "allgather",
     "allreduce",
