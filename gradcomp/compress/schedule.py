@@ -16,7 +16,16 @@ def _check_steps(what: str, steps: int) -> None:
 
 
 @dataclass(frozen=True)
-class Warmup(Wrapper):
+class Scheduled(Wrapper):
+    """Base of the wrappers that are a schedule: what they give in a step is not wrapped in them."""
+
+    def dense(self) -> Compressor:
+        """The inner one's, in all steps."""
+        return self.inner.dense()
+
+
+@dataclass(frozen=True)
+class Warmup(Scheduled):
     """Exchange exactly for the first ``steps`` steps, then as ``inner`` says.
 
     Gradients change fast while training begins, and what is held back then is stale soon (001, section V-B). Momentum
@@ -42,11 +51,11 @@ class Warmup(Wrapper):
 
 
 @dataclass(frozen=True)
-class DensitySchedule(Wrapper):
+class DensitySchedule(Scheduled):
     """Lower the level of ``inner`` in equal intervals: ``levels[i]`` for ``steps_per_level`` steps each.
 
     Then, and wherever ``levels[i]`` is lower, the level is ``inner``'s own. The default is DGC's warm-up from 25% down,
-    one epoch each (readings, on 001).
+    one epoch each (readings, on 001). A schedule inside counts the same steps; of two levels the higher one is taken.
     Made for densities; any compressor with a level will do.
     """
 
@@ -61,18 +70,21 @@ class DensitySchedule(Wrapper):
         if not isinstance(self.levels, tuple) or not self.levels:
             raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
         for level in self.levels:
+            if level is None:
+                raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
             self.inner.with_level(level)  # raises for an impossible one
 
     def at_step(self, step: int) -> Compressor:
-        """``inner`` at the step's level."""
+        """What ``inner`` gives then, at the step's level."""
         number = step // self.steps_per_level
-        if number >= len(self.levels):
-            return self.inner
-        own = self.inner.level
-        assert own is not None, "it has a level, or the schedule would not have been made"
-        return self.inner.with_level(max(self.levels[number], own))
+        given = self.inner.at_step(step)
+        own = given.level
+        if own is None or number >= len(self.levels):  # without a level: warming up
+            return given
+        return given.with_level(max(self.levels[number], own))
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """The end of every interval."""
-        return tuple(self.steps_per_level * (i + 1) for i in range(len(self.levels)))
+        """The end of every interval, and what the inner one changes."""
+        ends = {self.steps_per_level * (i + 1) for i in range(len(self.levels))}
+        return tuple(sorted(ends.union(self.inner.changes)))
