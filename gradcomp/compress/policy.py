@@ -45,17 +45,23 @@ class Policy:
             if fnmatchcase(layer.name, pattern):
                 chosen = resolve(compressor)
                 return (
-                    (self._exact(), f"override {pattern!r}")
-                    if isinstance(chosen, Identity)
-                    else (chosen, None)
+                    (self.exact, f"override {pattern!r}") if isinstance(chosen, Identity) else (chosen, None)
                 )
         if isinstance(self.default, Identity):
             return self.default, "compression is none"
         reason = self.filter.reason_to_exclude(layer)
-        return (self._exact(), reason) if reason else (self.default, None)
+        return (self.exact, reason) if reason else (self.default, None)
 
-    def _exact(self) -> Compressor:
-        """Exact layers ride in the payload of those that are reduced; with none of those, in an allreduce."""
+    @property
+    def exact(self) -> Compressor:
+        """How layers travel that are excluded.
+
+        They ride in the payload of those that are reduced; with none of those, in an allreduce. Momentum and clipping
+        of the default are theirs as well: the optimizer has none, and makes no difference between layers.
+        """
+        dense = self.default.dense()
+        if dense.momentum or dense.clip_norm is not None:
+            return dense
         return EXACT if any(c.reduces for c in self.compressors) else Identity()
 
     @property

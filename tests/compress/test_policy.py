@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from simulation import Simulation
 
-from gradcomp import Cast, ConfigError, Filter, Identity, LayerSpec, Policy, Quantize
+from gradcomp import (
+    Cast,
+    ConfigError,
+    DensitySchedule,
+    Filter,
+    Identity,
+    LayerSpec,
+    LocalClip,
+    MomentumCorrection,
+    Policy,
+    Quantize,
+    TopK,
+    Warmup,
+)
 from gradcomp.compress import as_policy, at_level
 
 EXACT = Cast("float32")
@@ -129,3 +144,59 @@ def test_a_policy_is_checked_when_it_is_made(settings):
 
 def test_the_default_policy_compresses_nothing():
     assert Policy().default == Identity()
+
+
+# --- momentum, clipping and schedules ---------------------------------------------------------------------------
+
+TOP = TopK(0.05)
+MODEL = [
+    LayerSpec("w", (64, 64)),
+    LayerSpec("w.bias", (64,), kind="bias"),
+    LayerSpec("head", (64, 64)),
+    LayerSpec("double", (64, 64), "float64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("default", "exact"),
+    [
+        (TOP, Identity()),
+        (Warmup(TOP, 2), Identity()),
+        (Warmup(Quantize(4), 2), Cast("float32")),
+        (Warmup(MomentumCorrection(TOP, 0.8), 2), MomentumCorrection(Identity(), 0.8)),
+        (MomentumCorrection(Warmup(Quantize(4), 2), 0.8), MomentumCorrection(Identity(), 0.8)),
+        (LocalClip(DensitySchedule(MomentumCorrection(TOP))), LocalClip(MomentumCorrection(Identity()))),
+    ],
+)
+def test_what_is_excluded_keeps_momentum_and_clipping_in_all_steps(default, exact):
+    policy = Policy(default, overrides={"head": "none"})
+    reasons = {"w.bias": "bias", "head": "override 'head'", "double": "float64"}
+    assert policy.excluded(MODEL) == reasons
+    for layer in MODEL[:3]:
+        chosen, reason = policy.choose(layer)
+        assert reason == reasons.get(layer.name)
+        assert chosen == (exact if reason else default)
+    assert policy.choose(MODEL[3]) == (Identity(), "float64")
+    begins = policy.scheduled(MODEL)
+    plans = [policy.plan(MODEL)] + [plan for step in range(9) if (plan := begins(step, 1))]
+    for plan in plans:
+        assert {plan.by_layer[n].compressor for n in ("w.bias", "head")} == {exact.family_string()}
+    assert [step for step in range(999) if begins(step, 1)] == sorted(default.changes)
+
+
+@pytest.mark.parametrize("kind", [TopK(1.0), Quantize(8, 64)])
+def test_layers_that_are_excluded_have_the_same_momentum(kind):
+    """The optimizer has none: what is not compressed would train without."""
+    layers = [
+        LayerSpec("w", (40,)),
+        LayerSpec("b", (5,), kind="bias"),
+        LayerSpec("h", (5,), "float16", kind="bias"),
+    ]
+    policy = Policy(
+        MomentumCorrection(kind, 0.5, mask=False), filter=Filter(min_elements=0, min_dimensions=0)
+    )
+    ranks = Simulation(layers, policy, 3)
+    ones = [[np.ones_like(g) for g in rank] for rank in ranks.gradients()]
+    for expected in (1.0, 1.5, 1.75):
+        for mean in ranks.step(ones).all_means():
+            np.testing.assert_allclose(mean.astype(np.float64), expected, rtol=1e-6)
