@@ -22,7 +22,8 @@ class Sum:
 
     ``write(view)`` fills this rank's summand, a view into the buffer that all groups of the bucket share, and returns
     one flag per segment: nonzero where it met a non-finite value. ``reply.data`` is the same view, holding the sum,
-    bit-identical on all ranks.
+    bit-identical on all ranks. Flags travel with a bucket's first sums only; if a new one is raised later, the group's
+    whole sum is NaN, on all ranks.
     """
 
     length: int

@@ -70,6 +70,8 @@ class FusedSum:
                 at.bind_sources(g)
                 flags = messages[g].write(view)
                 states[at.bucket.slots[g][flags != 0]] |= NONFINITE
+                if not self._header and (flags > at.flags(g)).any():
+                    view.fill(np.nan)  # no votes travel in later rounds: the sum itself says it
             if self._header:
                 self._header.write(self._counts, at.call.stamp, at.call.ready, states)
         yield [AllReduce(self._buffer)]
