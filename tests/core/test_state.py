@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp.core.state import DoubleBuffer, Range, Residuals
+from gradcomp.core.state import DoubleBuffer, Fields, Range, Residuals
 
 
 def at(address: int, length: int) -> np.ndarray:
@@ -165,3 +165,125 @@ def test_memory_counts_both_residuals():
     residuals = Residuals([10])
     residuals.own([Range(0, 0, 4)], world=2)
     assert residuals.nbytes == 8 * (16 + 16)  # in whole cache lines
+
+
+# --- many rows at once --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.data())
+def test_what_is_stored_is_loaded_after_the_commit(lengths: list[int], data):
+    buffer = DoubleBuffer(lengths)
+    for row, length in enumerate(lengths):
+        buffer.value(row)[:] = 100 * row + np.arange(length)
+    rows = np.array(data.draw(st.lists(st.sampled_from(range(len(lengths))), unique=True)), dtype=np.int64)
+    before = [buffer.value(row).copy() for row in range(len(lengths))]
+    expected = np.concatenate([np.zeros(0, np.float32), *(before[row] for row in rows)])
+    assert np.array_equal(buffer.load(rows), expected)
+    for _ in range(2):  # into either arena
+        buffer.store(rows, -expected)
+        assert np.array_equal(buffer.load(rows), expected)
+        buffer.commit(np.isin(np.arange(len(lengths)), rows))
+        expected = -expected
+        assert np.array_equal(buffer.load(rows), expected)
+    for row in set(range(len(lengths))) - set(rows.tolist()):
+        assert np.array_equal(buffer.value(row), before[row])
+
+
+def test_what_is_loaded_is_a_copy():
+    buffer = DoubleBuffer(LENGTHS)
+    buffer.load(np.array([0, 2]))[:] = 5
+    assert not buffer.value(0).any()
+
+
+# --- fields -------------------------------------------------------------------------------------------------
+
+
+def begin(value: float, seen: list[list[float]] | None = None, size: int = 3):
+    """A beginning that is filled with ``value`` behind what was there before."""
+
+    def make(old: np.ndarray) -> np.ndarray:
+        if seen is not None:
+            seen.append(old.tolist())
+        fresh = np.full(size, value, np.float32)
+        fresh[: min(old.size, size)] = old[:size]
+        return fresh
+
+    return make
+
+
+def never(old: np.ndarray) -> np.ndarray:
+    raise AssertionError("the layer has the field already")
+
+
+def fields_of_two() -> Fields:
+    fields = Fields(2)
+    fields.arrange([{"q": (3, begin(1.0))}, {}])
+    return fields
+
+
+class TestFields:
+    def test_a_new_field_begins_as_its_owner_says(self):
+        seen: list[list[float]] = []
+        fields = Fields(3)
+        fields.arrange([{}, {"q": (3, begin(2.0, seen))}, {"m": (1, begin(4.0, size=1))}])
+        assert set(fields.names) == {"q", "m"}
+        assert fields["q"].value(1).tolist() == [2.0] * 3
+        assert fields["m"].value(2).tolist() == [4.0]
+        assert fields["q"].lengths.tolist() == [0, 3, 0]
+        assert seen == [[]]
+        assert fields.nbytes == 2 * 8 * 16  # in whole cache lines
+
+    def test_a_field_that_stays_keeps_its_value_while_others_come(self):
+        fields = fields_of_two()
+        fields["q"].value(0)[:] = 7
+        fields.arrange([{"q": (3, never)}, {"q": (3, begin(2.0))}])
+        assert fields["q"].value(0).tolist() == [7.0] * 3
+        assert fields["q"].value(1).tolist() == [2.0] * 3
+
+    def test_another_size_is_made_from_the_old_value(self):
+        seen: list[list[float]] = []
+        fields = fields_of_two()
+        fields["q"].value(0)[:] = [7, 8, 9]
+        fields.arrange([{"q": (5, begin(0.5, seen, 5))}, {}])
+        assert seen == [[7.0, 8.0, 9.0]]
+        assert fields["q"].value(0).tolist() == [7.0, 8.0, 9.0, 0.5, 0.5]
+        fields.arrange([{"q": (2, begin(0.5, seen, 2))}, {}])
+        assert fields["q"].value(0).tolist() == [7.0, 8.0]
+
+    def test_a_committed_value_moves_along(self):
+        fields = fields_of_two()
+        fields["q"].store(np.array([0]), np.full(3, 6.0, np.float32))
+        fields.commit(np.array([True, True]))
+        fields.arrange([{"q": (3, never)}, {"q": (3, begin(1.0))}])
+        assert fields["q"].value(0).tolist() == [6.0] * 3
+
+    def test_a_field_that_the_plan_dropped_waits_for_the_day_it_is_used_again(self):
+        fields = fields_of_two()
+        fields["q"].value(0)[:] = 7
+        fields.arrange([{}, {}])
+        fields["q"].store(np.array([0]), np.full(3, 6.0, np.float32))
+        fields.commit(np.array([True, True]))  # nobody wrote a next value
+        assert fields["q"].value(0).tolist() == [7.0] * 3
+        fields.arrange([{"q": (3, never)}, {}])
+        assert fields["q"].value(0).tolist() == [7.0] * 3
+        fields["q"].store(np.array([0]), np.full(3, 6.0, np.float32))
+        fields.commit(np.array([True, True]))
+        assert fields["q"].value(0).tolist() == [6.0] * 3
+
+    def test_a_commit_takes_the_layers_of_the_mask(self):
+        fields = Fields(2)
+        fields.arrange([{"q": (1, begin(1.0, size=1))}] * 2)
+        fields["q"].store(np.array([0, 1]), np.array([5, 6], np.float32))
+        fields.commit(np.array([False, True]))
+        assert fields["q"].load(np.array([0, 1])).tolist() == [1.0, 6.0]
+
+    def test_what_is_put_is_used_when_the_plan_asks_for_it(self):
+        fields = fields_of_two()
+        fields.put("q", {1: np.array([3, 4], np.float32)})
+        assert fields["q"].lengths.tolist() == [0, 2]
+        fields.commit(np.array([True, True]))  # not in use yet
+        assert fields["q"].value(1).tolist() == [3.0, 4.0]
+        fields.arrange([{}, {"q": (2, never)}])
+        fields["q"].store(np.array([1]), np.array([5, 6], np.float32))
+        fields.commit(np.array([True, True]))
+        assert fields["q"].value(1).tolist() == [5.0, 6.0]
