@@ -1,0 +1,268 @@
+"""The payload of sparse compressors: what goes in comes out, sizes are known before, and nothing in it is believed."""
+
+from __future__ import annotations
+
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp import Cast, ConfigError, Quantize
+from gradcomp.compress.payload import CODINGS, Selection, SparseFormat
+from gradcomp.core.errors import WireFormatError
+from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.segments import SEGMENT
+
+DRAW = Draw(1, 2, 3)
+VALUES = {
+    "float32": Cast("float32"),
+    "float16": Cast("float16"),
+    "bfloat16": Cast("bfloat16"),
+    "quantize 4": Quantize(4, 16),
+    "quantize 8": Quantize(8, 5, "l2"),
+    "nearest": Quantize(3, 16, rounding="nearest"),
+}
+codings = st.sampled_from(sorted(CODINGS))
+codecs = st.sampled_from(sorted(VALUES))
+
+
+def form_of(lengths, limits, fixed: bool, indices: str, values: str = "float32") -> SparseFormat:
+    table = np.zeros(len(lengths), SEGMENT)
+    table["length"], table["layer"], table["bucket_size"] = lengths, np.arange(len(lengths)), 1
+    return SparseFormat(table, np.array(limits, np.int64), fixed, indices, VALUES[values])
+
+
+def drawn(form: SparseFormat, counts, seed: int = 0) -> Selection:
+    """A selection of so many elements of each row."""
+    generator = np.random.default_rng(seed)
+    chosen = Selection.room(form.limits)
+    chosen.counts[:] = counts
+    for length, offset, count in zip(form._indices.lengths, chosen.offsets, chosen.counts, strict=True):
+        place = slice(offset, offset + count)
+        chosen.indices[place] = np.sort(generator.choice(length, count, replace=False))
+        chosen.values[place] = generator.standard_normal(count)
+    return chosen
+
+
+def encoded(form: SparseFormat, chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
+    payload, flags = np.full(form.max_bytes, 0xAA, np.uint8), np.zeros(len(form.limits), np.uint8)
+    used, errors = form.encode(chosen, payload, flags, DRAW)
+    assert not flags.any()
+    return payload[:used].copy(), errors.copy()
+
+
+def decoded(form: SparseFormat, payload) -> Selection:
+    into = Selection.room(form.limits)
+    form.decode(np.frombuffer(bytes(payload), np.uint8), into, 5)
+    return into
+
+
+@st.composite
+def rows(draw, most: int = 200):
+    """Lengths, limits and counts of a few rows: counts <= limits <= lengths."""
+    lengths = draw(st.lists(st.integers(0, most), min_size=1, max_size=4))
+    limits = [draw(st.integers(0, n)) for n in lengths]
+    return lengths, limits, [draw(st.integers(0, k)) for k in limits]
+
+
+def check_round_trip(form: SparseFormat, counts, seed: int, exact: bool) -> np.ndarray:
+    chosen = drawn(form, counts, seed)
+    payload, errors = encoded(form, chosen)
+    got = decoded(form, payload)
+    assert got.counts.tolist() == list(counts)
+    for offset, count in zip(chosen.offsets, counts, strict=True):
+        place = slice(offset, offset + count)
+        assert np.array_equal(got.indices[place], chosen.indices[place])
+        if exact:
+            assert np.array_equal(got.values[place], chosen.values[place])
+            assert not errors[place].any()
+        assert np.array_equal(errors[place], chosen.values[place] - got.values[place])
+    return payload
+
+
+# --- what goes in comes out ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows(), codings, codecs, st.integers(0, 99))
+def test_fixed_counts_come_back_in_the_size_of_the_formula(of, coding: str, codec: str, seed: int):
+    lengths, limits, _ = of
+    form = form_of(lengths, limits, True, coding, codec)
+    payload = check_round_trip(form, limits, seed, codec == "float32")
+    assert form.fixed == (coding != "deflate")
+    if form.fixed:
+        assert len(payload) == form.max_bytes == form.wire_bytes(form.limits).sum()
+    else:
+        assert form.wire_bytes(form.limits).sum() < len(payload) <= form.max_bytes
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows(), codings, codecs, st.integers(0, 99))
+def test_varying_counts_come_back(of, coding: str, codec: str, seed: int):
+    lengths, limits, counts = of
+    form = form_of(lengths, limits, False, coding, codec)
+    payload = check_round_trip(form, counts, seed, codec == "float32")
+    assert not form.fixed
+    assert len(payload) <= form.max_bytes
+    if coding != "deflate":
+        assert len(payload) == form.wire_bytes(np.array(counts)).sum()
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows(most=2_000_000), codings, codecs)
+def test_no_counts_take_more_than_was_announced(of, coding: str, codec: str):
+    lengths, limits, counts = of
+    form = form_of(lengths, limits, False, coding, codec)
+    assert form.wire_bytes(np.array(counts)).sum() <= form.max_bytes
+
+
+@pytest.mark.parametrize("coding", sorted(set(CODINGS) - {"deflate"}))
+@pytest.mark.parametrize("length", [1, 8, 129])
+def test_no_count_at_all_takes_more_than_was_announced(coding: str, length: int):
+    for limit in range(length + 1):
+        form = form_of([length], [limit], False, coding)
+        for count in range(limit + 1):
+            assert form.wire_bytes(np.array([count]))[0] <= form.max_bytes
+
+
+def test_a_value_that_cannot_be_coded_flags_its_row():
+    form = form_of([9, 9], [2, 2], True, "raw", "quantize 4")
+    chosen = drawn(form, [2, 2])
+    chosen.values[2:] = [-3e38, 3e38]  # no float32 holds the width
+    flags = np.zeros(2, np.uint8)
+    form.encode(chosen, np.zeros(form.max_bytes, np.uint8), flags, DRAW)
+    assert flags.tolist() == [0, 1]
+
+
+def test_a_flag_that_is_there_stays():
+    form = form_of([9, 9], [2, 2], True, "raw")
+    flags = np.array([0, 1], np.uint8)
+    form.encode(drawn(form, [2, 2]), np.zeros(form.max_bytes, np.uint8), flags, DRAW)
+    assert flags.tolist() == [0, 1]
+
+
+def test_an_unknown_coding_is_refused():
+    with pytest.raises(ConfigError, match="raw, packed, bitmap, deflate"):
+        form_of([9], [2], True, "gzip")
+
+
+# --- hostile payloads ---------------------------------------------------------------------------------------
+
+LENGTHS, LIMITS, COUNTS = [40, 0, 90], [10, 0, 30], [7, 0, 30]
+every_form = pytest.mark.parametrize(
+    "form",
+    [form_of(LENGTHS, LIMITS, fixed, coding) for fixed in (True, False) for coding in sorted(CODINGS)],
+    ids=[f"{kind} {coding}" for kind in ("fixed", "varying") for coding in sorted(CODINGS)],
+)
+
+
+def good(form: SparseFormat) -> bytearray:
+    return bytearray(encoded(form, drawn(form, LIMITS if form._counts_travel is False else COUNTS))[0])
+
+
+def refused(form: SparseFormat, payload, match: str = "") -> None:
+    with pytest.raises(WireFormatError, match=f"rank 5 sent an impossible sparse payload: .*{match}"):
+        decoded(form, payload)
+
+
+@every_form
+def test_every_truncation_and_every_byte_too_many_is_refused(form: SparseFormat):
+    payload = good(form)
+    for end in range(len(payload)):
+        refused(form, payload[:end])
+    refused(form, payload + b"\0")
+    refused(form, payload + payload)
+
+
+@pytest.mark.parametrize("coding", sorted(CODINGS))
+@pytest.mark.parametrize("count", [8, 11, 41, 2**31, 2**32 - 1])
+def test_another_count_is_refused(coding: str, count: int):
+    form = form_of(LENGTHS, LIMITS, False, coding)
+    payload = good(form)
+    payload[:4] = count.to_bytes(4, "little")
+    refused(form, payload, "at most 10" if count > 10 else "")
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize(
+    ("indices", "match"),
+    [
+        ((3, 40), "not below"),
+        ((3, 2**32 - 1), "not below"),
+        ((3, 3), "not ascending"),
+        ((4, 3), "not ascending"),
+    ],
+)
+def test_impossible_indices_are_refused(fixed: bool, indices: tuple[int, int], match: str):
+    form = form_of([40], [2], fixed, "raw")
+    payload = bytearray(encoded(form, drawn(form, [2]))[0])
+    at = 0 if fixed else 4
+    payload[at : at + 8] = np.array(indices, "<u4").tobytes()
+    refused(form, payload, match)
+
+
+def with_stream(stream: bytes, fixed: bool = True) -> tuple[SparseFormat, bytes]:
+    """A payload of two indices below 40 and one below 3, whose deflated differences are replaced."""
+    form = form_of([40, 3], [2, 1], fixed, "deflate")
+    payload = encoded(form, drawn(form, [2, 1]))[0].tobytes()
+    values = 3 * 4 + (0 if fixed else 8)
+    assert decoded(form, payload[:values] + deflated(1, 39, 3)).indices.tolist() == [0, 39, 2]
+    return form, payload[:values] + stream
+
+
+def deflated(*differences: int) -> bytes:
+    return zlib.compress(np.array(differences, "<u4").tobytes())
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize(
+    ("stream", "match"),
+    [
+        (b"", "do not hold"),
+        (b"no deflate at all", ""),
+        (deflated(1, 39), "do not hold 12 bytes"),
+        (deflated(1, 39, 3, 1), "do not hold 12 bytes"),
+        (deflated(1, 39, 3) + b"x", "do not hold"),
+        (deflated(1, 39, 3)[:-1], "do not hold"),
+        (deflated(1, 39, 3)[:-4] + b"\0\0\0\0", "incorrect data check"),
+        (deflated(0, 39, 3), "do not ascend"),
+        (deflated(1, 0, 3), "do not ascend"),
+        (deflated(1, 40, 3), "out of range"),
+        (deflated(1, 39, 4), "out of range"),
+        (deflated(2**32 - 1, 2**32 - 1, 2**32 - 1), "out of range"),
+    ],
+)
+def test_an_impossible_stream_is_refused(stream: bytes, match: str, fixed: bool):
+    refused(*with_stream(stream, fixed), match)
+
+
+def test_a_deflate_bomb_is_not_unpacked():
+    form, payload = with_stream(zlib.compress(bytes(1 << 26), 9))
+    tracemalloc.start()
+    refused(form, payload, "do not hold 12 bytes")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.booleans(), codings, codecs)
+def test_any_bytes_are_a_selection_or_refused(data, fixed: bool, coding: str, codec: str):
+    form = form_of(LENGTHS, LIMITS, fixed, coding, codec)
+    payload = good(form)
+    if data.draw(st.booleans()):
+        payload = data.draw(st.binary(min_size=len(payload), max_size=len(payload)))
+    else:
+        for at in data.draw(st.lists(st.integers(0, len(payload) - 1), min_size=1, max_size=3)):
+            payload[at] = data.draw(st.integers(0, 255))
+    try:
+        got = decoded(form, payload)
+    except WireFormatError:
+        return
+    assert (got.counts <= form.limits).all()
+    for length, offset, count in zip(LENGTHS, got.offsets, got.counts, strict=True):
+        indices = got.indices[offset : offset + count].astype(np.int64)
+        assert (np.diff(indices) > 0).all()
+        assert (indices < length).all()
