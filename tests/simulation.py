@@ -129,11 +129,18 @@ class Rank:
     transport: InProcessTransport
     config: Config
     schedule: Schedule | None = None
+    average: bool = True
     outputs: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pipeline = Pipeline(
-            self.layers, self.plan, self.transport, self.config, self._allocate, schedule=self.schedule
+            self.layers,
+            self.plan,
+            self.transport,
+            self.config,
+            self._allocate,
+            average=self.average,
+            schedule=self.schedule,
         )
 
     def _allocate(self, layer: int) -> int:
@@ -160,7 +167,8 @@ class Simulation:
     ``seed`` of the simulated timing, ``config_seed`` of gradcomp's own draws.
     ``shuffle``: ranks take turns at random, hand in layers in orders of their own and poll in between. ``delay``: the
     probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
-    sends. ``settings`` go to :class:`Config`.
+    sends. ``average=False``: sums instead of means. ``settings`` go to :class:`Config`. Attribute ``rate``: that
+    of the steps to come, 0 if it is not known.
     """
 
     def __init__(
@@ -175,6 +183,7 @@ class Simulation:
         delay: float = 0.0,
         tamper: Callable[[int, int, np.ndarray], np.ndarray] | None = None,
         record: bool = False,
+        average: bool = True,
         **settings: Any,
     ) -> None:
         self.layers = list(layers)
@@ -197,8 +206,11 @@ class Simulation:
             schedule = compression.scheduled(layers)
             compression = compression.plan(layers)
         config = Config(seed=config_seed, **settings)
-        self.ranks = [Rank(self.layers, compression, transport, config, schedule) for transport in transports]
+        self.ranks = [
+            Rank(self.layers, compression, transport, config, schedule, average) for transport in transports
+        ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
+        self.rate = 0.0
         self.drawn = 0
 
     # -- stepping -----------------------------------------------------------------------------------------------
@@ -297,7 +309,7 @@ class Simulation:
         # A layer without gradient may say so, or be noticed at the flush only.
         silent = [i for i in order if gradients[i] is None and self.random.random() < 0.5]
         return [
-            lambda: rank.pipeline.open(scale),
+            lambda: rank.pipeline.open(scale, self.rate),
             *[submit(i) for i in order if i not in silent],
             rank.pipeline.inbox.flush,
         ]

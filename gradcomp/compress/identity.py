@@ -11,7 +11,7 @@ from gradcomp.compress.base import Coded
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce, Sum
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels.codec import Codec, Group, Table
+from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.segments import BF16, BFLOAT16, FLOAT64, FP32, FP64
 
 #: Cut points of casts: one cache line of float32.
@@ -26,7 +26,8 @@ class Identity(Coded):
     d bytes of gradient), so the mean is bit-identical to that allreduce divided by N. Float16 layers are summed the
     same way in float32: a half-precision sum would lose bits. Bfloat16 layers travel as they are and are added in
     float32 by a reduction; the one rounding is the output's. No state, and so no use for
-    the loss scale: sums keep it. A segment with a non-finite value is NaN in every summand that has one.
+    the loss scale: sums keep it. Inside a wrapper that brings state they do not, and nothing of what is kept in float32
+    is rounded to bfloat16. A segment with a non-finite value is NaN in every summand that has one.
     """
 
     name: ClassVar[str] = "none"
@@ -58,18 +59,30 @@ class Identity(Coded):
         """The lossless codec of the table's dtype (a group holds one dtype)."""
         return Codec({FLOAT64: FP64, BFLOAT16: BF16}.get(int(table["dtype"][0]), FP32))
 
+    def wire_bytes(self, group: Group) -> Sizes:
+        """An element's own; 4 bytes of what is more than a bfloat16."""
+        return self._reduced(group).wire_bytes(group.table)
+
+    def _reduced(self, group: Group) -> Codec:
+        """The lossless codec of what is sent: momentum and what is added to a residual are float32."""
+        codec = self.codec_for(group.table)
+        return Codec(FP32) if codec.kind == BF16 and (group.prepared or group.feedback) else codec
+
     def exchange(self, group: Group, context: Context) -> Exchange:
         """One Sum over the packed gradients, or one Reduce for bfloat16."""
         codec, table = self.codec_for(group.table), group.inputs
         if codec.kind == BF16:
-            return (yield Reduce(codec, group)).flags
+            return (yield Reduce(self._reduced(group), group)).flags
         # A Sum's buffer holds the segments one after the other.
         table["payload"] = np.concatenate(([0], np.cumsum(codec.wire_bytes(table))[:-1]))
         group.table["payload"] = table["payload"]
         flags = np.zeros(len(table), dtype=np.uint8)
+        # Momentum and residuals, which an earlier plan or a wrapper leaves, are kept without the loss scale.
+        unscaled = group.prepared or group.feedback
+        factors = (context.scale, context.decay) if group.feedback else (1.0, 1.0)
 
         def write(view: Floats) -> Bytes:
-            codec.encode(table, view.view(np.uint8), flags, context.draw)
+            codec.encode(table, view.view(np.uint8), flags, context.draw, *factors)
             # Encode leaves zeros for a segment that is not finite, and the others would add up to a finite mean.
             for row in np.flatnonzero(flags):
                 start = int(table["payload"][row]) // view.itemsize
@@ -78,6 +91,6 @@ class Identity(Coded):
 
         reply = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
         overflow = np.zeros_like(flags)
-        scale = context.unscale if group.prepared else 1.0
+        scale = context.unscale if unscaled else 1.0
         codec.decode(group.table, reply.data.view(np.uint8), overflow, divisor=context.divisor, scale=scale)
         return overflow
