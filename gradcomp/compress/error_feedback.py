@@ -32,7 +32,8 @@ class ErrorFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
+        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
+        if not number or not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
         if not self.inner.accounts:
             raise ConfigError(

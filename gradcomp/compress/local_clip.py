@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,9 +32,9 @@ class LocalClip(Wrapper):
         if (
             isinstance(self.max_norm, bool)
             or not isinstance(self.max_norm, int | float)
-            or self.max_norm <= 0
+            or not 0 < self.max_norm < math.inf
         ):
-            raise ConfigError(f"max_norm must be positive, got {self.max_norm!r}")
+            raise ConfigError(f"max_norm must be positive and finite, got {self.max_norm!r}")
         if self.inner.clip_norm is not None:
             raise ConfigError(f"{self.inner.name} clips already")
 

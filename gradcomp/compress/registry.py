@@ -88,8 +88,10 @@ def from_string(text: str) -> Compressor:
     """Parse a string form. ConfigError says what is wrong and what exists."""
     name, inner, rest = _split(text.strip())
     if name in _SHORT:
-        if rest:
-            raise ConfigError(f"{name} takes no fields; write {_SHORT[name].to_string()!r} and change that")
+        if rest or inner is not None:
+            raise ConfigError(
+                f"{name} takes no fields and wraps nothing; write {_SHORT[name].to_string()!r} and change that"
+            )
         return _SHORT[name]
     kind = registered().get(name)
     if kind is None:

@@ -58,8 +58,10 @@ class Sparse(Compressor):
             from gradcomp.compress.registry import from_string  # which knows all of them
 
             object.__setattr__(self, "values", from_string(self.values))
-        if not isinstance(self.values, Coded) or (
-            self.values.keeps_residual and self.values.residual_decay != 1
+        if (
+            not isinstance(self.values, Coded)
+            or self.values.momentum
+            or (self.values.keeps_residual and self.values.residual_decay != 1)
         ):
             raise ConfigError(f"values must be a cast or a quantiser, got {self.values!r}")
         if self.indices not in CODINGS:
