@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -251,6 +252,7 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
     """
     totals: dict[str, npt.NDArray[np.float64]] = {}
     fields: dict[str, dict[str, npt.NDArray[np.float64]]] = {}
+    holders: Counter[tuple[str, str]] = Counter()
     shared: Shared | None = None
     count = 0
     for count, state in enumerate(states, 1):
@@ -270,6 +272,7 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
                 if sums.setdefault(name, np.zeros(value.shape, dtype=np.float64)).shape != value.shape:
                     raise StateError(f"{kind} of {name!r} has another size on rank {state.rank}")
                 sums[name] += value
+                holders[kind, name] += 1
         at = 0
         for r in state.ranges:
             if r.length:
@@ -278,6 +281,9 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
             at += r.length
     if shared is None:
         raise StateError("no state to take over")
+    rare = [f"{kind} of {name!r}" for (kind, name), number in holders.items() if number != count]
+    if rare:
+        raise StateError(f"not all ranks have {', '.join(rare)}")
     return Snapshot(
         rank,
         world,
