@@ -258,7 +258,7 @@ def from_plain(data: Any) -> Snapshot:
             _array(data["second_residuals"]).reshape(-1),
             {
                 str(kind): {str(name): _array(value) for name, value in values.items()}
-                for kind, values in data["fields"].items()
+                for kind, values in data.get("fields", {}).items()  # older states have none
             },
         )
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
