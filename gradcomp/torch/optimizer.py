@@ -402,8 +402,9 @@ def _check_scaler(core: Core, caller: Any) -> None:
         return
     if isinstance(caller.f_locals.get("self"), torch.amp.GradScaler):
         core.warned_about_scaler = True
-        if core.exchange.exchanger.pipeline.residuals.nbytes:
+        pipeline = core.exchange.exchanger.pipeline
+        if pipeline.residuals.nbytes + pipeline.fields.nbytes:
             runtime.logger.warning(
                 "a GradScaler is in use: pass it as DistributedOptimizer(grad_scaler=...), or every change of its "
-                "scale leaves the residuals in the wrong units"
+                "scale leaves residuals and momentum in the wrong units"
             )
