@@ -157,6 +157,11 @@ class Keeper:
         (transport,) = World(1).transports()
         return Pipeline(self._layers, self._plan, transport, self._config, lambda layer: 0)
 
+    @property
+    def step(self) -> int:
+        """Steps so far; none where nothing is exchanged and nothing was restored."""
+        return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
+
     def snapshot(self) -> Snapshot:
         """This rank's state. Local."""
         self.settle()

@@ -131,18 +131,18 @@ def _build(
     named_parameters: NamedParameters | None,
     arguments: Arguments,
     *,
-    again: bool = False,
+    before: Core | None = None,
 ) -> Core:
-    """Validate on every rank, compare, and start; ``again`` for an optimizer that is a distributed one."""
+    """Validate on every rank, compare, and start; ``before``: of an optimizer that is a distributed one."""
 
     def validate() -> tuple[Timing, Named, Named, Proposal]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(optimizer, Distributed) and not again:
+        if isinstance(optimizer, Distributed) and before is None:
             raise StateError("this optimizer is already a DistributedOptimizer")
         policy, timing = arguments.check()
         named, frozen = name_parameters(optimizer, named_parameters)
-        return timing, named, frozen, propose(policy, named)
+        return timing, named, frozen, propose(policy, named, 0 if before is None else before.keeper.step)
 
     (timing, named, frozen, proposal), transport = validate_together(state, validate)
     exchange = GradientExchange(
@@ -364,7 +364,7 @@ def _rebuild(optimizer: Any, core: Core, named: NamedParameters) -> None:
     state = runtime.current()
     old = core.exchange
     old.drain()
-    fresh = _build(state, optimizer, named, core.arguments, again=True)
+    fresh = _build(state, optimizer, named, core.arguments, before=core)
     old.detach()
     fresh.keeper.inherit(core.keeper)
     if old.attached:

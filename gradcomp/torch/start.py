@@ -49,14 +49,14 @@ class Proposal:
     plan: Plan
 
 
-def propose(policy: Policy, named: Named) -> Proposal:
-    """The plan for these parameters; ConfigError for what cannot be exchanged."""
+def propose(policy: Policy, named: Named, step: int = 0) -> Proposal:
+    """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
     if any(p.device.type != "cpu" for _, p in named):
         raise ConfigError("gradients on a device other than the CPU are not supported yet")
     layers = [spec(name, parameter) for name, parameter in named]
     if not layers:
         raise ConfigError("there is no trainable parameter")
-    return Proposal(policy, layers, policy.plan(layers))
+    return Proposal(policy, layers, policy.plan(layers, step=step))
 
 
 def start(
