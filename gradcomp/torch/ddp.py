@@ -63,14 +63,19 @@ def ddp_comm_hook(
 
     Collective; DDP and gradcomp must have the same ranks. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per
     rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes an element.
-    Raises ConfigError for bad arguments and sparse gradients, PlanMismatchError on every rank if the ranks differ,
-    StateError before ``init()``. What fails later (TransportError, StateError) ``backward()`` raises, as that type; in
-    the first step under ``static_graph=True`` as a RuntimeError with its text, for DDP then waits for the futures.
+    Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients,
+    PlanMismatchError on every rank if the ranks differ, StateError before ``init()``. What fails later (TransportError,
+    StateError) ``backward()`` raises, as that type; in the first step under ``static_graph=True`` as a RuntimeError
+    with its text, for DDP then waits for the futures.
     """
     state = runtime.current()
 
     def validate() -> tuple[Named, Proposal]:
         policy = as_policy(compression)
+        if following := [c.to_string() for c in policy.compressors if c.follows_rate]:
+            raise ConfigError(
+                f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
+            )
         _check_ranks(state, model)
         named = _named(model)
         return named, propose(policy, named)

@@ -163,6 +163,12 @@ def test_residuals_follow_the_optimizers_learning_rate():
     assert means == [[4, 0, 0, 0], [0, 5, 0, 0], [0, 0, 2, 0]]
 
 
+@on_ranks(2)
+def test_a_hook_does_not_know_the_learning_rate():
+    with pytest.raises(gc.ConfigError, match="use DistributedOptimizer"):
+        gc.ddp_comm_hook(net(), KINDS["feedback"])
+
+
 @pytest.mark.parametrize(
     "others",
     ["warmup[topk:density=0.05]:steps=4", "warmup[topk:density=0.06]:steps=3", "none"],
