@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from gradcomp.compress.base import Compressor
 from gradcomp.compress.messages import Bytes, Context, Floats
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
+from gradcomp.kernels import lowrank
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.segments import FP32
 
@@ -38,6 +41,34 @@ def clamped_rank(shape: tuple[int, ...], rank: int) -> int:
     n, m = matrix_shape(shape)
     rank = min(rank, n, m)
     return rank if rank * (n + m) < n * m else 0
+
+
+@dataclass(frozen=True)
+class LowRank(Compressor):
+    """Base of the compressors that see layers as matrices, at a rank that is their level."""
+
+    level_field: ClassVar[str | None] = "rank"
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank)
+
+    def fill(self, table: Table, level: Level) -> None:
+        """The level is the rank; ``bits`` holds it as asked for, see :class:`Matrices`."""
+        check_rank(level)
+        table["bits"] = level
+        table["bucket_size"] = 1
+
+    def cut_elements(self, layer: LayerSpec) -> int:
+        """The whole layer."""
+        return max(layer.size, 1)
+
+    def remark(self, layer: LayerSpec) -> str | None:
+        """Where the rank is more than a matrix can have."""
+        n, m = matrix_shape(layer.shape)
+        clamped = len(layer.shape) > 1 and self.rank > min(n, m)
+        return f"rank {self.rank} is more than a matrix of {n} x {m} has" if clamped else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +121,38 @@ class Matrices:
         """n, m, r: what every kernel asks for."""
         return self.rows, self.columns, self.ranks
 
+    def project(self, group: Group, context: Context, q: Floats, p: Floats, flags: Bytes) -> None:
+        """M to the shadows and M Q to ``p``: NaN for a layer that is not finite, and so for all ranks' sum."""
+        found = np.zeros(len(self.low), dtype=np.uint8)
+        lowrank.project(
+            group.inputs[self.low],
+            found,
+            factors(context, len(self.low)),
+            *self.shape,
+            q,
+            self.q_at,
+            p,
+            self.p_at,
+            decay=context.decay,
+        )
+        flags[self.low] |= found
+
+    def expand(self, group: Group, context: Context, p: Floats, q: Floats, flags: Bytes) -> None:
+        """Means to the outputs, from factors of which one is a sum over ranks."""
+        found = flags[self.low]
+        lowrank.expand(
+            group.table[self.low],
+            found,
+            *self.shape,
+            p,
+            self.p_at,
+            q,
+            self.q_at,
+            divisor=context.divisor,
+            scale=context.unscale,
+        )
+        flags[self.low] |= found
+
     def write_exact(self, group: Group, context: Context, view: Floats, flags: Bytes) -> None:
         """Fill ``view`` with the layers that travel exactly; NaN for one that is not finite."""
         table = self._exact_rows(group.inputs)
@@ -101,9 +164,9 @@ class Matrices:
         flags[self.exact] |= found
 
     def read_exact(self, group: Group, context: Context, total: Floats, flags: Bytes) -> None:
-        """Write the means of the layers that travel exactly, from their sum."""
+        """Write the means of the layers that travel exactly, from their sum; NaN where a layer is flagged."""
         table = self._exact_rows(group.table)
-        found = np.zeros(len(table), dtype=np.uint8)
+        found = flags[self.exact]
         _EXACT.decode(table, total.view(np.uint8), found, context.divisor, context.unscale)
         flags[self.exact] |= found
 
@@ -115,15 +178,17 @@ class Matrices:
         return rows
 
 
-def factor_elements(table: Table, shapes: tuple[tuple[int, ...], ...]) -> npt.NDArray[np.int64]:
-    """r (n + m) of every row, or its length where it travels exactly."""
+def factors(context: Context, rows: int) -> Floats:
+    """The factor of every row's gradient."""
+    return np.full(rows, context.scale, dtype=np.float32)
+
+
+def elements(group: Group, sent: Callable[[int, int, int], int]) -> Sizes:
+    """``sent(n, m, r)`` of every row, or its length where it travels exactly."""
     sizes = []
-    for shape, rank, length in zip(shapes, table["bits"].tolist(), table["length"].tolist(), strict=True):
+    for shape, rank, length in zip(
+        group.shapes, group.table["bits"].tolist(), group.table["length"].tolist(), strict=True
+    ):
         low = clamped_rank(shape, rank)
-        sizes.append(low * sum(matrix_shape(shape)) if low else length)
+        sizes.append(sent(*matrix_shape(shape), low) if low else length)
     return np.array(sizes, dtype=np.int64)
-
-
-def whole_layer(layer: LayerSpec) -> int:
-    """Where a matrix may be cut into slices: nowhere."""
-    return max(layer.size, 1)

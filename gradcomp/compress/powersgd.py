@@ -7,29 +7,20 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradcomp.compress.base import Compressor
-from gradcomp.compress.low_rank import (
-    Matrices,
-    check_rank,
-    clamped_rank,
-    factor_elements,
-    matrix_shape,
-    whole_layer,
-)
+from gradcomp.compress.low_rank import LowRank, Matrices, clamped_rank, elements, factors, matrix_shape
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Sum
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.plan import Level
 from gradcomp.core.state import Begin
 from gradcomp.kernels import lowrank
-from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.selection import contribute
 
 _P, _Q = "powersgd_p", "powersgd_q"
 
 
 @dataclass(frozen=True)
-class PowerSGD(Compressor):
+class PowerSGD(LowRank):
     """Approximate each layer's mean, as an n x m matrix, by a product of rank ``rank``.
 
     With M = scale g + decay e on every rank (004, Algorithms 1 and 2):
@@ -55,15 +46,13 @@ class PowerSGD(Compressor):
     """
 
     name: ClassVar[str] = "powersgd"
-    level_field: ClassVar[str | None] = "rank"
 
-    rank: int = 4
     warm_start: bool = True
     alternate: bool = False
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        check_rank(self.rank)
+        super().__post_init__()
         for field in ("warm_start", "alternate", "feedback"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be true or false, got {getattr(self, field)!r}")
@@ -90,32 +79,9 @@ class PowerSGD(Compressor):
             found[name] = (rank * side, _begin(side, rank, seed, layer.hash))
         return found
 
-    def fill(self, table: Table, level: Level) -> None:
-        """The level is the rank; ``bits`` holds it as asked for, see :class:`Matrices`."""
-        check_rank(level)
-        table["bits"] = level
-        table["bucket_size"] = 1
-
-    def cut_elements(self, layer: LayerSpec) -> int:
-        """The whole layer."""
-        return whole_layer(layer)
-
-    def remark(self, layer: LayerSpec) -> str | None:
-        """Where the rank is more than a matrix can have."""
-        n, m = matrix_shape(layer.shape)
-        clamped = len(layer.shape) > 1 and self.rank > min(n, m)
-        return f"rank {self.rank} is more than a matrix of {n} x {m} has" if clamped else None
-
     def wire_bytes(self, group: Group) -> Sizes:
         """Both factors, or the one that travels in an even step."""
-        sizes = factor_elements(group.table, group.shapes)
-        if self.alternate:
-            halves = [
-                rank * matrix_shape(shape)[0] if (rank := clamped_rank(shape, wanted)) else size
-                for shape, wanted, size in zip(group.shapes, group.table["bits"].tolist(), sizes, strict=True)
-            ]
-            sizes = np.array(halves, dtype=np.int64)
-        return 4 * sizes
+        return 4 * elements(group, lambda n, m, r: r * n if self.alternate else r * (n + m))
 
     def exchange(self, group: Group, context: Context) -> Exchange:
         """Two Sums, or one."""
@@ -130,7 +96,7 @@ class PowerSGD(Compressor):
         def write_p(view: Floats) -> Bytes:
             flags = np.zeros(len(group.table), dtype=np.uint8)
             q = self._q(group, context, matrices)
-            _project(group, context, matrices, q, view[: matrices.p_size], flags)
+            matrices.project(group, context, q, view[: matrices.p_size], flags)
             matrices.write_exact(group, context, view[matrices.p_size :], flags)
             return flags
 
@@ -151,7 +117,7 @@ class PowerSGD(Compressor):
         q = reply.data
         if group.feedback:
             lowrank.subtract(group.inputs[matrices.low], *shape, p, p_at, own_q, q_at)
-        _expand(group, context, matrices, p, q, flags)
+        matrices.expand(group, context, p, q, flags)
         if self.warm_start:
             _remember(_Q, group, context, q, matrices.columns, matrices)
         return flags
@@ -168,12 +134,12 @@ class PowerSGD(Compressor):
             basis[:] = context.load(_Q if even else _P, group.layers[matrices.low])
             if even:
                 lowrank.orthogonalise(matrices.columns, matrices.ranks, basis, q_at)
-                _project(group, context, matrices, basis, view[:size], flags)
+                matrices.project(group, context, basis, view[:size], flags)
             else:
                 lowrank.orthogonalise(matrices.rows, matrices.ranks, basis, p_at)
                 table = group.inputs[matrices.low]
                 found = np.zeros(len(table), dtype=np.uint8)
-                contribute(table, found, _factors(context, table), decay=context.decay)
+                contribute(table, found, factors(context, len(table)), decay=context.decay)
                 lowrank.back_project(table, *shape, basis, p_at, view[:size], q_at)
                 flags[matrices.low] |= found
             own[:] = view[:size]
@@ -188,7 +154,7 @@ class PowerSGD(Compressor):
             p, q = (own, basis) if even else (basis, own)
             lowrank.subtract(group.inputs[matrices.low], *shape, p, p_at, q, q_at)
         p, q = (total, basis) if even else (basis, total)
-        _expand(group, context, matrices, p, q, flags)
+        matrices.expand(group, context, p, q, flags)
         _remember(_P, group, context, p, matrices.rows, matrices)
         _remember(_Q, group, context, q, matrices.columns, matrices)
         return flags
@@ -224,47 +190,6 @@ def _begin(side: int, rank: int, seed: int, layer: int) -> Begin:
         return fresh
 
     return begin
-
-
-def _factors(context: Context, table: Table) -> Floats:
-    return np.full(len(table), context.scale, dtype=np.float32)
-
-
-def _project(
-    group: Group, context: Context, matrices: Matrices, q: Floats, view: Floats, flags: Bytes
-) -> None:
-    """M to the shadows and M Q to ``view``: NaN for a layer that is not finite, and so for all ranks' sum."""
-    table = group.inputs[matrices.low]
-    found = np.zeros(len(table), dtype=np.uint8)
-    lowrank.project(
-        table,
-        found,
-        _factors(context, table),
-        *matrices.shape,
-        q,
-        matrices.q_at,
-        view,
-        matrices.p_at,
-        decay=context.decay,
-    )
-    flags[matrices.low] |= found
-
-
-def _expand(group: Group, context: Context, matrices: Matrices, p: Floats, q: Floats, flags: Bytes) -> None:
-    """Means to the outputs, from factors of which one is a sum over ranks."""
-    found = flags[matrices.low]
-    lowrank.expand(
-        group.table[matrices.low],
-        found,
-        *matrices.shape,
-        p,
-        matrices.p_at,
-        q,
-        matrices.q_at,
-        divisor=context.divisor,
-        scale=context.unscale,
-    )
-    flags[matrices.low] |= found
 
 
 def _remember(
