@@ -2,6 +2,7 @@
 
 from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.best_rank import BestRank
 from gradcomp.compress.cast import Cast
 from gradcomp.compress.clt_k import CLTk
 from gradcomp.compress.codebook import Codebook
@@ -24,14 +25,17 @@ from gradcomp.compress.scaled_sign import ScaledSign
 from gradcomp.compress.schedule import DensitySchedule, Warmup
 from gradcomp.compress.sidco import SIDCo
 from gradcomp.compress.signum import Signum
+from gradcomp.compress.spectral_atomo import SpectralAtomo
 from gradcomp.compress.terngrad import TernGrad
 from gradcomp.compress.threshold import Threshold
 from gradcomp.compress.topk import TopK
+from gradcomp.compress.unbiased_rank import UnbiasedRank
 
 __all__ = [
     "DGC",
     "NUQSGD",
     "AdaComp",
+    "BestRank",
     "CLTk",
     "Cast",
     "Codebook",
@@ -53,9 +57,11 @@ __all__ = [
     "SIDCo",
     "ScaledSign",
     "Signum",
+    "SpectralAtomo",
     "TernGrad",
     "Threshold",
     "TopK",
+    "UnbiasedRank",
     "Warmup",
     "as_policy",
     "at_level",

@@ -12,6 +12,7 @@ from typing import Any
 
 from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.best_rank import BestRank
 from gradcomp.compress.cast import Cast
 from gradcomp.compress.clt_k import CLTk
 from gradcomp.compress.codebook import Codebook
@@ -32,9 +33,11 @@ from gradcomp.compress.scaled_sign import ScaledSign
 from gradcomp.compress.schedule import DensitySchedule, Warmup
 from gradcomp.compress.sidco import SIDCo
 from gradcomp.compress.signum import Signum
+from gradcomp.compress.spectral_atomo import SpectralAtomo
 from gradcomp.compress.terngrad import TernGrad
 from gradcomp.compress.threshold import Threshold
 from gradcomp.compress.topk import TopK
+from gradcomp.compress.unbiased_rank import UnbiasedRank
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
@@ -44,6 +47,7 @@ BUILT_IN: tuple[type[Compressor], ...] = (
     Cast,
     Quantize,
     AdaComp,
+    BestRank,
     CLTk,
     Codebook,
     DGC,
@@ -57,9 +61,11 @@ BUILT_IN: tuple[type[Compressor], ...] = (
     ScaledSign,
     SIDCo,
     Signum,
+    SpectralAtomo,
     TernGrad,
     Threshold,
     TopK,
+    UnbiasedRank,
     ErrorFeedback,
     MomentumCorrection,
     LocalClip,

@@ -1,0 +1,358 @@
+"""UnbiasedRank, BestRank and SpectralAtomo: what 004 compares PowerSGD with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulation import DTYPES, Simulation, same_bytes, true_mean
+
+from gradcomp import (
+    Assignment,
+    BestRank,
+    ConfigError,
+    ErrorFeedback,
+    LayerSpec,
+    Plan,
+    SpectralAtomo,
+    UnbiasedRank,
+    WireFormatError,
+)
+from gradcomp.compress.spectral import SpectralFormat
+from gradcomp.compress.spectral_atomo import draws, probabilities
+from gradcomp.kernels.codec import Draw
+
+SHAPE = (12, 20)
+MATRIX = LayerSpec("matrix", SHAPE)
+CONV = LayerSpec("conv", (8, 4, 3, 3))
+VECTOR = LayerSpec("vector", (9,), kind="bias")
+BASELINES = [UnbiasedRank(2), BestRank(2), SpectralAtomo(2)]
+SPECTRAL = BASELINES[1:]
+HEADER = 24  # and a byte for every layer
+WORLDS = [1, 2, 3, 4]
+
+
+def of_rank(rank: int, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    product = generator.standard_normal((12, rank)) @ generator.standard_normal((rank, 20))
+    return product.astype(np.float32).reshape(-1)
+
+
+def truncated(gradient: np.ndarray, shape: tuple[int, int], rank: int) -> np.ndarray:
+    u, s, vt = np.linalg.svd(gradient.astype(np.float64).reshape(shape), full_matrices=False)
+    return ((u[:, :rank] * s[:rank]) @ vt[:rank]).reshape(-1)
+
+
+def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-6) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+# --- expectations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compressor", [UnbiasedRank(2), SpectralAtomo(2), SpectralAtomo(1)])
+def test_the_mean_of_many_steps_is_the_true_mean(compressor):
+    ranks = Simulation([LayerSpec("w", (6, 10))], compressor, 2)
+    gradients = ranks.gradients()
+    means = np.array([ranks.step(gradients).mean(0) for _ in range(600)], dtype=np.float64)
+    deviation = means.std(axis=0) / np.sqrt(len(means))
+    assert deviation.min() > 0
+    error = means.mean(axis=0) - true_mean(gradients, 0)
+    assert (np.abs(error) <= 5 * deviation).all()
+    assert abs(error.mean()) <= 5 * np.sqrt((deviation**2).sum()) / len(error)
+
+
+def test_the_shared_directions_are_worth_the_identity():
+    """The error of M U U^T is about (m + 1) / r of M, squared; without the 1 / r in U U^T it would be r times more."""
+    ranks = Simulation([MATRIX], UnbiasedRank(3), 1)
+    gradient = ranks.gradients()[0][0]
+    errors = [np.sum((ranks.step([[gradient]]).mean(0) - gradient) ** 2) for _ in range(300)]
+    assert np.mean(errors) / np.sum(gradient**2) == pytest.approx(21 / 3, rel=0.15)
+
+
+def test_many_ranks_are_one_rank_with_the_mean():
+    """The unbiased scheme is linear, since all ranks draw the same directions."""
+    many, one = (Simulation([MATRIX, CONV, VECTOR], UnbiasedRank(2), world) for world in (4, 1))
+    for _ in range(3):
+        gradients = many.gradients()
+        mean = [[true_mean(gradients, layer).astype(np.float32) for layer in range(3)]]
+        for got, want in zip(many.step(gradients).all_means(), one.step(mean).all_means(), strict=True):
+            close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("compressor", BASELINES[::2])
+def test_with_feedback_what_was_not_sent_is_kept(compressor):
+    ranks = Simulation([MATRIX, VECTOR], ErrorFeedback(compressor), 3)
+    gradients = ranks.gradients()
+    mean = ranks.step(gradients).mean(0)
+    close(ranks.owed(0), true_mean(gradients, 0) - mean, 1e-5)
+    assert not ranks.owed(1).any()
+
+
+# --- truncation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_best_rank_is_the_mean_of_the_truncated_decompositions(world: int, rank: int):
+    ranks = Simulation([MATRIX, CONV], BestRank(rank), world)
+    gradients = ranks.gradients()
+    outcome = ranks.step(gradients)
+    for layer, shape in enumerate([SHAPE, (8, 36)]):
+        want = [truncated(g[layer], shape, rank) for g in gradients]
+        close(outcome.mean(layer), np.mean(want, axis=0))
+        for pipeline, gradient, sent in zip(ranks.pipelines, gradients, want, strict=True):
+            close(pipeline.residuals.first.value(layer), gradient[layer] - sent, 2e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("compressor", [BestRank(3), SpectralAtomo(3)])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_matrices_of_that_rank_come_back_whole(compressor, rank: int, world: int):
+    ranks = Simulation([MATRIX, VECTOR], compressor, world)
+    gradients = [[of_rank(rank, seed), np.full(9, seed, np.float32)] for seed in range(world)]
+    outcome = ranks.step(gradients)
+    close(outcome.mean(0), true_mean(gradients, 0), 2e-6)
+    np.testing.assert_array_equal(outcome.mean(1), np.full(9, (world - 1) / 2, np.float32))
+
+
+@pytest.mark.parametrize("compressor", SPECTRAL)
+def test_layers_of_one_shape_may_have_ranks_of_their_own(compressor):
+    layers = [LayerSpec(f"w{i}", SHAPE) for i in range(3)]
+    family = compressor.family_string()
+    plan = Plan(
+        0, tuple(Assignment(layer.name, family, r) for layer, r in zip(layers, (1, 3, 1), strict=True))
+    )
+    ranks = Simulation(layers, plan, 2)
+    assert [len(bucket.groups) for bucket in ranks.pipelines[0].layout.buckets] == [1]
+    gradients = [[of_rank(r, seed) for r in (1, 3, 1)] for seed in range(2)]
+    outcome = ranks.step(gradients)
+    for layer in range(3):
+        close(outcome.mean(layer), true_mean(gradients, layer), 2e-6)
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rank", "want"),
+    [
+        ([4, 3, 2, 1], 1, [0.4, 0.3, 0.2, 0.1]),
+        ([5, 1, 1, 1], 2, [1, 1 / 3, 1 / 3, 1 / 3]),
+        ([100, 9, 1, 0], 2, [1, 0.9, 0.1, 0]),
+        ([100, 50, 3, 1], 3, [1, 1, 0.75, 0.25]),
+        ([1, 1, 1, 1], 3, [0.75] * 4),
+        ([2, 1, 1], 3, [1, 1, 1]),
+        ([7, 2, 0, 0], 3, [1, 1, 0, 0]),
+        ([3, 0, 0], 1, [1, 0, 0]),
+        ([0, 0], 2, [0, 0]),
+        ([1e-40, 1e-40], 1, [0.5, 0.5]),
+    ],
+)
+def test_probabilities_are_proportional_and_at_most_one(sigma, rank: int, want):
+    np.testing.assert_allclose(probabilities(np.array([sigma], float), rank), [want], rtol=1e-14)
+
+
+def test_probabilities_sum_up_to_the_rank_whatever_the_values():
+    generator = np.random.default_rng(0)
+    sigma = -np.sort(-np.exp(4 * generator.standard_normal((200, 15))), axis=1)
+    for rank in range(1, 16):
+        found = probabilities(sigma, rank)
+        np.testing.assert_allclose(found.sum(axis=1), rank, rtol=1e-12)
+        assert found.max() <= 1 + 1e-12
+        for p, s in zip(found, sigma, strict=True):
+            uncertain = p < 1 - 1e-12
+            ratios = p[uncertain] / s[uncertain]
+            np.testing.assert_allclose(ratios, ratios[:1].repeat(len(ratios)), rtol=1e-12)
+            if uncertain.any():  # a certain one is so because its fair share is more
+                assert (s[~uncertain] * ratios[0] >= 1 - 1e-9).all()
+
+
+def test_draws_are_uniform_and_differ_by_layer_step_and_rank():
+    hashes = np.array([1, 2], dtype=np.uint32)
+    found = [draws(hashes, 1001, Draw(9, step, rank)) for step, rank in ((0, 0), (1, 0), (0, 1))]
+    numbers = np.concatenate(found)
+    assert len(np.unique(numbers[:, :8])) == 6 * 8
+    assert 0 < numbers.min() < 0.01
+    assert 0.99 < numbers.max() < 1
+    assert numbers.mean() == pytest.approx(0.5, abs=5 / np.sqrt(12 * numbers.size))
+    np.testing.assert_array_equal(found[0][1:, :7], draws(hashes[1:], 7, Draw(9, 0, 0)))
+
+
+def test_ranks_draw_atoms_of_their_own_and_as_many_as_asked_for():
+    ranks = Simulation([MATRIX], SpectralAtomo(3), 2, record=True, reorder=False)
+    gradient = ranks.gradients()[0][0]
+    counts = []
+    for _ in range(200):
+        ranks.step([[gradient]] * 2)
+        sent = [rank.transport.sent[1][1] for rank in ranks.ranks]  # behind the sizes
+        counts.append([int.from_bytes(data[25:29], "little") for data in sent])
+        assert [len(data) for data in sent] == [25 + 4 + 4 * 32 * k for k in counts[-1]]
+        for rank in ranks.ranks:
+            rank.transport.sent.clear()
+    assert np.mean(counts) == pytest.approx(3, abs=0.3)
+    assert np.corrcoef(np.transpose(counts))[0, 1] < 0.3
+
+
+# --- degenerate gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("compressor", SPECTRAL)
+def test_zeros_among_others_give_zero_bytes_and_zeros(compressor, world: int):
+    ranks = Simulation([MATRIX, VECTOR], compressor, world, record=True, reorder=False)
+    gradients = ranks.gradients()
+    for rank in gradients:
+        rank[0][:] = -0.0
+        rank[1][:] = 0
+    outcome = ranks.step(gradients)
+    assert all(same_bytes(mean, np.zeros_like(mean)) for mean in outcome.all_means())
+    size = 4 * (9 + 2 * 32) if compressor.fixed else 4 * (1 + 9)
+    for rank in ranks.ranks:
+        assert rank.transport.sent[-1][1][HEADER + 2 :] == bytes(size)
+
+
+def test_columns_that_a_matrix_does_not_have_are_zero_bytes():
+    ranks = Simulation([MATRIX], BestRank(4), 2, record=True, reorder=False)
+    gradient = np.outer(np.arange(12) - 5, np.arange(20) % 7 - 3).astype(np.float32).reshape(-1)
+    ranks.step([[gradient]] * 2)
+    columns = np.frombuffer(ranks.ranks[0].transport.sent[-1][1][HEADER + 1 :], "<u4")
+    left, right = columns[:48].reshape(4, 12), columns[48:].reshape(4, 20)
+    assert left[0].any()
+    assert right[0].any()
+    assert not left[1:].any()
+    assert not right[1:].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("compressor", SPECTRAL)
+def test_a_layer_that_is_not_finite_travels_as_zeros_and_is_nan_everywhere(compressor, value: float):
+    ranks = Simulation([MATRIX, VECTOR], compressor, 3, record=True, reorder=False)
+    gradients = ranks.gradients()
+    gradients[1][0][17] = gradients[1][1][3] = value
+    outcome = ranks.step(gradients)
+    assert all(np.isnan(mean).all() for mean in outcome.all_means())
+    assert not any(ranks.ranks[1].transport.sent[-1][1][HEADER + 2 :])
+    assert any(ranks.ranks[0].transport.sent[-1][1][HEADER + 2 :])
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e15, 1e37])
+@pytest.mark.parametrize("compressor", SPECTRAL)
+def test_tiny_and_huge_gradients(compressor, size: float):
+    ranks = Simulation([MATRIX], compressor, 2)
+    gradient = (of_rank(1).astype(np.float64) * size).astype(np.float32)
+    mean = ranks.step([[gradient]] * 2).mean(0)
+    # What is left of a subnormal number may be of any rank.
+    if size > 1e-40:
+        np.testing.assert_allclose(mean, gradient, rtol=0, atol=1e-5 * np.abs(gradient).max())
+    assert np.isfinite(mean).all()
+
+
+@pytest.mark.parametrize("compressor", BASELINES)
+def test_the_largest_numbers_are_decomposed_or_flagged(compressor):
+    ranks = Simulation([MATRIX], compressor, 2)
+    largest = np.full(240, np.finfo(np.float32).max)
+    outcome = ranks.step([[largest]] * 2)
+    assert outcome.result.nonfinite.tolist() == [True]
+    assert outcome.committed == [False, False]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("compressor", BASELINES)
+def test_layers_that_all_travel_exactly(compressor, world: int):
+    layers = [VECTOR, LayerSpec("narrow", (2, 30)), LayerSpec("empty", (0, 4))]
+    ranks = Simulation(layers, compressor, world)
+    gradients = ranks.gradients()
+    outcome = ranks.step(gradients)
+    for layer in range(2):
+        close(outcome.mean(layer), true_mean(gradients, layer))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("compressor", SPECTRAL)
+def test_gradients_of_half_precision(compressor, dtype: str):
+    ranks = Simulation([LayerSpec("w", SHAPE, dtype)], compressor, 2)
+    gradient = np.outer(np.arange(12) - 5, np.arange(20) % 7).astype(DTYPES[dtype]).reshape(-1)
+    mean = ranks.step([[gradient]] * 2).mean(0)
+    np.testing.assert_array_equal(mean.astype(np.float32), gradient.astype(np.float32))
+
+
+# --- hostile payloads and configurations --------------------------------------------------------------------
+
+
+def payload_of(compressor) -> tuple[SpectralFormat, np.ndarray]:
+    ranks = Simulation([MATRIX, VECTOR, CONV], compressor, 2, record=True, reorder=False)
+    ranks.step()
+    (group,) = ranks.pipelines[0].layout.buckets[0].groups
+    sent = ranks.ranks[1].transport.sent[-1][1]
+    return SpectralFormat(compressor, group), np.frombuffer(sent[HEADER + 3 :], np.uint8).copy()
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("by", [1, -1, 40, 2**31])
+def test_a_count_that_is_wrong_is_refused(row: int, by: int):
+    form, payload = payload_of(SpectralAtomo(2))
+    form.read(payload, 1)
+    counts = payload[:8].view("<u4")
+    counts[row] = (int(counts[row]) + by) % 2**32
+    with pytest.raises(WireFormatError, match="rank 1 sent an impossible low-rank payload"):
+        form.read(payload, 1)
+
+
+def test_more_atoms_than_a_matrix_has_are_refused_whatever_the_length():
+    form, _ = payload_of(SpectralAtomo(2))
+    for count, allowed in ((12, True), (13, False)):
+        payload = np.zeros(8 + 4 * (count * 32 + 9), np.uint8)
+        payload[:4] = np.array([count], "<u4").view(np.uint8)
+        if allowed:
+            assert form.read(payload, 1)[0].counts.tolist() == [count, 0]
+            continue
+        with pytest.raises(WireFormatError, match="13 atoms, at most 12"):
+            form.read(payload, 1)
+
+
+@pytest.mark.parametrize("compressor", SPECTRAL)
+def test_every_other_length_is_refused(compressor):
+    form, payload = payload_of(compressor)
+    longer = np.concatenate([payload, np.zeros(4, np.uint8)])
+    for wrong in (longer, *(payload[:n] for n in range(len(payload)))):
+        with pytest.raises(WireFormatError, match="rank 0 "):
+            form.read(wrong, 0)
+
+
+@pytest.mark.parametrize("compressor", SPECTRAL)
+def test_any_numbers_are_decoded(compressor):
+    form, payload = payload_of(compressor)
+    atoms, exact = form.read(payload, 0)
+    start = len(payload) - 4 * (len(atoms.p) + len(atoms.q) + len(exact))
+    payload[start:] = 0xFF
+    atoms, exact = form.read(payload, 0)
+    assert np.isnan(np.concatenate([atoms.p, atoms.q, exact])).all()
+
+
+def test_a_tampered_count_ends_the_step_with_an_error():
+    changed = []
+
+    def tamper(source: int, number: int, data: np.ndarray) -> np.ndarray:
+        if source == 1 and len(data) > 60 and not changed:
+            changed.append(number)
+            data = data.copy()
+            data.view(np.uint8)[25:29] = 0xFF
+        return data
+
+    ranks = Simulation([MATRIX], SpectralAtomo(3), 2, tamper=tamper)
+    errors = ranks.attempt()
+    assert changed
+    assert "rank 1 sent an impossible low-rank payload" in str(errors[0])
+    assert isinstance(errors[0], WireFormatError)
+
+
+@pytest.mark.parametrize("kind", [UnbiasedRank, BestRank, SpectralAtomo])
+@pytest.mark.parametrize("rank", [0, -1, 2.0, True, "4", 2**15])
+def test_impossible_ranks_are_refused(kind, rank):
+    with pytest.raises(ConfigError, match="rank"):
+        kind(rank)
+
+
+def test_feedback_is_true_or_false():
+    with pytest.raises(ConfigError, match="feedback"):
+        BestRank(feedback=1)
