@@ -44,7 +44,8 @@ class Row:
     ``error``: bound on the error of a first step, in units of the largest gradient (where nothing stronger holds).
     ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
     seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
-    and level. ``waits``: what is in the residual may stay there until more arrives.
+    and level. ``waits``: what is in the residual may stay there until more arrives. ``products``: it sends matrix
+    products, whose sums every body and instruction set may order its own way.
     """
 
     compressor: Compressor
@@ -55,6 +56,7 @@ class Row:
     overflows: bool = True
     sized: bool = True
     waits: bool = False
+    products: bool = False
 
     @property
     def telescopes(self) -> bool:
@@ -111,14 +113,19 @@ ROWS = {
     "density-schedule": Row(
         DensitySchedule(TopK(0.05), levels=(0.3, 0.1), steps_per_level=1), constants=False
     ),
-    "powersgd": Row(PowerSGD(2), constants=False, draws=True),
+    "powersgd": Row(PowerSGD(2), constants=False, draws=True, products=True),
     "powersgd-alternate": Row(
-        PowerSGD(1, alternate=True), constants=False, draws=True, overflows=False, sized=False
+        PowerSGD(1, alternate=True),
+        constants=False,
+        draws=True,
+        overflows=False,
+        sized=False,
+        products=True,
     ),
-    "powersgd-cold-start": Row(PowerSGD(2, warm_start=False), constants=False, draws=True),
-    "powersgd-no-feedback": Row(PowerSGD(3, feedback=False), constants=False, draws=True),
-    "powersgd-momentum": Row(MomentumCorrection(PowerSGD(2)), constants=False, draws=True),
-    "unbiased-rank": Row(UnbiasedRank(2), unbiased=True, draws=True, constants=False),
+    "powersgd-cold-start": Row(PowerSGD(2, warm_start=False), constants=False, draws=True, products=True),
+    "powersgd-no-feedback": Row(PowerSGD(3, feedback=False), constants=False, draws=True, products=True),
+    "powersgd-momentum": Row(MomentumCorrection(PowerSGD(2)), constants=False, draws=True, products=True),
+    "unbiased-rank": Row(UnbiasedRank(2), unbiased=True, draws=True, constants=False, products=True),
     "best-rank": Row(BestRank(2)),
     "best-rank-no-feedback": Row(BestRank(3, feedback=False)),
     "best-rank-momentum": Row(MomentumCorrection(BestRank(2))),
