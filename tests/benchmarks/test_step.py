@@ -6,21 +6,23 @@ import json
 
 import pytest
 import step
+import step_results
+from roofline import roofline
 
 
 def test_roofline_of_a_wire_that_starts_late_and_never_waits():
     # Ready at 1 and 2 s, 3 s and 1 s of wire: 1 + 3 + 1, then 0.5 s after backward.
-    assert step.roofline([(300, ["a"]), (100, ["b"])], {"a": 1.0, "b": 2.0}, 0.5, 100.0) == pytest.approx(5.5)
+    assert roofline([(300, ["a"]), (100, ["b"])], {"a": 1.0, "b": 2.0}, 0.5, 100.0) == pytest.approx(5.5)
 
 
 def test_roofline_when_the_last_bucket_is_late():
-    assert step.roofline(
+    assert roofline(
         [(100, ["a"]), (100, ["b", "c"])], {"a": 1.0, "b": 2.0, "c": 9.0}, 0.5, 100.0
     ) == pytest.approx(10.5)
 
 
 def test_roofline_is_never_below_the_step_without_exchange():
-    assert step.roofline([(1, ["a"])], {"a": 1.0, "b": 7.0}, 0.5, 1e9) == 7.5
+    assert roofline([(1, ["a"])], {"a": 1.0, "b": 7.0}, 0.5, 1e9) == 7.5
 
 
 def row(**changes):
@@ -48,7 +50,7 @@ def row(**changes):
 )
 def test_a_row_that_breaks_a_condition_is_marked(changes, broken):
     rows = {"ddp": {"kind": "ddp", "step_seconds": 0.4, "loss": 5.0}, "4bit": row(**changes)}
-    step.judge(rows)
+    step_results.judge(rows)
     assert rows["4bit"]["invalid"] == broken
     assert rows["4bit"]["to_ddp"] == pytest.approx(0.25)
 
@@ -58,8 +60,8 @@ def test_an_invalid_row_meets_no_bar():
         "ddp": {"kind": "ddp", "step_seconds": 1.0, "loss": 5.0},
         "4bit": row(title="4 bits", bits_equal=False),
     }
-    step.judge(rows)
-    assert "does not count" in step.bars(rows, "1gbit")[0]
+    step_results.judge(rows)
+    assert "does not count" in step_results.bars(rows, "1gbit")[0]
 
 
 def test_without_root_it_says_so(run_script, monkeypatch):

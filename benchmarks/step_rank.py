@@ -1,0 +1,266 @@
+"""The step benchmark, seen by one rank: every row's model in one process, trained in alternation and timed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hosts
+import models
+from step_rows import Row
+
+BATCH, LENGTH = 4, 14  # a step without exchange takes about 38 ms on one thread
+LEARNING_RATE, MOMENTUM = 0.2, 0.9
+COUNTERS = ("exposed_seconds", "codec_seconds", "wire_seconds")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told to do."""
+
+    rows: tuple[Row, ...]
+    blocks: int
+    steps: int
+    warmup: int
+    seed: int
+    data: str | None
+    settings: dict[str, Any]
+    measure_link: bool
+    traces: str | None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of one row."""
+        return self.blocks * (self.steps + self.warmup)
+
+    @staticmethod
+    def from_json(text: str) -> Task:
+        data = json.loads(text)
+        return Task(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})
+
+
+@dataclass
+class Trainer:
+    """One row's model and optimizer, and what was measured of them."""
+
+    row: Row
+    model: Any
+    module: Any
+    optimizer: Any
+    batches: Iterator[tuple[Any, Any]]
+    block_seconds: list[list[float]] = field(default_factory=list)
+    backward_seconds: list[float] = field(default_factory=list)
+    after_seconds: list[float] = field(default_factory=list)
+    counted_seconds: dict[str, list[float]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    ready_seconds: dict[str, list[float]] = field(default_factory=dict)
+    block_traffic: list[hosts.Traffic] = field(default_factory=list)
+    block_wire_bytes: list[int] = field(default_factory=list)
+    began: float = 0.0
+
+    def step(self) -> tuple[float, float]:
+        """One step; (seconds until backward returned, seconds after it)."""
+        tokens, targets = next(self.batches)
+        self.began = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.module(tokens, targets)
+        loss.backward()
+        returned = time.perf_counter()
+        self.optimizer.step()
+        ended = time.perf_counter()
+        self.losses.append(loss.item())
+        return returned - self.began, ended - returned
+
+    def wire_bytes(self) -> int:
+        """What gradcomp has counted so far; 0 for other rows."""
+        return self.optimizer.statistics().wire_bytes if self.row.kind == "gradcomp" else 0
+
+    def counters(self) -> list[float]:
+        """What gradcomp has counted so far, in the order of COUNTERS; nothing for other rows."""
+        if self.row.kind != "gradcomp":
+            return []
+        counted = self.optimizer.statistics()
+        return [getattr(counted, name) for name in COUNTERS]
+
+    def watch_readiness(self) -> None:
+        """Note when each gradient is there, counted from the beginning of the step."""
+        for name, parameter in self.model.named_parameters():
+            times = self.ready_seconds.setdefault(name, [])
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, times=times: times.append(time.perf_counter() - self.began)
+            )
+
+    def digest(self) -> str:
+        """Of all parameters' bytes."""
+        sha = hashlib.sha256()
+        for parameter in self.model.parameters():
+            sha.update(parameter.detach().contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+
+def make_trainer(row: Row, initial: Any, text: models.Text, rank: int, seed: int) -> Trainer:
+    import torch
+
+    model = copy.deepcopy(initial)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    module: Any = model
+    if row.kind == "ddp":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        module = torch.nn.parallel.DistributedDataParallel(model)
+        if row.how == "fp16":
+            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif row.kind == "gradcomp":
+        import gradcomp.torch as gc
+
+        gc.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = gc.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=row.how
+        )
+    trainer = Trainer(row, model, module, optimizer, text.batches(rank, BATCH, LENGTH, seed))
+    if row.kind == "none":
+        trainer.watch_readiness()
+    return trainer
+
+
+def buckets_of(trainer: Trainer, world: int) -> list[tuple[int, list[str]]]:
+    """The row's buckets in the order in which they travel: bytes one rank sends, and whose gradients are in it."""
+    if trainer.row.kind == "ddp":
+        parameters = list(trainer.model.named_parameters())
+        # The order after DDP rebuilt its buckets in the first step.
+        composition = trainer.module._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+        item_bytes = 2 if trainer.row.how == "fp16" else 4
+        found = []
+        for bucket in composition.split(","):
+            members = [parameters[int(i)] for i in bucket.split()]
+            nbytes = sum(p.numel() for _, p in members) * item_bytes
+            found.append((2 * nbytes * (world - 1) // world, [name for name, _ in members]))
+        return found
+    if trainer.row.kind == "gradcomp":
+        return [(2 * nbytes * (world - 1) // world, names) for names, nbytes in trainer.optimizer.buckets()]
+    return []
+
+
+def run_rank(task: Task, out: Path) -> None:
+    """Everything one rank does; writes what it found to a file."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {"link": measure_link(rank, world)} if task.measure_link else {}
+    use_gradcomp = any(row.kind == "gradcomp" for row in task.rows)
+    if use_gradcomp:
+        import gradcomp.torch as gc
+
+        gc.init(seed=task.seed, **task.settings)
+    torch.manual_seed(task.seed)
+    initial = models.WordLSTM()
+    text = models.load_text(Path(task.data) if task.data else None)
+    trainers = [make_trainer(row, initial, text, rank, task.seed) for row in task.rows]
+    for _ in range(task.blocks):
+        for trainer in trainers:
+            run_block(trainer, task, dist.barrier)
+    packet_bytes = found["link"]["packet_bytes"] if task.measure_link else 0.0
+    found["text"] = text.source
+    found["parameters"] = sum(p.numel() for p in initial.parameters())
+    found["rows"] = {trainer.row.key: findings(trainer, task, world, packet_bytes) for trainer in trainers}
+    if task.traces:
+        for trainer in trainers:
+            if trainer.row.kind == "gradcomp":
+                trainer.optimizer.write_trace(Path(task.traces) / f"{trainer.row.key}-{rank}.trace.json")
+    out.with_name(f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    if use_gradcomp:
+        gc.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None:
+    barrier()
+    wire, sent = trainer.wire_bytes(), hosts.Traffic.now()
+    times, counters = [], [trainer.counters()]
+    for _ in range(task.warmup + task.steps):
+        times.append(trainer.step())
+        counters.append(trainer.counters())
+    barrier()  # everything sent before it has passed the interface now
+    trainer.block_traffic.append(hosts.Traffic.now() - sent)
+    trainer.block_wire_bytes.append(trainer.wire_bytes() - wire)
+    kept = times[task.warmup :]
+    trainer.block_seconds.append([a + b for a, b in kept])
+    trainer.backward_seconds += [a for a, _ in kept]
+    trainer.after_seconds += [b for _, b in kept]
+    for then, now in itertools.pairwise(counters[task.warmup :]):
+        for name, a, b in zip(COUNTERS, then, now, strict=False):
+            trainer.counted_seconds.setdefault(name, []).append(b - a)
+
+
+def findings(trainer: Trainer, task: Task, world: int, packet_bytes: float) -> dict[str, Any]:
+    block_steps = task.warmup + task.steps
+    found: dict[str, Any] = {
+        "block_seconds": trainer.block_seconds,
+        "backward_seconds": statistics.median(trainer.backward_seconds),
+        "after_seconds": statistics.median(trainer.after_seconds),
+        "losses": trainer.losses,
+        "interface_bytes": median_block(
+            [t.payload_bytes(packet_bytes) for t in trainer.block_traffic], block_steps
+        ),
+        "interface_total_bytes": median_block([t.sent_bytes for t in trainer.block_traffic], block_steps),
+        "resent_bytes": sum(t.resent_bytes for t in trainer.block_traffic) / task.total_steps,
+        "buckets": buckets_of(trainer, world),
+        "ready_seconds": {name: statistics.median(t) for name, t in trainer.ready_seconds.items()},
+        "digest": trainer.digest(),
+    }
+    if trainer.row.kind == "gradcomp":
+        found["wire_bytes"] = median_block(trainer.block_wire_bytes, block_steps)
+        found |= {name: statistics.median(times) for name, times in trainer.counted_seconds.items()}
+    return found
+
+
+def median_block(values: Sequence[float], steps: int) -> float:
+    return statistics.median(values) / steps
+
+
+def measure_link(rank: int, world: int, nbytes: int = 16 << 20, repeats: int = 3) -> dict[str, float]:
+    """A bare transfer, every rank to the next and all at once: bytes per second, header bytes per packet."""
+    own = hosts.addresses()
+    with socket.create_server((own[rank], hosts.PORT + 1)) as server:
+        import torch.distributed as dist
+
+        dist.barrier()
+        outgoing = socket.create_connection((own[(rank + 1) % world], hosts.PORT + 1))
+        incoming, _ = server.accept()
+    payload, buffer = bytes(nbytes), bytearray(1 << 20)
+    rates, headers, overheads = [], [], []
+    with outgoing, incoming:
+        for _ in range(repeats):
+            dist.barrier()
+            before, began = hosts.Traffic.now(), time.perf_counter()
+            sender = threading.Thread(target=outgoing.sendall, args=(payload,))
+            sender.start()
+            left = nbytes
+            while left:
+                left -= incoming.recv_into(buffer, min(left, len(buffer)))
+            rates.append(nbytes / (time.perf_counter() - began))
+            sender.join()
+            dist.barrier()
+            traffic = hosts.Traffic.now() - before
+            headers.append((traffic.payload_bytes(0) - nbytes) / traffic.sent_packets)
+            overheads.append(traffic.payload_bytes(0) / nbytes - 1)
+    return {
+        "bytes_per_second": statistics.median(rates),
+        "packet_bytes": statistics.median(headers),
+        "overhead": statistics.median(overheads),
+    }

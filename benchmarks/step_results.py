@@ -1,0 +1,142 @@
+"""What the ranks of the step benchmark found, as figures, verdicts and a table."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from typing import Any
+
+import report
+from roofline import roofline
+from step_rows import DDP, IDEAL, IDENTITY, Row
+
+BYTES_TOLERANCE = 0.02
+LOSS_TOLERANCE = 0.01
+BAR_4_BITS, BAR_IDENTITY = 0.22, 1.05
+
+
+def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row's figures, over all ranks: seconds and bytes."""
+    own = [found["rows"][row.key] for found in timed]
+    result: dict[str, Any] = {"title": row.title, "kind": row.kind, "how": row.how}
+    result["step_seconds"] = max(median_step(rank) for rank in own)
+    quartiles = [statistics.quantiles(all_seconds(rank), n=4) for rank in own]
+    result["quartiles_seconds"] = [max(q[0] for q in quartiles), max(q[2] for q in quartiles)]
+    result["block_medians_seconds"] = [
+        max(statistics.median(block) for block in blocks)
+        for blocks in zip(*(rank["block_seconds"] for rank in own), strict=True)
+    ]
+    rate = min(found["link"]["bytes_per_second"] for found in timed)
+    result["resent_bytes"] = statistics.mean(rank["resent_bytes"] for rank in own)
+    for name in ("interface_bytes", "interface_total_bytes"):
+        result[name] = statistics.mean(rank[name] for rank in own)
+    if row.kind == "none":
+        return result
+
+    result["wire_bytes"] = statistics.mean(
+        rank.get("wire_bytes", sum(nbytes for nbytes, _ in rank["buckets"])) for rank in own
+    )
+    result["buckets"] = len(own[0]["buckets"])
+    quarter = len(own[0]["losses"]) * 3 // 4
+    result["loss"] = statistics.mean(statistics.mean(rank["losses"][quarter:]) for rank in own)
+    ideal = [found["rows"].get(IDEAL) for found in timed]
+    if all(ideal):
+        result["roofline_seconds"] = max(
+            roofline(rank["buckets"], free["ready_seconds"], free["after_seconds"], rate)
+            for rank, free in zip(own, ideal, strict=True)
+        )
+        result["distance_seconds"] = result["step_seconds"] - result["roofline_seconds"]
+        result["exposed_seconds"] = result["step_seconds"] - max(median_step(free) for free in ideal)
+    if row.kind == "gradcomp":
+        result["waited_seconds"] = max(rank["exposed_seconds"] for rank in own)
+        result["codec_seconds"] = max(rank["codec_seconds"] for rank in own)
+        result["in_flight_seconds"] = max(rank["wire_seconds"] for rank in own)
+        result["bytes_difference"] = result["interface_bytes"] / result["wire_bytes"] - 1
+        digests = {rank["digest"] for rank in own} | {found["rows"][row.key]["digest"] for found in verified}
+        result["bits_equal"] = len(digests) == 1 if verified else None
+    return result
+
+
+def median_step(found: dict[str, Any]) -> float:
+    return statistics.median(all_seconds(found))
+
+
+def all_seconds(found: dict[str, Any]) -> list[float]:
+    return list(itertools.chain.from_iterable(found["block_seconds"]))
+
+
+def judge(rows: dict[str, dict[str, Any]]) -> None:
+    """Compare with DDP, and say for each gradcomp row which condition it breaks."""
+    reference = rows.get(DDP)
+    for row in rows.values():
+        if reference is not None:
+            row["to_ddp"] = row["step_seconds"] / reference["step_seconds"]
+            if "loss" in row:
+                row["loss_difference"] = row["loss"] / reference["loss"] - 1
+        if row["kind"] == "gradcomp":
+            broken = []
+            if not row["bits_equal"]:
+                broken.append("bits" if row["bits_equal"] is False else "bits not checked")
+            if not abs(row["bytes_difference"]) <= BYTES_TOLERANCE:
+                broken.append("bytes")
+            if reference is None:
+                broken.append("loss not checked")
+            elif not abs(row["loss_difference"]) <= LOSS_TOLERANCE:
+                broken.append("loss")
+            row["invalid"] = broken
+
+
+def show(rows: dict[str, dict[str, Any]]) -> str:
+    def milliseconds(value: float | None) -> str | None:
+        return None if value is None else f"{value * 1e3:.1f}"
+
+    def megabytes(value: float | None) -> str | None:
+        return None if value is None else f"{value / 1e6:.3f}"
+
+    def percent(value: float | None) -> str | None:
+        return None if value is None else f"{value * 100:+.2f}%"
+
+    headers = ["row", "step ms", "x DDP", "roofline ms", "distance ms", "exposed ms", "waited ms", "wire MB",
+               "interface MB", "bytes", "bits", "loss", "valid"]  # fmt: skip
+    cells = []
+    for row in rows.values():
+        bits = row.get("bits_equal")
+        invalid = row.get("invalid")
+        cells.append(
+            [
+                row["title"],
+                milliseconds(row["step_seconds"]),
+                f"{row['to_ddp']:.3f}" if "to_ddp" in row else None,
+                milliseconds(row.get("roofline_seconds")),
+                milliseconds(row.get("distance_seconds")),
+                milliseconds(row.get("exposed_seconds")),
+                milliseconds(row.get("waited_seconds")),
+                megabytes(row.get("wire_bytes")),
+                megabytes(row["interface_bytes"]),
+                percent(row.get("bytes_difference")),
+                None if bits is None else "equal" if bits else "DIFFER",
+                percent(row.get("loss_difference")),
+                None if invalid is None else f"NO: {', '.join(invalid)}" if invalid else "yes",
+            ]
+        )
+    return report.table(headers, cells)
+
+
+def bars(rows: dict[str, dict[str, Any]], link: str) -> list[str]:
+    """What was asked for on this link, and whether it was reached."""
+    if link == "1gbit":
+        asked = [(key, BAR_4_BITS) for key in ("4bit", "4bit-feedback")]
+    elif link == "unshaped":
+        asked = [(IDENTITY, BAR_IDENTITY)]
+    else:
+        asked = []
+    lines = []
+    for key, bar in asked:
+        row = rows.get(key)
+        if row is None or "to_ddp" not in row:
+            continue
+        verdict = "does not count" if row["invalid"] else "met" if row["to_ddp"] <= bar else "NOT met"
+        lines.append(
+            f"bar: {row['title']}: {row['to_ddp']:.3f} x DDP's median step, at most {bar}: {verdict}"
+        )
+    return lines
