@@ -4,20 +4,28 @@
     python benchmarks/step.py --link 100mbit --blocks 3
     python benchmarks/step.py --link unshaped
     python benchmarks/step.py --rows ddp,4bit --compression quantize:bits=3 --json step.json
+    python benchmarks/step.py --rows powersgd-4 --set slice_elements=65536      # many small buckets
 
 One rank per host, one thread per rank, one core per rank. All rows live in the same processes, each with its own copy
 of the same model, and alternate in blocks of steps: A B C A B C ... A figure is the median over all steps of a row but
-the first of each block, for the slowest rank.
+the first of each block, for the slowest rank. A row whose compression does not exist is left out, and said.
+
+PyTorch's PowerSGD hook gets one bucket for the whole model: with several on Gloo it aborts or hangs, since it issues
+collectives from callbacks in an order that the ranks have not agreed on. That is not run here. gradcomp's PowerSGD with
+many small buckets is, see above: the row is valid like any other.
 
 Columns
     x DDP      median step over that of DistributedDataParallel in the same run
     roofline   max over buckets k of (t_k + wire time of buckets k ... last) + time after backward. t_k, when the last
                gradient of bucket k is there, and the time after backward come from the row without exchange; the wire
-               time from the row's own bytes at the link's measured rate
+               time from the bytes that the row's rounds sent, counted round by round, at the link's measured rate (of
+               a round in which ranks send unequal amounts, the largest)
     distance   median step - roofline
     exposed    median step - median step without exchange: communication and its work that nothing hides
     waited     what gradcomp counts itself: time the training thread waited for the exchange
-    wire       bytes a rank sends in a step, by gradcomp's counter; for DDP 2 d (N-1)/N of its buckets
+    rounds     collectives of a bucket, each of which waits for the one before
+    wire       bytes a rank sends in a step, by gradcomp's counter; for DDP 2 d (N-1)/N of its buckets, for its
+               PowerSGD hook of what that says it sent
     interface  the same by the interface's counters, without headers, whose size in each packet a bare transfer
                measures before, and without what TCP sent again. Acknowledgements are packets without anything else.
                Both are the median over blocks: gradcomp's one probe of the wire, after 50 steps, is no step's
@@ -38,11 +46,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import compressions
 import hosts
 import report
 from step_rank import BATCH, LENGTH, Task, run_rank
 from step_results import bars, evaluate, judge, show
-from step_rows import ROWS, choose
+from step_rows import ROWS, Row, choose
 
 
 def launch(task: Task, link: str, ranks: int) -> list[dict[str, Any]]:
@@ -64,8 +73,17 @@ def launch(task: Task, link: str, ranks: int) -> list[dict[str, Any]]:
         return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def measure(options: argparse.Namespace) -> None:
-    rows = choose(options.rows, options.compression)
+def split(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], dict[str, str]]:
+    """The rows that can be run, and why each of the others cannot."""
+    reasons = {row.key: compressions.why_not(row.how) for row in rows if row.kind == "gradcomp"}
+    missing = {key: reason for key, reason in reasons.items() if reason is not None}
+    return tuple(row for row in rows if row.key not in missing), missing
+
+
+def measure(options: argparse.Namespace) -> int:
+    rows, missing = split(choose(options.rows, options.compression))
+    for key, reason in missing.items():
+        print(f"row {key} is left out: {reason}", file=sys.stderr)
     settings = dict(parse_setting(text) for text in options.set)
     task = Task(rows, options.blocks, options.steps, options.warmup, options.seed, options.data and str(options.data),
                 settings, True, options.traces and str(options.traces))  # fmt: skip
@@ -106,8 +124,10 @@ def measure(options: argparse.Namespace) -> None:
             "text": timed[0]["text"],
             "batch": [BATCH, LENGTH],
             "rows": results,
+            "left_out": missing,
         },
     )
+    return 1 if missing else 0
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -139,7 +159,9 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=8, help="timed steps per block (default: 8)")
     parser.add_argument("--warmup", type=positive, default=2, help="untimed steps before them (default: 2)")
     parser.add_argument(
-        "--rows", help=f"comma-separated: {', '.join(row.key for row in ROWS)} (default: all)"
+        "--rows",
+        help=f"comma-separated: {', '.join(row.key for row in ROWS)} "
+        f"(default: all but {', '.join(row.key for row in ROWS if row.extra)})",
     )
     parser.add_argument("--compression", action="append", default=[], help="a further row, in string form")
     parser.add_argument("--set", action="append", default=[], help="a setting of gc.init, as name=value")
@@ -164,13 +186,12 @@ def main() -> int:
             parser.error(f"--data: there is no file {options.data}")
     hosts.exit_on_termination()
     try:
-        measure(options)
+        return measure(options)
     except hosts.HostsError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from typing import Any
 
 import hosts
 import models
+from roofline import Rounds, WireRecord
 from step_rows import Row
 
 BATCH, LENGTH = 4, 14  # a step without exchange takes about 38 ms on one thread
-LEARNING_RATE, MOMENTUM = 0.2, 0.9
+LEARNING_RATE = 0.2
+HOOK_RANK = 4
 COUNTERS = ("exposed_seconds", "codec_seconds", "wire_seconds")
 
 
@@ -67,6 +69,8 @@ class Trainer:
     block_traffic: list[hosts.Traffic] = field(default_factory=list)
     block_wire_bytes: list[int] = field(default_factory=list)
     began: float = 0.0
+    wire: WireRecord | None = None
+    hook_state: Any = None
 
     def step(self) -> tuple[float, float]:
         """One step; (seconds until backward returned, seconds after it)."""
@@ -108,18 +112,16 @@ class Trainer:
         return sha.hexdigest()
 
 
-def make_trainer(row: Row, initial: Any, text: models.Text, rank: int, seed: int) -> Trainer:
+def make_trainer(row: Row, initial: Any, text: models.Text, rank: int, task: Task) -> Trainer:
     import torch
 
     model = copy.deepcopy(initial)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=row.momentum)
     module: Any = model
+    hook_state: Any = None
+    wire: WireRecord | None = None
     if row.kind == "ddp":
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        module = torch.nn.parallel.DistributedDataParallel(model)
-        if row.how == "fp16":
-            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        module, hook_state = distribute(model, row.how)
     elif row.kind == "gradcomp":
         import gradcomp.torch as gc
 
@@ -127,28 +129,56 @@ def make_trainer(row: Row, initial: Any, text: models.Text, rank: int, seed: int
         optimizer = gc.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=row.how
         )
-    trainer = Trainer(row, model, module, optimizer, text.batches(rank, BATCH, LENGTH, seed))
+        wire = WireRecord(optimizer._exchanger_or_none().pipeline, task.warmup + task.steps)
+    batches = text.batches(rank, BATCH, LENGTH, task.seed)
+    trainer = Trainer(row, model, module, optimizer, batches, wire=wire, hook_state=hook_state)
     if row.kind == "none":
         trainer.watch_readiness()
     return trainer
 
 
-def buckets_of(trainer: Trainer, world: int) -> list[tuple[int, list[str]]]:
-    """The row's buckets in the order in which they travel: bytes one rank sends, and whose gradients are in it."""
-    if trainer.row.kind == "ddp":
-        parameters = list(trainer.model.named_parameters())
-        # The order after DDP rebuilt its buckets in the first step.
-        composition = trainer.module._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
-        item_bytes = 2 if trainer.row.how == "fp16" else 4
-        found = []
-        for bucket in composition.split(","):
-            members = [parameters[int(i)] for i in bucket.split()]
-            nbytes = sum(p.numel() for _, p in members) * item_bytes
-            found.append((2 * nbytes * (world - 1) // world, [name for name, _ in members]))
-        return found
+def distribute(model: Any, how: str) -> tuple[Any, Any]:
+    """The model under DDP with the hook that ``how`` names, and the hook's state."""
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if how != "powersgd":
+        module = torch.nn.parallel.DistributedDataParallel(model)
+        if how == "fp16":
+            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return module, None
+    # With several buckets on Gloo this hook aborts or hangs: it issues collectives from callbacks, in no agreed order.
+    module = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1 << 12)
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=HOOK_RANK,
+        start_powerSGD_iter=2,  # the least with feedback and warm start
+        use_error_feedback=True,
+        warm_start=True,
+    )
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return module, state
+
+
+def buckets_of(trainer: Trainer, world: int) -> tuple[list[list[str]], Rounds]:
+    """The row's buckets in the order in which they travel: whose gradients are in them, and what this rank sends."""
     if trainer.row.kind == "gradcomp":
-        return [(2 * nbytes * (world - 1) // world, names) for names, nbytes in trainer.optimizer.buckets()]
-    return []
+        assert trainer.wire is not None, "made with the optimizer"
+        return [names for names, _ in trainer.optimizer.buckets()], trainer.wire.rounds()
+    if trainer.row.kind == "none":
+        return [], []
+    parameters = list(trainer.model.named_parameters())
+    # The order after DDP rebuilt its buckets in the first step.
+    composition = trainer.module._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+    members = [[parameters[int(i)] for i in bucket.split()] for bucket in composition.split(",")]
+    item_bytes = 2 if trainer.row.how == "fp16" else 4
+    sizes = [item_bytes * sum(p.numel() for _, p in bucket) for bucket in members]
+    if trainer.hook_state is not None:
+        assert len(sizes) == 1, "the bucket is larger than the model"
+        _, before, after = trainer.hook_state.compression_stats()  # elements, since compression began
+        sizes = [round(sizes[0] * after / before)] if before else sizes
+    names = [[name for name, _ in bucket] for bucket in members]
+    return names, [[[2 * nbytes * (world - 1) // world] for nbytes in sizes]]
 
 
 def run_rank(task: Task, out: Path) -> None:
@@ -168,7 +198,7 @@ def run_rank(task: Task, out: Path) -> None:
     torch.manual_seed(task.seed)
     initial = models.WordLSTM()
     text = models.load_text(Path(task.data) if task.data else None)
-    trainers = [make_trainer(row, initial, text, rank, task.seed) for row in task.rows]
+    trainers = [make_trainer(row, initial, text, rank, task) for row in task.rows]
     for _ in range(task.blocks):
         for trainer in trainers:
             run_block(trainer, task, dist.barrier)
@@ -209,6 +239,7 @@ def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None
 
 def findings(trainer: Trainer, task: Task, world: int, packet_bytes: float) -> dict[str, Any]:
     block_steps = task.warmup + task.steps
+    names, rounds = buckets_of(trainer, world)
     found: dict[str, Any] = {
         "block_seconds": trainer.block_seconds,
         "backward_seconds": statistics.median(trainer.backward_seconds),
@@ -219,7 +250,8 @@ def findings(trainer: Trainer, task: Task, world: int, packet_bytes: float) -> d
         ),
         "interface_total_bytes": median_block([t.sent_bytes for t in trainer.block_traffic], block_steps),
         "resent_bytes": sum(t.resent_bytes for t in trainer.block_traffic) / task.total_steps,
-        "buckets": buckets_of(trainer, world),
+        "buckets": names,
+        "rounds": rounds,
         "ready_seconds": {name: statistics.median(t) for name, t in trainer.ready_seconds.items()},
         "digest": trainer.digest(),
     }

@@ -7,12 +7,21 @@ import statistics
 from typing import Any
 
 import report
-from roofline import roofline
-from step_rows import DDP, IDEAL, IDENTITY, Row
+from roofline import busiest_bytes, roofline
+from step_rows import DDP, HOOK, IDEAL, IDENTITY, POWERSGD, TOPK, Row
 
 BYTES_TOLERANCE = 0.02
 LOSS_TOLERANCE = 0.01
-BAR_4_BITS, BAR_IDENTITY = 0.22, 1.05
+#: By link: a row's median step over another row's, at most.
+BARS = {
+    "1gbit": (
+        ("4bit", DDP, 0.22),
+        ("4bit-feedback", DDP, 0.22),
+        (POWERSGD, HOOK, 0.55),
+        (TOPK, DDP, 0.16),
+    ),
+    "unshaped": ((IDENTITY, DDP, 1.05),),
+}
 
 
 def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any]]) -> dict[str, Any]:
@@ -33,21 +42,27 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
     if row.kind == "none":
         return result
 
-    result["wire_bytes"] = statistics.mean(
-        rank.get("wire_bytes", sum(nbytes for nbytes, _ in rank["buckets"])) for rank in own
-    )
-    result["buckets"] = len(own[0]["buckets"])
+    travels = busiest_bytes([rank["rounds"] for rank in own])
+    result["wire_bytes"] = statistics.mean(rank.get("wire_bytes", sum(travels)) for rank in own)
+    result["bucket_bytes"] = travels
+    result["buckets"] = len(travels)
     quarter = len(own[0]["losses"]) * 3 // 4
     result["loss"] = statistics.mean(statistics.mean(rank["losses"][quarter:]) for rank in own)
     ideal = [found["rows"].get(IDEAL) for found in timed]
     if all(ideal):
         result["roofline_seconds"] = max(
-            roofline(rank["buckets"], free["ready_seconds"], free["after_seconds"], rate)
+            roofline(
+                list(zip(travels, rank["buckets"], strict=True)),
+                free["ready_seconds"],
+                free["after_seconds"],
+                rate,
+            )
             for rank, free in zip(own, ideal, strict=True)
         )
         result["distance_seconds"] = result["step_seconds"] - result["roofline_seconds"]
         result["exposed_seconds"] = result["step_seconds"] - max(median_step(free) for free in ideal)
     if row.kind == "gradcomp":
+        result["rounds"] = max(len(bucket) for step in own[0]["rounds"] for bucket in step)
         result["waited_seconds"] = max(rank["exposed_seconds"] for rank in own)
         result["codec_seconds"] = max(rank["codec_seconds"] for rank in own)
         result["in_flight_seconds"] = max(rank["wire_seconds"] for rank in own)
@@ -96,8 +111,8 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
     def percent(value: float | None) -> str | None:
         return None if value is None else f"{value * 100:+.2f}%"
 
-    headers = ["row", "step ms", "x DDP", "roofline ms", "distance ms", "exposed ms", "waited ms", "wire MB",
-               "interface MB", "bytes", "bits", "loss", "valid"]  # fmt: skip
+    headers = ["row", "step ms", "x DDP", "roofline ms", "distance ms", "exposed ms", "waited ms", "buckets", "rounds",
+               "wire MB", "interface MB", "bytes", "bits", "loss", "valid"]  # fmt: skip
     cells = []
     for row in rows.values():
         bits = row.get("bits_equal")
@@ -111,6 +126,8 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
                 milliseconds(row.get("distance_seconds")),
                 milliseconds(row.get("exposed_seconds")),
                 milliseconds(row.get("waited_seconds")),
+                row.get("buckets"),
+                row.get("rounds"),
                 megabytes(row.get("wire_bytes")),
                 megabytes(row["interface_bytes"]),
                 percent(row.get("bytes_difference")),
@@ -124,19 +141,16 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
 
 def bars(rows: dict[str, dict[str, Any]], link: str) -> list[str]:
     """What was asked for on this link, and whether it was reached."""
-    if link == "1gbit":
-        asked = [(key, BAR_4_BITS) for key in ("4bit", "4bit-feedback")]
-    elif link == "unshaped":
-        asked = [(IDENTITY, BAR_IDENTITY)]
-    else:
-        asked = []
     lines = []
-    for key, bar in asked:
-        row = rows.get(key)
-        if row is None or "to_ddp" not in row:
+    for key, other, bar in BARS.get(link, ()):
+        if key not in rows or other not in rows:
             continue
-        verdict = "does not count" if row["invalid"] else "met" if row["to_ddp"] <= bar else "NOT met"
+        row, reference = rows[key], rows[other]
+        ratio = row["step_seconds"] / reference["step_seconds"]
+        verdict = "met" if ratio <= bar else "NOT met"
+        if row["invalid"]:
+            verdict = f"does not count ({', '.join(row['invalid'])}); else {verdict}"
         lines.append(
-            f"bar: {row['title']}: {row['to_ddp']:.3f} x DDP's median step, at most {bar}: {verdict}"
+            f"bar: {row['title']}: {ratio:.3f} x the median step of {reference['title']}, at most {bar}: {verdict}"
         )
     return lines

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOMENTUM = 0.9
 IDEAL, DDP, IDENTITY = "ideal", "ddp", "identity"
+POWERSGD, HOOK, TOPK = "powersgd-4", "ddp-powersgd-4", "topk"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way to exchange. ``kind``: none, ddp or gradcomp; ``how``: the hook or the compression."""
+    """A way to exchange. ``kind``: none, ddp or gradcomp; ``how``: the hook or the compression.
+
+    ``momentum``: the optimizer's; 0 where the compression has it. ``extra``: only measured when it is asked for.
+    """
 
     key: str
     title: str
     kind: str
     how: str = ""
+    momentum: float = MOMENTUM
+    extra: bool = False
 
 
 ROWS = (
@@ -28,13 +35,34 @@ ROWS = (
     Row(
         "4bit-feedback", "gradcomp 4 bits, nearest, feedback", "gradcomp", "quantize:bits=4,rounding=nearest"
     ),
+    Row(HOOK, "DDP, PowerSGD hook, rank 4, one bucket", "ddp", "powersgd"),
+    Row(POWERSGD, "gradcomp PowerSGD, rank 4", "gradcomp", "powersgd:rank=4"),
+    Row(TOPK, "gradcomp TopK 1%", "gradcomp", "topk:density=0.01"),
+    Row(
+        "powersgd-4-alternate",
+        "gradcomp PowerSGD, rank 4, half-iterations",
+        "gradcomp",
+        "powersgd:rank=4,alternate=true",
+        extra=True,
+    ),
+    Row(
+        "topk-raw",
+        "gradcomp TopK 1%, 32-bit indices",
+        "gradcomp",
+        "topk:density=0.01,indices=raw",
+        extra=True,
+    ),
+    Row("dgc", "gradcomp DGC 0.1%", "gradcomp", "dgc:density=0.001", momentum=0.0, extra=True),
+    Row("scaled-sign", "gradcomp ScaledSign", "gradcomp", "scaled_sign", extra=True),
+    Row("random-k", "gradcomp RandomK 1%", "gradcomp", "random_k:density=0.01", extra=True),
 )
 
 
 def choose(keys: str | None, compressions: list[str]) -> tuple[Row, ...]:
+    """The rows of these keys with the two that all others are compared with; and one more for each compression."""
     known = {row.key: row for row in ROWS}
     if keys is None:
-        chosen = list(ROWS)
+        chosen = [row for row in ROWS if not row.extra]
     else:
         wanted = keys.split(",")
         if unknown := [key for key in wanted if key not in known]:

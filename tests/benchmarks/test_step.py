@@ -7,22 +7,7 @@ import json
 import pytest
 import step
 import step_results
-from roofline import roofline
-
-
-def test_roofline_of_a_wire_that_starts_late_and_never_waits():
-    # Ready at 1 and 2 s, 3 s and 1 s of wire: 1 + 3 + 1, then 0.5 s after backward.
-    assert roofline([(300, ["a"]), (100, ["b"])], {"a": 1.0, "b": 2.0}, 0.5, 100.0) == pytest.approx(5.5)
-
-
-def test_roofline_when_the_last_bucket_is_late():
-    assert roofline(
-        [(100, ["a"]), (100, ["b", "c"])], {"a": 1.0, "b": 2.0, "c": 9.0}, 0.5, 100.0
-    ) == pytest.approx(10.5)
-
-
-def test_roofline_is_never_below_the_step_without_exchange():
-    assert roofline([(1, ["a"])], {"a": 1.0, "b": 7.0}, 0.5, 1e9) == 7.5
+import step_rows
 
 
 def row(**changes):
@@ -57,11 +42,42 @@ def test_a_row_that_breaks_a_condition_is_marked(changes, broken):
 
 def test_an_invalid_row_meets_no_bar():
     rows = {
-        "ddp": {"kind": "ddp", "step_seconds": 1.0, "loss": 5.0},
+        "ddp": {"kind": "ddp", "step_seconds": 1.0, "loss": 5.0, "title": "DDP"},
         "4bit": row(title="4 bits", bits_equal=False),
     }
     step_results.judge(rows)
     assert "does not count" in step_results.bars(rows, "1gbit")[0]
+
+
+def test_a_bar_is_a_ratio_of_two_rows_of_the_run():
+    rows = {
+        step_rows.HOOK: {"kind": "ddp", "step_seconds": 0.2, "loss": 5.0, "title": "hook"},
+        step_rows.POWERSGD: row(title="PowerSGD", step_seconds=0.1, invalid=[]),
+    }
+    assert step_results.bars(rows, "1gbit") == [
+        "bar: PowerSGD: 0.500 x the median step of hook, at most 0.55: met"
+    ]
+    rows[step_rows.POWERSGD]["step_seconds"] = 0.12
+    assert step_results.bars(rows, "1gbit")[0].endswith("NOT met")
+    assert step_results.bars(rows, "unshaped") == []
+
+
+def test_rows_that_are_compared_with_are_always_measured():
+    chosen = [row.key for row in step_rows.choose("dgc", ["cast:dtype=float16"])]
+    assert chosen == ["ideal", "ddp", "dgc", "cast:dtype=float16"]
+    assert {"4bit-feedback", "ddp-powersgd-4", "powersgd-4", "topk"} <= {
+        row.key for row in step_rows.choose(None, [])
+    }
+
+
+def test_a_compression_that_does_not_exist_costs_its_own_row_only():
+    known = step_rows.Row("4bit", "", "gradcomp", "quantize:bits=4")
+    absent = step_rows.Row("new", "", "gradcomp", "newest:level=3")
+    wrong = step_rows.Row("wrong", "", "gradcomp", "quantize:bots=4")
+    runs, missing = step.split((known, absent, wrong))
+    assert runs == (known,)
+    assert "newest" in missing["new"]
+    assert "bots" in missing["wrong"]
 
 
 def test_without_root_it_says_so(run_script, monkeypatch):
@@ -76,13 +92,23 @@ def test_without_root_it_says_so(run_script, monkeypatch):
 @pytest.mark.slow
 def test_a_short_run_finds_valid_rows(run_script, tmp_path):
     path = tmp_path / "step.json"
-    arguments = ["--link", "unshaped", "--rows", "identity,4bit-feedback", "--blocks", "2", "--steps", "4"]
+    keys = ["identity", "4bit-feedback", "ddp-powersgd-4", "topk"]
+    arguments = ["--link", "unshaped", "--rows", ",".join(keys), "--blocks", "3", "--steps", "3"]
     done = run_script("benchmarks/step.py", *arguments, "--warmup", "1", "--json", str(path))
     found = json.loads(path.read_text())["rows"]
-    assert list(found) == ["ideal", "ddp", "identity", "4bit-feedback"]
+    assert list(found) == ["ideal", "ddp", *keys]
     assert found["identity"]["bits_equal"] is True, done.stdout
     assert found["4bit-feedback"]["bits_equal"] is True, done.stdout
     assert abs(found["identity"]["bytes_difference"]) < 0.02, done.stdout
     # Identity is DDP's own arithmetic, so its losses are too, and its bytes.
     assert found["identity"]["loss"] == pytest.approx(found["ddp"]["loss"], rel=1e-6)
     assert found["identity"]["wire_bytes"] == pytest.approx(found["ddp"]["wire_bytes"], rel=0.01)
+    # All bytes of a bucket are in its rounds: two of a reduction, one of a gather.
+    assert [found[key]["rounds"] for key in ("identity", "4bit-feedback", "topk")] == [1, 2, 1]
+    for key in ("identity", "4bit-feedback", "topk"):
+        assert sum(found[key]["bucket_bytes"]) == pytest.approx(found[key]["wire_bytes"], rel=0.001)
+    # The hook began to compress, in one bucket, and said what it sent.
+    assert found["ddp-powersgd-4"]["buckets"] == 1
+    assert found["ddp-powersgd-4"]["interface_bytes"] == pytest.approx(
+        found["ddp-powersgd-4"]["wire_bytes"], rel=0.05
+    )
