@@ -1,4 +1,4 @@
-"""What the benchmarks train: a word LSTM on text, a small convolutional network on scikit-learn's digits."""
+"""What the benchmarks train: a word LSTM on text, a small network on scikit-learn's digits, ResNets on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,53 @@ class DigitsCNN(nn.Module):
         x = functional.relu(self.norm1(self.convolution1(images)))
         x = functional.max_pool2d(functional.relu(self.norm2(self.convolution2(x))), 2)
         return self.output(functional.relu(self.hidden(x.flatten(1))))
+
+
+class _Block(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut, which is a 1 x 1 convolution where the shape changes."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.bn1(self.conv1(x)))
+        return functional.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Basic-block ResNet for 32 x 32 images: a 3 x 3 stem, stages of ``blocks[i]`` blocks and doubling width.
+
+    ``ResNet((2, 2, 2, 2), 64)`` is ResNet-18 as CIFAR-10 knows it (11.2 M parameters), ``ResNet((3, 3, 3), 16)`` is
+    ResNet-20 (0.27 M).
+    """
+
+    def __init__(self, blocks: Sequence[int], width: int, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        stages: list[nn.Module] = []
+        inputs = width
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                outputs = width << stage
+                stages.append(_Block(inputs, outputs, 2 if stage and not block else 1))
+                inputs = outputs
+        self.stages = nn.Sequential(*stages)
+        self.fc = nn.Linear(inputs, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 3, height, width) -> (batch, classes)."""
+        x = self.stages(functional.relu(self.bn1(self.conv1(images))))
+        return self.fc(x.mean((2, 3)))
 
 
 # ------------------------------------------------------------------------------------------------- digits

@@ -22,6 +22,17 @@ def test_the_lstm_has_10_6_million_parameters():
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 10.6
 
 
+@pytest.mark.parametrize(
+    ("blocks", "width", "parameters"), [((2, 2, 2, 2), 64, 11_173_962), ((3, 3, 3), 16, 272_474)]
+)
+def test_resnets_have_their_usual_size(blocks, width, parameters):
+    with torch.device("meta"):
+        model = models.ResNet(blocks, width)
+        logits = model(torch.empty(2, 3, 32, 32))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert logits.shape == (2, 10)
+
+
 def test_words_are_numbered_by_falling_frequency_and_the_rest_is_word_0(text_file):
     text = models.load_text(text_file, vocabulary=3)
     assert text.train.tolist() == [1] * 50 + [2] * 30 + [0] * 10
