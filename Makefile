@@ -25,12 +25,12 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint types layers docs format sanitize clean \
-        bench bench-codec bench-step bench-convergence
+        bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
 	@echo "  make install lint types layers docs format sanitize clean"
-	@echo "  make bench-codec bench-step bench-convergence"
+	@echo "  make bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence"
 
 # ------------------------------------------------------------------------------------------ environment
 
@@ -107,10 +107,20 @@ format: $(STAMP)/extra-lint
 
 # ------------------------------------------------------------------------------------------ benchmarks
 
-bench: bench-codec bench-step bench-convergence
+bench: bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
 
 bench-codec: $(STAMP)/package
 	$(BIN)/python benchmarks/codec.py $(ARGS)
+
+bench-selection: $(STAMP)/package
+	$(BIN)/python benchmarks/selection.py $(ARGS)
+
+# NumPy's product, beside which the kernels are measured, has one thread too.
+bench-lowrank: $(STAMP)/package
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/lowrank.py $(ARGS)
+
+bench-ratios: $(STAMP)/package
+	$(BIN)/python benchmarks/ratios.py $(ARGS)
 
 # Builds hosts out of network namespaces: needs root, and says so.
 bench-step: $(STAMP)/package
