@@ -1,181 +1,78 @@
-"""Final accuracy and perplexity at 4 bits beside uncompressed training, over paired seeds; 2 ranks on this machine.
+"""Final accuracy and perplexity under every compression beside uncompressed training, over paired seeds; 2 ranks.
 
     python benchmarks/convergence.py                          # digits, and a word LSTM on Python's standard library
     python benchmarks/convergence.py --data wikitext2.txt     # the LSTM on the words of a file
+    python benchmarks/convergence.py --cifar cifar10_10k.npz  # and a ResNet-20
+    python benchmarks/convergence.py --task digits --rows topk,dgc --seeds 2 --json table.json
+    python benchmarks/convergence.py --json table.json --resume      # what table.json lacks
+    python benchmarks/convergence.py --merge digits.json lstm.json   # one table of several parts, nothing is run
 
 A pair is two runs with the same seed: same initial parameters, same batches. A row passes if its metric is, in the mean
-over the pairs, at most 1% (relative) worse than uncompressed: accuracy recovery as the CGX thesis defines it. The last
-row is the control: 1 bit, nearest, without feedback. If it passed as well, the test could not tell good from bad.
+over the pairs, at most 1% (relative) worse than uncompressed: accuracy recovery as the CGX thesis defines it. The bar
+applies to the main rows; the verdicts of others are in brackets. Where a paper says that a method fails, the table may
+show it, and nothing is tuned. The last row is the control: 1 bit, nearest, without feedback. If it passed as well, the
+test could not tell good from bad. A row whose compression does not exist, or whose processes fail, costs only itself;
+the file is written after every row.
+
+Tasks
+    digits   a small CNN on scikit-learn's digits; all compressions. 840 steps: at a density of 1% it takes about 100
+             until every element was sent once, and a much shorter run would measure that delay
+    lstm     a word LSTM; the main ones
+    resnet   ResNet-20 (0.27 M parameters) on 10,000 images of CIFAR-10 averaged to 16 x 16, so that a row of 3 seeds
+             takes about 4 minutes on 2 cores; 18 epochs end at about 65%. The main ones and the ablations of 004
+
+Where a compression has momentum, the optimizer has none; where it clips, nothing else does.
+
+Columns
+    worse by    per pair; then the mean, and its standard error
+    bytes       what a rank sends in a step, by gradcomp's counter, headers included; the mean over the second half of
+                the steps, after warm-ups
+    step ms     median over the second half, for the slowest rank; on this machine's loopback, or on hosts made of
+                network namespaces with --link (root)
+    1 Gbit/s    without --link only, and modelled: step ms + bytes per step at 125 MB/s, as if nothing overlapped
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
-import math
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
+import compressions
+import hosts
 import report
+from convergence_results import BAR, Run, as_it_must, evaluate, merge, show
+from convergence_rows import METRICS, RESNET, TASKS, Arm, choose
+from convergence_tasks import Settings, load, make_job, train
 
-BAR = 0.01
-#: Smaller than the LSTM of step.py, so that all runs take minutes.
-LSTM_VOCABULARY, LSTM_WIDTH, LSTM_TEST_WORDS = 4_000, 128, 60_000
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A compression; the control is the one that must fail."""
-
-    title: str
-    compression: str
-    control: bool = False
-
-
-ARMS = (
-    Arm("uncompressed", "none"),
-    Arm("4 bits, stochastic", "quantize:bits=4"),
-    Arm("4 bits, nearest, feedback", "quantize:bits=4,rounding=nearest"),
-    Arm(
-        "control: 1 bit, nearest, no feedback",
-        "quantize:bits=1,rounding=nearest,feedback=false",
-        control=True,
-    ),
-)
-#: Metric of each task, and the sign of a change for the worse.
-METRICS = {"digits": ("accuracy", -1.0), "lstm": ("perplexity", 1.0)}
+#: The other ranks' time to say what they know, once one has failed.
+GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank is told to do."""
+    """What every rank is told to do: the runs of one row."""
 
-    tasks: tuple[str, ...]
-    arms: tuple[Arm, ...]
-    seeds: int
-    digits_epochs: int
-    lstm_steps: int
-    data: str | None
+    task: str
+    compression: str
+    rate: float
+    seeds: tuple[int, ...]
+    settings: Settings
 
     @staticmethod
     def from_json(text: str) -> Plan:
         data = json.loads(text)
-        data["arms"] = tuple(Arm(**arm) for arm in data["arms"])
-        return Plan(**{**data, "tasks": tuple(data["tasks"])})
-
-
-# ------------------------------------------------------------------------------------------------- one rank
-
-
-@dataclass
-class Job:
-    """A model with the batches of one rank, and how its final metric is found."""
-
-    model: Any
-    optimizer: Any
-    batches: Iterator[tuple[Any, Any]]
-    loss: Callable[[Any, Any, Any], Any]
-    steps: int
-    clip: float | None
-    metric: Callable[[], float]
-
-
-def digits_job(plan: Plan, seed: int, rank: int, size: int, data: models.Digits) -> Job:
-    import torch
-    from torch.nn import functional
-
-    torch.manual_seed(seed)
-    model = models.DigitsCNN()
-    batch = 32
-    share = len(data.images) // size
-
-    def batches() -> Iterator[tuple[Any, Any]]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(data.images), generator=generator)[: share * size][rank::size]
-            for part in order[: share // batch * batch].split(batch):
-                yield data.images[part], data.labels[part]
-
-    def accuracy() -> float:
-        model.eval()
-        with torch.no_grad():
-            return (model(data.test_images).argmax(1) == data.test_labels).float().mean().item()
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    steps = plan.digits_epochs * (share // batch)
-    return Job(
-        model, optimizer, batches(), lambda m, x, y: functional.cross_entropy(m(x), y), steps, None, accuracy
-    )
-
-
-def lstm_job(plan: Plan, seed: int, rank: int, data: models.Text) -> Job:
-    import torch
-
-    torch.manual_seed(seed)
-    model = models.WordLSTM(LSTM_VOCABULARY, LSTM_WIDTH)
-    batch, length = 16, 20
-
-    def perplexity() -> float:
-        model.eval()
-        total, words = 0.0, 0
-        with torch.no_grad():
-            for tokens, targets in data.test_batches(64, 48, LSTM_TEST_WORDS):
-                total += model(tokens, targets).item() * targets.numel()
-                words += targets.numel()
-        return math.exp(total / words)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=4.0, momentum=0.9)
-    batches = data.batches(rank, batch, length, seed)
-    return Job(model, optimizer, batches, lambda m, x, y: m(x, y), plan.lstm_steps, 0.25, perplexity)
-
-
-def train(job: Job, compression: str) -> dict[str, Any]:
-    import torch
-
-    import gradcomp.torch as gc
-
-    gc.broadcast_parameters(job.model.state_dict(), root_rank=0)
-    optimizer = gc.DistributedOptimizer(
-        job.optimizer, named_parameters=job.model.named_parameters(), compression=compression
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=job.optimizer.param_groups[0]["lr"], total_steps=job.steps, pct_start=0.1,
-        cycle_momentum=False,
-    )  # fmt: skip
-    began = time.perf_counter()
-    job.model.train()
-    for _, (inputs, targets) in zip(range(job.steps), job.batches, strict=False):
-        optimizer.zero_grad()
-        job.loss(job.model, inputs, targets).backward()
-        if job.clip is not None:
-            torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip)
-        optimizer.step()
-        schedule.step()
-    seconds = time.perf_counter() - began
-    digest = hashlib.sha256()
-    for parameter in job.model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    sent = optimizer.statistics()
-    return {
-        "metric": job.metric(),
-        "digest": digest.hexdigest(),
-        "seconds": seconds,
-        "steps": job.steps,
-        "bytes_per_step": sent.wire_bytes / sent.steps,
-        "ratio": sent.ratio,
-    }
+        return Plan(**{**data, "seeds": tuple(data["seeds"]), "settings": Settings(**data["settings"])})
 
 
 def run_rank(plan: Plan, out: Path) -> None:
@@ -185,190 +82,205 @@ def run_rank(plan: Plan, out: Path) -> None:
     import gradcomp.torch as gc
 
     torch.set_num_threads(1)
-    gc.init()
+    gc.init(log_level="warning")
     rank, size = gc.rank(), gc.size()
-    digits = models.load_digits() if "digits" in plan.tasks else None
-    text = None
-    if "lstm" in plan.tasks:
-        text = models.load_text(Path(plan.data) if plan.data else None, LSTM_VOCABULARY)
-    found: dict[str, Any] = {"text": text and text.source, "runs": []}
-    for task in plan.tasks:
-        for seed in range(plan.seeds):
-            for arm in plan.arms:
-                if digits is not None and task == "digits":
-                    job = digits_job(plan, seed, rank, size, digits)
-                else:
-                    assert text is not None
-                    job = lstm_job(plan, seed, rank, text)
-                run = {"task": task, "seed": seed, "arm": arm.title, **train(job, arm.compression)}
-                found["runs"].append(run)
-                if rank == 0:
-                    print(
-                        f"{task}, seed {seed}, {arm.title}: {METRICS[task][0]} {run['metric']:.4f}, "
-                        f"{run['seconds']:.1f} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-    out.with_name(f"{rank}.json").write_text(json.dumps(found))
+    data = load(plan.task, plan.settings)
+    found = []
+    for seed in plan.seeds:
+        job = make_job(plan.task, plan.settings, data, seed, rank, size)
+        found.append({"seed": seed, **train(job, plan.compression, plan.rate)})
+    source = getattr(data, "source", None)
+    out.with_name(f"{rank}.json").write_text(json.dumps({"source": source, "runs": found}))
     gc.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------- the whole
 
 
-def launch(plan: Plan, ranks: int) -> list[dict[str, Any]]:
-    """Run the plan in processes of its own; what each rank found."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def launch(plan: Plan, ranks: int, link: str | None) -> list[dict[str, Any]] | None:
+    """Run the plan in processes of its own; what each rank found, None if one failed."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-convergence-") as directory:
         out = Path(directory) / "out"
-        command = [
-            sys.executable,
-            __file__,
-            "--plan",
-            json.dumps(dataclasses.asdict(plan)),
-            "--out",
-            str(out),
-        ]
-        processes = []
-        for rank in range(ranks):
-            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks,
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-            processes.append(subprocess.Popen(command, env=environment))
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
+        text = json.dumps(dataclasses.asdict(plan))
+        command = [sys.executable, __file__, "--plan", text, "--out", str(out)]
+        if link is None:
+            codes = _run_here(command, ranks)
+        else:
+            with hosts.Hosts(ranks, link) as made:
+                codes = made.run(command, pin=True)
         if any(codes):
-            raise SystemExit(f"a rank failed; exit codes {codes}")
+            return None
         return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def evaluate(plan: Plan, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task and arm. ``worse``: relative change for the worse, per pair."""
-    digests = [[run["digest"] for run in rank["runs"]] for rank in found]
-    if any(other != digests[0] for other in digests):
-        raise SystemExit("the ranks ended with different parameters")
-    runs = found[0]["runs"]
-    rows = []
-    for task in plan.tasks:
-        name, sign = METRICS[task]
-        by_arm = {a.title: [r for r in runs if r["task"] == task and r["arm"] == a.title] for a in plan.arms}
-        reference = [run["metric"] for run in by_arm[plan.arms[0].title]]
-        for arm in plan.arms:
-            own = by_arm[arm.title]
-            metrics = [run["metric"] for run in own]
-            worse = [sign * (m - r) / r + 0.0 for m, r in zip(metrics, reference, strict=True)]
-            worse = [w if math.isfinite(w) else math.inf for w in worse]
-            rows.append(
-                {
-                    "task": task,
-                    "metric": name,
-                    "arm": arm.title,
-                    "compression": arm.compression,
-                    "control": arm.control,
-                    "metrics": metrics,
-                    "worse": worse,
-                    "mean_worse": statistics.mean(worse),
-                    "passes": statistics.mean(worse) <= BAR,
-                    "steps": own[0]["steps"],
-                    "bytes_per_step": own[0]["bytes_per_step"],
-                    "ratio": own[0]["ratio"],
-                    "seconds": statistics.mean(run["seconds"] for run in own),
-                }
-            )
+def _run_here(command: Sequence[str], ranks: int) -> list[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        processes.append(subprocess.Popen(command, env=environment))
+    try:
+        deadline = None
+        while any(process.poll() is None for process in processes):
+            if deadline is None and any(process.returncode for process in processes):
+                deadline = time.monotonic() + GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return [1 if process.poll() is None else process.returncode for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+
+
+def collect(task: str, arm: Arm, found: list[dict[str, Any]], settings: dict[str, Any]) -> list[Run]:
+    """The runs of a row, all ranks together."""
+    runs = []
+    for ranks in zip(*(rank["runs"] for rank in found), strict=True):
+        if len({run["digest"] for run in ranks}) > 1:
+            raise SystemExit(f"{task}, {arm.title}: the ranks ended with different parameters")
+        slowest = max(run["step_seconds"] for run in ranks)
+        where = {"task": task, "row": arm.key, "compression": arm.on(task)}
+        about = {**settings, "steps": ranks[0]["steps"], "source": found[0]["source"]}
+        runs.append({**where, **ranks[0], "step_seconds": slowest, "settings": about})
+    return runs
+
+
+def measure(options: argparse.Namespace, runs: list[Run], failures: dict[str, str]) -> list[Run]:
+    """Every row that is asked for and not in ``runs`` yet; ``failures`` gets those that could not be had."""
+    settings = Settings(
+        options.digits_epochs,
+        options.lstm_steps,
+        options.resnet_epochs,
+        options.data and str(options.data.resolve()),
+        options.cifar and str(options.cifar.resolve()),
+    )
+    for task in options.task:
+        for arm in choose(options.rows, options.compression, task):
+            done = {run["seed"] for run in runs if (run["task"], run["row"]) == (task, arm.key)}
+            seeds = tuple(seed for seed in range(options.seeds) if seed not in done)
+            if not seeds:
+                continue
+            name = f"{task}, {arm.title}"
+            reason = compressions.why_not(arm.on(task))
+            found = None
+            if reason is None:
+                plan = Plan(task, arm.on(task), arm.rates.get(task, 1.0), seeds, settings)
+                found = launch(plan, options.ranks, options.link)
+            if found is None:
+                failures[name] = reason or "a rank failed; its error is above"
+                print(f"{name}: left out: {failures[name]}", file=sys.stderr, flush=True)
+                continue
+            new = collect(task, arm, found, {"ranks": options.ranks, "link": options.link})
+            runs = merge([runs, new])
+            for run in new:
+                print(
+                    f"{name}, seed {run['seed']}: {METRICS[task][0]} {run['metric']:.4f}, {run['seconds']:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            save(options.json, runs, failures)
+    return runs
+
+
+def save(path: Path | None, runs: list[Run], failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Write runs and rows, if a path was given; returns the rows."""
+    rows = evaluate(runs)
+    report.write_json(
+        path,
+        {
+            "benchmark": "convergence",
+            "machine": report.machine(),
+            "left_out": failures,
+            "rows": rows,
+            "runs": runs,
+        },
+    )
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> str:
-    cells = []
-    for row in rows:
-        is_reference = not row["control"] and row["compression"] == "none"
-        verdict = None
-        if not is_reference:
-            verdict = "passes" if row["passes"] else "fails"
-            verdict += "" if row["passes"] != row["control"] else " (NOT as it must)"
-        cells.append(
-            [
-                f"{row['task']}: {row['arm']}",
-                row["metric"],
-                ", ".join(f"{m:.4g}" for m in row["metrics"]),
-                f"{statistics.mean(row['metrics']):.4g}",
-                None if is_reference else ", ".join(f"{w * 100:+.2f}" for w in row["worse"]),
-                None if is_reference else f"{row['mean_worse'] * 100:+.2f}",
-                f"{row['bytes_per_step']:,.0f}",
-                f"{row['ratio']:.2f}",
-                verdict,
-            ]
-        )
-    headers = [
-        "task: row",
-        "metric",
-        "by seed",
-        "mean",
-        "worse by %",
-        "mean %",
-        "bytes per step",
-        "ratio",
-        "1% bar",
-    ]
-    return report.table(headers, cells)
+def read_runs(path: Path) -> list[Run]:
+    """The runs of an earlier invocation."""
+    try:
+        runs: list[Run] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"{path} holds no runs of this benchmark: {error!r}") from error
+    return runs
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", choices=METRICS, action="append", help="one task only (default: all)")
+    parser.add_argument("--task", choices=TASKS, action="append", help="some tasks only (default: all)")
+    parser.add_argument("--rows", help="some rows only, comma-separated; see convergence_rows.py")
     parser.add_argument("--seeds", type=int, default=3, help="pairs (default: 3)")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--digits-epochs", type=int, default=15)
+    parser.add_argument("--link", choices=hosts.LINKS, help="hosts of network namespaces with such links")
+    parser.add_argument("--digits-epochs", type=int, default=60)
     parser.add_argument("--lstm-steps", type=int, default=1000)
+    parser.add_argument("--resnet-epochs", type=int, default=18)
     parser.add_argument("--compression", action="append", default=[], help="a further row, in string form")
     parser.add_argument(
         "--data", type=Path, help="a text file (default: the text of Python's standard library)"
     )
+    parser.add_argument("--cifar", type=Path, help="CIFAR-10 as .npz; without it there is no ResNet")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
+    parser.add_argument("--merge", type=Path, nargs="+", help="run nothing: the table of these files' runs")
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    for name in ("data", "cifar"):
+        path = getattr(options, name)
+        if path is not None and not path.is_file():
+            parser.error(f"--{name}: there is no file {path}")
+    if options.task and RESNET in options.task and options.cifar is None:
+        parser.error("--task resnet needs --cifar")
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
+    return options
+
+
+def main() -> int:
+    options = parse()
     if options.plan:
         run_rank(Plan.from_json(options.plan), options.out)
         return 0
-    if options.data is not None and not options.data.is_file():
-        parser.error(f"--data: there is no file {options.data}")
-    arms = (*ARMS[:-1], *(Arm(text, text) for text in options.compression), ARMS[-1])
-    data = options.data and str(options.data.resolve())
-    plan = Plan(
-        tuple(options.task or METRICS), arms, options.seeds, options.digits_epochs, options.lstm_steps, data
-    )
-    machine = report.machine()
+    if options.task is None:
+        options.task = list(TASKS)
+        if options.cifar is None and not options.merge:
+            options.task.remove(RESNET)
+            print("resnet is left out: its images come with --cifar", file=sys.stderr)
+    failures: dict[str, str] = {}
     began = time.monotonic()
-    found = launch(plan, options.ranks)
-    rows = evaluate(plan, found)
-    print(report.describe(machine))
-    about = f"; the LSTM reads {found[0]['text']}" if found[0]["text"] else ""
-    print(f"{options.ranks} ranks, {options.seeds} paired seeds, {time.monotonic() - began:.0f} s{about}")
+    hosts.exit_on_termination()
+    if options.merge:
+        runs = merge(read_runs(path) for path in options.merge)
+    else:
+        kept = read_runs(options.json) if options.resume and options.json.is_file() else []
+        try:
+            runs = measure(options, kept, failures)
+        except hosts.HostsError as error:
+            print(error, file=sys.stderr)
+            return 2
+    rows = save(options.json, runs, failures)
+    print(report.describe(report.machine()))
+    sources = sorted({run["settings"]["source"] for run in runs if run["settings"]["source"]})
+    about = f"; the LSTM reads {', '.join(sources)}" if sources else ""
+    print(f"{time.monotonic() - began:.0f} s{about}")
     print(show(rows))
-    as_it_must = all(row["passes"] != row["control"] for row in rows)
-    print(
-        f"bar: at most {BAR:.0%} worse in the mean, and the control must fail: {'met' if as_it_must else 'NOT met'}"
-    )
-    report.write_json(
-        options.json,
-        {
-            "benchmark": "convergence",
-            "machine": machine,
-            "ranks": options.ranks,
-            "plan": {k: v for k, v in dataclasses.asdict(plan).items() if k != "data"},
-            "text": found[0]["text"],
-            "rows": rows,
-        },
-    )
-    return 0
+    asked = [row for row in rows if row["bar"] or row["control"]]
+    missed = [f"{row['task']}: {row['title']}" for row in asked if not as_it_must(row)]
+    print(f"bar: at most {BAR:.0%} worse in the mean where it applies, and controls must fail: "
+          f"{'NOT met by ' + ', '.join(missed) if missed else 'met'}")  # fmt: skip
+    for name, reason in failures.items():
+        print(f"left out: {name}: {reason}")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -5,8 +5,45 @@ from __future__ import annotations
 import itertools
 
 import models
+import numpy as np
 import pytest
 import torch
+
+
+def numbered_images(margin: int) -> models.Images:
+    """Two images, of 1 2 3 4 and 5 6 7 8 in the first row, zero elsewhere."""
+    images = torch.zeros(2, 1, 4, 4)
+    images[0, 0, 0], images[1, 0, 0] = torch.arange(1.0, 5), torch.arange(5.0, 9)
+    return models.Images(images, torch.arange(2), images, torch.arange(2), margin)
+
+
+def test_images_are_shifted_and_flipped_one_by_one():
+    data = numbered_images(margin=1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([data.augmented(torch.tensor([1, 0]), generator) for _ in range(100)])
+    seen = {tuple(row) for batch in drawn[:, 0, 0].tolist() for row in batch if any(row)}
+    row = (5.0, 6.0, 7.0, 8.0)
+    shifted = {(*row[1:], 0.0), row, (0.0, *row[:-1])}
+    flipped = row[::-1]
+    assert seen == shifted | {(*flipped[1:], 0.0), flipped, (0.0, *flipped[:-1])}
+    assert not torch.equal(drawn[:, 0] > 0, drawn[:, 1] > 0), "each image has a draw of its own"
+
+
+def test_without_a_margin_images_stay_as_they_are():
+    data = numbered_images(margin=0)
+    assert torch.equal(data.augmented(torch.tensor([1]), torch.Generator()), data.images[1:])
+
+
+def test_cifar_is_averaged_to_16_pixels_in_the_order_of_colours(tmp_path):
+    pixels = np.zeros((3, 32, 32, 3), np.uint8)
+    pixels[1, :2, :2, 2] = 255  # the first small pixel, blue
+    labels = np.array([3, 1, 2], np.uint8)
+    path = tmp_path / "images.npz"
+    np.savez(path, x_train=pixels, y_train=labels, x_test=pixels[:1], y_test=labels[:1])
+    data = models.load_cifar(path)
+    assert data.images.shape == (3, 3, 16, 16)
+    assert data.labels.tolist() == [3, 1, 2]
+    assert torch.nonzero(data.images > 0).tolist() == [[1, 2, 0, 0]]
 
 
 @pytest.fixture

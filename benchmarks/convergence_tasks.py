@@ -1,0 +1,179 @@
+"""What the convergence benchmark trains, seen by one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+from convergence_rows import DIGITS, LSTM
+
+from gradcomp import Compressor
+
+#: Smaller than the LSTM of step.py, so that all runs take minutes.
+LSTM_VOCABULARY, LSTM_WIDTH, LSTM_TEST_WORDS = 4_000, 128, 60_000
+#: gradcomp measures the wire once, after this many steps: those bytes are no step's.
+PROBE_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the runs of a task have in common, but for the compression."""
+
+    digits_epochs: int
+    lstm_steps: int
+    resnet_epochs: int
+    data: str | None
+    cifar: str | None
+
+
+@dataclass
+class Job:
+    """A model with the batches of one rank, and how its final metric is found."""
+
+    model: Any
+    optimizer: Any
+    batches: Iterator[tuple[Any, Any]]
+    loss: Callable[[Any, Any, Any], Any]
+    steps: int
+    clip: float | None
+    metric: Callable[[], float]
+
+
+def load(task: str, settings: Settings) -> Any:
+    """The task's data."""
+    if task == DIGITS:
+        return models.load_digits()
+    if task == LSTM:
+        return models.load_text(Path(settings.data) if settings.data else None, LSTM_VOCABULARY)
+    assert settings.cifar is not None, "the task is not chosen without"
+    return models.load_cifar(Path(settings.cifar))
+
+
+def make_job(task: str, settings: Settings, data: Any, seed: int, rank: int, size: int) -> Job:
+    """A run's beginning: all parameters and batches follow from seed and rank."""
+    import torch
+
+    torch.manual_seed(seed)
+    if task == LSTM:
+        return _lstm_job(settings, seed, rank, data)
+    if task == DIGITS:
+        return _image_job(models.DigitsCNN(), settings.digits_epochs, 32, seed, rank, size, data)
+    model = models.ResNet((3, 3, 3), 16).to(memory_format=torch.channels_last)
+    return _image_job(model, settings.resnet_epochs, 64, seed, rank, size, data)
+
+
+def _image_job(
+    model: Any, epochs: int, batch: int, seed: int, rank: int, size: int, data: models.Images
+) -> Job:
+    import torch
+    from torch.nn import functional
+
+    share = len(data.images) // size
+
+    def batches() -> Iterator[tuple[Any, Any]]:
+        generator = torch.Generator().manual_seed(seed)
+        own = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+        while True:
+            order = torch.randperm(len(data.images), generator=generator)[: share * size][rank::size]
+            for part in order[: share // batch * batch].split(batch):
+                yield data.augmented(part, own), data.labels[part]
+
+    def accuracy() -> float:
+        model.eval()
+        with torch.no_grad():
+            found = torch.cat([model(part).argmax(1) for part in data.test_images.split(256)])
+        return (found == data.test_labels).float().mean().item()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    steps = epochs * (share // batch)
+    return Job(
+        model, optimizer, batches(), lambda m, x, y: functional.cross_entropy(m(x), y), steps, None, accuracy
+    )
+
+
+def _lstm_job(settings: Settings, seed: int, rank: int, data: models.Text) -> Job:
+    import torch
+
+    model = models.WordLSTM(LSTM_VOCABULARY, LSTM_WIDTH)
+    batch, length = 16, 20
+
+    def perplexity() -> float:
+        model.eval()
+        total, words = 0.0, 0
+        with torch.no_grad():
+            for tokens, targets in data.test_batches(64, 48, LSTM_TEST_WORDS):
+                total += model(tokens, targets).item() * targets.numel()
+                words += targets.numel()
+        return math.exp(total / words)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0, momentum=0.9)
+    batches = data.batches(rank, batch, length, seed)
+    return Job(model, optimizer, batches, lambda m, x, y: m(x, y), settings.lstm_steps, 0.25, perplexity)
+
+
+def share_work(job: Job, compressor: Compressor, rate: float) -> None:
+    """What the compression does itself, momentum and clipping, is not done once more."""
+    for group in job.optimizer.param_groups:
+        group["lr"] *= rate
+        if compressor.momentum:
+            group["momentum"] = 0.0
+    if compressor.clip_norm is not None:
+        job.clip = None
+
+
+def train(job: Job, compression: str, rate: float = 1.0) -> dict[str, Any]:
+    """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over."""
+    import torch
+
+    import gradcomp.torch as gc
+    from gradcomp.compress.registry import from_string
+
+    compressor = from_string(compression)
+    share_work(job, compressor, rate)
+    gc.broadcast_parameters(job.model.state_dict(), root_rank=0)
+    optimizer = gc.DistributedOptimizer(
+        job.optimizer, named_parameters=job.model.named_parameters(), compression=compressor
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=job.optimizer.param_groups[0]["lr"], total_steps=job.steps, pct_start=0.1,
+        cycle_momentum=False,
+    )  # fmt: skip
+    counted = []
+    step_seconds = []
+    began = time.perf_counter()
+    job.model.train()
+    for _, (inputs, targets) in zip(range(job.steps), job.batches, strict=False):
+        step_began = time.perf_counter()
+        optimizer.zero_grad()
+        job.loss(job.model, inputs, targets).backward()
+        if job.clip is not None:
+            torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip)
+        optimizer.step()
+        schedule.step()
+        step_seconds.append(time.perf_counter() - step_began)
+        sent = optimizer.statistics()
+        counted.append((sent.wire_bytes, sent.dense_bytes))
+    seconds = time.perf_counter() - began
+    digest = hashlib.sha256()
+    for parameter in job.model.parameters():
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    half = job.steps // 2 if job.steps <= PROBE_STEPS else max(job.steps // 2, PROBE_STEPS + 1)
+    half = min(half, job.steps - 1)
+    first = counted[half - 1] if half else (0, 0)
+    wire, dense = (now - then for now, then in zip(counted[-1], first, strict=True))
+    return {
+        "metric": job.metric(),
+        "digest": digest.hexdigest(),
+        "seconds": seconds,
+        "steps": job.steps,
+        "bytes_per_step": wire / (job.steps - half),
+        "ratio": dense / wire,
+        "step_seconds": statistics.median(step_seconds[half:]),
+    }
