@@ -120,6 +120,7 @@ class Pipeline:
         self._landed = landed
         self._order_step = order_step
         self._schedule = schedule
+        self._due: int | None = None  # the step of the schedule whose plan has not been proposed yet
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
         self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
@@ -274,9 +275,18 @@ class Pipeline:
         yield from self._finish(states, all_ready == self.transport.size)
 
     def _follow_schedule(self) -> None:
-        """Propose what is to begin at the next step: all ranks do, in the same step, unless a plan is under way."""
-        plan = self._schedule(self.step + 1, self.plan.version + 1) if self._schedule else None
-        if plan is not None and self._next_plan is None and plan.assignments != self.plan.assignments:
+        """Propose what is to begin at the next step: all ranks do, in the same step.
+
+        If another plan is under way, the schedule's comes after it: as soon as it has taken over.
+        """
+        if self._schedule is None:
+            return
+        if self._schedule(self.step + 1, 0) is not None:
+            self._due = self.step + 1
+        if self._due is None or self._next_plan is not None:
+            return
+        plan, self._due = self._schedule(self._due, self.plan.version + 1), None
+        if plan is not None and plan.assignments != self.plan.assignments:
             self.propose(plan)
 
     def _start(

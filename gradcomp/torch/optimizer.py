@@ -175,6 +175,10 @@ def _build(
             },
         )
         exchange.attach(exchanger)
+    elif changing := [c for c in proposal.policy.compressors if c.momentum or c.clip_norm is not None]:
+        runtime.logger.warning(
+            "a world of one rank: %s is bypassed, its momentum and clipping as well", changing[0].to_string()
+        )
     keeper = Keeper(
         proposal.layers,
         proposal.plan,

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from simulation import Simulation, random_gradients
+from simulation import Simulation, plan_for, random_gradients
 
 from gradcomp import (
     ConfigError,
@@ -153,3 +153,18 @@ def test_a_warmup_loses_nothing_and_owes_nothing():
 def test_impossible_schedules_are_refused(text: str):
     with pytest.raises(ConfigError):
         from_string(text)
+
+
+def test_a_change_waits_for_a_plan_that_is_under_way():
+    """A controller's plan is voted on in the very step in which the schedule would have proposed its own."""
+    ranks = Simulation(LAYERS, Warmup(TOP, 3), 3, **TIMING)
+    other = plan_for(LAYERS, TopK(0.3), 1)
+    seen = []
+    for step in range(6):
+        if step == 2:
+            for pipeline in ranks.pipelines:
+                pipeline.propose(other)
+        ranks.step()
+        seen.append(densities(ranks))
+    assert seen == [None, None, 0.3, 0.05, 0.05, 0.05]
+    assert {p.plan.version for p in ranks.pipelines} == {2}
