@@ -104,3 +104,9 @@ def test_at_density_one_momentum_before_compression_is_the_optimizers(momentum):
     for a, b, c in zip(corrected, heavy_ball, plain, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-5)
         assert not torch.allclose(a, c, rtol=1e-3, atol=1e-3), "momentum matters here"
+
+
+@on_ranks(1)
+def test_a_world_of_one_says_that_it_has_none_of_it():
+    assert "world of one" in warnings_about(DGC(0.1), torch.optim.SGD)[0]
+    assert not warnings_about(TopK(0.1), torch.optim.SGD)
