@@ -10,7 +10,7 @@ import numpy as np
 from gradcomp.compress.estimated_threshold import is_number
 from gradcomp.compress.messages import Bytes, Context
 from gradcomp.compress.payload import Selection
-from gradcomp.compress.sparse import Sparse, factors
+from gradcomp.compress.sparse import Sparse
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.kernels import adacomp, selection
@@ -63,7 +63,7 @@ class AdaComp(Sparse):
 
     def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
         """By bins; a row that is not finite sends nothing."""
-        table, by = group.inputs, factors(group, context)
+        table, by = group.inputs, context.factors(len(group.inputs))
         selection.contribute(table, flags, by, decay=context.decay)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
         adacomp.select_adacomp(

@@ -33,6 +33,9 @@ class Compressor(ABC):
     name: ClassVar[str]
     level_field: ClassVar[str | None] = None
 
+    def __post_init__(self) -> None:  # noqa: B027 - most have nothing to check
+        """Raise ConfigError for fields that cannot be."""
+
     @property
     def level(self) -> Level:
         """The level that layers get unless a plan says otherwise."""
@@ -122,9 +125,9 @@ class Compressor(ABC):
         ``bits`` holds what the level comes to: bits of a code, a rank, elements to select.
         """
 
-    @abstractmethod
     def cut_elements(self, layer: LayerSpec) -> int:
-        """Slices and chunks of a layer may be cut at multiples of so many elements."""
+        """Slices and chunks of a layer may be cut at multiples of so many elements: here nowhere."""
+        return max(layer.size, 1)
 
     def remark(self, layer: LayerSpec) -> str | None:
         """What a user may not expect of this layer, for the line that is logged at the start."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from gradcomp.compress.messages import Broadcast, Bytes, Context, Exchange
 from gradcomp.compress.payload import CODINGS, IndexFormat, Selection, sent_by
-from gradcomp.compress.sparse import factors
 from gradcomp.compress.summed import Summed
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
@@ -71,12 +70,12 @@ class CLTk(Summed):
 
         def write(view: Bytes) -> tuple[Bytes, int]:
             if context.draw.rank != leader:
-                selection.contribute(table, flags, factors(group, context), decay=context.decay)
+                selection.contribute(table, flags, context.factors(len(group.table)), decay=context.decay)
                 return flags, 0
             selection.select_top(
                 table,
                 flags,
-                factors(group, context),
+                context.factors(len(group.table)),
                 chosen.counts,
                 chosen.offsets,
                 chosen.indices,

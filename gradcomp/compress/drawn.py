@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from gradcomp.compress.messages import Bytes, Context, Exchange
 from gradcomp.compress.payload import Selection
-from gradcomp.compress.sparse import factors
 from gradcomp.compress.summed import Floats, Summed
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
@@ -69,7 +68,7 @@ class Drawn(Summed):
 
         def prepare() -> Bytes:
             flags = np.zeros(len(table), dtype=np.uint8)
-            selection.contribute(table, flags, factors(group, context), decay=context.decay)
+            selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
             chosen.indices[:] = self.draw(table, context.draw)
             return flags
 

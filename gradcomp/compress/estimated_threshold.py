@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.messages import Bytes, Context
 from gradcomp.compress.payload import Selection
-from gradcomp.compress.sparse import Sparse, check_density, elements_at, factors
-from gradcomp.core.plan import Level
+from gradcomp.compress.sparse import ByDensity, Sparse
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 
@@ -26,33 +24,14 @@ def is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class EstimatedThreshold(Sparse):
+class EstimatedThreshold(ByDensity, Sparse):
     """Base: S = the elements with |p| >= t, where t is chosen for about k = round(density n) of them.
 
     If there are more than ``limits``, the largest of them (re-selection; ties to the lower index). A row that is not
     finite selects nothing. The level is the density.
     """
 
-    level_field: ClassVar[str | None] = "density"
     fixed = False
-
-    density: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_density(self.density)
-
-    def fill(self, table: Table, level: Level) -> None:
-        """The level is the density; ``bits`` holds k."""
-        check_density(level)
-        assert level is not None, "checked"
-        table["bits"] = elements_at(float(level), table["length"].astype(np.int64))
-        table["bucket_size"] = 1
-
-    def limits(self, table: Table) -> Sizes:
-        """k, unless a subclass leaves more room."""
-        counts: Sizes = table["bits"].astype(np.int64)
-        return counts
 
     @abstractmethod
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
@@ -61,7 +40,7 @@ class EstimatedThreshold(Sparse):
     def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
         """What reaches the threshold."""
         table = group.inputs
-        selection.contribute(table, flags, factors(group, context), decay=context.decay)
+        selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
         finite = flags == 0
         thresholds = np.full(len(table), np.nan, dtype=np.float32)  # which nothing reaches
         rows = table[finite]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.messages import Bytes, Context
 from gradcomp.compress.payload import Selection, places_of
-from gradcomp.compress.sparse import Sparse, check_density, factors
+from gradcomp.compress.sparse import Sparse, check_density
 from gradcomp.core.plan import Level
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
@@ -76,7 +76,7 @@ class GlobalTopK(Sparse):
         table = group.inputs
         limits = group.scratch.once("limits", lambda: self.limits(table))
         count = group.scratch.once("count", lambda: elements_of_model(table))
-        selection.contribute(table, flags, factors(group, context), decay=context.decay)
+        selection.contribute(table, flags, context.factors(len(group.table)), decay=context.decay)
         thresholds = _common_threshold(table, flags, count)
         selection.select_above(
             table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts

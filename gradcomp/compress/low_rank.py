@@ -60,10 +60,6 @@ class LowRank(Compressor):
         table["bits"] = level
         table["bucket_size"] = 1
 
-    def cut_elements(self, layer: LayerSpec) -> int:
-        """The whole layer."""
-        return max(layer.size, 1)
-
     def remark(self, layer: LayerSpec) -> str | None:
         """Where the rank is more than a matrix can have."""
         n, m = matrix_shape(layer.shape)
@@ -127,7 +123,7 @@ class Matrices:
         lowrank.project(
             group.inputs[self.low],
             found,
-            factors(context, len(self.low)),
+            context.factors(len(self.low)),
             *self.shape,
             q,
             self.q_at,
@@ -176,11 +172,6 @@ class Matrices:
         rows["payload"] = np.cumsum(sizes) - sizes
         rows["bucket_size"] = 1
         return rows
-
-
-def factors(context: Context, rows: int) -> Floats:
-    """The factor of every row's gradient."""
-    return np.full(rows, context.scale, dtype=np.float32)
 
 
 def elements(group: Group, sent: Callable[[int, int, int], int]) -> Sizes:

@@ -108,6 +108,10 @@ class Context:
             self, scale=group.scale(self.scale), decay=group.decay_at(self.rate_ratio), rate_ratio=1.0
         )
 
+    def factors(self, rows: int) -> Floats:
+        """The factor of every row's gradient, as kernels take it."""
+        return np.full(rows, self.scale, dtype=np.float32)
+
     def load(self, name: str, layers: Sizes) -> Floats:
         """The layers' values of a field, one behind the other: a copy."""
         assert self.fields is not None, "state is there when a step runs"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradcomp.compress.low_rank import LowRank, Matrices, clamped_rank, elements, factors, matrix_shape
+from gradcomp.compress.low_rank import LowRank, Matrices, clamped_rank, elements, matrix_shape
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Sum
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -139,7 +139,7 @@ class PowerSGD(LowRank):
                 lowrank.orthogonalise(matrices.rows, matrices.ranks, basis, p_at)
                 table = group.inputs[matrices.low]
                 found = np.zeros(len(table), dtype=np.uint8)
-                contribute(table, found, factors(context, len(table)), decay=context.decay)
+                contribute(table, found, context.factors(len(table)), decay=context.decay)
                 lowrank.back_project(table, *shape, basis, p_at, view[:size], q_at)
                 flags[matrices.low] |= found
             own[:] = view[:size]

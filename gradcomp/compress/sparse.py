@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from gradcomp.compress.cast import Cast
 from gradcomp.compress.messages import Bytes, Context, Exchange, Gather
 from gradcomp.compress.payload import CODINGS, Selection, SparseFormat
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
@@ -29,6 +29,31 @@ def elements_at(density: float, lengths: Sizes) -> Sizes:
     counts = np.rint(density * lengths).astype(np.int64)
     limited: Sizes = np.minimum(np.maximum(counts, 1), lengths)
     return limited
+
+
+@dataclass(frozen=True)
+class ByDensity(Compressor):
+    """Base of the compressors that send round(``density`` n) elements of a layer: their level is the density."""
+
+    level_field: ClassVar[str | None] = "density"
+
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+
+    def fill(self, table: Table, level: Level) -> None:
+        """The level is the density; ``bits`` holds k."""
+        check_density(level)
+        assert level is not None, "checked"
+        table["bits"] = elements_at(float(level), table["length"].astype(np.int64))
+        table["bucket_size"] = 1
+
+    def limits(self, table: Table) -> Sizes:
+        """k of each row."""
+        counts: Sizes = table["bits"].astype(np.int64)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -79,10 +104,6 @@ class Sparse(Compressor):
         """Yes: selections are made from p."""
         return True
 
-    def cut_elements(self, layer: LayerSpec) -> int:
-        """The whole layer."""
-        return max(layer.size, 1)
-
     @abstractmethod
     def limits(self, table: Table) -> Sizes:
         """How many elements of each row are sent: exactly if :attr:`fixed`, else at most."""
@@ -115,11 +136,6 @@ class Sparse(Compressor):
 
         reply = yield Gather(form.max_bytes, write, form.fixed)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
-
-
-def factors(group: Group, context: Context) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The factor of every row's gradient."""
-    return np.full(len(group.table), context.scale, dtype=np.float32)
 
 
 def settle(group: Group, chosen: Selection, errors: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:

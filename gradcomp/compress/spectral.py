@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.low_rank import LowRank, Matrices, elements, factors
+from gradcomp.compress.low_rank import LowRank, Matrices, elements
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels import lowrank
@@ -112,7 +112,7 @@ class Spectral(LowRank):
         table = group.inputs[matrices.low]
         table["shadow"] = m.ctypes.data + 4 * form.m_at
         found = np.zeros(len(table), dtype=np.uint8)
-        contribute(table, found, factors(context, len(table)), decay=context.decay)
+        contribute(table, found, context.factors(len(table)), decay=context.decay)
         flags[matrices.low] |= found
         hashes = table["layer"]
 
@@ -215,7 +215,7 @@ def _keep_rest(group: Group, context: Context, matrices: Matrices, atoms: Atoms)
     """Residual = M - what was sent, to the shadows."""
     table = group.inputs[matrices.low]
     ignored = np.zeros(len(table), dtype=np.uint8)
-    contribute(table, ignored, factors(context, len(table)), decay=context.decay)
+    contribute(table, ignored, context.factors(len(table)), decay=context.decay)
     p_at, q_at = _begins(atoms.counts * matrices.rows), _begins(atoms.counts * matrices.columns)
     lowrank.subtract(table, matrices.rows, matrices.columns, atoms.counts, atoms.p, p_at, atoms.q, q_at)
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.base import Compressor
 from gradcomp.compress.messages import Bytes, Context, Exchange, Sum
 from gradcomp.compress.payload import Selection
-from gradcomp.compress.sparse import check_density, elements_at, settle
-from gradcomp.core.layers import LayerSpec
-from gradcomp.core.plan import Level
+from gradcomp.compress.sparse import ByDensity, settle
 from gradcomp.kernels import indices, selection
-from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.codec import Group, Sizes
 
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Summed(Compressor):
+class Summed(ByDensity):
     """Base of the compressors that send k = round(density n) elements of each layer, at least one, the same everywhere.
 
     p = scale g + decay e on every rank; indices S that all ranks know; mean = (1/N) sum over ranks of p restricted to
@@ -32,33 +28,10 @@ class Summed(Compressor):
     Layers are never cut into slices.
     """
 
-    level_field: ClassVar[str | None] = "density"
-
-    density: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
-
     @property
     def contributes(self) -> bool:
         """Yes: values are taken from p."""
         return True
-
-    def cut_elements(self, layer: LayerSpec) -> int:
-        """The whole layer."""
-        return max(layer.size, 1)
-
-    def fill(self, table: Table, level: Level) -> None:
-        """The level is the density; ``bits`` holds k."""
-        check_density(level)
-        assert level is not None, "checked"
-        table["bits"] = elements_at(float(level), table["length"].astype(np.int64))
-        table["bucket_size"] = 1
-
-    def limits(self, table: Table) -> Sizes:
-        """k of each row."""
-        counts: Sizes = table["bits"].astype(np.int64)
-        return counts
 
     def wire_bytes(self, group: Group) -> Sizes:
         """The values."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcomp.compress.messages import Bytes, Context
 from gradcomp.compress.payload import Selection
-from gradcomp.compress.sparse import Sparse, check_density, elements_at, factors
+from gradcomp.compress.sparse import Sparse, check_density, elements_at
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.kernels import selection
@@ -59,7 +59,7 @@ class Threshold(Sparse):
     def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
         """All from the threshold on; nothing from rows that are not finite."""
         table = group.inputs
-        selection.contribute(table, flags, factors(group, context), decay=context.decay)
+        selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
         thresholds = np.where(flags, np.float32(np.nan), table["bits"].astype(np.int32).view(np.float32))
         limits = group.scratch.once("limits", lambda: self.limits(table))
         selection.select_above(

@@ -77,8 +77,13 @@ class Stamp:
 class ByteHeader:
     """Headers of ``len(payload_bytes)`` chunks over ``layers`` layers: 24 bytes and one state byte per layer."""
 
+    @staticmethod
+    def size(layers: int) -> int:
+        """Bytes of one header."""
+        return FIXED.itemsize + layers
+
     def __init__(self, layers: int, payload_bytes: npt.NDArray[np.int64]) -> None:
-        self.nbytes = FIXED.itemsize + layers
+        self.nbytes = self.size(layers)
         self._fixed = np.zeros(len(payload_bytes), dtype=FIXED)
         self._fixed["magic"] = MAGIC
         self._fixed["protocol"] = PROTOCOL

@@ -191,7 +191,7 @@ class FusedGather:
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where every rank's payload of every group begins."""
-        header = ByteHeader(self._layers, sizes.sum(axis=1)).nbytes
+        header = ByteHeader.size(self._layers)
         parts = sizes.sum(axis=1) + header
         begins = np.cumsum(parts) - parts + header
         bounds: npt.NDArray[np.int64] = begins[:, None] + np.cumsum(sizes, axis=1) - sizes
