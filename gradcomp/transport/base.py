@@ -27,6 +27,10 @@ class Handle(Protocol):
         ...
 
 
+#: Ranks, and the bytes that go to or come from them.
+Messages = Sequence[tuple[int, Bytes]]
+
+
 class Transport(ABC):
     """Non-blocking collectives over one communicator that belongs to one exchanger.
 
@@ -62,6 +66,23 @@ class Transport(ABC):
         The caller has written its own part. Wire: (N-1) times the own part.
         """
 
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        """Send each array in ``sends`` to its rank and fill each array in ``recvs`` from its rank.
+
+        At most one message from a rank to another, none to itself; lengths follow from the plan on both sides. Every
+        rank calls it in the same order as all collectives, one that has nothing to send or receive with empty lists.
+        Here by :meth:`alltoallv`, through buffers in rank order; engines whose messages between two ranks can be
+        polled do without.
+
+        Wire: the lengths of what is sent.
+        """
+        parts = _in_rank_order(sends, self.size)
+        recv_counts = [len(part) for part in _in_rank_order(recvs, self.size)]
+        recv = recvs[0][1] if len(recvs) == 1 else np.empty(sum(recv_counts), dtype=np.uint8)
+        send = sends[0][1] if len(sends) == 1 else np.concatenate(parts)
+        handle = self.alltoallv(send, [len(part) for part in parts], recv, recv_counts)
+        return handle if len(recvs) <= 1 else _Unpack(handle, recv, recvs)
+
     def abandon(self) -> None:  # noqa: B027 - most engines have nothing to do here
         """Called once after a failure, when collectives may be left that never end. Must not block."""
 
@@ -85,6 +106,32 @@ class Transport(ABC):
         buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
         settle(self.allgatherv(buffer, sizes.tolist()))
         return [buffer[bounds[i] : bounds[i + 1]].tobytes() for i in range(self.size)]
+
+
+def _in_rank_order(messages: Messages, size: int) -> list[Bytes]:
+    parts = [np.zeros(0, dtype=np.uint8)] * size
+    for rank, array in messages:
+        parts[rank] = array
+    return parts
+
+
+@dataclass(eq=False)
+class _Unpack:
+    """An exchange that arrives in one buffer, in rank order."""
+
+    handle: Handle
+    buffer: Bytes
+    recvs: Messages
+
+    def poll(self) -> bool:
+        if not self.handle.poll():
+            return False
+        at = 0
+        for _, array in sorted(self.recvs, key=lambda message: message[0]):
+            array[:] = self.buffer[at : at + len(array)]
+            at += len(array)
+        self.recvs = ()
+        return True
 
 
 def wait(handle: Handle) -> None:
@@ -132,4 +179,16 @@ class AllGather:
         return transport.allgatherv(self.buffer, self.counts)
 
 
-Operation = AllReduce | AllToAll | AllGather
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Request for :meth:`Transport.exchange`."""
+
+    sends: Messages
+    recvs: Messages
+
+    def issue(self, transport: Transport) -> Handle:
+        """Start it."""
+        return transport.exchange(self.sends, self.recvs)
+
+
+Operation = AllReduce | AllToAll | AllGather | Exchange

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import Bytes, Transport
+from gradcomp.transport.base import Bytes, Messages, Transport
 
 #: Called with (rank, collective number, polls so far): True holds the completion back.
 Delay = Callable[[int, int, int], bool]
@@ -113,6 +113,18 @@ class World:
                     send[send_bounds[destination] : send_bounds[destination + 1]],
                 )
 
+    def _exchange(self, arguments: list[tuple[Messages, Messages]]) -> None:
+        expected = [dict(recvs) for _, recvs in arguments]
+        for source, (sends, _) in enumerate(arguments):
+            for destination, message in sends:
+                target = expected[destination].pop(source, None)
+                if target is None:
+                    raise TransportError(f"rank {source} sent what rank {destination} does not expect")
+                self._deliver(source, destination, target, message)
+        for destination, missing in enumerate(expected):
+            if missing:
+                raise TransportError(f"rank {min(missing)} did not send what rank {destination} expects")
+
     def _allgatherv(self, arguments: list[tuple[Bytes, Sequence[int]]]) -> None:
         if len({tuple(counts) for _, counts in arguments}) != 1:
             raise TransportError("ranks issued different counts")
@@ -170,6 +182,11 @@ class InProcessTransport(Transport):
         """See :class:`Transport`."""
         self.bytes_sent += (self.size - 1) * counts[self.rank]
         return self._join("allgatherv", buffer, counts)
+
+    def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
+        """See :class:`Transport`."""
+        self.bytes_sent += sum(len(message) for _, message in sends)
+        return self._join("exchange", sends, recvs)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,0 +1,23 @@
+"""Which ranks share a host."""
+
+from __future__ import annotations
+
+from gradcomp.core.topology import Topology
+
+
+def test_hosts_are_numbered_by_their_first_ranks():
+    topology = Topology.of(["b", "a", "b", "c", "a"])
+    assert topology.hosts == (0, 1, 0, 2, 1)
+    assert topology.leaders == (0, 1, 3)
+    assert [topology.members(rank) for rank in range(5)] == [(0, 2), (1, 4), (0, 2), (3,), (1, 4)]
+
+
+def test_some_of_the_ranks_are_numbered_anew():
+    topology = Topology.of(["a", "b", "b", "c"]).among([3, 2, 1])
+    assert topology.hosts == (0, 1, 1)
+    assert topology.world == 3
+
+
+def test_one_host():
+    assert Topology.one_host(3).leaders == (0,)
+    assert Topology.one_host(1).members(0) == (0,)
