@@ -2,10 +2,10 @@
 
 As a library:
 
-    with Hosts(2, link="1gbit") as hosts:
-        codes = hosts.run([sys.executable, "train.py"])        # one rank per host
+    with Hosts(2, link="1gbit", ranks_per_host=2) as hosts:
+        codes = hosts.run([sys.executable, "train.py"])        # four ranks
 
-As a command, one rank of COMMAND per host:
+As a command, one rank of COMMAND per host, or more:
 
     python benchmarks/hosts.py --hosts 2 --link 100mbit -- python train.py
     python benchmarks/hosts.py --clean
@@ -64,9 +64,11 @@ class HostsError(RuntimeError):
 
 
 class Hosts:
-    """``count`` hosts; a context manager. Leaving it ends their processes and removes them."""
+    """``count`` hosts of ``ranks_per_host`` ranks; a context manager. Leaving it ends processes and removes them."""
 
-    def __init__(self, count: int, link: str | Link = "unshaped") -> None:
+    def __init__(self, count: int, link: str | Link = "unshaped", ranks_per_host: int = 1) -> None:
+        self.ranks = count * ranks_per_host
+        self._per_host = ranks_per_host
         self.link = LINKS[link] if isinstance(link, str) else link
         self.addresses = tuple(f"10.77.{i // 250}.{i % 250 + 1}" for i in range(count))
         prefix = f"gradcomp-{os.getpid()}-{secrets.token_hex(3)}"
@@ -112,10 +114,11 @@ class Hosts:
         """What a launcher tells this rank."""
         return {
             "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.names)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": str(rank % self._per_host),
+            "LOCAL_WORLD_SIZE": str(self._per_host),
+            "GROUP_RANK": str(rank // self._per_host),
+            "GROUP_WORLD_SIZE": str(len(self.names)),
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -143,7 +146,7 @@ class Hosts:
                 os.sched_setaffinity(0, {core})
 
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[rank], *command],
+            ["ip", "netns", "exec", self.names[rank // self._per_host], *command],
             env=own,
             preexec_fn=prepare,  # noqa: PLW1509 - callers start ranks before they start threads
             start_new_session=True,
@@ -161,7 +164,7 @@ class Hosts:
         grace_seconds: float = 10.0,
         **options: Any,
     ) -> list[int]:
-        """Run the command once per host and return the exit codes. ``pin``: each rank on a core of its own.
+        """Run the command once per rank and return the exit codes. ``pin``: each rank on a core of its own.
 
         Once a rank has failed, the others have ``grace_seconds`` to end by themselves. TimeoutExpired after
         ``timeout_seconds``.
@@ -169,7 +172,7 @@ class Hosts:
         cores = sorted(os.sched_getaffinity(0))
         processes = [
             self.start(rank, command, environment, cores[rank % len(cores)] if pin else None, **options)
-            for rank in range(len(self.names))
+            for rank in range(self.ranks)
         ]
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         given_up: float | None = None
@@ -185,10 +188,10 @@ class Hosts:
             time.sleep(0.02)
         return [code for code in codes if code is not None]
 
-    def sent_bytes(self, rank: int) -> int:
-        """What the host's interface has sent, by its own counter."""
+    def sent_bytes(self, host: int) -> int:
+        """What a host's interface has sent, by its own counter."""
         path = f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
-        return int(_run("ip", "netns", "exec", self.names[rank], "cat", path))
+        return int(_run("ip", "netns", "exec", self.names[host], "cat", path))
 
     def end(self) -> None:
         """Kill what still runs of the processes started here."""
@@ -241,7 +244,7 @@ class Traffic:
 
 
 def addresses() -> list[str]:
-    """The addresses of all hosts by rank, for a rank that :class:`Hosts` started."""
+    """The addresses of all hosts, for a rank that :class:`Hosts` started."""
     return os.environ[ADDRESSES_VARIABLE].split(",")
 
 
@@ -307,6 +310,7 @@ def _run(*command: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default: 2)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="ranks on each host (default: 1)")
     parser.add_argument("--link", choices=LINKS, default="1gbit", help="rate of every link (default: 1gbit)")
     parser.add_argument("--pin", action="store_true", help="give each rank a core of its own")
     parser.add_argument("--clean", action="store_true", help="remove what killed processes left, and exit")
@@ -322,7 +326,7 @@ def main() -> int:
         command = options.command[1:] if options.command[:1] == ["--"] else options.command
         if not command:
             parser.error("there is no command to run; give one after --")
-        with Hosts(options.hosts, options.link) as hosts:
+        with Hosts(options.hosts, options.link, options.ranks_per_host) as hosts:
             codes = hosts.run(command, pin=options.pin)
     except HostsError as error:
         print(error, file=sys.stderr)

@@ -19,13 +19,25 @@ from gradcomp.torch.collectives import (
 from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.post_momentum import PostMomentumSGD
-from gradcomp.torch.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from gradcomp.torch.process_sets import ProcessSet
+from gradcomp.torch.runtime import (
+    cross_rank,
+    cross_size,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
     "Average",
     "DistributedOptimizer",
     "PostMomentumSGD",
+    "ProcessSet",
     "Sum",
     "allgather",
     "allreduce",
@@ -36,6 +48,8 @@ __all__ = [  # noqa: PLE0604
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
     "ddp_comm_hook",
     "init",
     "is_initialized",

@@ -1,4 +1,7 @@
-"""The root's parameters, optimizer state and objects on every rank; what holds for all calls is in ``collectives``."""
+"""The root's parameters, optimizer state and objects on every rank; what holds for all calls is in ``collectives``.
+
+``root_rank`` is a number of the job, also where a process set takes part.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from typing import Any
 import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.torch.channel import Call, Channel, alone, current_channel, root_problem
+from gradcomp.torch.channel import Call, Channel, alone, channel_of
 from gradcomp.torch.checkpoint import not_from_checkpoint
+from gradcomp.torch.process_sets import Members, ProcessSet, members
 from gradcomp.torch.tensors import bytes_of, dense_problem, form
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT_BYTES = 16
 
 
-def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0) -> None:
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0, process_set: Members = None
+) -> None:
     """Overwrite parameters and buffers on every rank with those of ``root_rank``, in place, bit for bit.
 
     ``params``: a ``state_dict()``, or ``(name, tensor)`` pairs such as ``named_parameters()``. Names, shapes and dtypes
@@ -28,24 +34,26 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, Any]], 
     entries, problem = _entries(params)
     lines = [f"broadcast_parameters(root_rank={root_rank})"]
     lines += [f"{name}: {form(value)}" for name, value in entries]
-    channel = current_channel()
-    call = Call("broadcast_parameters", lines, problem=problem or root_problem(root_rank, channel))
+    channel, root, wrong_root = _meet(process_set, root_rank)
+    call = Call("broadcast_parameters", lines, problem=problem or wrong_root)
     if channel is None:
         alone(call).result()
         return
     channel.submit(call, lambda _: None).result()
     tensors = [value.detach() for _, value in entries if isinstance(value, torch.Tensor)]
     for chunk in _chunks(tensors):
-        _broadcast_chunk(channel, chunk, root_rank)
+        _broadcast_chunk(channel, chunk, root)
     others = {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
     if others:
-        received = broadcast_object(others, root_rank)
-        if channel.rank != root_rank:
+        received = broadcast_object(others, root_rank, process_set=process_set)
+        if channel.rank != root:
             assert isinstance(params, MutableMapping)
             params.update(received)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: Members = None
+) -> None:
     """Give every rank's optimizer the state and the hyperparameters of ``root_rank``'s, bit for bit.
 
     Also where only the root has state, or the others have more. The optimizers must be of one class, with groups of
@@ -60,14 +68,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
             lines += [f"group {number}: {form(parameter)}" for parameter in group["params"]]
     else:
         problem = f"not a torch.optim.Optimizer: {type(optimizer).__name__}"
-    channel = current_channel()
-    call = Call("broadcast_optimizer_state", lines, problem=problem or root_problem(root_rank, channel))
+    channel, root, wrong_root = _meet(process_set, root_rank)
+    call = Call("broadcast_optimizer_state", lines, problem=problem or wrong_root)
     if channel is None:
         alone(call).result()
         return
     channel.submit(call, lambda _: None).result()
-    is_root = channel.rank == root_rank
-    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank)
+    is_root = channel.rank == root
+    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
     if not is_root:
         with not_from_checkpoint(optimizer):
             optimizer.load_state_dict(state)
@@ -84,17 +92,18 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) 
                 held[key] = value.to(held[key].device)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Members = None
+) -> Any:
     """``root_rank``'s object on every rank; what the others pass is ignored.
 
     Tensors (received on the CPU), numbers, strings, bytes, None, and lists, tuples, dicts and sets of them. Unlike
     Horovod's, never a pickle of arbitrary classes: anything else is a ConfigError on every rank. Wire: one broadcast
     of the object as ``torch.save`` writes it.
     """
-    channel = current_channel()
-    problem = root_problem(root_rank, channel)
+    channel, root, problem = _meet(process_set, root_rank)
     payload, number = b"", 0
-    if channel is not None and channel.rank == root_rank:
+    if channel is not None and channel.rank == root:
         payload, number = _encode(obj)
     lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
     call = Call("broadcast_object", lines, number, problem)
@@ -103,17 +112,27 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
         return obj
 
     def work(numbers: list[int]) -> tuple[bytes, bool]:
-        length = abs(numbers[root_rank])
+        length = abs(numbers[root])
         buffer = torch.zeros(length, dtype=torch.uint8)
         if payload:
             buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        channel.broadcast(buffer, root_rank)
-        return buffer.numpy().tobytes(), numbers[root_rank] > 0
+        channel.broadcast(buffer, root)
+        return buffer.numpy().tobytes(), numbers[root] > 0
 
     received, encoded = channel.submit(call, work).result()
     if not encoded:
         raise ConfigError(f"broadcast_object: rank {root_rank}: {received.decode(errors='replace')}")
-    return obj if channel.rank == root_rank else _decode(received)
+    return obj if channel.rank == root else _decode(received)
+
+
+def _meet(process_set: Members, root_rank: Any) -> tuple[Channel | None, int, str | None]:
+    """The channel, the root's number in it, and why there is none."""
+    ranks = members(process_set)
+    channel = channel_of(ranks)
+    if isinstance(root_rank, int) and root_rank in ranks:
+        return channel, ranks.index(root_rank), None
+    there = f"a member of {ProcessSet(ranks)}" if process_set is not None else f"in 0 .. {len(ranks) - 1}"
+    return channel, 0, f"root_rank must be {there}, got {root_rank!r}"
 
 
 def _encode(obj: Any) -> tuple[bytes, int]:

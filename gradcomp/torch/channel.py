@@ -2,8 +2,8 @@
 
 On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of 56
 bytes per rank: a digest of what this rank calls. Waiting ends at a deadline, or within a second of another rank's
-failure, which is published in the job's key-value store (``user/abort``). Past a second of waiting a rank publishes how
-many calls it has made (``user/at/<rank>``), so that the ranks that stay away can be named.
+failure, which is published in the job's key-value store (``user/<ranks>/abort``). Past a second of waiting a rank
+publishes how many calls it has made (``user/<ranks>/at/<rank>``), so that the ranks that stay away can be named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from gradcomp.core.errors import (
     ConfigError,
@@ -31,6 +30,8 @@ from gradcomp.core.errors import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.torch.process_sets import Members, members
+from gradcomp.torch.runtime import Ranks, current
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
@@ -58,11 +59,14 @@ class Call:
 class Channel:
     """One process group's queue of calls and the thread that makes them."""
 
-    def __init__(self, group: Any, control: ControlChannel, timeout: float, stall_warning: float) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+    def __init__(
+        self, group: Any, control: ControlChannel, name: str, timeout: float, stall_warning: float
+    ) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
         self._group = group
         self._control = control
+        self._prefix = f"user/{name}"
         self._timeout_seconds = timeout
         self._stall_warning_seconds = stall_warning
         self._calls = 0
@@ -117,23 +121,18 @@ class Channel:
 
     def allreduce(self, tensor: torch.Tensor) -> None:
         """Sum in place. Wire: 2 d (N-1)/N bytes per rank for d bytes."""
-        self._wait(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+        self._wait(lambda: self._group.allreduce([tensor]))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite with the root's. Wire: d bytes to every rank but the root, along a tree."""
-        source = dist.get_global_rank(self._group, root)
-        self._wait(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))
+        self._wait(lambda: self._group.broadcast(tensor, root))
 
     def allgather(self, part: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Every rank's ``counts[i]`` bytes, one behind the other. Wire: N-1 times the own part per rank."""
         whole = torch.empty(sum(counts), dtype=torch.uint8)
         copies = part.repeat(self.size)
         splits = [part.numel()] * self.size
-        self._wait(
-            lambda: dist.all_to_all_single(
-                whole, copies, list(counts), splits, group=self._group, async_op=True
-            )
-        )
+        self._wait(lambda: self._group.alltoall_base(whole, copies, list(counts), splits))
         return whole
 
     # ------------------------------------------------------------------------------------------ the thread
@@ -202,8 +201,8 @@ class Channel:
             raise TransportError(_first_line(error)) from error
 
     def _look(self, waited_seconds: float) -> None:
-        self._control.publish(f"user/at/{self.rank}", str(self._calls).encode())
-        abort = self._control.lookup("user/abort")
+        self._control.publish(f"{self._prefix}/at/{self.rank}", str(self._calls).encode())
+        abort = self._control.lookup(f"{self._prefix}/abort")
         if abort is not None:
             self._failure = TransportError(abort.decode(errors="replace"))
             raise self._failure
@@ -214,7 +213,7 @@ class Channel:
         """The ranks that do not wait in this call."""
         absent = []
         for rank in range(self.size):
-            at = self._control.lookup(f"user/at/{rank}") or b"0"
+            at = self._control.lookup(f"{self._prefix}/at/{rank}") or b"0"
             if not at.isdigit() or int(at) < self._calls:
                 absent.append(str(rank))
         return f"rank {', '.join(absent)} did not call it" if absent else "all ranks called it"
@@ -231,38 +230,34 @@ class Channel:
 
     def _publish_abort(self, message: str) -> None:
         try:
-            if self._control.lookup("user/abort") is None:
-                self._control.publish("user/abort", message.encode())
+            if self._control.lookup(f"{self._prefix}/abort") is None:
+                self._control.publish(f"{self._prefix}/abort", message.encode())
         except TransportError:
             logger.debug("the abort could not be published", exc_info=True)
 
 
-_open: tuple[Any, Channel] | None = None
+def current_channel(process_set: Members = None) -> Channel | None:
+    """The channel of all ranks, or of some; None if this is the only one. StateError before ``init``."""
+    return channel_of(members(process_set))
 
 
-def current_channel() -> Channel | None:
-    """The channel of this life of gradcomp; None in a world of one. StateError before ``init``."""
-    from gradcomp.torch import runtime
-
-    global _open
-    group = runtime.user_group()
-    if group is None:
+def channel_of(ranks: Ranks) -> Channel | None:
+    """The channel among ``ranks`` in this life of gradcomp; the first call is collective."""
+    if len(ranks) == 1:
         return None
-    if _open is None or _open[0] is not group:
-        config = runtime.current().config
-        control = runtime.current().make_control()
-        _open = group, Channel(group, control, config.timeout_seconds, config.stall_warning_seconds)
-    return _open[1]
-
-
-def close(reason: str | None = None) -> bool:
-    """Called by ``shutdown``: finish what was begun, or tell the others why not. False if the group is unusable."""
-    global _open
-    held, _open = _open, None
-    if held is None:
-        return True
-    held[1].close(reason)
-    return not held[1].failed
+    state = current()
+    if ranks not in state.channels:
+        config = state.config
+        state.channels[ranks] = Channel(
+            state.group(ranks).group,
+            state.make_control(),
+            state.key(ranks),
+            config.timeout_seconds,
+            config.stall_warning_seconds,
+        )
+    channel = state.channels[ranks]
+    assert isinstance(channel, Channel)
+    return channel
 
 
 def alone(call: Call) -> Future[None]:
@@ -272,14 +267,6 @@ def alone(call: Call) -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
-
-
-def root_problem(root_rank: Any, channel: Channel | None) -> str | None:
-    """Why this is no rank to send from; None if it is one."""
-    size = 1 if channel is None else channel.size
-    if isinstance(root_rank, int) and 0 <= root_rank < size:
-        return None
-    return f"root_rank must be in 0 .. {size - 1}, got {root_rank!r}"
 
 
 def _difference(texts: Sequence[str]) -> str:

@@ -25,7 +25,8 @@ from gradcomp.core.state import Range
 from gradcomp.engine import Exchanger
 from gradcomp.pipeline import Pipeline, checkpoint
 from gradcomp.pipeline.snapshot import Shared, Snapshot, check, inherit, merge, restore, snapshot
-from gradcomp.torch.channel import Call, current_channel
+from gradcomp.torch.channel import Call, channel_of
+from gradcomp.torch.runtime import Ranks, current
 from gradcomp.transport.inprocess import World
 
 logger = logging.getLogger("gradcomp")
@@ -44,13 +45,13 @@ def save(directory: str | Path, opt: Any) -> None:
     not in it; save them as always. One directory holds one checkpoint of one optimizer: the new one takes the place of
     the old one in a single rename, after all ranks' files are on disk.
 
-    Collective, between two steps. Wire: a few hundred bytes per rank. Disk: 4 bytes for each element with feedback per
-    rank, and 4/N for the chunk owner's.
+    Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank. Disk: 4 bytes for each
+    element with feedback per rank, and 4/N for the chunk owner's.
     Raises StateError on every rank if a gradient has come that ``step()`` has not used, or a file cannot be written;
     the old checkpoint is then untouched. ConfigError if ``opt`` is something else, PlanMismatchError if the ranks call
     different things.
     """
-    talk = _Talk("gc.save")
+    talk = _Talk("gc.save", opt)
     path = Path(directory)
 
     def take() -> tuple[Snapshot, dict[str, str]]:
@@ -97,7 +98,7 @@ def load(directory: str | Path, opt: Any) -> None:
     layer is unknown, missing or misshapen (one error lists them all), the format is another version's, or a step is
     open. ConfigError and PlanMismatchError as for :func:`save`.
     """
-    talk = _Talk("gc.load")
+    talk = _Talk("gc.load", opt)
     path = Path(directory)
 
     def open_manifest() -> tuple[Keeper, str]:
@@ -128,7 +129,7 @@ class Keeper:
 
     Without an exchanger, in a world of one, it keeps for a later job what a checkpoint holds, and applies nothing.
     ``settle``: called before the state is read or replaced; raises StateError in the midst of a step. ``unit``: see
-    :class:`gradcomp.pipeline.snapshot.Shared`.
+    :class:`gradcomp.pipeline.snapshot.Shared`. ``ranks``: those that exchange.
     """
 
     def __init__(
@@ -139,8 +140,11 @@ class Keeper:
         exchanger: Exchanger | None,
         settle: Callable[[], None],
         unit: float = 1.0,
+        *,
+        ranks: Ranks,
     ) -> None:
         self.settle = settle
+        self.ranks = ranks
         self._layers = layers
         self._plan = plan
         self._config = config
@@ -210,12 +214,17 @@ class Keeper:
 
 def keeper_of(opt: Any) -> Keeper:
     """The keeper of a distributed optimizer or of a hook's state; ConfigError for anything else."""
-    keeper = getattr(getattr(opt, "_gradcomp", opt), "keeper", None)
-    if not isinstance(keeper, Keeper):
+    keeper = _keeper_or_none(opt)
+    if keeper is None:
         raise ConfigError(
             f"expected what DistributedOptimizer or ddp_comm_hook returned, got {type(opt).__name__}"
         )
     return keeper
+
+
+def _keeper_or_none(opt: Any) -> Keeper | None:
+    keeper = getattr(getattr(opt, "_gradcomp", opt), "keeper", None)
+    return keeper if isinstance(keeper, Keeper) else None
 
 
 @contextmanager
@@ -278,11 +287,12 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 
 
 class _Talk:
-    """What the ranks tell each other in one call. They go on only if it went well on all of them."""
+    """What the ranks of ``opt`` tell each other in one call. They go on only if it went well on all of them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, opt: Any) -> None:
         self._name = name
-        self._channel = current_channel()
+        keeper = _keeper_or_none(opt)
+        self._channel = channel_of(current().everyone if keeper is None else keeper.ranks)
         self.rank = 0 if self._channel is None else self._channel.rank
         self.size = 1 if self._channel is None else self._channel.size
 

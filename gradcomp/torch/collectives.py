@@ -2,8 +2,10 @@
 
 All ranks call the same in the same order. Each call costs one small round (56 bytes per rank) in which the ranks
 compare what they call; then the data move. d is the size of the tensor on the wire, N the number of ranks. In a world
-of one nothing moves. All of them raise StateError before ``init``, ConfigError for an argument that cannot be exchanged
-and PlanMismatchError if the calls differ, both on every rank, and TransportError if a rank is dead or stays away.
+of one nothing moves. ``process_set``: the ranks that take part, if not all (see :class:`ProcessSet`).
+
+All of them raise StateError before ``init``, ConfigError for an argument that cannot be exchanged and PlanMismatchError
+if the calls differ, both on every rank, and TransportError if a rank is dead or stays away.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from gradcomp.core.errors import WireFormatError
 from gradcomp.torch.channel import Call, alone, current_channel
+from gradcomp.torch.process_sets import Members
 from gradcomp.torch.tensors import bytes_of, dense_problem, dtype_name, form
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,7 +63,11 @@ class Handle:
 
 
 def allreduce(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: Members = None,
 ) -> torch.Tensor:
     """The mean (default) or sum of ``tensor`` over ranks, as a new tensor of its dtype and device; differentiable.
 
@@ -69,29 +76,41 @@ def allreduce(
     them. Wire: one allreduce, 2 d (N-1)/N bytes per rank.
     """
     if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-        return _AllReduce.apply(tensor, average, name, op)  # type: ignore[no-any-return, no-untyped-call]
-    return allreduce_async(tensor, average, name, op).wait()
+        return _AllReduce.apply(tensor, average, name, op, process_set)  # type: ignore[no-any-return, no-untyped-call]
+    return allreduce_async(tensor, average, name, op, process_set).wait()
 
 
 def allreduce_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: Members = None,
 ) -> torch.Tensor:
     """As :func:`allreduce`, in place and not differentiable; returns ``tensor``."""
-    return allreduce_async_(tensor, average, name, op).wait()
+    return allreduce_async_(tensor, average, name, op, process_set).wait()
 
 
 def allreduce_async(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: Members = None,
 ) -> Handle:
     """Begin an :func:`allreduce` of the values that ``tensor`` has now; not differentiable."""
-    return _begin_allreduce(tensor, average, name, op, None)
+    return _begin_allreduce(tensor, average, name, op, process_set, None)
 
 
 def allreduce_async_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: Members = None,
 ) -> Handle:
     """Begin an :func:`allreduce_`; ``tensor`` is overwritten by :func:`synchronize`, not before."""
-    return _begin_allreduce(tensor, average, name, op, tensor)
+    return _begin_allreduce(tensor, average, name, op, process_set, tensor)
 
 
 def poll(handle: Handle) -> bool:
@@ -109,6 +128,7 @@ def _begin_allreduce(
     average: bool | None,
     name: str | None,
     op: ReduceOp | None,
+    process_set: Members,
     out: torch.Tensor | None,
 ) -> Handle:
     reduce_op, problem = _reduce_op(average, op)
@@ -117,7 +137,7 @@ def _begin_allreduce(
         problem = f"the average of {tensor.dtype} is not defined; use op=Sum, or a floating-point tensor"
     wire = torch.empty(0) if problem else _to_wire(tensor)
     called = f"allreduce(name={name!r}, op={reduce_op.name}) of {form(tensor)}"
-    channel, call = current_channel(), Call("allreduce", [called], problem=problem)
+    channel, call = current_channel(process_set), Call("allreduce", [called], problem=problem)
 
     def finish() -> torch.Tensor:
         if channel is not None and reduce_op is Average:
@@ -152,35 +172,35 @@ class _AllReduce(torch.autograd.Function):
     """The gradient of an average (sum) over ranks is the average (sum) of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, average: Any, name: Any, op: Any) -> torch.Tensor:
-        ctx.arguments = average, name, op
-        return allreduce_async(tensor, average, name, op).wait()
+    def forward(ctx: Any, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        ctx.arguments = arguments
+        return allreduce_async(tensor, *arguments).wait()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return allreduce_async(gradients[0], *ctx.arguments).wait(), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return allreduce_async(gradients[0], *ctx.arguments).wait(), None, None, None, None
 
 
 # --------------------------------------------------------------------------------------- allgather, barrier
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Members = None) -> torch.Tensor:
     """Every rank's ``tensor`` in rank order, joined along the first dimension; differentiable.
 
     Any dtype, at least one dimension; first dimensions may differ between ranks, the others may not. Returns a new
     tensor on the same device. Wire: one all-to-all, (N-1) d bytes per rank.
     """
     if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-        return _AllGather.apply(tensor, name)  # type: ignore[no-any-return, no-untyped-call]
-    return _allgather(tensor, name)[0]
+        return _AllGather.apply(tensor, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
+    return _allgather(tensor, name, process_set)[0]
 
 
-def _allgather(tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, int]:
+def _allgather(tensor: torch.Tensor, name: str | None, process_set: Members) -> tuple[torch.Tensor, int]:
     """The joined tensor, and the row at which this rank's part begins."""
     problem = dense_problem(tensor)
     if problem is None and tensor.dim() == 0:
         problem = "a tensor without dimensions cannot be joined; use tensor.reshape(1)"
-    channel = current_channel()
+    channel = current_channel(process_set)
     rows = 0 if problem else tensor.shape[0]
     form = "" if problem else f"{dtype_name(tensor.dtype)} [*, {str(list(tensor.shape[1:]))[1:]}"
     call = Call("allgather", [f"allgather(name={name!r}) of {form}"], rows, problem)
@@ -204,20 +224,20 @@ class _AllGather(torch.autograd.Function):
     """The gradient of a rank's part is the sum over ranks of the gradients of these rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: Any) -> torch.Tensor:
-        joined, ctx.start = _allgather(tensor, name)
-        ctx.rows, ctx.name = tensor.shape[0], name
+    def forward(ctx: Any, tensor: torch.Tensor, name: Any, process_set: Any) -> torch.Tensor:
+        joined, ctx.start = _allgather(tensor, name, process_set)
+        ctx.rows, ctx.name, ctx.process_set = tensor.shape[0], name, process_set
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole = allreduce_async(gradients[0], name=ctx.name, op=Sum).wait()
-        return whole[ctx.start : ctx.start + ctx.rows], None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        whole = allreduce_async(gradients[0], name=ctx.name, op=Sum, process_set=ctx.process_set).wait()
+        return whole[ctx.start : ctx.start + ctx.rows], None, None
 
 
-def barrier() -> None:
+def barrier(process_set: Members = None) -> None:
     """Return once every rank has called it. Wire: the round in which calls are compared, nothing else."""
     call = Call("barrier", ["barrier()"])
-    channel = current_channel()
+    channel = current_channel(process_set)
     if channel is not None:
         channel.submit(call, lambda _: None).result()

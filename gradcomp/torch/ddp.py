@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
@@ -26,9 +25,11 @@ from gradcomp.pipeline import Bucket, Layout
 from gradcomp.torch import runtime
 from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.layers import Named, dtype_name
+from gradcomp.torch.process_sets import members
 from gradcomp.torch.report import Readers, Reporter
+from gradcomp.torch.runtime import Ranks
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
-from gradcomp.transport.torch import TorchTransport
+from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
 
@@ -61,14 +62,16 @@ def ddp_comm_hook(
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
 
-    Collective; DDP and gradcomp must have the same ranks. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per
-    rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes an element.
+    Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
+    2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
+    an element.
     Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients,
     PlanMismatchError on every rank if the ranks differ, StateError before ``init()``. What fails later (TransportError,
     StateError) ``backward()`` raises, as that type; in the first step under ``static_graph=True`` as a RuntimeError
     with its text, for DDP then waits for the futures.
     """
     state = runtime.current()
+    ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
 
     def validate() -> tuple[Named, Proposal]:
         policy = as_policy(compression)
@@ -76,14 +79,13 @@ def ddp_comm_hook(
             raise ConfigError(
                 f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
             )
-        _check_ranks(state, model)
         named = _named(model)
         return named, propose(policy, named)
 
-    (named, proposal), transport = validate_together(state, validate)
+    (named, proposal), transport = validate_together(state, ranks, validate)
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
-    return HookState(state, named, proposal, transport, grad_scaler), exchange_bucket
+    return HookState(state, ranks, named, proposal, transport, grad_scaler), exchange_bucket
 
 
 def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tensor]:
@@ -97,9 +99,10 @@ class HookState(Readers):
     def __init__(
         self,
         state: runtime.Runtime,
+        ranks: Ranks,
         named: Named,
         proposal: Proposal,
-        transport: TorchTransport | None,
+        transport: Transport | None,
         grad_scaler: Any,
     ) -> None:
         layers = proposal.layers
@@ -117,10 +120,16 @@ class HookState(Readers):
         self._reporter: Reporter | None = None
         if transport is not None:
             self._exchanger, self._reporter = start(
-                state, transport, proposal, self._allocate, listener=self._futures, order_step=_ORDER_STEP
+                state,
+                ranks,
+                transport,
+                proposal,
+                self._allocate,
+                listener=self._futures,
+                order_step=_ORDER_STEP,
             )
         #: Where :func:`gradcomp.torch.save` finds the compression state.
-        self.keeper = Keeper(layers, proposal.plan, state.config, self._exchanger, self.settle)
+        self.keeper = Keeper(layers, proposal.plan, state.config, self._exchanger, self.settle, ranks=ranks)
 
     # -- what a user may ask --------------------------------------------------------------------------------------
 
@@ -183,7 +192,7 @@ class HookState(Readers):
             return self._hand_in(exchanger, bucket)
         except Exception as error:
             if exchanger.error is None:  # the others wait for this bucket
-                exchanger.abort(f"rank {runtime.rank_of(self._runtime)}: {type(error).__name__}: {error}")
+                exchanger.abort(f"rank {self._runtime.rank}: {type(error).__name__}: {error}")
             raise
 
     def _hand_in(self, exchanger: Exchanger, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -317,16 +326,6 @@ class BucketFutures:
 
 def _value(future: Future[torch.Tensor]) -> torch.Tensor:
     return future.value()
-
-
-def _check_ranks(state: runtime.Runtime, model: torch.nn.Module) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        return
-    theirs = dist.get_process_group_ranks(model.process_group)
-    if theirs != state.ranks:
-        raise ConfigError(
-            f"DistributedDataParallel runs on ranks {theirs}, gradcomp on {state.ranks}; give init() its process group"
-        )
 
 
 def _named(model: torch.nn.Module) -> Named:

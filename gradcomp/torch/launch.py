@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class Launch:
     horovod_server: Address | None = None
     #: This host as horovodrun names it.
     hostname: str | None = None
+    #: This host: the same for ranks that share it, and only for them.
+    host: str = field(default_factory=socket.gethostname)
     #: The network interface that GLOO_SOCKET_IFNAME asks for.
     interface: str | None = None
     #: The launcher's own name for this job; the same for all of its ranks on this host.

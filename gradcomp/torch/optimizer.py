@@ -20,7 +20,9 @@ from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.collectives import Average, ReduceOp, Sum
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
+from gradcomp.torch.process_sets import Members, members
 from gradcomp.torch.report import Readers, Reporter
+from gradcomp.torch.runtime import Ranks
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -38,6 +40,7 @@ def DistributedOptimizer(
     *,
     finish: Finish = "backward",
     grad_scaler: torch.amp.GradScaler | None = None,
+    process_set: Members = None,
 ) -> Optimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -55,6 +58,8 @@ def DistributedOptimizer(
         sparse_as_dense: exchange sparse gradients as dense ones; else their rows are gathered, uncompressed.
         finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
+            dimension of a DeviceMesh. Only they call this.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the
     compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
@@ -71,7 +76,7 @@ def DistributedOptimizer(
         finish,
         grad_scaler,
     )
-    core = _build(state, optimizer, named_parameters, arguments)
+    core = _build(state, members(process_set), optimizer, named_parameters, arguments)
     _adopt(optimizer, core)
     return optimizer
 
@@ -112,8 +117,15 @@ class Core:
     """What a distributed optimizer has beside the wrapped one."""
 
     def __init__(
-        self, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange, keeper: Keeper
+        self,
+        ranks: Ranks,
+        arguments: Arguments,
+        named: Named,
+        frozen: Named,
+        exchange: GradientExchange,
+        keeper: Keeper,
     ) -> None:
+        self.ranks = ranks
         self.arguments = arguments
         self.named = named
         self.frozen = frozen
@@ -127,6 +139,7 @@ class Core:
 
 def _build(
     state: runtime.Runtime,
+    ranks: Ranks,
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None,
     arguments: Arguments,
@@ -144,13 +157,13 @@ def _build(
         named, frozen = name_parameters(optimizer, named_parameters)
         return timing, named, frozen, propose(policy, named, 0 if before is None else before.keeper.step)
 
-    (timing, named, frozen, proposal), transport = validate_together(state, validate)
+    (timing, named, frozen, proposal), transport = validate_together(state, ranks, validate)
     exchange = GradientExchange(
         [p for _, p in named],
         [n for n, _ in named],
         timing,
         sparse_as_dense=arguments.sparse_as_dense,
-        divisor=float(state.size) if arguments.op is Average else 1.0,
+        divisor=float(len(ranks)) if arguments.op is Average else 1.0,
         predivide=arguments.predivide,
         grad_scaler=arguments.grad_scaler,
         rate=lambda: float(optimizer.param_groups[0].get("lr", 0.0)),
@@ -163,6 +176,7 @@ def _build(
         average = arguments.op is Average
         exchanger, reporter = start(
             state,
+            ranks,
             transport,
             proposal,
             exchange.allocate,
@@ -185,9 +199,10 @@ def _build(
         state.config,
         exchanger,
         settle=lambda: _settle(exchange),
+        ranks=ranks,
         unit=arguments.predivide,
     )
-    core = Core(arguments, named, frozen, exchange, keeper)
+    core = Core(ranks, arguments, named, frozen, exchange, keeper)
     core.reporter = reporter
     return core
 
@@ -368,7 +383,7 @@ def _rebuild(optimizer: Any, core: Core, named: NamedParameters) -> None:
     state = runtime.current()
     old = core.exchange
     old.drain()
-    fresh = _build(state, optimizer, named, core.arguments, before=core)
+    fresh = _build(state, core.ranks, optimizer, named, core.arguments, before=core)
     old.detach()
     fresh.keeper.inherit(core.keeper)
     if old.attached:

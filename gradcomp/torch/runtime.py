@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from gradcomp import kernels
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.core.topology import Topology
 from gradcomp.engine import Engine, Exchanger
-from gradcomp.torch import channel
 from gradcomp.torch.launch import Launch, discover
-from gradcomp.torch.rendezvous import connect
+from gradcomp.torch.rendezvous import connect, placed
 from gradcomp.transport.torch import TorchControl, TorchTransport
 from gradcomp.version import __version__
 
@@ -32,29 +32,70 @@ logger = logging.getLogger("gradcomp")
 FAREWELL_SECONDS = 10.0
 
 
+#: Numbers of the job's ranks, ascending.
+Ranks = tuple[int, ...]
+
+
+class _Channel(Protocol):
+    """A :class:`gradcomp.torch.channel.Channel`, which stands above this module."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def close(self, reason: str | None = None) -> None: ...
+
+
 @dataclass(eq=False)
 class Runtime:
-    """What :func:`init` set up. ``user_group`` serves the user's own collectives, in program order."""
+    """What :func:`init` set up. ``ranks``: the job's, by their numbers in torch.distributed."""
 
     launch: Launch
     config: Config
-    ranks: list[int]
+    ranks: tuple[int, ...]
     owns_default_group: bool
     engine: Engine = field(default_factory=Engine)
-    user_group: Any = None
     exchangers: list[Exchanger] = field(default_factory=list)
-    names: Any = field(default_factory=count)
     process: int = field(default_factory=os.getpid)
+    #: One group per set of ranks, for the user's own collectives.
+    groups: dict[Ranks, TorchTransport] = field(default_factory=dict)
+    channels: dict[Ranks, _Channel] = field(default_factory=dict)
+    rank: int = field(init=False)
+    topology: Topology = field(init=False)
+    _names: dict[Ranks, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
+        self.topology = Topology.one_host(self.size)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
 
-    def make_transport(self) -> TorchTransport:
-        """A communicator of its own for an exchanger; collective."""
-        whole = len(self.ranks) == dist.get_world_size()
-        return TorchTransport(None if whole else self.ranks, self.config.timeout_seconds)
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks of the job."""
+        return tuple(range(self.size))
+
+    def make_group(self, ranks: Ranks) -> TorchTransport:
+        """A new communicator through torch.distributed; collective over ``ranks``."""
+        return TorchTransport([self.ranks[rank] for rank in ranks], self.config.timeout_seconds)
+
+    def group(self, ranks: Ranks) -> TorchTransport:
+        """The communicator of the user's own collectives among ``ranks``; the first call is collective."""
+        if ranks not in self.groups:
+            self.groups[ranks] = self.make_group(ranks)
+        return self.groups[ranks]
+
+    def name(self, ranks: Ranks) -> str:
+        """A name for one more exchanger among ``ranks``: the same on all of them."""
+        number = self._names.get(ranks, 0)
+        self._names[ranks] = number + 1
+        return f"{self.key(ranks)}-{number}"
+
+    def key(self, ranks: Ranks) -> str:
+        """What tells these ranks from others in the job's key-value store."""
+        return "all" if ranks == self.everyone else hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
     def make_control(self) -> TorchControl:
         """A connection to the job's key-value store. It may take long where names are resolved slowly: make few."""
@@ -102,13 +143,13 @@ def init(process_group: Any = None, **settings: Any) -> None:
         raise ConfigError("process_group was given, but torch.distributed is not initialised")
     if owns and launch.size > 1:
         launch = connect(launch, config.timeout_seconds)
-    ranks = [0]
+    ranks: tuple[int, ...] = (0,)
     if dist.is_initialized():
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     _generation += 1
     runtime = Runtime(launch, config, ranks, owns and dist.is_initialized())
     if runtime.size > 1:
-        runtime.user_group = runtime.make_transport()
+        _find_hosts(runtime)
     _runtime = runtime
     atexit.register(shutdown)
     _banner(runtime)
@@ -129,34 +170,44 @@ def shutdown() -> None:
     failed = getattr(sys, "last_value", None)
     reason = None
     if failed is not None:
-        reason = f"rank {rank_of(runtime)} ended with {type(failed).__name__}: {failed}"
+        reason = f"rank {runtime.rank} ended with {type(failed).__name__}: {failed}"
         for exchanger in runtime.exchangers:
             exchanger.abort(reason)
-    orderly = channel.close(reason) and failed is None
+    for channel in runtime.channels.values():
+        channel.close(reason)
+    orderly = failed is None and not any(channel.failed for channel in runtime.channels.values())
     orderly = orderly and all(exchanger.error is None for exchanger in runtime.exchangers)
-    if orderly and runtime.user_group is not None:
-        _farewell(runtime)
+    if orderly and runtime.size > 1:
+        _farewell(runtime.group(runtime.everyone))
     runtime.engine.stop()
     for exchanger in runtime.exchangers:
         exchanger.close()
-    if runtime.user_group is not None:
+    for group in runtime.groups.values():
         if orderly:
-            runtime.user_group.close()
+            group.close()
         else:
-            runtime.user_group.abandon()
+            group.abandon()
     if runtime.owns_default_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _farewell(runtime: Runtime) -> None:
+def _find_hosts(runtime: Runtime) -> None:
+    """Which ranks share a host, by the launcher's names of hosts; local and cross values where it gave none."""
+    names = runtime.group(runtime.everyone).allgather_bytes(runtime.launch.host.encode())
+    hosts = [name.decode(errors="replace") for name in names]
+    runtime.topology = Topology.of(hosts)
+    runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+
+
+def _farewell(group: TorchTransport) -> None:
     """A bounded barrier: the rank that hosts the job's store must not leave first."""
     try:
-        handle = runtime.user_group.allreduce(np.zeros(1, dtype=np.float32))
+        handle = group.allreduce(np.zeros(1, dtype=np.float32))
         deadline = monotonic() + FAREWELL_SECONDS
         while not handle.poll():
             if monotonic() > deadline:
                 logger.warning("shutdown: the other ranks did not arrive within %.0f s", FAREWELL_SECONDS)
-                runtime.user_group.abandon()
+                group.abandon()
                 return
             sleep(1e-3)
     except TransportError as error:
@@ -175,14 +226,9 @@ def current() -> Runtime:
     return _runtime
 
 
-def rank_of(runtime: Runtime) -> int:
-    """This process's number among the runtime's ranks."""
-    return runtime.ranks.index(dist.get_rank()) if runtime.size > 1 else 0
-
-
 def rank() -> int:
     """This process's number, 0 .. size - 1."""
-    return rank_of(current())
+    return current().rank
 
 
 def size() -> int:
@@ -200,10 +246,14 @@ def local_size() -> int:
     return current().launch.local_size
 
 
-def user_group() -> Any:
-    """The process group of the user's own collectives; None in a world of one."""
-    group = current().user_group
-    return None if group is None else group.group
+def cross_rank() -> int:
+    """This process's number among those with its local rank, one on each host that has so many."""
+    return current().launch.cross_rank
+
+
+def cross_size() -> int:
+    """Number of processes with this one's local rank."""
+    return current().launch.cross_size
 
 
 def _launch_of_existing_group() -> Launch:
@@ -239,7 +289,7 @@ def _start_logging(config: Config) -> None:
 
 
 def _banner(runtime: Runtime) -> None:
-    if rank_of(runtime) == 0:
+    if runtime.rank == 0:
         logger.info(
             "%s: %d ranks by %s, transport torch.distributed (gloo), torch %s, kernels %s",
             __version__,

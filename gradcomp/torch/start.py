@@ -20,18 +20,19 @@ from gradcomp.engine.agreement import agree
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.torch.layers import Named, spec
 from gradcomp.torch.report import Reporter, banner
-from gradcomp.torch.runtime import Runtime
-from gradcomp.transport.torch import TorchTransport
+from gradcomp.torch.runtime import Ranks, Runtime
+from gradcomp.torch.transports import make_transport
+from gradcomp.transport.base import Transport
 
 T = TypeVar("T")
 
 
-def validate_together(state: Runtime, validate: Callable[[], T]) -> tuple[T, TorchTransport | None]:
+def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -> tuple[T, Transport | None]:
     """What ``validate`` returns, and a communicator; None in a world of one.
 
-    Collective. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
+    Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
-    transport = state.make_transport() if state.size > 1 else None
+    transport = make_transport(state, ranks) if len(ranks) > 1 else None
     try:
         return validate(), transport
     except Exception as error:
@@ -61,7 +62,8 @@ def propose(policy: Policy, named: Named, step: int = 0) -> Proposal:
 
 def start(
     state: Runtime,
-    transport: TorchTransport,
+    ranks: Ranks,
+    transport: Transport,
     proposal: Proposal,
     allocate: Allocate,
     *,
@@ -79,7 +81,7 @@ def start(
         state.engine_control,
         state.config,
         allocate,
-        name=str(next(state.names)),
+        name=state.name(ranks),
         average=average,
         listener=listener,
         order_step=order_step,

@@ -1,4 +1,4 @@
-"""torch.distributed as a transport: a process group of gradcomp's own, made from the ranks of the user's."""
+"""torch.distributed as a transport: a Gloo group of gradcomp's own, made from some of the default group's ranks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
 _ANSWER_SECONDS = 3.0
 
 
+#: Groups made so far, by their ranks: what tells one from the next of the same ranks.
+_groups_made: dict[tuple[int, ...], int] = {}
+
+
 @dataclass(eq=False)
 class _Handle:
     """A collective under way; keeps its tensors alive."""
@@ -54,35 +58,44 @@ def _reason(error: RuntimeError) -> str:
 class TorchTransport(Transport):
     """Collectives on CPU memory through Gloo.
 
-    Construction is collective over ``ranks`` (global ranks; None: all). All-gathers of unequal parts go through
+    Construction is collective over ``ranks`` (numbers in the default group, ascending), which all members make their
+    groups of in the same order. All-gathers of unequal parts go through
     all-to-all, which Gloo runs faster than its all-gather.
     """
 
-    def __init__(self, ranks: Sequence[int] | None, timeout_seconds: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
+        # new_group() names a group after the number of groups that a process has, so that ranks of several sets, which
+        # have more of them, would not meet the others.
+        number = _groups_made.get(tuple(ranks), 0)
+        _groups_made[tuple(ranks)] = number + 1
+        self.rank = list(ranks).index(dist.get_rank())
+        self.size = len(ranks)
+        self.bytes_sent = 0
+        store = PrefixStore(
+            f"gradcomp/group/{','.join(map(str, ranks))}/{number}", dist.distributed_c10d._get_default_store()
+        )
         try:
-            self._group = dist.new_group(
-                ranks=None if ranks is None else list(ranks),
-                timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS),
-                backend="gloo",
-                use_local_synchronization=ranks is not None,
+            self._group: Any = dist.ProcessGroupGloo(
+                store,
+                self.rank,
+                self.size,
+                timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS),
             )
         except RuntimeError as error:
             raise TransportError(f"the ranks could not meet: {_reason(error)}") from error
-        self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
-        self.bytes_sent = 0
-        self._abandoned = False
+        # Nobody but close() destroys it: not a forked child, which lacks its threads, nor the interpreter at its end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     @property
     def group(self) -> Any:
-        """The process group."""
+        """The Gloo group; None once closed or given up."""
         return self._group
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
         """See :class:`Transport`."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         tensor = torch.from_numpy(array)
-        return self._issue(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
+        return self._issue(lambda: self._group.allreduce([tensor]), tensor)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
@@ -106,11 +119,7 @@ class TorchTransport(Transport):
         self, target: torch.Tensor, source: torch.Tensor, out_splits: list[int], in_splits: list[int]
     ) -> _Handle:
         return self._issue(
-            lambda: dist.all_to_all_single(
-                target, source, out_splits, in_splits, group=self._group, async_op=True
-            ),
-            target,
-            source,
+            lambda: self._group.alltoall_base(target, source, out_splits, in_splits), target, source
         )
 
     def _issue(self, call: Any, *tensors: torch.Tensor) -> _Handle:
@@ -121,15 +130,13 @@ class TorchTransport(Transport):
 
     def abandon(self) -> None:
         """Give the group up after a failure: its destructor would wait for collectives that never end."""
-        if not self._abandoned:
-            self._abandoned = True
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = None
 
     def close(self) -> None:
         """Destroy the group, unless it was abandoned."""
-        if not self._abandoned and dist.is_initialized():
-            self._abandoned = True
-            dist.destroy_process_group(self._group)
+        group, self._group = self._group, None
+        if group is not None:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 class TorchControl(ControlChannel):

@@ -53,6 +53,19 @@ class TestHosts:
             "012", f"3{first}"
         )
 
+    def test_ranks_of_a_host_share_it(self, tmp_path):
+        code = (
+            "import os, pathlib, sys; e = os.environ; "
+            "place = [e['WORLD_SIZE'], e['GROUP_RANK'], e['LOCAL_RANK'], e['LOCAL_WORLD_SIZE']]; "
+            "pathlib.Path(sys.argv[1], e['RANK']).write_text(' '.join(place) + os.readlink('/proc/self/ns/net'))"
+        )
+        with hosts.Hosts(2, ranks_per_host=2) as made:
+            assert made.run([sys.executable, "-c", code, str(tmp_path)]) == [0] * 4
+        found = [(tmp_path / str(rank)).read_text().partition("net:") for rank in range(4)]
+        assert [text for text, _, _ in found] == ["4 0 0 2", "4 0 1 2", "4 1 0 2", "4 1 1 2"]
+        namespaces = [namespace for _, _, namespace in found]
+        assert namespaces[0] == namespaces[1] != namespaces[2] == namespaces[3]
+
     def test_the_interface_counts_what_was_sent(self):
         code = (
             "import os, socket, sys\n"

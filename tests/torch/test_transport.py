@@ -27,7 +27,7 @@ def gathered(value) -> list:
 
 
 def transport():
-    return runtime.current().make_transport()
+    return runtime.current().make_group(runtime.current().everyone)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

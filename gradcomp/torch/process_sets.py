@@ -1,0 +1,81 @@
+"""Some of the job's ranks, for optimizers and collectives of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.torch import runtime
+
+#: What ``process_set=`` takes; None: all ranks.
+Members = Any
+
+
+class ProcessSet:
+    """Some of the job's ranks. Making one is local and costs nothing; its ranks meet when they first use it.
+
+    ``ranks``: numbers of the job, in any order; ranks count in ascending order within the set. A rank may be in any
+    number of sets. The members must use it alike, in the same order; the others must not use it. Errors that come up
+    while members exchange name them by their number in the set. Horovod's name and meaning; differs in that nobody
+    need register it.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        given = list(ranks)
+        if not given or any(type(rank) is not int or rank < 0 for rank in given):
+            raise ConfigError(f"a process set needs ranks, which are 0 or more, got {given}")
+        if len(set(given)) < len(given):
+            raise ConfigError(f"a process set has every rank once, got {given}")
+        self.ranks = tuple(sorted(given))
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({list(self.ranks)})"
+
+    def included(self) -> bool:
+        """Whether this process is a member. StateError before ``init``."""
+        return runtime.rank() in self.ranks
+
+    def rank(self) -> int:
+        """This process's number within the set; -1 if it is not a member."""
+        return self.ranks.index(runtime.rank()) if self.included() else -1
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+def members(process_set: Members) -> tuple[int, ...]:
+    """The numbers, in the job, of the ranks of a process set, a group of torch.distributed or a mesh dimension.
+
+    ConfigError for anything else, for ranks that the job does not have, and where this process is not a member.
+    """
+    state = runtime.current()
+    if process_set is None:
+        return tuple(range(state.size))
+    if isinstance(process_set, DeviceMesh):
+        if process_set.ndim != 1:
+            raise ConfigError(
+                f"a mesh of {process_set.ndim} dimensions is no process set; give one dimension, as mesh['name']"
+            )
+        process_set = process_set.get_group()
+    if isinstance(process_set, dist.ProcessGroup):
+        there = dist.get_process_group_ranks(process_set)
+        if not set(there) <= set(state.ranks):
+            raise ConfigError(f"the group has ranks {there}, gradcomp was initialised on {list(state.ranks)}")
+        ranks = tuple(sorted(state.ranks.index(rank) for rank in there))
+    elif isinstance(process_set, ProcessSet):
+        ranks = process_set.ranks
+        if ranks[-1] >= state.size:
+            raise ConfigError(f"{process_set}: the job has ranks 0 .. {state.size - 1}")
+    else:
+        raise ConfigError(
+            "process_set must be a ProcessSet, a group of torch.distributed or a DeviceMesh of one dimension, "
+            f"got {type(process_set).__name__}"
+        )
+    if state.rank not in ranks:
+        raise ConfigError(f"rank {state.rank} is not a member of {ProcessSet(ranks)}")
+    return ranks

@@ -1,0 +1,191 @@
+"""Optimizers and collectives of some of the ranks."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from batch import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import gradcomp.torch as gc
+
+
+def model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(40, 30)
+
+
+def train(
+    process_set, steps: int = 3, compression: str = "quantize:bits=4,bucket_size=64"
+) -> torch.nn.Module:
+    """Every rank has other data; returns the model."""
+    net = model()
+    opt = gc.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters(),
+        compression=compression,
+        process_set=process_set,
+    )
+    data = torch.Generator().manual_seed(gc.rank())
+    for _ in range(steps):
+        opt.zero_grad()
+        net(torch.randn(8, 40, generator=data)).square().mean().backward()
+        opt.step()
+    return net
+
+
+def weights(net: torch.nn.Module) -> list[float]:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
+
+
+def everyones(net: torch.nn.Module) -> list[list[float]]:
+    parts = gc.allgather(torch.tensor(weights(net)).reshape(1, -1))
+    return parts.tolist()
+
+
+@on_ranks(4)
+def test_each_half_trains_on_its_own():
+    half = gc.ProcessSet([0, 1] if gc.rank() < 2 else [3, 2])
+    found = everyones(train(half))
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
+    assert half.included()
+    assert half.size() == 2
+    assert half.rank() == gc.rank() % 2
+
+
+@on_ranks(4)
+def test_the_mean_is_over_the_members():
+    mine = gc.ProcessSet([1, 3] if gc.rank() % 2 else [0, 2])
+    net = model()
+    before = net.weight.detach().clone()
+    opt = gc.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), process_set=mine
+    )
+    net.weight.grad = None
+    (net.weight.sum() * float(gc.rank() + 1)).backward()
+    opt.step()
+    mean = (1 + 3) / 2 if gc.rank() % 2 == 0 else (2 + 4) / 2
+    torch.testing.assert_close(before - net.weight.detach(), torch.full_like(before, mean))
+
+
+@on_ranks(4)
+def test_a_set_of_one_exchanges_nothing_and_the_others_go_on():
+    if gc.rank() == 3:
+        train(gc.ProcessSet([3]))
+    else:
+        train(gc.ProcessSet([0, 1, 2]))
+    gc.barrier()
+
+
+@on_ranks(4)
+def test_overlapping_sets_serve_different_optimizers():
+    left, right = gc.ProcessSet([0, 1, 2]), gc.ProcessSet([2, 3])
+    if gc.rank() in left.ranks:
+        train(left)
+    if gc.rank() in right.ranks:
+        train(right)
+    gc.barrier()
+
+
+@on_ranks(4)
+def test_a_group_of_torch_distributed_is_a_process_set():
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = everyones(train(halves[gc.rank() // 2]))
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+
+
+@on_ranks(4)
+def test_a_dimension_of_a_mesh_is_a_process_set():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    found = everyones(train(mesh["data"]))
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
+    with pytest.raises(gc.ConfigError, match="2 dimensions"):
+        train(mesh)
+
+
+@on_ranks(4)
+def test_the_hook_takes_the_ranks_of_its_model():
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][gc.rank() % 2]
+    net = torch.nn.parallel.DistributedDataParallel(model(), process_group=group)
+    net.register_comm_hook(*gc.ddp_comm_hook(net, "quantize:bits=4,bucket_size=64"))
+    data = torch.Generator().manual_seed(gc.rank())
+    for _ in range(3):
+        net.zero_grad()
+        net(torch.randn(8, 40, generator=data)).square().mean().backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(p.grad, alpha=-0.1)
+    found = everyones(net.module)
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    assert found[0] != found[1]
+
+
+@on_ranks(4)
+def test_collectives_of_some_of_the_ranks():
+    some = gc.ProcessSet([1, 2, 3])
+    if gc.rank() == 0:
+        with pytest.raises(gc.ConfigError, match="rank 0 is not a member"):
+            gc.allreduce(torch.ones(3), process_set=some)
+    else:
+        assert gc.allreduce(torch.full((3,), float(gc.rank())), process_set=some).tolist() == [2.0] * 3
+        rows = gc.allgather(torch.full((gc.rank(), 2), gc.rank()), process_set=some)
+        assert rows[:, 0].tolist() == [1, 2, 2, 3, 3, 3]
+        assert gc.broadcast_object(gc.rank() * 10, root_rank=2, process_set=some) == 20
+        net = model(seed=gc.rank())
+        gc.broadcast_parameters(net.state_dict(), root_rank=3, process_set=some)
+        assert torch.equal(net.weight, model(seed=3).weight)
+        with pytest.raises(gc.ConfigError, match="root_rank must be a member"):
+            gc.broadcast_object(1, root_rank=0, process_set=some)
+        gc.barrier(process_set=some)
+    gc.barrier()
+
+
+@on_ranks(4)
+def test_checkpoints_are_of_the_members():
+    half = gc.ProcessSet([0, 1] if gc.rank() < 2 else [2, 3])
+    net = model()
+    opt = gc.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters(),
+        compression="topk:density=0.1",
+        process_set=half,
+    )
+    net(torch.ones(1, 40)).sum().backward()
+    opt.step()
+    directory = gc.broadcast_object(tempfile.mkdtemp(), root_rank=half.ranks[0], process_set=half)
+    gc.save(directory, opt)
+    before = opt.compression_state()["residuals"]["weight"]
+    opt.zero_grad()
+    net(torch.ones(1, 40)).sum().backward()
+    opt.step()
+    gc.load(directory, opt)
+    assert torch.equal(opt.compression_state()["residuals"]["weight"], before)
+
+
+@on_ranks(4)
+def test_what_is_no_process_set_is_refused():
+    with pytest.raises(gc.ConfigError, match="needs ranks"):
+        gc.ProcessSet([])
+    with pytest.raises(gc.ConfigError, match="every rank once"):
+        gc.ProcessSet([1, 1])
+    with pytest.raises(gc.ConfigError, match="0 or more"):
+        gc.ProcessSet([-1])
+    with pytest.raises(gc.ConfigError, match=r"ranks 0 \.\. 3"):
+        gc.barrier(process_set=gc.ProcessSet([0, 9]))
+    with pytest.raises(gc.ConfigError, match="must be a ProcessSet"):
+        gc.barrier(process_set=[0, 1])
+
+
+@on_ranks(4)
+def test_places_on_the_hosts():
+    assert (gc.local_rank(), gc.local_size()) == (gc.rank(), 4)
+    assert (gc.cross_rank(), gc.cross_size()) == (0, 1)
