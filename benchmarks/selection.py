@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import numpy.typing as npt
 import report
@@ -50,9 +51,16 @@ def mostly_zero(length: int, rng: np.random.Generator) -> Floats:
 
 
 def embedding(length: int, rng: np.random.Generator) -> Floats:
-    """The gradient of an embedding of which a batch used every fiftieth row."""
-    used = np.repeat(rng.random(length // ROW_LENGTH + 1) < 0.02, ROW_LENGTH)[:length]
-    return np.where(used, normal(length, rng), np.float32(0))
+    """The gradient of a word LSTM's embedding after a batch of text: the rows of the words that occur in it."""
+    vocabulary = length // ROW_LENGTH
+    text = models.load_text(None, vocabulary)
+    torch.manual_seed(0)
+    model = models.WordLSTM(vocabulary, ROW_LENGTH)
+    model(*next(text.batches(0, batch=20, length=35, seed=int(rng.integers(1 << 30))))).backward()
+    gradient: Floats = np.zeros(length, np.float32)
+    found = model.embedding.weight.grad.numpy().reshape(-1)
+    gradient[: len(found)] = found
+    return gradient
 
 
 INPUTS: dict[str, Callable[[int, np.random.Generator], Floats]] = {

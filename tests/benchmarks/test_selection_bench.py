@@ -41,10 +41,10 @@ def test_a_wrong_selection_is_noticed():
 
 
 def test_an_embedding_is_mostly_zero_rows():
-    gradient = bench.embedding(100_050, np.random.default_rng(0))
-    used = (gradient[:100_000].reshape(-1, bench.ROW_LENGTH) != 0).all(axis=1)
-    assert 0.01 < used.mean() < 0.04
-    assert np.count_nonzero(gradient[:100_000]) == used.sum() * bench.ROW_LENGTH
+    gradient = bench.embedding(1_000_050, np.random.default_rng(0))
+    used = (gradient[:1_000_000].reshape(-1, bench.ROW_LENGTH) != 0).any(axis=1)
+    assert 0.005 < used.mean() < 0.1  # of 10,000 words, those among 700
+    assert not gradient[1_000_000:].any()
 
 
 def test_a_short_run(run_script, tmp_path):
