@@ -49,6 +49,7 @@ def reduce(
     step: int,
     divisor: float,
     decay: float,
+    rank: int = 4294967295,
     magnitudes: npt.NDArray[np.float32] | None = None,
 ) -> None: ...
 def nonzero(table: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None: ...

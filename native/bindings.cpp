@@ -154,7 +154,7 @@ void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, d
 
 void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& payloads, const Bytes& out,
             const Bytes& flags, bool stochastic, std::uint64_t seed, std::uint32_t step, double divisor,
-            double decay, const Magnitudes& magnitudes) {
+            double decay, std::uint32_t rank, const Magnitudes& magnitudes) {
     const auto codec = gradcomp::check_codec(codec_number);
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
@@ -173,7 +173,7 @@ void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& p
                              sources,
                              out.data(),
                              flags.data(),
-                             {stochastic, seed, step, gradcomp::owner_rank},
+                             {stochastic, seed, step, rank},
                              divisor,
                              decay,
                              view_magnitudes(codec, table, magnitudes, false)});
@@ -564,7 +564,8 @@ NB_MODULE(_native, module) {
     module.def("decode_add", &decode_add, "codec"_a, array("table"), array("payload"), nb::kw_only(),
                "scale"_a, magnitudes);
     module.def("reduce", &reduce, "codec"_a, array("table"), array("payloads"), array("out"), array("flags"),
-               nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a, magnitudes);
+               nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a,
+               "rank"_a = gradcomp::owner_rank, magnitudes);
     module.def("nonzero", &nonzero, array("table"), array("out"));
 
     module.def("encode_indices", &encode_indices, array("codings"), array("lengths"), array("counts"),

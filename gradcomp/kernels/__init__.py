@@ -152,6 +152,7 @@ def reduce(
     step: int,
     divisor: float,
     decay: float,
+    rank: int = OWNER_RANK,
     magnitudes: Magnitudes | None = None,
 ) -> None:
     """Encode the mean of payloads; see `reference.reduce`."""
@@ -166,6 +167,7 @@ def reduce(
         step=step,
         divisor=divisor,
         decay=decay,
+        rank=rank,
         magnitudes=magnitudes,
     )
 

@@ -79,9 +79,10 @@ class Codec:
         out: Bytes,
         flags: Bytes,
         draw: Draw,
+        divisor: float,
         decay: float = 1.0,
     ) -> None:
-        """c = (sum of the decoded payloads, in order) / N + decay r2; out <- encode(c); shadow <- c - decode(out)."""
+        """c = (decoded payloads, added in order) / divisor + decay r; out <- encode(c); shadow <- c - decode(out)."""
         kernels.reduce(
             self.kind,
             table,
@@ -91,7 +92,8 @@ class Codec:
             stochastic=self.stochastic,
             seed=draw.seed,
             step=draw.step,
-            divisor=float(len(payloads)),
+            rank=draw.rank,
+            divisor=divisor,
             decay=decay,
             magnitudes=self.magnitudes,
         )

@@ -188,12 +188,14 @@ def reduce(
     step: int,
     divisor: float,
     decay: float,
+    rank: int = OWNER_RANK,
     magnitudes: Magnitudes | None = None,
 ) -> None:
     """Encode the mean of several payloads: c = (value_0 + value_1 + ...) / divisor + decay * residual.
 
-    The chunk's owner does this; its random stream has rank 2**32 - 1, the same on every rank. Shadow and
-    flags are as in `encode`; gradient and output are not used.
+    A chunk's owner draws with rank 2**32 - 1, so that it does not matter who owns what; a rank that adds to what
+    others sent, and passes it on, draws with its own. Shadow and flags are as in `encode`; gradient and output are
+    not used.
 
     Args:
         codec: as in `encode`.
@@ -204,8 +206,9 @@ def reduce(
         stochastic: as in `encode`.
         seed: as in `encode`.
         step: as in `encode`.
-        divisor: number of ranks.
+        divisor: number of ranks, or 1 to encode the sum.
         decay: factor of the residual.
+        rank: as in `encode`.
         magnitudes: as in `encode`.
 
     Raises:
@@ -228,7 +231,7 @@ def reduce(
             contribution = total / number(divisor)
             if segment["residual"]:
                 contribution = contribution + number(decay) * _residual(segment).astype(number)
-        draws = _draws(segment, codec, stochastic, seed, step, OWNER_RANK)
+        draws = _draws(segment, codec, stochastic, seed, step, rank)
         flags[i] |= _encode_segment(codec, segment, contribution, draws, magnitudes, out[place])
 
 

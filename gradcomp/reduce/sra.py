@@ -175,7 +175,7 @@ class ScatterReduceAllgather(Reduction):
                     binding.owned(pieces.table, pieces.rows)
                 flags = pieces.flags()
                 decay = part.group.decay_at(call.rate_ratio)
-                part.codec.reduce(pieces.table, payloads, own, flags, shared, decay=decay)
+                part.codec.reduce(pieces.table, payloads, own, flags, shared, float(self._world), decay)
                 if flags.any():
                     states[pieces.slots[flags != 0]] |= NONFINITE
             self._header.stamp(call.stamp, 1, 0)

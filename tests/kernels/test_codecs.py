@@ -305,8 +305,11 @@ def test_reduce_is_the_mean_of_the_values_encoded_again(codec: int) -> None:
     payloads = [group.encode(kernels).payload for group in groups]
     values = [group.values(payload)[0] for group, payload in zip(groups, payloads, strict=True)]
     mean = (values[0] + values[1] + values[2]) / dtype.type(3)
-    again = one(codec, mean, bits=bits).encode(kernels, stochastic=True, rank=segments.OWNER_RANK)
-    assert groups[0].reduce(kernels, payloads, stochastic=True).payload == again.payload
+    for rank in (segments.OWNER_RANK, 3):
+        again = one(codec, mean, bits=bits).encode(kernels, stochastic=True, rank=rank)
+        assert groups[0].reduce(kernels, payloads, stochastic=True, rank=rank).payload == again.payload
+    owner = groups[0].reduce(kernels, payloads, stochastic=True, rank=segments.OWNER_RANK)
+    assert groups[0].reduce(kernels, payloads, stochastic=True) == owner
 
 
 # --- awkward numbers ----------------------------------------------------------------------------------------------

@@ -140,7 +140,9 @@ def reference_mean(compressor, layer: LayerSpec, gradients: list[np.ndarray], st
         codec.encode(table, payloads[-1], np.zeros(1, np.uint8), Draw(0, step, rank))
     mean = np.zeros_like(payloads[0])
     table["gradient"] = 0
-    codec.reduce(table, payloads, mean, np.zeros(1, np.uint8), Draw(0, step, OWNER_RANK))
+    codec.reduce(
+        table, payloads, mean, np.zeros(1, np.uint8), Draw(0, step, OWNER_RANK), float(len(payloads))
+    )
     output = np.zeros(layer.size, DTYPES[layer.dtype])
     table["output"] = output.ctypes.data
     codec.decode(table, mean, np.zeros(1, np.uint8))
