@@ -96,7 +96,7 @@ class ByteHeader:
         self._fixed["check"] = stamp.check
         self._fixed["step"] = stamp.step & 0xFFFFFFFF
         self._fixed["bucket"] = stamp.bucket
-        self._fixed["round"] = round_number
+        self._fixed["round"] = round_number & 0xFF
         self._fixed["ready"] = ready
 
     def write(self, target: Bytes, chunk: int, states: Bytes) -> None:
@@ -104,8 +104,11 @@ class ByteHeader:
         target[: FIXED.itemsize] = self._fixed[chunk : chunk + 1].view(np.uint8)
         target[FIXED.itemsize : self.nbytes] = states
 
-    def read(self, source: Bytes, chunk: int, sender: int) -> tuple[int, Bytes]:
-        """Check the header of ``chunk`` from ``sender``; return its ready vote and its layer states."""
+    def read(self, source: Bytes, chunk: int, sender: int, voters: int = 1) -> tuple[int, Bytes]:
+        """Check the header of ``chunk`` from ``sender``; return its ready votes and its layer states.
+
+        ``voters``: the number of ranks that the sender speaks for, itself included.
+        """
         if len(source) < self.nbytes:
             raise WireFormatError(f"rank {sender} sent {len(source)} bytes, a header has {self.nbytes}")
         expected = self._fixed[chunk : chunk + 1].view(np.uint8)[:_COMPARED_BYTES]
@@ -115,8 +118,8 @@ class ByteHeader:
         if states.size and int(states.max()) > (PRESENT | NONFINITE | SPARSE):
             raise WireFormatError(f"rank {sender} sent an unknown layer state {int(states.max())}")
         ready = int(source[_COMPARED_BYTES]) | int(source[_COMPARED_BYTES + 1]) << 8
-        if ready > 1:
-            raise WireFormatError(f"rank {sender} sent {ready} as its vote")
+        if ready > voters:
+            raise WireFormatError(f"rank {sender} sent {ready} votes for {voters} ranks")
         return ready, states
 
     def _explain(self, source: Bytes, chunk: int, sender: int) -> None:

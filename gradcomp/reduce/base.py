@@ -73,10 +73,12 @@ class Reduction(ABC):
     """A scheme prepared for one bucket: tables and buffers are made once and used in every step.
 
     ``ranges`` lists what this rank re-quantises under feedback; whoever keeps the state calls :meth:`assign` with one
-    row number per range. ``bytes_sent``: bytes that one execution sends from this rank, headers included.
+    row number per range. ``rounds``: how often one execution yields, on every rank. ``bytes_sent``: bytes that it sends
+    from this rank, headers included.
     """
 
     ranges: Sequence[Range]
+    rounds: int
     bytes_sent: int
 
     @abstractmethod

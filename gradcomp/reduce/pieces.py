@@ -1,0 +1,213 @@
+"""What the reductions share: a bucket cut into chunks, coded, and decoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.errors import WireFormatError
+from gradcomp.core.header import NONFINITE, Ballot, ByteHeader, Stamp
+from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.segments import FLOAT32
+from gradcomp.reduce.base import Binding, Bytes, Call, Part
+
+
+@dataclass(eq=False)
+class Pieces:
+    """Segments of one part after cutting: a table, and for each row what it was cut from.
+
+    Rows are in the order of the chunks; those of chunk j are ``bounds[j]`` to ``bounds[j + 1]``.
+    """
+
+    table: Table
+    layers: Sizes
+    slots: Sizes
+    segments: Sizes
+    bounds: Sizes
+    rows: Sizes = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def flags(self) -> Bytes:
+        """One per row, none of them set."""
+        return np.zeros(len(self.table), dtype=np.uint8)
+
+    def vote(self, flags: Bytes, states: Bytes) -> None:
+        """Say of the layers whose rows are flagged that they are not finite."""
+        if flags.any():
+            states[self.slots[flags != 0]] |= NONFINITE
+
+    def chunk(self, j: int) -> Pieces:
+        """A view of one chunk's rows."""
+        rows = slice(int(self.bounds[j]), int(self.bounds[j + 1]))
+        table = self.table[rows]
+        ends = np.array([0, len(table)], dtype=np.int64)
+        return Pieces(table, self.layers[rows], self.slots[rows], self.segments[rows], ends)
+
+
+class Chunks:
+    """The segments of a bucket's parts, cut into ``count`` chunks of nearly equal payload bytes.
+
+    Borders fall on quantisation buckets. A chunk travels as one message, of ``sizes[j]`` bytes: a header, then the
+    payloads of its pieces, part by part.
+    """
+
+    def __init__(self, parts: Sequence[Part], layers: int, count: int) -> None:
+        self.parts = parts
+        self.layers = layers
+        self.count = count
+        self._pieces = _cut(parts, count)
+        begins = np.full(count, ByteHeader.size(layers), dtype=np.int64)
+        for part, pieces in zip(parts, self._pieces, strict=True):
+            ends = np.concatenate(([0], np.cumsum(part.codec.wire_bytes(pieces.table))))
+            of_chunks = ends[pieces.bounds]
+            rows = np.diff(pieces.bounds)
+            pieces.table["payload"] = ends[:-1] + np.repeat(begins - of_chunks[:-1], rows)
+            begins += np.diff(of_chunks)
+        self.header = ByteHeader(layers, begins - ByteHeader.size(layers))
+        self.sizes: list[int] = begins.tolist()
+
+    @property
+    def payload_bytes(self) -> list[int]:
+        """Of every chunk, without its header."""
+        return [size - self.header.nbytes for size in self.sizes]
+
+    def place(self, bases: Sequence[int] | None = None) -> list[Pieces]:
+        """Per part, all pieces, with messages that begin at ``bases`` of one buffer, or each in a buffer of its own."""
+        placed = []
+        for pieces in self._pieces:
+            table = pieces.table.copy()
+            if bases is not None:
+                table["payload"] += np.repeat(np.asarray(bases, dtype=np.int64), np.diff(pieces.bounds))
+            placed.append(Pieces(table, pieces.layers, pieces.slots, pieces.segments, pieces.bounds))
+        return placed
+
+    def inputs(self, bases: Sequence[int] | None = None) -> list[Pieces]:
+        """:meth:`place` for what reads gradients: of a prepared group they are float32."""
+        placed = self.place(bases)
+        for part, pieces in zip(self.parts, placed, strict=True):
+            if part.group.prepared:
+                pieces.table["dtype"] = FLOAT32
+        return placed
+
+    def only(self, j: int) -> list[Pieces]:
+        """Per part, the pieces of one chunk, in a message of its own."""
+        placed = []
+        for pieces in self._pieces:
+            mine = pieces.chunk(j)
+            mine.table = mine.table.copy()
+            placed.append(mine)
+        return placed
+
+
+class Mean:
+    """The coded mean as every rank has it in the end, chunk behind chunk, and its way to the outputs."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
+        self._pieces = chunks.place(self._bounds[:-1])
+        self.buffer: Bytes = np.zeros(self._bounds[-1], dtype=np.uint8)
+
+    def chunk(self, j: int) -> Bytes:
+        """The message of one chunk: a view."""
+        return self.buffer[self._bounds[j] : self._bounds[j + 1]]
+
+    def read(
+        self, stamp: Stamp, round_number: int, senders: Sequence[int], voters: int, ballot: Ballot
+    ) -> int:
+        """Check every chunk's header, add the states to the ballot; return the ready votes, on which all agree."""
+        header = self._chunks.header
+        header.stamp(stamp, round_number, 0)
+        counts = []
+        for j, sender in enumerate(senders):
+            ready, states = header.read(self.chunk(j), j, sender, voters)
+            ballot.states |= states
+            counts.append(ready)
+        if len(set(counts)) != 1:
+            raise WireFormatError(f"ranks {list(senders)} counted {counts} votes for the next plan")
+        return counts[0]
+
+    def decode(self, call: Call, binding: Binding, ballot: Ballot, divisor: float = 1.0) -> list[Bytes]:
+        """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
+        with binding.span("decode"):
+            return decode(self._chunks.parts, self._pieces, self.buffer, call, binding, ballot, divisor)
+
+
+def encode(
+    parts: Sequence[Part], pieces: Sequence[Pieces], target: Bytes, call: Call, binding: Binding
+) -> Bytes:
+    """Encode what this rank contributes; return its votes, with what turned out not to be finite.
+
+    c = scale g + decay r; target <- encode(c); next residual <- c - decode(target).
+    """
+    states = call.states.copy()
+    for part, mine in zip(parts, pieces, strict=True):
+        binding.sources(mine.table, mine.layers, part.group)
+        flags = mine.flags()
+        scale, decay = part.group.scale(call.scale), part.group.decay_at(call.rate_ratio)
+        part.codec.encode(mine.table, target, flags, call.draw, scale=scale, decay=decay)
+        mine.vote(flags, states)
+    return states
+
+
+def decode(
+    parts: Sequence[Part],
+    pieces: Sequence[Pieces],
+    source: Bytes,
+    call: Call,
+    binding: Binding,
+    ballot: Ballot,
+    divisor: float,
+) -> list[Bytes]:
+    """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
+    nonfinite = ballot.nonfinite
+    results = []
+    for part, mine in zip(parts, pieces, strict=True):
+        binding.outputs(mine.table, mine.layers)
+        flags = nonfinite[mine.slots].astype(np.uint8)
+        part.codec.decode(mine.table, source, flags, divisor=divisor, scale=call.unscale)
+        merged: Bytes = np.zeros(len(part.group.table), dtype=np.uint8)
+        if flags.any():
+            merged[mine.segments[flags != 0]] = 1
+        results.append(merged)
+    return results
+
+
+def _cut(parts: Sequence[Part], count: int) -> list[Pieces]:
+    totals = [int(part.codec.wire_bytes(part.group.table).sum()) for part in parts]
+    targets = [sum(totals) * (j + 1) / count for j in range(count)]
+    chunk, done = 0, 0.0
+    cut = []
+    for part in parts:
+        rows: list[tuple[int, int, int, int]] = []  # chunk, segment, from which element of it, how many
+        table = part.group.table
+        for i, nbytes in enumerate(part.codec.wire_bytes(table).tolist()):
+            length, step = int(table["length"][i]), int(table["bucket_size"][i])
+            if length == 0:
+                rows.append((chunk, i, 0, 0))
+            at = 0
+            while at < length:
+                # Elements up to the border of this chunk, rounded to a whole number of buckets.
+                room = (targets[chunk] - done) * length / nbytes
+                take = length - at
+                if chunk < count - 1 and room < take:
+                    take = min(take, max(0, round(room / step)) * step)
+                if take:
+                    rows.append((chunk, i, at, take))
+                    at += take
+                    done += take * nbytes / length
+                if at < length:
+                    chunk += 1
+        cut.append(_pieces(part, np.array(rows, dtype=np.int64).reshape(-1, 4), count))
+    return cut
+
+
+def _pieces(part: Part, rows: npt.NDArray[np.int64], count: int) -> Pieces:
+    segments = rows[:, 1].copy()
+    table = part.group.table[segments].copy()
+    table["start"] += rows[:, 2]
+    table["length"] = rows[:, 3]
+    bounds = np.searchsorted(rows[:, 0], np.arange(count + 1)).astype(np.int64)
+    return Pieces(table, part.group.layers[segments], part.slots[segments], segments, bounds)
