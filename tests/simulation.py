@@ -21,7 +21,9 @@ import numpy as np
 from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
 from gradcomp.compress.policy import Schedule
 from gradcomp.core.state import Range
+from gradcomp.core.topology import Topology
 from gradcomp.pipeline import Pipeline, StepResult
+from gradcomp.reduce.costs import Network
 from gradcomp.transport.inprocess import InProcessTransport, World
 
 SPARSE = "sparse"
@@ -130,6 +132,8 @@ class Rank:
     config: Config
     schedule: Schedule | None = None
     average: bool = True
+    topology: Topology | None = None
+    network: Network | None = None
     outputs: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,6 +145,8 @@ class Rank:
             self._allocate,
             average=self.average,
             schedule=self.schedule,
+            topology=self.topology,
+            network=self.network,
         )
 
     def _allocate(self, layer: int) -> int:
@@ -167,7 +173,8 @@ class Simulation:
     ``seed`` of the simulated timing, ``config_seed`` of gradcomp's own draws.
     ``shuffle``: ranks take turns at random, hand in layers in orders of their own and poll in between. ``delay``: the
     probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
-    sends. ``average=False``: sums instead of means. ``settings`` go to :class:`Config`. Attribute ``rate``: that
+    sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes its
+    choice from. ``settings`` go to :class:`Config`. Attribute ``rate``: that
     of the steps to come, 0 if it is not known.
     """
 
@@ -184,6 +191,8 @@ class Simulation:
         tamper: Callable[[int, int, np.ndarray], np.ndarray] | None = None,
         record: bool = False,
         average: bool = True,
+        topology: Topology | None = None,
+        network: Network | None = None,
         **settings: Any,
     ) -> None:
         self.layers = list(layers)
@@ -207,7 +216,8 @@ class Simulation:
             compression = compression.plan(layers)
         config = Config(seed=config_seed, **settings)
         self.ranks = [
-            Rank(self.layers, compression, transport, config, schedule, average) for transport in transports
+            Rank(self.layers, compression, transport, config, schedule, average, topology, network)
+            for transport in transports
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self.rate = 0.0

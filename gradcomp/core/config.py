@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.scheme import AUTO, NAMES, parse
 
 logger = logging.getLogger("gradcomp")
 
@@ -35,6 +36,14 @@ def _not_negative(value: Any) -> bool:
     return bool(value >= 0)
 
 
+def _is_reduction(value: Any) -> bool:
+    try:
+        parse(value)
+    except ConfigError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings that are not part of a compressor. Each is an argument of ``init`` and a ``GRADCOMP_*`` variable."""
@@ -51,6 +60,13 @@ class Config:
     )
     overlap: bool = _setting(
         True, "Exchange while backward runs; off: only after it.", lambda v: True, "a boolean", shared=True
+    )
+    reduction: str = _setting(
+        "sra",
+        "How codes are added over ranks: see the page on algorithms; auto takes the cheapest.",
+        _is_reduction,
+        f"one of {', '.join(NAMES)} and {AUTO}; parameter_server:servers=2 for two servers",
+        shared=True,
     )
     reorder: bool = _setting(
         True,

@@ -72,6 +72,10 @@ class Codec:
             self.kind, table, payload, flags, divisor=divisor, scale=scale, magnitudes=self.magnitudes
         )
 
+    def add(self, table: Table, payload: Bytes) -> None:
+        """output <- output + value, in float32."""
+        kernels.decode_add(self.kind, table, payload, scale=1.0, magnitudes=self.magnitudes)
+
     def reduce(
         self,
         table: Table,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
 from gradcomp.core.header import NONFINITE, Ballot
 from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.reduce import Binding, Part, Reduction, ScatterReduceAllgather
+from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.base import Call
 from gradcomp.transport.base import Operation
+
+#: Makes the reduction of a bucket's parts and of its number of layers.
+MakeReduction = Callable[[Sequence[Part], int], Reduction]
 
 
 class BucketProgram:
@@ -19,7 +22,9 @@ class BucketProgram:
     A compressor reduces in its first round or not at all; other messages may follow in any number of rounds.
     """
 
-    def __init__(self, bucket: Bucket, rank: int, world: int, context: Context) -> None:
+    def __init__(
+        self, bucket: Bucket, rank: int, world: int, context: Context, make_reduction: MakeReduction
+    ) -> None:
         self.bucket = bucket
         self._rank = rank
         self._world = world
@@ -35,7 +40,7 @@ class BucketProgram:
                 for g, message in enumerate(first)
                 if isinstance(message, Reduce)
             ]
-            self.reduction = ScatterReduceAllgather(parts, len(bucket.layers), rank, world)
+            self.reduction = make_reduction(parts, len(bucket.layers))
 
     def run(
         self, call: Call, context: Context, binding: Binding, ballot: Ballot

@@ -22,14 +22,18 @@ from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, Wir
 from gradcomp.core.header import PRESENT, SPARSE, Ballot, Stamp
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
+from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.core.statistics import Statistics, Trace
+from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
 from gradcomp.pipeline.memory import Allocate, StepMemory
+from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Call
+from gradcomp.reduce.costs import Network, cheapest
 from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
 
 Mask = npt.NDArray[np.bool_]
@@ -78,8 +82,9 @@ class Pipeline:
     ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. ``average=False`` hands out the
     sum over ranks instead of the mean. ``landed(bucket)`` is called when a bucket's means are in the outputs.
     ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. ``schedule``: asked
-    with a step and a version, the plan that begins then; the same on all ranks. Apart from the inbox, methods are
-    called by one thread at a time.
+    with a step and a version, the plan that begins then; the same on all ranks. ``topology``: who shares a host; by
+    default all do. ``network``: measured constants, the same on all ranks; ``reduction="auto"`` needs them where there
+    are several hosts. Apart from the inbox, methods are called by one thread at a time.
     """
 
     def __init__(
@@ -94,6 +99,8 @@ class Pipeline:
         landed: Callable[[Bucket], None] | None = None,
         order_step: int = 0,
         schedule: Schedule | None = None,
+        topology: Topology | None = None,
+        network: Network | None = None,
     ) -> None:
         check_unique(layers)
         if not layers:
@@ -120,6 +127,12 @@ class Pipeline:
         self._landed = landed
         self._order_step = order_step
         self._schedule = schedule
+        self._scheme = parse(config.reduction)
+        self._topology = topology or Topology.one_host(transport.size)
+        self._network = network
+        assert self._topology.world == transport.size, f"{self._topology} is not of {transport.size} ranks"
+        if self._scheme.name == AUTO and network is None and len(self._topology.leaders) > 1:
+            raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
         self._due: int | None = None  # the step of the schedule whose plan has not been proposed yet
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
@@ -430,7 +443,9 @@ class Pipeline:
         digest = self.plan.digest(self.layers)
         self._check = zlib.crc32(digest + np.array(order, dtype="<i4").tobytes())
         context = Context(Draw(self.config.seed, 0, rank), world)
-        self._programs = [BucketProgram(bucket, rank, world, context) for bucket in layout.buckets]
+        self._programs = [
+            BucketProgram(bucket, rank, world, context, self._reduction) for bucket in layout.buckets
+        ]
         sizes = layout.residual_sizes(self.layers)
         self.residuals.grow(sizes)
         compressors = compressors_of(self.layers, self.plan)
@@ -450,3 +465,10 @@ class Pipeline:
         self._dense_bytes = 2 * dense * (world - 1) // world
         self._stale = False
         return layout
+
+    def _reduction(self, parts: Sequence[Part], layers: int) -> Reduction:
+        """The configured reduction, or the cheapest, for one bucket."""
+        scheme = self._scheme
+        if scheme.name == AUTO:
+            scheme = cheapest(parts, layers, self._topology, self._network)
+        return make(scheme, parts, layers, self.transport.rank, self._topology)

@@ -77,13 +77,13 @@ class Reduction(ABC):
     from this rank, headers included.
     """
 
-    ranges: Sequence[Range]
+    ranges: Sequence[Range] = ()
     rounds: int
     bytes_sent: int
 
-    @abstractmethod
     def assign(self, rows: Sequence[int]) -> None:
         """Tell the reduction which rows of the second residual its ranges are."""
+        assert not rows, f"{len(rows)} rows for no ranges"
 
     @abstractmethod
     def run(self, call: Call, binding: Binding, ballot: Ballot) -> Rounds:

@@ -1,0 +1,77 @@
+"""Gather-and-sum: codes to one root, the sum back without compression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradcomp.core.header import Ballot, ByteHeader
+from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.pieces import encode
+from gradcomp.reduce.whole import WholeCodes
+from gradcomp.transport.base import Exchange
+
+ROOT = 0
+
+
+class GatherAndSum(Reduction):
+    """The root decodes all codes, adds them in rank order in float32 and sends the sum to everyone as it is.
+
+    Round 0: every other rank sends its whole code to rank 0. Round 1: rank 0 sends the sum; all divide by N.
+
+    Rounds: 2. Bytes per rank: d up for a payload of d bytes, and from the root n (N-1) for n bytes of float32, plus a
+    header per message. Encodes on the longest path: 1; the root decodes N payloads. State: the first residual, for
+    groups with feedback; nothing is encoded twice. The mean is that of all-to-all broadcast, byte for byte.
+    Memory: on the root N payloads; on all the sum in float32.
+    Source: the thesis's full mesh (section 2.2.1) is an all-gather whose result every rank adds; this is the form in
+    which one rank does, as servers do for other frameworks' sparse gradients. ``docs/decisions/0013`` has the reading.
+    """
+
+    def __init__(self, parts: Sequence[Part], layers: int, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._whole = WholeCodes(parts, layers, world)
+        codes, dense = self._whole.codes, self._whole.dense
+        self._up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
+        self._encode = codes.inputs()
+        self._messages: Bytes = np.zeros((world if rank == ROOT else 1, codes.sizes[0]), dtype=np.uint8)
+        self.rounds = 2 if world > 1 else 0
+        self.bytes_sent = (world - 1) * dense.sizes[0] if rank == ROOT else codes.sizes[0]
+
+    def run(self, call: Call, binding: Binding, ballot: Ballot) -> Rounds:
+        """Two rounds; see the class."""
+        own = self._messages[0]  # the root's, too, is the first of them
+        with binding.span("encode"):
+            states = encode(self._whole.codes.parts, self._encode, own, call, binding)
+            self._up.stamp(call.stamp, 0, call.ready)
+            self._up.write(own, self._rank, states)
+        others = range(1, self._world)
+        if self._rank != ROOT:
+            yield [Exchange([(ROOT, own)], [])]
+            yield [Exchange([], [(ROOT, self._whole.sum)])]
+        else:
+            if self.rounds:
+                yield [Exchange([], [(r, self._messages[r]) for r in others])]
+            self._add(call, binding)
+            if self.rounds:
+                yield [Exchange([(r, self._whole.sum) for r in others], [])]
+
+        down = self._whole.dense.header
+        down.stamp(call.stamp, 1, 0)
+        ballot.ready, states = down.read(self._whole.sum, 0, ROOT, self._world)
+        ballot.states |= states
+        with binding.span("decode"):
+            return self._whole.decode(call, binding, ballot)
+
+    def _add(self, call: Call, binding: Binding) -> None:
+        """Count the votes, add the codes."""
+        votes, count = np.zeros_like(call.states), 0
+        for sender, message in enumerate(self._messages):
+            ready, states = self._up.read(message, sender, sender)
+            votes |= states
+            count += ready
+        with binding.span("reduce"):
+            self._whole.add(list(self._messages), call)
+            down = self._whole.dense.header
+            down.stamp(call.stamp, 1, count)
+            down.write(self._whole.sum, 0, votes)

@@ -1,0 +1,171 @@
+"""Two levels: exact inside a host, compressed between the hosts' leaders (thesis, section 2.2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gradcomp.core.header import Ballot, ByteHeader
+from gradcomp.core.topology import Topology
+from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.segments import FLOAT32
+from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.partial import Addresses, carried, contribute
+from gradcomp.reduce.pieces import Chunks, Mean, encode
+from gradcomp.reduce.sra import Roles, ScatterReduceAllgather
+from gradcomp.reduce.whole import as_float32, floats
+from gradcomp.transport.base import Exchange, Operation
+
+
+class Hierarchical(Reduction):
+    """Members send exact contributions to their host's leader; leaders exchange codes of the sums, and hand them on.
+
+    A contribution is c = scale g + decay r. First, members send theirs in float32, and their residuals become 0; the
+    leader, the first rank of a host, adds the host's in rank order. Then the H leaders do scatter-reduce-allgather:
+    encode the sum, what is lost going to the leader's first residual; the owner of a chunk adds the hosts' codes in
+    order, divides by the number of ranks N, adds its second residual and encodes again. Last, a leader passes on what
+    it gathered, byte for byte, and all ranks decode the same.
+
+    Rounds: 4; 2 if there is one host, or if none has a second rank (then it is plain scatter-reduce-allgather). Bytes
+    per rank: of a member n for n bytes of float32; of the leader of m ranks 2 d (H-1)/H between hosts and d (m-1)
+    inside, plus a header per chunk. Encodes on the longest path: 2. State: residuals as above, for groups with
+    feedback; the sum over ranks of first residuals is in the units of a sum, as everywhere.
+    Source: thesis, section 2.2.1. Differs: inside a host, one rank adds everything.
+    """
+
+    def __init__(self, parts: Sequence[Part], layers: int, rank: int, topology: Topology) -> None:
+        self._rank = rank
+        members = topology.members(rank)
+        self._leaders = leaders = topology.leaders
+        self._leader, self._others = members[0], members[1:]
+        self._several = len(leaders) < topology.world  # on some host
+        between = 2 if len(leaders) > 1 else 0
+        self.rounds = between + 2 * self._several
+        self._between, self._world = between, topology.world
+
+        self._dense = Chunks(as_float32(parts), layers, 1)
+        self._up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))
+        self._inputs = self._dense.inputs()
+        self._own = floats(self._dense)
+        self._inner: ScatterReduceAllgather | None = None
+        if rank == self._leader:
+            voters = [len(topology.members(leader)) for leader in leaders]
+            roles = Roles(leaders, len(leaders), voters, int(self._several))
+            self._inner = ScatterReduceAllgather(carried(parts), layers, rank, topology.world, roles)
+            self.ranges = self._inner.ranges
+            self._mean = self._inner.mean
+            self.bytes_sent = self._inner.bytes_sent + len(self._others) * len(self._mean.buffer)
+        else:
+            self._mean = Mean(Chunks(carried(parts), layers, len(leaders)))
+            self.bytes_sent = self._dense.sizes[0]
+        if self._others and self._inner:
+            self._sums = self._dense.place()
+            self._received: Bytes = np.zeros((len(self._others), self._dense.sizes[0]), dtype=np.uint8)
+            self._sum = floats(self._dense)
+
+    def assign(self, rows: Sequence[int]) -> None:
+        """Rows of the second residual, which leaders have."""
+        if self._inner:
+            self._inner.assign(rows)
+
+    def run(self, call: Call, binding: Binding, ballot: Ballot) -> Rounds:
+        """Up to four rounds; see the class."""
+        if self._inner is None:
+            yield from self._follow(call, binding, ballot)
+        else:
+            yield from self._lead(self._inner, call, binding, ballot)
+        return self._mean.decode(call, binding, ballot)
+
+    def _follow(self, call: Call, binding: Binding, ballot: Ballot) -> Generator[list[Operation], None, None]:
+        with binding.span("encode"):
+            states = encode(self._dense.parts, self._inputs, self._own, call, binding)
+            self._up.stamp(call.stamp, 0, call.ready)
+            self._up.write(self._own, self._rank, states)
+        yield [Exchange([(self._leader, self._own)], [])]
+        for _ in range(self._between):
+            yield [Exchange([], [])]
+        yield [Exchange([], [(self._leader, self._mean.buffer)])]
+        # The leaders' own headers, of their last round: what they gathered comes unchanged.
+        ballot.ready = self._mean.read(call.stamp, 2, self._leaders, self._world, ballot)
+
+    def _lead(
+        self, inner: ScatterReduceAllgather, call: Call, binding: Binding, ballot: Ballot
+    ) -> Generator[list[Operation], None, None]:
+        if not self._others:
+            if self._several:
+                yield [Exchange([], [])]
+            yield from inner.exchange(call, binding, ballot)
+            if self._several:
+                yield [Exchange([], [])]
+            return
+        yield [Exchange([], list(zip(self._others, self._received, strict=True)))]
+        votes, ready = self._votes(call)
+        with binding.span("reduce"):
+            self._add(call, binding, votes)
+        sums = _Sums(binding, self._addresses())
+        yield from inner.exchange(replace(call, states=votes, ready=ready, scale=1.0), sums, ballot)
+        yield [Exchange([(member, self._mean.buffer) for member in self._others], [])]
+
+    def _votes(self, call: Call) -> tuple[Bytes, int]:
+        """What the host's ranks said, this one included."""
+        votes, ready = call.states.copy(), call.ready
+        self._up.stamp(call.stamp, 0, 0)
+        for member, message in zip(self._others, self._received, strict=True):
+            one, states = self._up.read(message, member, member)
+            votes |= states
+            ready += one
+        return votes, ready
+
+    def _add(self, call: Call, binding: Binding, votes: Bytes) -> None:
+        """sum <- the contributions of the host's ranks, in rank order."""
+        for part, mine, sums in zip(self._dense.parts, self._inputs, self._sums, strict=True):
+            flags = mine.flags()
+            contribute(part, mine, _at(self._own, mine.table), flags, call, binding)
+            part.codec.reduce(sums.table, [self._own, *self._received], self._sum, flags, call.draw, 1.0)
+            mine.vote(flags, votes)
+
+    def _addresses(self) -> dict[Group, tuple[Sizes, Addresses]]:
+        """By group: its layers, and where their element 0 would lie in the sum. A group has one segment of a layer."""
+        found = {}
+        for part, sums in zip(self._dense.parts, self._sums, strict=True):
+            order = np.argsort(sums.layers)
+            bases = _at(self._sum, sums.table) - sums.table["start"].astype(np.uint64) * np.uint64(4)
+            found[part.group] = (sums.layers[order], bases[order])
+        return found
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The step's memory for a leader: what it reads is the sum of its host, residuals included."""
+
+    binding: Binding
+    places: dict[Group, tuple[Sizes, Addresses]]
+
+    def sources(self, table: Table, layers: Sizes, group: Group) -> None:
+        """The next residual is the rank's own."""
+        self.binding.sources(table, layers, group)
+        known, bases = self.places[group]
+        at = bases[np.searchsorted(known, layers)]
+        table["gradient"] = at + table["start"].astype(np.uint64) * np.uint64(4)
+        table["residual"] = 0
+        table["dtype"] = FLOAT32
+
+    def owned(self, table: Table, rows: Sizes) -> None:
+        """Unchanged."""
+        self.binding.owned(table, rows)
+
+    def outputs(self, table: Table, layers: Sizes) -> None:
+        """Unchanged."""
+        self.binding.outputs(table, layers)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Unchanged."""
+        return self.binding.span(name)
+
+
+def _at(message: Bytes, table: Table) -> Addresses:
+    """Addresses of the segments' floats in a message."""
+    return np.uint64(message.ctypes.data) + table["payload"].astype(np.uint64)
