@@ -216,6 +216,46 @@ def draw_indices(
     step: int,
     rank: int,
 ) -> None: ...
+class ShmOperation:
+    def state(self) -> int:
+        """0 while under way, 1 when complete, 2 when failed."""
+
+class ShmRank:
+    """One rank of a shared-memory transport; gradcomp/transport/shm.py says how it is used."""
+
+    @staticmethod
+    def create(size: int, ring_bytes: int) -> ShmRank: ...
+    @staticmethod
+    def attach(location: tuple[int, int, int, int], rank: int, size: int, ring_bytes: int) -> ShmRank: ...
+    def location(self) -> tuple[int, int, int, int]:
+        """Process, its start, file descriptor and nonce of the segment, until the rank is started."""
+    def start(self, processes: Sequence[tuple[int, int]]) -> None: ...
+    def allreduce(self, array: npt.NDArray[np.float32] | npt.NDArray[np.float64]) -> ShmOperation: ...
+    def alltoallv(
+        self,
+        send: npt.NDArray[np.uint8],
+        send_counts: Sequence[int],
+        recv: npt.NDArray[np.uint8],
+        recv_counts: Sequence[int],
+    ) -> ShmOperation: ...
+    def allgatherv(self, buffer: npt.NDArray[np.uint8], counts: Sequence[int]) -> ShmOperation: ...
+    def exchange(
+        self,
+        send_ranks: Sequence[int],
+        sends: Sequence[npt.NDArray[np.uint8]],
+        recv_ranks: Sequence[int],
+        recvs: Sequence[npt.NDArray[np.uint8]],
+    ) -> ShmOperation: ...
+    def failure(self) -> str: ...
+    def abandon(self) -> None: ...
+    def close(self) -> None: ...
+
+def shm_process() -> tuple[int, int]:
+    """This process's number and when it started."""
+
+def shm_bytes(size: int, ring_bytes: int) -> int:
+    """Bytes of memory that a segment takes."""
+
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""
 
