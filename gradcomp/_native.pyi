@@ -216,6 +216,7 @@ def draw_indices(
     step: int,
     rank: int,
 ) -> None: ...
+
 class ShmOperation:
     def state(self) -> int:
         """0 while under way, 1 when complete, 2 when failed."""

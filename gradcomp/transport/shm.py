@@ -1,31 +1,32 @@
 """Shared memory for the ranks of one host: the one engine that gradcomp writes itself.
 
-**Memory.** The ranks of a communicator share one segment: an anonymous file (memfd) that rank 0 makes and the others
-open through ``/proc``, so the ranks need one host, one user and one view of process numbers (one container, or containers
-that share a PID namespace). It has no name: nothing is left behind by a crash, nothing lies about from a killed run,
-``/dev/shm`` and a container's limit on it play no part, and no other user can open it. It is sealed, so that no rank can
-cut it short under another, and wholly allocated at the start: too little memory is an error then, never a signal later.
+**Memory.** The ranks of a communicator share one segment: an anonymous file (memfd) that rank 0 makes and the
+others open through ``/proc``, so the ranks need one host, one user and one view of process numbers (one container,
+or containers that share a PID namespace). It has no name: nothing is left behind by a crash, nothing lies about
+from a killed run, ``/dev/shm`` and a container's limit on it play no part, and no other user can open it. It is
+sealed, so that no rank can cut it short under another, and wholly allocated at the start: too little memory is an
+error then, never a signal later.
 
-It holds one ring per ordered pair of ranks and one per rank that all others read, N x N for N ranks.
-A ring has 1 MiB while all take at most 32 MiB together, less with more ranks, and at least 64 KiB::
+It holds one ring per ordered pair of ranks and one per rank that all others read, N x N for N ranks. A ring has 1
+MiB while all take at most 32 MiB together, less with more ranks, and at least 64 KiB::
 
     ranks        2   4   6     8    11    16    32     64
     MiB in all   4  16  18.  32  30.25  32    64    256
 
 (``ring_bytes`` chooses otherwise; powers of two.)
 
-**Progress.** One native thread per transport moves the bytes, so calls return at once and computation goes on. It sleeps
-on a futex in the segment, which another rank rings; while nothing happens it takes no processor time, but for a look
-every 0.1 s, only while it waits, whether the others live. Copies to and from the rings are done by blocks of 64 KiB,
-which stay in the processor's cache between writer and reader.
+**Progress.** One native thread per transport moves the bytes, so calls return at once and computation goes on. It
+sleeps on a futex in the segment, which another rank rings; while nothing happens it takes no processor time, but
+for a look every 0.1 s, only while it waits, whether the others live. Copies to and from the rings are done by
+blocks of 64 KiB, which stay in the processor's cache between writer and reader.
 
-**Collectives.** Point-to-point messages go through the ring of their pair, all-gathered parts once through the ring that
-all read. ``allreduce`` cuts the array into one chunk per rank; its owner adds what arrives to its own part, in rank
-order, a block at a time, and sends every block on to all: the sum is the same bytes everywhere.
+**Collectives.** Point-to-point messages go through the ring of their pair, all-gathered parts once through the ring
+that all read. ``allreduce`` cuts the array into one chunk per rank; its owner adds what arrives to its own part, in
+rank order, a block at a time, and sends every block on to all: the sum is the same bytes everywhere.
 
-**Failure.** A rank that ends, however, or closes while another needs it, is a TransportError on every other rank that
-waits, and names it, at the latest 0.2 s later. A number in the segment that cannot be (a position, a message's length or
-its collective) is a TransportError too: nothing that another process wrote is believed.
+**Failure.** A rank that ends, however, or closes while another needs it, is a TransportError on every other rank
+that waits, and names it, at the latest 0.2 s later. A number in the segment that cannot be (a position, a message's
+length or its collective) is a TransportError too: nothing that another process wrote is believed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from gradcomp import _native
@@ -94,8 +94,8 @@ class ShmTransport(Transport):
 
     ``meet`` brings the ranks together, twice; afterwards it is not used. A forked child cannot use the transport.
 
-    Raises ConfigError for a ``ring_bytes`` that is no power of two from 4096 to 2^30; PlanMismatchError where ranks have
-    other settings; TransportError on every rank if one of them cannot make, open or map the segment.
+    Raises ConfigError for a ``ring_bytes`` that is no power of two from 4096 to 2^30; PlanMismatchError where ranks
+    have other settings; TransportError on every rank if one of them cannot make, open or map the segment.
     """
 
     def __init__(self, rank: int, size: int, meet: Meet, ring_bytes: int | None = None) -> None:
@@ -117,7 +117,7 @@ class ShmTransport(Transport):
         if self._native is None:
             return _Done()
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
-        return self._issued(self._native.allreduce(array), array)
+        return self._issue(self._native.allreduce, array)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
@@ -127,27 +127,27 @@ class ShmTransport(Transport):
             recv[: recv_counts[0]] = send[: send_counts[0]]
             return _Done()
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        return self._issued(self._native.alltoallv(send, send_counts, recv, recv_counts), (send, recv))
+        return self._issue(self._native.alltoallv, send, send_counts, recv, recv_counts)
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle | _Done:
         """See :class:`Transport`."""
         if self._native is None:
             return _Done()
         self.bytes_sent += (self.size - 1) * counts[self.rank]
-        return self._issued(self._native.allgatherv(buffer, counts), buffer)
+        return self._issue(self._native.allgatherv, buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle | _Done:
         """See :class:`Transport`."""
         if self._native is None:
             return _Done()
         self.bytes_sent += sum(len(array) for _, array in sends)
-        operation = self._native.exchange(
+        return self._issue(
+            self._native.exchange,
             [to for to, _ in sends],
             [array for _, array in sends],
             [source for source, _ in recvs],
             [array for _, array in recvs],
         )
-        return self._issued(operation, (sends, recvs))
 
     @property
     def failure(self) -> str:
@@ -163,9 +163,13 @@ class ShmTransport(Transport):
         """Leave. A rank that still needs this one fails."""
         self._close()
 
-    def _issued(self, operation: _native.ShmOperation, arrays: Any) -> _Handle:
+    def _issue(self, call: Callable[..., _native.ShmOperation], *arguments: Any) -> _Handle:
         self._forget_finished()
-        self._arrays.append((operation, arrays))
+        try:
+            operation = call(*arguments)
+        except RuntimeError as error:
+            raise TransportError(str(error)) from error
+        self._arrays.append((operation, arguments))
         return _Handle(operation, self)
 
     def _forget_finished(self) -> None:
@@ -189,27 +193,32 @@ def _join(rank: int, size: int, meet: Meet, ring_bytes: int) -> _native.ShmRank:
             location = native.location()
     except RuntimeError as failed:
         error = str(failed)
-    found = _meet(meet, size, error, _FIRST.pack(size, ring_bytes, *location), _FIRST)
-    for other, (its_size, its_ring_bytes, *_) in enumerate(found):
-        if (its_size, its_ring_bytes) != (size, ring_bytes):
-            raise PlanMismatchError(
-                f"rank {other} has size={its_size}, ring_bytes={its_ring_bytes}; "
-                f"rank {rank} has size={size}, ring_bytes={ring_bytes}"
+    try:
+        found = _meet(meet, size, error, _FIRST.pack(size, ring_bytes, *location), _FIRST)
+        for other, (its_size, its_ring_bytes, *_) in enumerate(found):
+            if (its_size, its_ring_bytes) != (size, ring_bytes):
+                raise PlanMismatchError(
+                    f"rank {other} has size={its_size}, ring_bytes={its_ring_bytes}; "
+                    f"rank {rank} has size={size}, ring_bytes={ring_bytes}"
+                )
+        identity = (0, 0)
+        try:
+            identity = _native.shm_process()
+            process, start, descriptor, nonce = found[0][2:]
+            native = native or _native.ShmRank.attach(
+                (process, start, descriptor, nonce), rank, size, ring_bytes
             )
-    process, start, descriptor, nonce = found[0][2:]
-    identity = (0, 0)
-    try:
-        identity = _native.shm_process()
-        if native is None:
-            native = _native.ShmRank.attach((process, start, descriptor, nonce), rank, size, ring_bytes)
-    except RuntimeError as failed:
-        error = f"{failed}; ranks share memory on one host, as one user and in one PID namespace"
-    processes = _meet(meet, size, error, _SECOND.pack(*identity), _SECOND)
-    assert native is not None
-    try:
-        native.start(processes)
-    except RuntimeError as failed:
-        raise TransportError(str(failed)) from failed
+        except RuntimeError as failed:
+            error = f"{failed}; ranks share memory on one host, as one user and in one PID namespace"
+        processes = _meet(meet, size, error, _SECOND.pack(*identity), _SECOND)
+        assert native is not None
+        native.start([(process, start) for process, start in processes])
+    except BaseException as failed:
+        if native is not None:
+            native.close()
+        if isinstance(failed, RuntimeError):
+            raise TransportError(str(failed)) from failed
+        raise
     return native
 
 
