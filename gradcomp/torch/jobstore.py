@@ -189,7 +189,7 @@ def _serve(launch: Launch, deadline: Deadline) -> tuple[Any, Address]:
 def own_address(launch: Launch) -> str:
     """Where the other ranks reach this host; a loopback address only if they are on it, or with a warning."""
     if launch.interface is not None:
-        return _address_of_interface(launch.interface)
+        return interface_address(launch)
     if launch.placed and launch.local_size == launch.size:
         return "127.0.0.1"
     if launch.hostname is not None and not _is_loopback(launch.hostname):
@@ -209,14 +209,25 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-def _address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface."""
+def interface_address(launch: Launch) -> str:
+    """The IPv4 address of the interface that the environment asks for; ConfigError names those that have one."""
+    name = launch.interface or ""
+    address = _address_of_interface(name)
+    if address is None:
+        usable = ", ".join(other for _, other in socket.if_nameindex() if _address_of_interface(other))
+        raise ConfigError(
+            f"{launch.interface_variable}={name}: this host has no such interface with an IPv4 address; it has {usable}"
+        )
+    return address
+
+
+def _address_of_interface(name: str) -> str | None:
     request = struct.pack("256s", name.encode()[:15])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-    except OSError as error:
-        raise ConfigError(f"GLOO_SOCKET_IFNAME={name}: no such interface with an IPv4 address") from error
+    except OSError:
+        return None
 
 
 def _parse(answer: bytes, deadline: Deadline) -> Address:

@@ -26,6 +26,8 @@ class Launch:
     cross_size: int
     #: torchrun, horovodrun, mpirun, slurm, single, or "process group" if torch.distributed was there first.
     launcher: str
+    #: This host's name as the launcher knows it: equal for the ranks of one host, different otherwise.
+    host: str
     #: False: the launcher did not say which ranks share a host, and local and cross values assume equal blocks.
     placed: bool = True
     #: MASTER_ADDR and MASTER_PORT.
@@ -36,10 +38,9 @@ class Launch:
     horovod_server: Address | None = None
     #: This host as horovodrun names it.
     hostname: str | None = None
-    #: This host: the same for ranks that share it, and only for them.
-    host: str = field(default_factory=socket.gethostname)
-    #: The network interface that GLOO_SOCKET_IFNAME asks for.
+    #: The network interface that the environment asks for, and the variable that does.
     interface: str | None = None
+    interface_variable: str = ""
     #: The launcher's own name for this job; the same for all of its ranks on this host.
     job: str = ""
 
@@ -60,14 +61,16 @@ class _Form:
     local_size: str
     cross_rank: str | None = None
     cross_size: str | None = None
+    #: Where the launcher names or numbers this host.
+    host: str | None = None
 
 
 _TORCHRUN = _Form(
-    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
-)
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK"
+)  # fmt: skip
 _HOROVODRUN = _Form(
     "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE",
+    "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME",
 )  # fmt: skip
 _OPEN_MPI = _Form(
     "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
@@ -83,6 +86,8 @@ class _Place:
     size: int
     local: tuple[int, int] | None = None
     cross: tuple[int, int] | None = None
+    #: The host as the launcher names or numbers it.
+    host: str = ""
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -95,6 +100,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> Launch:
     told = {form: place for form in _FORMS if (place := _read(form, environ)) is not None}
     if _TORCHRUN in told and "TORCHELASTIC_RUN_ID" in environ:
         told = {_TORCHRUN: told[_TORCHRUN]}
+    else:
+        _check_horovodrun(told, environ)
     _check_agreement(told, environ)
     launcher, place = "single", _Place(0, 1, (0, 1), (0, 1))
     if told:
@@ -105,13 +112,15 @@ def discover(environ: Mapping[str, str] = os.environ) -> Launch:
     if place.size == 1:
         return _launch(launcher, place)
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    interface, interface_variable = _interface(environ)
     return replace(
         _launch(launcher, place),
         master=_address("MASTER_ADDR", "MASTER_PORT", environ),
         served_attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if served else None,
-        horovod_server=_horovod_server(environ),
+        horovod_server=_address(*_HOROVOD_SERVER, environ),
         hostname=environ.get("HOROVOD_HOSTNAME") or None,
-        interface=environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None,
+        interface=interface,
+        interface_variable=interface_variable,
         job=_job(launcher, environ),
     )
 
@@ -132,7 +141,7 @@ def _read(form: _Form, environ: Mapping[str, str]) -> _Place | None:
     cross = None
     if form.cross_rank is not None and form.cross_size is not None:
         cross = _pair(form.cross_rank, form.cross_size, environ)
-    return _Place(rank, size, local, cross)
+    return _Place(rank, size, local, cross, environ.get(form.host or "", ""))
 
 
 def _read_slurm(environ: Mapping[str, str]) -> _Place | None:
@@ -156,7 +165,8 @@ def _read_slurm(environ: Mapping[str, str]) -> _Place | None:
         and sum(counts) == both[1]
     ):
         local = (_number("SLURM_LOCALID", environ), counts[cross[0]])
-    return _Place(*both, local, cross)
+    host = environ.get("SLURMD_NODENAME") or environ.get("SLURM_NODEID", "")
+    return _Place(*both, local, cross, host)
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -208,7 +218,8 @@ def _launch(launcher: str, place: _Place) -> Launch:
     guess = (0, 1) if one_host else (rank // local_size, -(-size // local_size))
     cross_rank, cross_size = place.cross or guess
     placed = one_host or (place.local is not None and place.cross is not None)
-    return Launch(rank, size, local_rank, local_size, cross_rank, cross_size, launcher, placed)
+    host = place.host or socket.gethostname()
+    return Launch(rank, size, local_rank, local_size, cross_rank, cross_size, launcher, host, placed)
 
 
 def _address(host: str, port: str, environ: Mapping[str, str]) -> Address | None:
@@ -223,13 +234,39 @@ def _address(host: str, port: str, environ: Mapping[str, str]) -> Address | None
     return environ[host], number
 
 
-def _horovod_server(environ: Mapping[str, str]) -> Address | None:
-    server = _address("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", environ)
-    if server is not None and environ.get("HOROVOD_ELASTIC") == "1":
+def _check_horovodrun(told: Mapping[_Form, _Place], environ: Mapping[str, str]) -> None:
+    """Refuse what only part of horovodrun's environment explains, before anybody waits for its server."""
+    server = _address(*_HOROVOD_SERVER, environ)
+    if environ.get("HOROVOD_ELASTIC") == "1" and (server is not None or _HOROVODRUN in told):
         raise ConfigError(
             "HOROVOD_ELASTIC=1: gradcomp does not support elastic jobs; use horovodrun with -np only"
         )
-    return server
+    if server is not None and _HOROVODRUN not in told:
+        raise ConfigError(
+            f"{_HOROVOD_SERVER[0]} is set, but {_HOROVODRUN.rank} and {_HOROVODRUN.size} are not: "
+            "horovodrun sets them all for its workers"
+        )
+    alone = list(told) == [_HOROVODRUN] and told[_HOROVODRUN].size > 1
+    if server is not None or not alone or environ.get("MASTER_ADDR") or environ.get("MASTER_PORT"):
+        return
+    why = ""
+    if environ.get("HOROVOD_CONTROLLER") == "mpi":
+        why = "HOROVOD_CONTROLLER=mpi, but no mpirun started this process (OMPI_COMM_WORLD_RANK, PMI_RANK); "
+    raise ConfigError(
+        f"{why}{_HOROVODRUN.rank} and {_HOROVODRUN.size} are set, but {' and '.join(_HOROVOD_SERVER)}, where "
+        "horovodrun's ranks meet, are not: start the job by horovodrun or mpirun, or set MASTER_ADDR and MASTER_PORT"
+    )
+
+
+_HOROVOD_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
+
+def _interface(environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """The interface that the user chose, else the one that horovodrun found; and the variable that says so."""
+    for variable in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
+        if name := environ.get(variable, "").split(",")[0]:
+            return name, variable
+    return None, ""
 
 
 def _job(launcher: str, environ: Mapping[str, str]) -> str:
