@@ -25,6 +25,8 @@ _LAUNCHERS = (
     "GRADCOMP_", "GLOO_",
 )  # fmt: skip
 
+_GRACE_SECONDS = 5.0
+
 
 class Finished(NamedTuple):
     """How a process ended. ``returncode`` is negative for a signal; -9 also after a timeout."""
@@ -80,6 +82,19 @@ def run_torchrun(
             Finished(whole.returncode, _log(logs, rank, "stdout"), _log(logs, rank, "stderr") or whole.stderr)
             for rank in range(world)
         ]
+
+
+def run_command(
+    command: list[str], *, env: Mapping[str, str] | None = None, timeout: float = 60.0
+) -> Finished:
+    """Run a launcher. One that takes too long may end its ranks by itself before it is killed."""
+    with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
+        started = _start(command, env or {}, Path(directory), "launcher")
+        try:
+            started.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            started.process.terminate()
+        return _finish([started], _GRACE_SECONDS)[0]
 
 
 def plain_variables(rank: int, world: int, port: str) -> dict[str, str]:

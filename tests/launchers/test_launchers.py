@@ -1,0 +1,62 @@
+"""One script, unchanged, trains under the launchers themselves. What each one sets is in tests/torch/test_launch.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+ONE_HOST = [[rank, 2, rank, 2, 0, 1] for rank in range(2)]
+TWO_HOSTS = [[rank, 4, rank % 2, 2, rank // 2, 2] for rank in range(4)]
+
+
+def places(reports) -> list[list[int]]:
+    return [report["place"] for report in reports]
+
+
+def said(reports, what: str) -> list[str]:
+    return [report[what] for report in reports]
+
+
+def test_torchrun(train) -> None:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+    ]
+    reports = train(launcher, 2)
+    assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["torchrun"] * 2)
+
+
+def test_mpich(train, mpich) -> None:
+    reports = train([*mpich, "-n", "2"], 2)
+    assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
+
+
+def test_open_mpi(train, open_mpi) -> None:
+    reports = train([str(open_mpi), "--allow-run-as-root", "--oversubscribe", "-np", "2"], 2)
+    assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
+
+
+def test_horovodrun(train, horovodrun) -> None:
+    reports = train([*horovodrun, "--gloo", "-np", "2"], 2)
+    assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["horovodrun"] * 2)
+
+
+def test_horovodrun_by_mpi(train, horovodrun_mpi, open_mpi) -> None:
+    path = f"{open_mpi.parent}:{os.environ['PATH']}"
+    reports = train([*horovodrun_mpi, "-np", "2"], 2, {"PATH": path})
+    assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
+
+
+@pytest.mark.network
+def test_horovodrun_on_two_hosts(train, horovodrun, named_hosts) -> None:
+    launcher = [*named_hosts.on("a"), *horovodrun, "--gloo", "-np", "4", "-H", "a:2,b:2"]
+    reports = train(launcher, 4, named_hosts.environment(os.environ["PATH"]))
+    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
+    assert len(set(said(reports, "network"))) == 2
+    assert set(said(reports, "gloo_interface")) == {"eth0"}  # what horovodrun found that the hosts share
