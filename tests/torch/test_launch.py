@@ -32,6 +32,7 @@ HOROVODRUN = {
     "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2", "HOROVOD_HOSTNAME": "node1", "HOROVOD_CONTROLLER": "gloo",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
 }  # fmt: skip
+NO_SERVER = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "", "HOROVOD_GLOO_RENDEZVOUS_PORT": ""}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-1",
@@ -114,6 +115,26 @@ def test_place(environ: dict[str, str], launcher: str, expected: tuple[int, ...]
         pytest.param({"PMI_SIZE": "2"}, ["PMI_RANK"], id="half hydra"),
         pytest.param({"HOROVOD_SIZE": "2"}, ["HOROVOD_RANK"], id="half horovodrun"),
         pytest.param({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, ["HOROVOD_ELASTIC"], id="elastic"),
+        pytest.param(
+            {**HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": ""},
+            ["HOROVOD_GLOO_RENDEZVOUS_ADDR is set", "HOROVOD_GLOO_RENDEZVOUS_PORT"], id="half a server",
+        ),
+        pytest.param(
+            {**HOROVODRUN, "HOROVOD_RANK": "", "HOROVOD_SIZE": "", "HOROVOD_LOCAL_RANK": "", "HOROVOD_LOCAL_SIZE": ""},
+            ["HOROVOD_GLOO_RENDEZVOUS_ADDR is set", "HOROVOD_RANK", "HOROVOD_SIZE"], id="a server without ranks",
+        ),
+        pytest.param(
+            {**HYDRA, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711"},
+            ["HOROVOD_GLOO_RENDEZVOUS_ADDR is set", "HOROVOD_RANK"], id="a server that is not mpirun's",
+        ),
+        pytest.param(
+            {**HOROVODRUN, **NO_SERVER}, ["HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "MASTER_ADDR"],
+            id="ranks without a server",
+        ),
+        pytest.param(
+            {**HOROVODRUN, **NO_SERVER, "HOROVOD_CONTROLLER": "mpi"},
+            ["HOROVOD_CONTROLLER=mpi", "OMPI_COMM_WORLD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR"], id="mpi without mpirun",
+        ),
         pytest.param({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, ["SLURM_NTASKS"], id="half srun"),
         pytest.param({**SLURM, "SLURM_PROCID": "5"}, ["SLURM_PROCID=5", "SLURM_NTASKS=5"], id="bad srun rank"),
         pytest.param(
@@ -144,8 +165,49 @@ def test_horovodrun_names_its_server_and_this_host() -> None:
     assert (launch.horovod_server, launch.hostname) == (("10.0.0.1", 4711), "node1")
 
 
-def test_interface_is_the_first_of_the_list() -> None:
-    assert discover({**HYDRA, "GLOO_SOCKET_IFNAME": "eth1,eth2"}).interface == "eth1"
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, (None, ""), id="none"),
+        pytest.param({"GLOO_SOCKET_IFNAME": "eth1,eth2"}, ("eth1", "GLOO_SOCKET_IFNAME"), id="first of the list"),
+        pytest.param({"HOROVOD_GLOO_IFACE": "eth0"}, ("eth0", "HOROVOD_GLOO_IFACE"), id="horovodrun's"),
+        pytest.param(
+            {"HOROVOD_GLOO_IFACE": "eth0", "GLOO_SOCKET_IFNAME": "eth1"}, ("eth1", "GLOO_SOCKET_IFNAME"),
+            id="the user's before horovodrun's",
+        ),
+    ],
+)  # fmt: skip
+def test_interface(environ: dict[str, str], expected: tuple[str | None, str]) -> None:
+    launch = discover({**HOROVODRUN, **environ})
+    assert (launch.interface, launch.interface_variable) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, "here", id="nothing"),
+        pytest.param(TORCHRUN, "1", id="torchrun"),
+        pytest.param(plain_variables(1, 2, "1"), "here", id="by hand"),
+        pytest.param(HOROVODRUN, "node1", id="horovodrun"),
+        pytest.param(OPEN_MPI, "here", id="open mpi"),
+        pytest.param({**OPEN_MPI, "GROUP_RANK": "7"}, "here", id="left over from torchrun"),
+        pytest.param(SLURM, "2", id="srun"),
+        pytest.param({**SLURM, "SLURMD_NODENAME": "n12"}, "n12", id="srun with names"),
+    ],
+)
+def test_host(environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    assert discover(environ).host == expected
+
+
+def test_ranks_of_an_existing_group_are_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    assert Launch.existing(0, 2).host == "here"
+
+
+def test_mpirun_with_horovods_ranks_needs_no_server() -> None:
+    exported = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}
+    assert discover({**OPEN_MPI, **exported}).launcher == "mpirun"
 
 
 def test_only_told_places_count_as_placed() -> None:
@@ -462,11 +524,37 @@ def test_server_that_is_not_there_is_named() -> None:
         connect(discover(horovodrun(1, 2, port)), 2.0)
 
 
-def test_unknown_interface_is_named() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"])
+def test_unknown_interface_is_named_beside_those_that_are_here(variable: str, rank: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{variable}=nonet7: .* it has lo\b"):
+        connect(discover({**horovodrun(rank, 2, 1), variable: "nonet7"}), 2.0)
+
+
+def test_gloo_uses_the_interface_that_horovodrun_found() -> None:
+    program = join() + 'import os; print(os.environ["GLOO_SOCKET_IFNAME"], file=sys.stderr)'
     with rendezvous_server() as (port, _):
-        environ = {**horovodrun(0, 2, port), "GLOO_SOCKET_IFNAME": "nonet7"}
-        kind, message = alone(environ)
-    assert (kind, "GLOO_SOCKET_IFNAME=nonet7" in message) == ("ConfigError", True)
+        ranks = lambda rank: {**horovodrun(rank, 2, port), "HOROVOD_GLOO_IFACE": "lo"}  # noqa: E731
+        results = run_ranks("import sys\n" + program, 2, env=ranks)
+    assert said(results) == one_host(2)
+    assert all(result.stderr.splitlines()[-1] == "lo" for result in results)
+
+
+def test_ranks_that_disagree_all_say_so() -> None:
+    program = """
+        import json, os
+        from gradcomp.core.errors import GradcompError
+        from gradcomp.torch.launch import discover
+        from gradcomp.torch.rendezvous import connect
+        launch = discover()
+        try:
+            connect(launch, 30.0, "transport=" + ("mpi" if launch.rank == 1 else "torch"))
+        except GradcompError as error:
+            print(json.dumps([type(error).__name__, str(error)]))
+    """
+    for kind, message in said(run_ranks(program, 3, env=lambda rank: open_mpi(rank, 3))):
+        assert kind == "ConfigError"
+        assert message.endswith("transport=torch on rank 0, 2; transport=mpi on rank 1")
 
 
 def test_nowhere_to_meet_says_what_to_set() -> None:
