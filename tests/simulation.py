@@ -173,9 +173,9 @@ class Simulation:
     ``seed`` of the simulated timing, ``config_seed`` of gradcomp's own draws.
     ``shuffle``: ranks take turns at random, hand in layers in orders of their own and poll in between. ``delay``: the
     probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
-    sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes its
-    choice from. ``settings`` go to :class:`Config`. Attribute ``rate``: that
-    of the steps to come, 0 if it is not known.
+    sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes
+    its choice from. ``settings`` go to :class:`Config`. Attribute ``rate``: that of the steps to come, 0 if it is not
+    known.
     """
 
     def __init__(

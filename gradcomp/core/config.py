@@ -22,6 +22,9 @@ logger = logging.getLogger("gradcomp")
 
 PREFIX = "GRADCOMP_"
 
+#: Names of transports; with a plus, of two levels.
+TRANSPORTS = ("torch", "shm", "shm+torch")
+
 
 def _setting(default: Any, doc: str, check: Callable[[Any], bool], rule: str, *, shared: bool = False) -> Any:
     """A field with its documentation and its validity rule; ``shared`` settings must agree on all ranks."""
@@ -91,6 +94,13 @@ class Config:
         0, "Further comparisons of parameters, every so many steps; 0 for none.", _not_negative, "not negative",
         shared=True,
     )  # fmt: skip
+    transport: str = _setting(
+        "torch",
+        "What carries the gradients: torch.distributed, shared memory on one host, or that on each host and the other "
+        "between them.",
+        lambda v: v in TRANSPORTS,
+        f"one of {', '.join(TRANSPORTS)}",
+    )
     stall_warning_seconds: float = _setting(
         60.0, "Wait after which a rank says what it waits for.", _positive, "positive"
     )

@@ -18,8 +18,11 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, StateError, TransportError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.scheme import AUTO
+from gradcomp.core.topology import Topology
 from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.engine import Engine
+from gradcomp.engine.links import measure
 from gradcomp.engine.watch import Position, Watch, place
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
@@ -64,10 +67,18 @@ class Exchanger:
         listener: Listener | None = None,
         order_step: int = 0,
         schedule: Schedule | None = None,
+        topology: Topology | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        shared = {"average": average, "order_step": order_step, **(arguments or {})}
+        topology = topology or Topology.one_host(transport.size)
+        shared = {
+            "average": average,
+            "order_step": order_step,
+            "hosts": list(topology.hosts),
+            **(arguments or {}),
+        }
         agree(transport, describe(layers, plan, config, **shared))
+        between_hosts = config.reduction == AUTO and len(topology.leaders) > 1
         self._pipeline = Pipeline(
             layers,
             plan,
@@ -78,6 +89,8 @@ class Exchanger:
             landed=None if listener is None else listener.landed,
             order_step=order_step,
             schedule=schedule,
+            topology=topology,
+            network=measure(transport, topology) if between_hosts else None,
         )
         self._listener = listener
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What a message between two ranks costs: measured once, the same figures on all ranks."""
+"""What a message and a pass of the codec cost: measured once, the same figures on all ranks."""
 
 from __future__ import annotations
 
@@ -8,32 +8,71 @@ from time import perf_counter
 
 import numpy as np
 
-from gradcomp.transport.base import Handle, Transport, wait
+from gradcomp.core.topology import Topology
+from gradcomp.kernels.codec import Codec, Draw
+from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
+from gradcomp.reduce.costs import Network
+from gradcomp.transport.base import Transport, wait
 
-#: Two sizes give latency and rate. The larger one fills the pipe, and takes 8 ms at 1 Gbit/s.
+#: Two sizes give latency and rate. The larger one takes 8 ms at 1 Gbit/s.
 PROBE_BYTES = (1 << 10, 1 << 20)
 _REPEATS = 5
+_ELEMENTS = 1 << 18
+_LEAST = 1e-9  # seconds: nothing takes no time
 
 
-def measure(transport: Transport, settle: Callable[[Handle], None] = wait) -> tuple[float, float]:
-    """alpha (seconds) and beta (seconds per byte) of t(n) = alpha + beta n, for a message of n bytes.
+def measure(transport: Transport, topology: Topology) -> Network:
+    """alpha and beta of t(n) = alpha + beta n between hosts and inside them, and the rates of a 4-bit codec.
 
-    All ranks send to the next one at the same time, as reductions do. The slowest rank's median counts.
-    Collective; wire: 6 messages of each size per rank, not counted in ``bytes_sent``, and one all-gather of 16 bytes.
+    All ranks send n bytes to the next rank at the same time, as reductions do; the slowest rank's median counts, apart
+    for those whose next rank is on another host. Where no message stays inside a host, it costs nothing there.
+    Collective, outside of steps. Wire: 6 messages of 1 KiB and of 1 MiB per rank, not counted in ``bytes_sent``, and
+    one all-gather of 32 bytes. ``costs.Network`` says what the figures are for.
     """
-    rank, size = transport.rank, transport.size
     sent_before = transport.bytes_sent
-    medians = []
-    for nbytes in PROBE_BYTES:
-        send, recv = np.zeros(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
-        seconds = []
-        for _ in range(1 + _REPEATS):
-            begin = perf_counter()
-            settle(transport.exchange([((rank + 1) % size, send)], [((rank - 1) % size, recv)]))
-            seconds.append(perf_counter() - begin)
-        medians.append(median(seconds[1:]))
-    parts = transport.allgather_bytes(np.array(medians).tobytes(), settle)
-    small, large = np.stack([np.frombuffer(part, dtype=np.float64) for part in parts]).max(axis=0).tolist()
+    own = np.array([*(_shift(transport, nbytes) for nbytes in PROBE_BYTES), *_codec_rates()])
+    parts = transport.allgather_bytes(own.tobytes())
     transport.bytes_sent = sent_before
-    beta = max(large - small, 1e-9) / (PROBE_BYTES[1] - PROBE_BYTES[0])
-    return max(small - beta * PROBE_BYTES[0], 1e-9), beta
+    everyone = np.stack([np.frombuffer(part, dtype=np.float64) for part in parts])
+    hosts = np.asarray(topology.hosts)
+    crosses = hosts != np.roll(hosts, -1)
+    alpha, beta = _fit(everyone[crosses, :2]) if crosses.any() else (0.0, 0.0)
+    local_alpha, local_beta = _fit(everyone[~crosses, :2]) if not crosses.all() else (0.0, 0.0)
+    encode_rate, decode_rate = everyone[:, 2:].min(axis=0).tolist()
+    return Network(alpha, beta, encode_rate, decode_rate, local_alpha, local_beta)
+
+
+def _fit(seconds: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[float, float]:
+    """Latency, and seconds per byte, through both sizes."""
+    small, large = seconds.max(axis=0).tolist()
+    beta = max(large - small, _LEAST) / (PROBE_BYTES[1] - PROBE_BYTES[0])
+    return max(small - beta * PROBE_BYTES[0], _LEAST), beta
+
+
+def _shift(transport: Transport, nbytes: int) -> float:
+    """Median seconds in which this rank sends to the next one and receives from the one before."""
+    rank, size = transport.rank, transport.size
+    send, recv = np.zeros(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
+    return _median(lambda: wait(transport.exchange([((rank + 1) % size, send)], [((rank - 1) % size, recv)])))
+
+
+def _codec_rates() -> tuple[float, float]:
+    """Bytes of float32 per second that are encoded, and decoded, on this core."""
+    values = np.random.default_rng(0).standard_normal(_ELEMENTS).astype(np.float32)
+    table = np.zeros(1, dtype=SEGMENT)
+    table["length"], table["bits"], table["bucket_size"], table["dtype"] = _ELEMENTS, 4, 512, FLOAT32
+    table["gradient"] = table["output"] = values.ctypes.data
+    codec, flags = Codec(MINMAX), np.zeros(1, dtype=np.uint8)
+    payload = np.zeros(int(codec.wire_bytes(table).sum()), dtype=np.uint8)
+    encode = _median(lambda: codec.encode(table, payload, flags, Draw(0, 0, 0)))
+    decode = _median(lambda: codec.decode(table, payload, flags))
+    return values.nbytes / encode, values.nbytes / decode
+
+
+def _median(work: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        begin = perf_counter()
+        work()
+        seconds.append(perf_counter() - begin)
+    return max(median(seconds[1:]), _LEAST)

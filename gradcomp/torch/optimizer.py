@@ -14,6 +14,7 @@ import torch
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
+from gradcomp.core.scheme import parse
 from gradcomp.engine import Exchanger
 from gradcomp.torch import runtime
 from gradcomp.torch.checkpoint import Keeper
@@ -41,6 +42,7 @@ def DistributedOptimizer(
     finish: Finish = "backward",
     grad_scaler: torch.amp.GradScaler | None = None,
     process_set: Members = None,
+    reduction: str | None = None,
 ) -> Optimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -60,6 +62,9 @@ def DistributedOptimizer(
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
             dimension of a DeviceMesh. Only they call this.
+        reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
+            ``"ring"``, ``"tree"``, ``"all_to_all"``, ``"gather"``, ``"parameter_server"``, ``"hierarchical"`` or
+            ``"auto"``.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the
     compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
@@ -75,6 +80,7 @@ def DistributedOptimizer(
         sparse_as_dense,
         finish,
         grad_scaler,
+        reduction,
     )
     core = _build(state, members(process_set), optimizer, named_parameters, arguments)
     _adopt(optimizer, core)
@@ -93,6 +99,7 @@ class Arguments:
         sparse_as_dense: bool,
         finish: Finish,
         grad_scaler: Any,
+        reduction: str | None,
     ) -> None:
         self._compression = compression
         self._passes = passes
@@ -101,6 +108,7 @@ class Arguments:
         self.predivide = predivide
         self.sparse_as_dense = sparse_as_dense
         self.grad_scaler = grad_scaler
+        self.reduction = reduction
 
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
@@ -110,6 +118,8 @@ class Arguments:
             raise ConfigError(
                 "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
             )
+        if self.reduction is not None:
+            parse(self.reduction)
         return as_policy(self._compression), Timing(self._passes, self._finish)
 
 
@@ -181,6 +191,7 @@ def _build(
             proposal,
             exchange.allocate,
             average=average,
+            reduction=arguments.reduction,
             arguments={
                 "backward_passes_per_step": timing.passes,
                 "finish": timing.finish,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from gradcomp import kernels
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.core.errors import ConfigError, StateError, TransportError, WireFormatError
 from gradcomp.core.topology import Topology
 from gradcomp.engine import Engine, Exchanger
 from gradcomp.torch.launch import Launch, discover
@@ -149,7 +150,11 @@ def init(process_group: Any = None, **settings: Any) -> None:
     _generation += 1
     runtime = Runtime(launch, config, ranks, owns and dist.is_initialized())
     if runtime.size > 1:
-        _find_hosts(runtime)
+        try:
+            _introduce(runtime)
+        except BaseException:
+            _release(runtime, orderly=True)
+            raise
     _runtime = runtime
     atexit.register(shutdown)
     _banner(runtime)
@@ -182,6 +187,10 @@ def shutdown() -> None:
     runtime.engine.stop()
     for exchanger in runtime.exchangers:
         exchanger.close()
+    _release(runtime, orderly)
+
+
+def _release(runtime: Runtime, orderly: bool) -> None:
     for group in runtime.groups.values():
         if orderly:
             group.close()
@@ -191,12 +200,27 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _find_hosts(runtime: Runtime) -> None:
-    """Which ranks share a host, by the launcher's names of hosts; local and cross values where it gave none."""
-    names = runtime.group(runtime.everyone).allgather_bytes(runtime.launch.host.encode())
-    hosts = [name.decode(errors="replace") for name in names]
+def _introduce(runtime: Runtime) -> None:
+    """The ranks tell each other which host they are on, for places and topology, and which transport they will use."""
+    own = json.dumps([runtime.launch.host, runtime.config.transport])
+    told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
+    transports = [transport for _, transport in told]
+    if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
+        raise ConfigError(
+            f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
+            "all ranks need the same one"
+        )
+    hosts = [host for host, _ in told]
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+
+
+def _introduction(part: bytes) -> tuple[str, str]:
+    try:
+        host, transport = json.loads(part)
+    except (ValueError, TypeError) as error:
+        raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
+    return str(host), str(transport)
 
 
 def _farewell(group: TorchTransport) -> None:
@@ -291,10 +315,13 @@ def _start_logging(config: Config) -> None:
 def _banner(runtime: Runtime) -> None:
     if runtime.rank == 0:
         logger.info(
-            "%s: %d ranks by %s, transport torch.distributed (gloo), torch %s, kernels %s",
+            "%s: %d ranks on %d hosts by %s, transport %s, interface %s, torch %s, kernels %s",
             __version__,
             runtime.size,
+            len(runtime.topology.leaders),
             runtime.launch.launcher,
+            runtime.config.transport,
+            runtime.launch.interface or "chosen by the system",
             torch.__version__,
             kernels.body(),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,27 +70,30 @@ def start(
     average: bool = True,
     listener: Listener | None = None,
     order_step: int = 0,
+    reduction: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Exchanger, Reporter]:
     """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`."""
+    config = state.config if reduction is None else replace(state.config, reduction=reduction)
     exchanger = Exchanger(
         state.engine,
         proposal.layers,
         proposal.plan,
         transport,
         state.engine_control,
-        state.config,
+        config,
         allocate,
         name=state.name(ranks),
         average=average,
         listener=listener,
         order_step=order_step,
         schedule=proposal.policy.scheduled(proposal.layers),
+        topology=state.topology.among(ranks),
         arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
     )
     state.exchangers.append(exchanger)
     banner(exchanger, proposal.policy)
-    return exchanger, Reporter(exchanger, state.config)
+    return exchanger, Reporter(exchanger, config)
 
 
 def _schedule_of(policy: Policy) -> dict[str, Any]:

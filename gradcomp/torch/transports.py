@@ -2,10 +2,61 @@
 
 from __future__ import annotations
 
+from gradcomp.core.errors import ConfigError
 from gradcomp.torch.runtime import Ranks, Runtime
 from gradcomp.transport.base import Transport
 
+# Each engine is imported when it is asked for.
+
 
 def make_transport(state: Runtime, ranks: Ranks) -> Transport:
-    """A communicator of its own for an exchanger; collective over ``ranks``."""
+    """A communicator of its own for an exchanger; collective over ``ranks``.
+
+    ConfigError, on all of them, where shared memory would have to reach another host, and where an engine is missing:
+    it then says which extra to install.
+    """
+    inside, _, between = state.config.transport.rpartition("+")
+    if inside:
+        return _two_levels(state, ranks, between)
+    return _flat(state, ranks, between)
+
+
+def _flat(state: Runtime, ranks: Ranks, name: str) -> Transport:
+    if name == "shm":
+        return _shared_memory(state, ranks)
+    assert name == "torch", f"{name} passed the settings' check"
     return state.make_group(ranks)
+
+
+def _shared_memory(state: Runtime, ranks: Ranks) -> Transport:
+    from gradcomp.transport.shm import ShmTransport
+
+    hosts = state.topology.among(ranks).leaders
+    if len(hosts) > 1:
+        raise ConfigError(
+            f"transport=shm serves one host, and these ranks are on {len(hosts)}; take shm+torch"
+        )
+    if len(ranks) == 1:
+        return ShmTransport(0, 1, lambda mine: [mine])
+    # The ranks tell each other where the segment is through a group that has no other purpose.
+    meeting = state.make_group(ranks)
+    try:
+        return ShmTransport(meeting.rank, meeting.size, meeting.allgather_bytes)
+    finally:
+        meeting.close()
+
+
+def _two_levels(state: Runtime, ranks: Ranks, between: str) -> Transport:
+    from gradcomp.transport.two_level import TwoLevelTransport
+
+    topology = state.topology.among(ranks)
+    place = ranks.index(state.rank)
+    members = tuple(ranks[i] for i in topology.members(place))
+    leaders = tuple(ranks[i] for i in topology.leaders)
+    return TwoLevelTransport(
+        _shared_memory(state, members),
+        _flat(state, ranks, between),
+        topology,
+        _flat(state, leaders, between) if state.rank in leaders else None,
+        _shared_memory(state, members),
+    )

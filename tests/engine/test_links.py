@@ -6,25 +6,32 @@ import threading
 
 import pytest
 
+from gradcomp.core.topology import Topology
 from gradcomp.engine.links import measure
+from gradcomp.reduce.costs import Network
 from gradcomp.transport.inprocess import World
 
+HOSTS = [(0, 0), (0, 1), (0, 0, 1), (0, 1, 2, 2, 0)]
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_all_ranks_get_the_same_positive_figures(size: int):
-    transports = World(size).transports()
-    found: dict[int, tuple[float, float]] = {}
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_all_ranks_get_the_same_figures(hosts: tuple[int, ...]):
+    transports = World(len(hosts)).transports()
+    found: dict[int, Network] = {}
 
     def run(rank: int) -> None:
-        found[rank] = measure(transports[rank])
+        found[rank] = measure(transports[rank], Topology(hosts))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(hosts))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(set(found.values())) == 1
-    alpha, beta = found[0]
-    assert alpha > 0
-    assert beta > 0
-    assert {t.bytes_sent for t in transports} == {0}
+    network = found[0]
+    assert network.encode_rate > 1e6
+    assert network.decode_rate > 1e6
+    several, shared = len(set(hosts)) > 1, len(set(hosts)) < len(hosts)
+    assert (network.alpha > 0) == (network.beta > 0) == several
+    assert (network.local_alpha > 0) == (network.local_beta > 0) == shared
+    assert {transport.bytes_sent for transport in transports} == {0}

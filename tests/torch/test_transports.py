@@ -1,0 +1,88 @@
+"""Transports chosen by a setting: the same training, byte for byte, whatever carries it; and what cannot work."""
+
+from __future__ import annotations
+
+import json
+
+from launching import free_port, run_ranks
+
+
+def train() -> None:
+    import hashlib
+    import json
+    import sys
+
+    import torch
+
+    import gradcomp.torch as gc
+
+    gc.init(timeout_seconds=20.0)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 90), torch.nn.ReLU(), torch.nn.Linear(90, 70))
+    opt = gc.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters(),
+        compression=sys.argv[1],
+    )
+    data = torch.Generator().manual_seed(gc.rank())
+    for _ in range(4):
+        opt.zero_grad()
+        net(torch.randn(8, 64, generator=data)).square().mean().backward()
+        opt.step()
+    bits = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    print(json.dumps([hashlib.sha256(bits).hexdigest(), gc.local_rank(), gc.cross_rank(), gc.cross_size()]))
+    gc.shutdown()
+
+
+def variables(transport: str, world: int, hosts: int = 1):
+    """As torchrun sets them; the hosts are only said to be several."""
+    port, per_host = str(free_port()), world // hosts
+
+    def of(rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank), "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank % per_host), "LOCAL_WORLD_SIZE": str(per_host),
+            "GROUP_RANK": str(rank // per_host), "GROUP_WORLD_SIZE": str(hosts),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GRADCOMP_TRANSPORT": transport,
+        }  # fmt: skip
+
+    return of
+
+
+def results(transport: str, world: int, hosts: int = 1, compression: str = "quantize:bits=4") -> list[list]:
+    ends = run_ranks(train, world, env=variables(transport, world, hosts), arguments=(compression,))
+    assert [end.returncode for end in ends] == [0] * world, ends[0].stderr[-2000:] + ends[-1].stderr[-2000:]
+    return [json.loads(end.stdout.splitlines()[-1]) for end in ends]
+
+
+def test_shared_memory_trains_as_torch_does():
+    digests = {digest for digest, *_ in results("shm", 3)}
+    assert len(digests) == 1
+    assert digests == {digest for digest, *_ in results("torch", 3)}
+
+
+def test_two_levels_train_as_torch_does():
+    found = results("shm+torch", 4, hosts=2)
+    assert len({digest for digest, *_ in found}) == 1
+    assert found[0][0] == results("torch", 4, hosts=2)[0][0]
+    assert [place for _, *place in found] == [[0, 0, 2], [1, 0, 2], [0, 1, 2], [1, 1, 2]]
+
+
+def test_shared_memory_of_several_hosts_is_refused():
+    ends = run_ranks(train, 2, env=variables("shm", 2, hosts=2), arguments=("none",))
+    for end in ends:
+        assert end.returncode != 0
+        assert "transport=shm serves one host, and these ranks are on 2; take shm+torch" in end.stderr
+
+
+def test_ranks_with_different_transports_are_refused():
+    of = variables("torch", 2)
+    ends = run_ranks(
+        train,
+        2,
+        env=lambda rank: {**of(rank), "GRADCOMP_TRANSPORT": ["torch", "shm"][rank]},
+        arguments=("none",),
+    )
+    for end in ends:
+        assert end.returncode != 0
+        assert "rank 0 has transport=torch, rank 1 has shm" in end.stderr
