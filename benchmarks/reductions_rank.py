@@ -1,0 +1,187 @@
+"""The reductions benchmark, seen by one rank: one gradient exchanged by every reduction in turn, timed and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hosts
+import numpy as np
+from step_rank import measure_link
+
+#: Sizes of the ping-pong from which alpha and beta are fitted.
+PING_BYTES = (1 << 10, 1 << 18, 1 << 20, 1 << 21)
+
+#: The row of the engine's own allreduce.
+DENSE = "gloo float32"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told to do."""
+
+    reductions: tuple[str, ...]
+    elements: int
+    bits: int
+    blocks: int
+    dense: bool
+
+    @staticmethod
+    def from_json(text: str) -> Task:
+        data = json.loads(text)
+        return Task(**{**data, "reductions": tuple(data["reductions"])})
+
+
+def run_rank(task: Task, out: Path) -> None:
+    """Everything one rank does; writes what it found to a file."""
+    import torch
+    import torch.distributed as dist
+
+    import gradcomp.torch as gc
+    from gradcomp.torch import runtime
+
+    torch.set_num_threads(1)
+    gc.init(slice_elements=1 << 30, statistics_every_steps=0, reorder=False)
+    state = runtime.current()
+    rank, world = gc.rank(), gc.size()
+    found: dict[str, Any] = {"link": measure_link(rank, world), "ping": ping(state)}
+    gradient = np.random.default_rng(rank).standard_normal(task.elements).astype(np.float32)
+    exchanges = {name: make_exchange(state, task, name, gradient) for name in task.reductions}
+    found["codec"] = next(iter(exchanges.values())).codec_rates()
+    tensor = torch.from_numpy(gradient.copy())
+    rows: dict[str, dict[str, list[float]]] = {}
+    for _ in range(task.blocks):
+        for name, exchange in exchanges.items():
+            record(rows, name, exchange.step, dist.barrier, found["link"]["packet_bytes"])
+        if task.dense:
+            record(rows, DENSE, lambda: dist.all_reduce(tensor), dist.barrier,
+                   found["link"]["packet_bytes"])  # fmt: skip
+    found["rows"] = rows
+    found["sent"] = {name: exchange.sent_per_step() for name, exchange in exchanges.items()}
+    found["digests"] = {name: exchange.digest() for name, exchange in exchanges.items()}
+    out.with_name(f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    gc.shutdown()
+
+
+def record(rows: dict[str, Any], name: str, step: Any, barrier: Any, packet_bytes: float) -> None:
+    """One exchange: seconds, and bytes through this host's interface without headers and repeats."""
+    barrier()
+    before = hosts.Traffic.now()
+    barrier()
+    between = hosts.Traffic.now()
+    began = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - began
+    barrier()  # everything sent before it has passed the interface now
+    traffic = hosts.Traffic.now() - between
+    row = rows.setdefault(name, {"seconds": [], "bytes": []})
+    row["seconds"].append(seconds)
+    # A barrier's own bytes are those of the one just before.
+    row["bytes"].append(traffic.payload_bytes(packet_bytes) - (between - before).payload_bytes(packet_bytes))
+
+
+def ping(state: Any, repeats: int = 7) -> list[tuple[int, float]]:
+    """Between the first two ranks: message sizes, and half the time there and back. Seconds."""
+    import torch.distributed as dist
+
+    from gradcomp.transport.base import wait
+
+    found = []
+    if state.rank < 2:
+        transport = state.make_group((0, 1))
+        for nbytes in PING_BYTES:
+            buffer = np.zeros(nbytes, dtype=np.uint8)
+            there = [[(1, buffer)], []] if state.rank == 0 else [[], [(0, buffer)]]
+            back = [[], [(1, buffer)]] if state.rank == 0 else [[(0, buffer)], []]
+            seconds = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                wait(transport.exchange(*there))
+                wait(transport.exchange(*back))
+                seconds.append((time.perf_counter() - began) / 2)
+            found.append((nbytes, statistics.median(seconds)))
+        transport.close()
+    dist.barrier()
+    return found
+
+
+class ExchangeOf:
+    """A gradient under one reduction, exchanged as training would, in one bucket."""
+
+    def __init__(self, exchanger: Any, gradient: Any) -> None:
+        self.exchanger = exchanger
+        self.gradient = gradient
+        self.mean = np.zeros_like(gradient)
+        self.steps = 0
+
+    def step(self) -> None:
+        self.exchanger.open()
+        self.exchanger.submit(0, self.gradient.ctypes.data, self.mean.ctypes.data)
+        self.exchanger.flush()
+        self.exchanger.wait()
+        self.exchanger.commit()
+        self.steps += 1
+
+    def sent_per_step(self) -> float:
+        return float(self.exchanger.pipeline.transport.bytes_sent / self.steps)
+
+    def digest(self) -> str:
+        import hashlib
+
+        return hashlib.sha256(self.mean.tobytes()).hexdigest()
+
+    def codec_rates(self) -> dict[str, float]:
+        """Elements per second of one encode and one decode on this core, alone."""
+        from gradcomp import kernels
+
+        group = self.exchanger.pipeline.layout.buckets[0].groups[0]
+        table = group.table.copy()
+        codec = group.compressor.codec_for(table)
+        payload = np.zeros(int(codec.wire_bytes(table).sum()), dtype=np.uint8)
+        flags = np.zeros(len(table), dtype=np.uint8)
+        table["gradient"], table["output"] = self.gradient.ctypes.data, self.mean.ctypes.data
+        table["payload"] = np.concatenate(([0], np.cumsum(codec.wire_bytes(table))))[:-1]
+        from gradcomp.kernels.codec import Draw
+
+        encodes, decodes = [], []
+        for step in range(5):
+            began = time.perf_counter()
+            codec.encode(table, payload, flags, Draw(0, step, 0))
+            middle = time.perf_counter()
+            codec.decode(table, payload, flags)
+            encodes.append(middle - began)
+            decodes.append(time.perf_counter() - middle)
+        return {
+            "body": kernels.body(),
+            "payload_bytes": len(payload),
+            "encode": len(self.gradient) / statistics.median(encodes),
+            "decode": len(self.gradient) / statistics.median(decodes),
+        }
+
+
+def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeOf:
+    from gradcomp import LayerSpec, Policy, Quantize
+    from gradcomp.engine import Exchanger
+
+    layers = [LayerSpec("gradient", (2, task.elements // 2))]
+    plan = Policy(Quantize(bits=task.bits)).plan(layers)
+    everyone = state.everyone
+    exchanger = Exchanger(
+        state.engine,
+        layers,
+        plan,
+        state.make_group(everyone),
+        state.engine_control,
+        dataclasses.replace(state.config, reduction=name),
+        lambda layer: 0,
+        name=state.name(everyone),
+        topology=state.topology,
+    )
+    state.exchangers.append(exchanger)
+    return ExchangeOf(exchanger, gradient)
