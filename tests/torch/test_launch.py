@@ -557,6 +557,19 @@ def test_ranks_that_disagree_all_say_so() -> None:
         assert message.endswith("transport=torch on rank 0, 2; transport=mpi on rank 1")
 
 
+def test_mpi_of_another_launcher_is_not_started() -> None:
+    """Under Open MPI's PMIx, MPICH would end the process."""
+    pytest.importorskip("mpi4py")
+    program = "import mpi4py; mpi4py.rc.initialize = False\nfrom mpi4py import MPI; print(MPI.Get_library_version())"
+    (probe,) = run_ranks(program, 1, env=lambda rank: {})
+    if "MPICH" not in probe.stdout or "pmix" in probe.stdout.lower():
+        pytest.skip("needs an MPICH without PMIx")
+    kind, message = alone({**open_mpi(0, 2, local=False), "PMIX_NAMESPACE": "prterun-1"})
+    assert kind == "ConfigError"
+    assert "MPICH" in message
+    assert "MASTER_ADDR" in message
+
+
 def test_nowhere_to_meet_says_what_to_set() -> None:
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         connect(discover({"RANK": "0", "WORLD_SIZE": "2"}), 2.0)
