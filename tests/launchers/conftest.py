@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 from launching import run_command
+from named_hosts import NamedHosts
+from slurm_cluster import SlurmCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -98,70 +99,16 @@ def _need_horovod(built: str) -> None:
         pytest.skip(f"needs Horovod: scripts/install_horovod.sh{option} {sys.executable}")
 
 
-# ------------------------------------------------------------------------------------------ hosts with names
+@pytest.fixture(scope="session")
+def slurm_root() -> Path:
+    """Where Slurm's programs are: extracted beside this environment, or the system's."""
+    for root in (BIN.parent / "slurm", Path("/")):
+        if any(SlurmCluster.program(root, "slurmctld")):
+            return root
+    pytest.skip("needs Slurm: make slurm, or install slurmctld, slurmd and slurm-client")
 
 
-class NamedHosts:
-    """Network namespaces that look like hosts to a launcher: each has its name and knows the others', and ssh leads in.
-
-    The launchers call the ssh that they find on PATH. This one takes ssh's arguments and runs the command inside the
-    namespace, with the few variables that a login would have.
-    """
-
-    def __init__(self, names: Mapping[str, str], addresses: Mapping[str, str], directory: Path) -> None:
-        self._directory = directory
-        table = directory / "hosts"
-        lines = ["127.0.0.1 localhost", *(f"{addresses[name]} {name}" for name in names)]
-        table.write_text("\n".join(lines) + "\n")
-        inside = f'mount --bind {shlex.quote(str(table))} /etc/hosts && hostname "$0" && exec "$@"'
-        cases = "\n".join(f"    {name}) namespace={namespace} ;;" for name, namespace in names.items())
-        self._script(
-            "enter",
-            f"""
-            #!/bin/sh
-            # enter HOST COMMAND...
-            case $1 in
-            {cases}
-                *) echo "ssh: Could not resolve hostname $1" >&2; exit 255 ;;
-            esac
-            exec ip netns exec $namespace unshare --uts --mount sh -c {shlex.quote(inside)} "$@"
-        """,
-        )
-        self._script(
-            "ssh",
-            f"""
-            #!/bin/sh
-            # ssh [OPTIONS] HOST [OPTIONS] COMMAND...
-            options() {{
-                skip=0
-                while :; do
-                    case $1 in
-                        -o | -p | -i | -l) skip=$((skip + 2)); shift 2 ;;
-                        -*) skip=$((skip + 1)); shift ;;
-                        *) break ;;
-                    esac
-                done
-            }}
-            options "$@"; shift $skip
-            host=$1; shift
-            options "$@"; shift $skip
-            cd /
-            exec env -i HOME="$HOME" PATH=/usr/sbin:/usr/bin:/sbin:/bin {directory}/enter $host sh -c "$*"
-        """,
-        )
-
-    def _script(self, name: str, text: str) -> None:
-        path = self._directory / name
-        path.write_text("\n".join(line.strip() for line in text.strip().splitlines()) + "\n")
-        path.chmod(0o755)
-
-    def on(self, host: str) -> list[str]:
-        """The command that runs another one on a host."""
-        return [str(self._directory / "enter"), host]
-
-    def environment(self, path: str) -> dict[str, str]:
-        """PATH with this ssh in front."""
-        return {"PATH": f"{self._directory}:{path}"}
+# ------------------------------------------------------------------------------------------ hosts
 
 
 @pytest.fixture
@@ -173,3 +120,12 @@ def named_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamedHosts
         names = dict(zip("ab", hosts.names, strict=True))
         addresses = dict(zip("ab", hosts.addresses, strict=True))
         yield NamedHosts(names, addresses, tmp_path_factory.mktemp("hosts"))
+
+
+@pytest.fixture
+def slurm(
+    slurm_root: Path, named_hosts: NamedHosts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmCluster]:
+    """Slurm on these hosts."""
+    with SlurmCluster(slurm_root, named_hosts, tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster

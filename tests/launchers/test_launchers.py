@@ -81,3 +81,24 @@ def test_open_mpi_on_two_hosts(train, open_mpi, named_hosts) -> None:
     reports = train([*launcher, *exported], 4, {**variables, **named_hosts.environment(os.environ["PATH"])})
     assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
     assert len(set(said(reports, "network"))) == 2
+
+
+@pytest.mark.network
+def test_srun(train, slurm) -> None:
+    reports = train([*slurm.srun(), "-N", "1", "-n", "2"], 2, slurm.environment())
+    assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["slurm"] * 2)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_srun_on_two_hosts(train, slurm, mpi) -> None:
+    if mpi == "pmi2":  # the ranks meet by MPI
+        pytest.importorskip("mpi4py")
+        variables = {}
+    else:
+        variables = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    launcher = [*slurm.srun(), f"--mpi={mpi}", "-N", "2", "--ntasks-per-node=2"]
+    reports = train(launcher, 4, {**variables, **slurm.environment()})
+    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
+    assert said(reports, "launcher") == ["slurm"] * 4
+    assert len(set(said(reports, "network"))) == 2

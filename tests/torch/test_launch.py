@@ -78,6 +78,8 @@ def places(launch: Launch) -> tuple[int, ...]:
         pytest.param(
             {**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "4"}, "mpirun", (3, 4, 3, 4, 0, 1), id="mpirun, exported by hand"
         ),
+        pytest.param({**SLURM, "PMI_RANK": "4", "PMI_SIZE": "5"}, "slurm", (4, 5, 0, 1, 2, 3), id="srun --mpi=pmi2"),
+        pytest.param({**SLURM, **HYDRA}, "mpirun", (3, 4, 1, 2, 1, 2), id="mpiexec in a step of srun"),
         pytest.param(
             {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, "single", (0, 1, 0, 1, 0, 1),
             id="batch script",
@@ -568,6 +570,12 @@ def test_mpi_of_another_launcher_is_not_started() -> None:
     assert kind == "ConfigError"
     assert "MPICH" in message
     assert "MASTER_ADDR" in message
+
+
+def test_mpi_that_srun_did_not_tell_is_named() -> None:
+    pytest.importorskip("mpi4py")
+    kind, message = alone({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+    assert (kind, "--mpi=pmi2" in message) == ("ConfigError", True)
 
 
 def test_nowhere_to_meet_says_what_to_set() -> None:
