@@ -97,7 +97,7 @@ $(STAMP)/slurm: | $(STAMP)/venv
 	apt-cache show $(SLURM) >/dev/null 2>&1 || apt-get update --quiet=2
 	cd $(VENV)/slurm && for package in $$(apt-get install --simulate --no-install-recommends $(SLURM) \
 	    | sed -n 's/^Inst \([^ ]*\).*/\1/p'); do \
-	    apt-get download --quiet=2 $$package && dpkg -x $${package}_*.deb . && rm $${package}_*.deb || exit 1; done
+	    apt-get download --quiet=2 -o APT::Sandbox::User=root $$package && dpkg -x $${package}_*.deb . && rm $${package}_*.deb || exit 1; done
 	@touch $@
 
 # The kernel tests against native/ built with AddressSanitizer and UndefinedBehaviorSanitizer.

@@ -85,7 +85,7 @@ def run_torchrun(
 
 
 def run_command(
-    command: list[str], *, env: Mapping[str, str] | None = None, timeout: float = 60.0
+    command: list[str], *, env: Mapping[str, str] | None = None, timeout: float = 100.0
 ) -> Finished:
     """Run a launcher. One that takes too long may end its ranks by itself before it is killed."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
