@@ -203,7 +203,7 @@ void Rank::carry_out() {
         for (auto& operation : taken) progress_.begin(std::move(operation));
         taken.clear();
         if (progress_.pass()) continue;
-        progress_.release();
+        progress_.announce();
         if (!progress_.idle()) check_peers(milliseconds());
         if (progress_.idle() || !progress_.pass())
             sleep_at_bell(slot, heard, progress_.reasons_to_wake(),

@@ -46,7 +46,8 @@ void add_parts(const std::vector<const std::byte*>& parts, std::byte* out_bytes,
 
 Progress::Progress(const Segment& segment, int rank)
     : segment_(segment), rank_(rank), block_(std::min(largest_block, segment.ring_bytes() / 4)) {
-    for (int peer = 0; peer < segment.size(); ++peer) outlets_.push_back({Writer(segment, rank, peer), {}});
+    for (int peer = 0; peer < segment.size(); ++peer)
+        outlets_.push_back({Writer(segment, rank, peer), {}, 0});
     for (int peer = 0; peer < segment.size(); ++peer)
         inlets_.push_back({Reader(segment, peer, rank, rank), {}});
     for (int peer = 0; peer < segment.size(); ++peer)
@@ -55,8 +56,11 @@ Progress::Progress(const Segment& segment, int rank)
 }
 
 void Progress::begin(std::shared_ptr<Operation> operation) {
-    if (operation->own) std::memcpy(operation->own->to, operation->own->from, operation->own->length);
     operation->unfinished = 1;
+    if (operation->own) {
+        copies_.push_back(operation.get());
+        ++operation->unfinished;
+    }
     for (Transfer& transfer : operation->sends) {
         outlet(transfer.peer).queue.push_back({operation.get(), &transfer});
         ++operation->unfinished;
@@ -84,6 +88,7 @@ void Progress::give_up() {
     for (Outlet& outlet : outlets_) outlet.queue.clear();
     for (Inlet& inlet : inlets_) inlet.queue.clear();
     sums_.clear();
+    copies_.clear();
     operations_.clear();
 }
 
@@ -97,7 +102,21 @@ bool Progress::pass() {
         moved |= send(outlets_[peer]);
         moved |= receive(inlets_[peer]);
     }
-    return moved;
+    return moved || copy();  // own parts last: nobody waits for them
+}
+
+bool Progress::copy() {
+    if (copies_.empty()) return false;
+    Operation& operation = *copies_.front();
+    Copy& own = *operation.own;
+    const std::uint64_t bytes = std::min(largest_block, own.length - own.done);
+    std::memcpy(own.to + own.done, own.from + own.done, bytes);
+    own.done += bytes;
+    if (own.done == own.length) {
+        copies_.pop_front();
+        finish(operation);
+    }
+    return true;
 }
 
 bool Progress::send(Outlet& outlet) {
@@ -124,12 +143,21 @@ bool Progress::send(Outlet& outlet) {
     position += bytes;
     if (position == before) return false;
     writer.publish(position);
-    writer.for_each_reader([&](int reader) { ring_bell(segment_.slot(reader), for_bytes); });
-    if (transfer->done == transfer->length) {
+    outlet.unannounced += position - before;
+    const bool complete = transfer->done == transfer->length;
+    // A reader that sleeps is woken for a quarter of the ring at least: on a busy processor, waking costs a
+    // turn.
+    if (complete || outlet.unannounced >= segment_.ring_bytes() / 4) announce(outlet);
+    if (complete) {
         outlet.queue.pop_front();
         finish(*operation);
     }
     return true;
+}
+
+void Progress::announce(Outlet& outlet) {
+    outlet.unannounced = 0;
+    outlet.writer.for_each_reader([&](int reader) { ring_bell(segment_.slot(reader), for_bytes); });
 }
 
 // Takes the header of the next message in; false if it is not there yet.
@@ -217,7 +245,10 @@ void Progress::release(Inlet& inlet) {
     ring_bell(segment_.slot(inlet.reader.from()), for_room);
 }
 
-void Progress::release() {
+void Progress::announce() {
+    for (Outlet& outlet : outlets_) {
+        if (outlet.unannounced != 0) announce(outlet);
+    }
     for (Inlet& inlet : inlets_) {
         if (inlet.reader.unpublished() != 0) release(inlet);
     }

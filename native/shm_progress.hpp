@@ -36,10 +36,12 @@ struct Transfer {
     bool open = false;  // the header has been moved
 };
 
+// A message from this rank to itself.
 struct Copy {
     const std::byte* from;
     std::byte* to;
     std::uint64_t length;
+    std::uint64_t done = 0;
 };
 
 // A collective as this rank sees it. The issuing thread fills it, then only `state` is shared.
@@ -63,8 +65,8 @@ class Progress {
     void begin(std::shared_ptr<Operation> operation);
     // Moves at most one block through each ring; false if nothing could be moved.
     bool pass();
-    // Lets the others have the room of all that was read.
-    void release();
+    // Tells the others of all that was written and read. To be called before sleeping.
+    void announce();
     // Marks all that is not complete as failed.
     void give_up();
 
@@ -81,6 +83,7 @@ class Progress {
     struct Outlet {
         Writer writer;
         std::deque<Item> queue;
+        std::uint64_t unannounced = 0;  // bytes that are there, but nobody was told
     };
     struct Inlet {
         Reader reader;
@@ -92,6 +95,8 @@ class Progress {
     bool add();
     bool open(Inlet& inlet);
     void read(Inlet& inlet, std::uint64_t bytes);
+    bool copy();
+    void announce(Outlet& outlet);
     void release(Inlet& inlet);
     void finish(Operation& operation);
     Outlet& outlet(int peer) { return outlets_[static_cast<std::size_t>(peer)]; }
@@ -103,6 +108,7 @@ class Progress {
     std::vector<Outlet> outlets_;  // by reader; this rank's own place: to all
     std::vector<Inlet> inlets_;    // rings to this rank, then rings to all; this rank's own stay empty
     std::deque<Sum*> sums_;
+    std::deque<Operation*> copies_;
     std::vector<const std::byte*> parts_;
 };
 

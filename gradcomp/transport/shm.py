@@ -8,10 +8,11 @@ sealed, so that no rank can cut it short under another, and wholly allocated at 
 error then, never a signal later.
 
 It holds one ring per ordered pair of ranks and one per rank that all others read, N x N for N ranks. A ring has 1
-MiB while all take at most 32 MiB together, less with more ranks, and at least 64 KiB::
+MiB while all take at most 4 MiB together, which a processor's cache holds; less with more ranks, at least 64 KiB::
 
-    ranks        2   4   6     8    11    16    32     64
-    MiB in all   4  16  18.  32  30.25  32    64    256
+    ranks           2     4    8   16   32    64
+    KiB per ring 1024   256   64   64   64    64
+    MiB in all      4     4    4   16   64   256
 
 (``ring_bytes`` chooses otherwise; powers of two.)
 
@@ -50,7 +51,7 @@ Meet = Callable[[bytes], list[bytes]]
 LARGEST_RING_BYTES = 1 << 20
 SMALLEST_RING_BYTES = 1 << 16
 #: What all rings take together, as long as none is smaller than the smallest.
-RINGS_BYTES = 1 << 25
+RINGS_BYTES = 1 << 22
 
 # Settings, then where rank 0's segment is: process, its start, file descriptor, nonce.
 _FIRST = struct.Struct("<QQqQqQ")
