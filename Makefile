@@ -28,12 +28,12 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint types layers docs format sanitize clean \
-        horovod openmpi slurm bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
+        horovod openmpi slurm bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-shm bench-convergence
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
 	@echo "  make install lint types layers docs format sanitize clean"
-	@echo "  make bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence"
+	@echo "  make bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-shm bench-convergence"
 
 # ------------------------------------------------------------------------------------------ environment
 
@@ -134,7 +134,7 @@ format: $(STAMP)/extra-lint
 
 # ------------------------------------------------------------------------------------------ benchmarks
 
-bench: bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-convergence
+bench: bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-shm bench-convergence
 
 bench-codec: $(STAMP)/package
 	$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -152,6 +152,10 @@ bench-ratios: $(STAMP)/package
 # Builds hosts out of network namespaces: needs root, and says so.
 bench-step: $(STAMP)/package
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# MPICH's column, from the extra.
+bench-shm: $(STAMP)/package $(STAMP)/extra-mpi
+	$(BIN)/python benchmarks/shm.py $(ARGS)
 
 bench-convergence: $(STAMP)/package $(STAMP)/extra-demo
 	$(BIN)/python benchmarks/convergence.py $(ARGS)

@@ -15,7 +15,8 @@ namespace {
 
 // How often a rank that waits looks whether the others live.
 constexpr std::int64_t check_milliseconds = 100;
-constexpr std::int64_t for_ever_milliseconds = 3600 * 1000;
+// How long a rank without work may sleep through a bell that went wrong.
+constexpr std::int64_t idle_milliseconds = 1000;
 // Chunks of an allreduce begin at cache lines of the array, if the array does.
 constexpr std::uint64_t chunk_items = 16;
 
@@ -65,10 +66,12 @@ void Rank::leave(Life life, int culprit) {
     }
 }
 
+// The first failure is the one that counts: what follows is its consequence.
 void Rank::fail(int culprit, const std::string& text) {
     {
         const std::lock_guard lock(mutex_);
-        if (failure_.empty()) failure_ = text;
+        if (!failure_.empty()) return;
+        failure_ = text;
     }
     leave(Life::failed, culprit);
 }
@@ -81,13 +84,13 @@ std::string Rank::failure() {
 void Rank::abandon() {
     if (stopping_.exchange(true)) return;
     fail(rank_, "rank " + std::to_string(rank_) + " gave up");
-    ring_bell(segment_.slot(rank_), for_anything);
+    ring_bell(segment_.slot(rank_), always);
 }
 
 void Rank::close() {
     if (closed_.exchange(true)) return;
     stopping_ = true;
-    ring_bell(segment_.slot(rank_), for_anything);
+    ring_bell(segment_.slot(rank_), always);
     if (thread_.joinable()) thread_.join();
     bool orderly = false;
     {
@@ -207,7 +210,7 @@ void Rank::carry_out() {
         if (!progress_.idle()) check_peers(milliseconds());
         if (progress_.idle() || !progress_.pass())
             sleep_at_bell(slot, heard, progress_.reasons_to_wake(),
-                          progress_.idle() ? for_ever_milliseconds : check_milliseconds);
+                          progress_.idle() ? idle_milliseconds : check_milliseconds);
     }
 }
 

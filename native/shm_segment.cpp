@@ -228,7 +228,7 @@ std::byte* Segment::ring(int from, int to) const {
 // Either the sleeper sees the bell or the ringer sees the sleeper: both write, then read, in one total order.
 void ring_bell(Slot& slot, std::uint32_t reasons) {
     slot.bell.fetch_add(1, std::memory_order_seq_cst);
-    if ((slot.asleep.load(std::memory_order_seq_cst) & reasons) != 0)
+    if (reasons == always || (slot.asleep.load(std::memory_order_seq_cst) & reasons) != 0)
         syscall(SYS_futex, &slot.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 

@@ -51,6 +51,8 @@ constexpr std::size_t apart = 128;
 
 // What a sleeping rank wants to be woken for.
 enum Wake : std::uint32_t { for_anything = 1, for_bytes = 2, for_room = 4 };
+// Whatever the slot says: another process may have written it.
+constexpr std::uint32_t always = ~0u;
 
 struct alignas(apart) Slot {
     Word life;

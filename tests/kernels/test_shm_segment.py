@@ -149,6 +149,19 @@ def test_lost_bells_delay_but_do_not_stop(pair) -> None:
     assert target.all()
 
 
+def test_a_rank_whose_bell_was_silenced_can_be_closed() -> None:
+    with native_ranks(SIZE, RING) as ranks:
+        memory = Memory()
+        time.sleep(0.05)  # the threads sleep
+        for rank in range(SIZE):
+            memory.write(slot(rank) + ASLEEP, 0, 4)
+            memory.write(slot(rank) + BELL, 2**32 - 1, 4)
+        before = time.monotonic()
+        for rank in ranks:
+            rank.close()
+        assert time.monotonic() - before < 2.0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     writes=st.lists(

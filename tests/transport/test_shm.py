@@ -343,6 +343,18 @@ def test_an_abandoned_rank_fails_here_and_there() -> None:
         first.abandon()
 
 
+def test_who_gives_up_because_of_another_names_the_other() -> None:
+    with shm_transports(3) as (first, second, third):
+        third.close()
+        handle = first.allreduce(np.ones(100, np.float32))
+        with pytest.raises(TransportError, match="rank 2 left"):
+            settle([handle], 2.0)
+        first.abandon()
+        handle = second.exchange([(0, np.ones(100_000, np.uint8))], [])  # more than fits into the ring
+        with pytest.raises(TransportError, match="rank 0 failed because of rank 2"):
+            settle([handle], 2.0)
+
+
 def test_a_closed_transport_refuses() -> None:
     with shm_transports(2) as (first, _):
         waiting = first.allreduce(np.ones(100, np.float32))
