@@ -1,0 +1,228 @@
+"""MPI as a transport: a communicator of gradcomp's own among some of the job's processes, through mpi4py.
+
+**Progress.** MPI moves a message only while the process is inside MPI, and on one host by pieces of a few kilobytes
+where the kernel does not let it read the other process's memory. A poll that tests once and then sleeps moves little.
+So a poll goes on testing while data moves, which it sees by the time that a test takes: one that copies takes several
+times as long as one that finds nothing. No thread waits inside MPI, where it would take a whole core.
+
+**Threads.** MPI is initialised with MPI_THREAD_MULTIPLE. Where the program has initialised it with
+MPI_THREAD_SERIALIZED, gradcomp's calls share a lock, and the program must make none while gradcomp runs; less is a
+ConfigError.
+
+**Failure.** A process that is killed ends the job through the launcher. After a TransportError processes wait at exit
+until all others of the communicator have got that far, so that each can say why; if one does not, they end the job by
+MPI_Abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from time import perf_counter
+from typing import Any
+
+import numpy.typing as npt
+
+from gradcomp.core.errors import TransportError
+from gradcomp.transport.base import Bytes, Messages, Transport
+from gradcomp.transport.mpi_process import FAREWELL_TAG, MpiProcess, mpi_process, reason
+
+#: Largest count and displacement of MPI before version 4.
+_LARGEST_COUNT = 2**31 - 1
+
+#: A poll makes at least so many tests, of which the first find cold caches and say nothing about progress.
+_TESTS, _COLD_TESTS = 8, 2
+#: A test that takes so many times as long as one that finds nothing has moved data,
+_MOVED_FACTOR = 4.0
+#: and so long the poll then waits for more,
+_PATIENCE_SECONDS = 50e-6
+#: but comes back after this time.
+_LONGEST_POLL_SECONDS = 2e-3
+#: What an operation may spend on this: a test that was slow for another reason must not take a core.
+_SPIN_SECONDS, _SPIN_BYTES_PER_SECOND = 1e-3, 200e6
+
+
+@dataclass(eq=False)
+class _Part:
+    """One MPI request of an operation; a receive knows from whom and how much."""
+
+    request: Any
+    source: int = -1
+    nbytes: int = 0
+
+
+@dataclass(eq=False)
+class _Handle:
+    """An operation under way; keeps its arrays alive."""
+
+    process: MpiProcess
+    parts: list[_Part]
+    arrays: tuple[Any, ...]
+    spin_seconds: float
+
+    def poll(self) -> bool:
+        with self.process.lock:
+            return self._complete() or self._drive()
+
+    def _drive(self) -> bool:
+        """Test until nothing moves any more."""
+        process = self.process
+        begin = now = moving_until = perf_counter()
+        tests = 0
+        while tests < _TESTS or now < moving_until:
+            before = now
+            if self._complete():
+                return True
+            now = perf_counter()
+            tests += 1
+            took = now - before
+            # It may grow, slowly: a test costs more when there is more to look after.
+            process.idle_seconds = min(took, 1.0001 * process.idle_seconds)
+            if took > _MOVED_FACTOR * process.idle_seconds and tests > _COLD_TESTS and self.spin_seconds > 0:
+                moving_until = min(now + _PATIENCE_SECONDS, begin + _LONGEST_POLL_SECONDS)
+        self.spin_seconds -= now - begin
+        return False
+
+    def _complete(self) -> bool:
+        """Whether all parts are. Testing one moves them all."""
+        try:
+            while self.parts and self._test(self.parts[-1]):
+                self.parts.pop()
+        except self.process.MPI.Exception as error:
+            raise TransportError(f"collective failed: {reason(error)}") from error
+        if not self.parts:
+            self.arrays = ()
+        return not self.parts
+
+    def _test(self, part: _Part) -> bool:
+        if part.source < 0:
+            return bool(part.request.Test())
+        MPI = self.process.MPI
+        status = MPI.Status()
+        try:
+            if not part.request.Test(status):
+                return False
+        except MPI.Exception as error:
+            raise TransportError(f"the message from rank {part.source} failed: {reason(error)}") from error
+        received = status.Get_count(MPI.BYTE)
+        if received not in (part.nbytes, MPI.UNDEFINED):
+            raise TransportError(f"rank {part.source} sent {received} bytes, {part.nbytes} were expected")
+        return True
+
+
+class MpiTransport(Transport):
+    """Collectives of MPI among ``ranks``, processes of MPI_COMM_WORLD in the order that they are to have; None: all.
+
+    Construction is collective over them and takes at most ``timeout_seconds``. ``world``: how many processes the job
+    has by its launcher's account.
+
+    Raises ConfigError if there is no MPI, or if it sees another number of processes than the launcher or allows calls
+    from one thread only; TransportError if the ranks do not meet in time.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int] | None = None, timeout_seconds: float = 600.0, *, world: int | None = None
+    ) -> None:
+        self._process = mpi_process(world)
+        self._comm = self._process.communicator(ranks, timeout_seconds)
+        self.rank = self._comm.rank
+        self.size = self._comm.size
+        self.bytes_sent = 0
+        self._exchanges = 0
+        self._closed = False
+
+    def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
+        """See :class:`Transport`."""
+        self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
+        MPI = self._process.MPI
+        return self._issue(
+            lambda: [_Part(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))],
+            len(array),
+            array.nbytes,
+            array,
+        )
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> _Handle:
+        """See :class:`Transport`."""
+        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
+        # MPI would send a rank its own part through the queues for others, piece by piece.
+        recv[_span(recv_counts, self.rank)] = send[_span(send_counts, self.rank)]
+        BYTE = self._process.MPI.BYTE
+        outgoing = [send, (_to_others(send_counts, self.rank), _starts(send_counts)), BYTE]
+        incoming = [recv, (_to_others(recv_counts, self.rank), _starts(recv_counts)), BYTE]
+        total = max(sum(send_counts), sum(recv_counts))
+        return self._issue(
+            lambda: [_Part(self._comm.Ialltoallv(outgoing, incoming))], total, 2 * total, send, recv
+        )
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
+        """See :class:`Transport`."""
+        self.bytes_sent += (self.size - 1) * counts[self.rank]
+        MPI = self._process.MPI
+        total = sum(counts)
+        parts = [buffer, (list(counts), _starts(counts)), MPI.BYTE]
+        return self._issue(
+            lambda: [_Part(self._comm.Iallgatherv(MPI.IN_PLACE, parts))], total, 2 * total, buffer
+        )
+
+    def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
+        """See :class:`Transport`; one MPI message for each."""
+        self.bytes_sent += sum(len(array) for _, array in sends)
+        BYTE = self._process.MPI.BYTE
+        tag = self._exchanges % FAREWELL_TAG
+        self._exchanges += 1
+
+        def issue() -> list[_Part]:
+            incoming = [
+                _Part(self._comm.Irecv([array, BYTE], source, tag), source, len(array))
+                for source, array in recvs
+            ]
+            return [_Part(self._comm.Isend([array, BYTE], to, tag)) for to, array in sends] + incoming
+
+        lengths = [len(array) for _, array in (*sends, *recvs)]
+        return self._issue(issue, max(lengths, default=0), sum(lengths), sends, recvs)
+
+    def _issue(self, call: Callable[[], list[_Part]], count: int, nbytes: int, *arrays: Any) -> _Handle:
+        MPI = self._process.MPI
+        if count > _LARGEST_COUNT and MPI.VERSION < 4:
+            raise TransportError(
+                f"an operation on {count} elements: MPI {MPI.VERSION}.{MPI.SUBVERSION} counts to 2^31 - 1; "
+                "use an MPI of version 4, or smaller slices"
+            )
+        try:
+            with self._process.lock:
+                parts = call()
+        except MPI.Exception as error:
+            raise TransportError(f"collective failed: {reason(error)}") from error
+        return _Handle(self._process, parts, arrays, _SPIN_SECONDS + nbytes / _SPIN_BYTES_PER_SECOND)
+
+    def abandon(self) -> None:
+        """Give the communicator up. What happens at exit: see the module."""
+        if not self._closed:
+            self._closed = True
+            self._process.abandoned.append(self._comm)
+
+    def close(self) -> None:
+        """Free the communicator, unless it was abandoned or MPI has ended. Collective."""
+        if not self._closed:
+            self._closed = True
+            if not self._process.MPI.Is_finalized():
+                with self._process.lock:
+                    self._comm.Free()
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))[:-1]
+
+
+def _span(counts: Sequence[int], rank: int) -> slice:
+    start = sum(counts[:rank])
+    return slice(start, start + counts[rank])
+
+
+def _to_others(counts: Sequence[int], rank: int) -> list[int]:
+    """In the whole buffer the parts keep their places; the own one has gone already."""
+    return [0 if other == rank else count for other, count in enumerate(counts)]
