@@ -35,9 +35,9 @@ _LARGEST_COUNT = 2**31 - 1
 _TESTS, _COLD_TESTS = 8, 2
 #: A test that takes so many times as long as one that finds nothing has moved data,
 _MOVED_FACTOR = 4.0
-#: and so long the poll then waits for more,
+#: and so long at least the poll then waits for more: as long as that test took, for the other rank may be at the same,
 _PATIENCE_SECONDS = 50e-6
-#: but comes back after this time.
+#: but it comes back after this time.
 _LONGEST_POLL_SECONDS = 2e-3
 #: What an operation may spend on this: a test that was slow for another reason must not take a core.
 _SPIN_SECONDS, _SPIN_BYTES_PER_SECOND = 1e-3, 200e6
@@ -80,7 +80,7 @@ class _Handle:
             # It may grow, slowly: a test costs more when there is more to look after.
             process.idle_seconds = min(took, 1.0001 * process.idle_seconds)
             if took > _MOVED_FACTOR * process.idle_seconds and tests > _COLD_TESTS and self.spin_seconds > 0:
-                moving_until = min(now + _PATIENCE_SECONDS, begin + _LONGEST_POLL_SECONDS)
+                moving_until = min(now + max(took, _PATIENCE_SECONDS), begin + _LONGEST_POLL_SECONDS)
         self.spin_seconds -= now - begin
         return False
 
@@ -148,15 +148,16 @@ class MpiTransport(Transport):
     ) -> _Handle:
         """See :class:`Transport`."""
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        # MPI would send a rank its own part through the queues for others, piece by piece.
-        recv[_span(recv_counts, self.rank)] = send[_span(send_counts, self.rank)]
         BYTE = self._process.MPI.BYTE
         outgoing = [send, (_to_others(send_counts, self.rank), _starts(send_counts)), BYTE]
         incoming = [recv, (_to_others(recv_counts, self.rank), _starts(recv_counts)), BYTE]
         total = max(sum(send_counts), sum(recv_counts))
-        return self._issue(
+        handle = self._issue(
             lambda: [_Part(self._comm.Ialltoallv(outgoing, incoming))], total, 2 * total, send, recv
         )
+        # MPI would send a rank its own part through the queues for others, piece by piece.
+        recv[_span(recv_counts, self.rank)] = send[_span(send_counts, self.rank)]
+        return handle
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
         """See :class:`Transport`."""
