@@ -2,10 +2,10 @@
 
     python benchmarks/transports.py [--transports torch mpi] [--rounds 15] [--json PATH]
 
-A row is one collective of so many bytes of float32 per rank. `bare` calls the engine as a program without gradcomp would,
-and waits in it; `gradcomp` issues the same through the transport and polls as gradcomp's engine does. Both alternate
-in one run; a time is that of the slower rank, the figures are medians. `CPU waiting` is the processor time, as a share
-of one core and of all threads of the process, that a rank takes while its peer is one second late.
+A row is one collective of so many bytes of float32 per rank. `bare` calls the engine as a program without gradcomp
+would, and waits in it; `gradcomp` issues the same through the transport and polls as gradcomp's engine does. Both
+alternate in one run; a time is that of the slower rank, the figures are medians. `CPU waiting` is the processor time
+of all threads of the process, as a share of one core, that a rank takes while its peer is one second late.
 
 The bars: at 4 MB and above at most 1.05 x the bare collective, at 1 KB at most 0.3 ms more, waiting at most 15% of a
 core. A figure that misses its bar is marked and the exit status is 1.

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from contract import Engine, Rank
@@ -35,12 +35,12 @@ def by_hand(source: str, world: int) -> list[Finished]:
     return run_ranks(source, world, timeout=_LAUNCH_SECONDS)
 
 
-def under(*command: str) -> list[Finished]:
+def under(*command: str, env: Mapping[str, str] | None = None) -> Finished:
     """A launcher and its ranks; nothing survives the call."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
-            command, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            start_new_session=True,
+            command, env={**clean_environment(), **(env or {})}, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=err, start_new_session=True,
         )  # fmt: skip
         try:
             process.wait(_LAUNCH_SECONDS)
@@ -54,11 +54,9 @@ def under(*command: str) -> list[Finished]:
                 process.wait()
         for file in (out, err):
             file.seek(0)
-        return [
-            Finished(
-                process.returncode, out.read().decode(errors="replace"), err.read().decode(errors="replace")
-            )
-        ]
+        return Finished(
+            process.returncode, out.read().decode(errors="replace"), err.read().decode(errors="replace")
+        )
 
 
 # ------------------------------------------------------------------------------------------ in process
@@ -111,8 +109,8 @@ def no_mpi() -> str:
     return ""
 
 
-def under_mpiexec(source: str, world: int) -> list[Finished]:
-    return under(str(mpiexec()), "-n", str(world), sys.executable, "-c", source)
+def under_mpiexec(source: str, world: int, env: Mapping[str, str] | None = None) -> Finished:
+    return under(str(mpiexec()), "-n", str(world), sys.executable, "-c", source, env=env)
 
 
 def mpi(r: Rank, ranks: Sequence[int]) -> Transport:
@@ -127,5 +125,5 @@ def mpi(r: Rank, ranks: Sequence[int]) -> Transport:
 ENGINES = [
     Engine("inprocess", inprocess, launch=None, worlds=(1, 2, 3, 5), leave=leave_world),
     Engine("torch", torch, by_hand, worlds=(2, 3, 4), begin=begin_torch),
-    Engine("mpi", mpi, under_mpiexec, leave=None, missing=no_mpi),
+    Engine("mpi", mpi, lambda *job: [under_mpiexec(*job)], leave=None, missing=no_mpi),
 ]

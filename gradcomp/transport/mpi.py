@@ -148,25 +148,31 @@ class MpiTransport(Transport):
     ) -> _Handle:
         """See :class:`Transport`."""
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        BYTE = self._process.MPI.BYTE
-        outgoing = [send, (_to_others(send_counts, self.rank), _starts(send_counts)), BYTE]
-        incoming = [recv, (_to_others(recv_counts, self.rank), _starts(recv_counts)), BYTE]
-        total = max(sum(send_counts), sum(recv_counts))
-        handle = self._issue(
-            lambda: [_Part(self._comm.Ialltoallv(outgoing, incoming))], total, 2 * total, send, recv
-        )
+        handle = self._alltoall(send, send_counts, _starts(send_counts), recv, recv_counts)
         # MPI would send a rank its own part through the queues for others, piece by piece.
         recv[_span(recv_counts, self.rank)] = send[_span(send_counts, self.rank)]
         return handle
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        """See :class:`Transport`."""
+        """See :class:`Transport`; by all-to-all, since MPICH's all-gather sends unequal parts in many small rounds."""
         self.bytes_sent += (self.size - 1) * counts[self.rank]
-        MPI = self._process.MPI
-        total = sum(counts)
-        parts = [buffer, (list(counts), _starts(counts)), MPI.BYTE]
+        own = sum(counts[: self.rank])
+        return self._alltoall(buffer, [counts[self.rank]] * self.size, [own] * self.size, buffer, counts)
+
+    def _alltoall(
+        self,
+        send: Bytes,
+        send_counts: Sequence[int],
+        send_starts: Sequence[int],
+        recv: Bytes,
+        recv_counts: Sequence[int],
+    ) -> _Handle:
+        BYTE = self._process.MPI.BYTE
+        outgoing = [send, (_to_others(send_counts, self.rank), send_starts), BYTE]
+        incoming = [recv, (_to_others(recv_counts, self.rank), _starts(recv_counts)), BYTE]
+        total = max(sum(send_counts), sum(recv_counts))
         return self._issue(
-            lambda: [_Part(self._comm.Iallgatherv(MPI.IN_PLACE, parts))], total, 2 * total, buffer
+            lambda: [_Part(self._comm.Ialltoallv(outgoing, incoming))], total, 2 * total, send, recv
         )
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
@@ -225,5 +231,5 @@ def _span(counts: Sequence[int], rank: int) -> slice:
 
 
 def _to_others(counts: Sequence[int], rank: int) -> list[int]:
-    """In the whole buffer the parts keep their places; the own one has gone already."""
+    """The own part does not travel; the others keep their places."""
     return [0 if other == rank else count for other, count in enumerate(counts)]

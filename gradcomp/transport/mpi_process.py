@@ -73,13 +73,14 @@ class MpiProcess:
         return made[0]
 
 
-@cache
 def mpi_process(world: int | None = None) -> MpiProcess:
     """Load MPI, initialise it where the program has not; ConfigError if it cannot serve.
 
     ``world``: how many processes the job has by its launcher's account.
     """
     process = _start()
+    if process.MPI.Is_finalized():
+        raise ConfigError("this process has finalised MPI: the mpi transport cannot be used any more")
     seen = process.MPI.COMM_WORLD.size
     if world is not None and world != seen:
         raise ConfigError(
@@ -98,8 +99,6 @@ def _start() -> MpiProcess:
         raise ConfigError(
             f"the mpi transport needs mpi4py and an MPI library: pip install gradcomp[mpi] ({text})"
         ) from error
-    if MPI.Is_finalized():
-        raise ConfigError("this process has finalised MPI: the mpi transport cannot be used any more")
     if not MPI.Is_initialized():  # by mpi4py.rc.initialize = False
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         atexit.register(_finalize, MPI)
