@@ -121,6 +121,10 @@ class RecordingTransport(InProcessTransport):
         self.sent.append(("allgatherv", buffer[start : start + counts[self.rank]].tobytes()))
         return super().allgatherv(buffer, counts)
 
+    def exchange(self, sends, recvs):
+        self.sent.append(("exchange", b"".join(message.tobytes() for _, message in sends)))
+        return super().exchange(sends, recvs)
+
 
 @dataclass
 class Rank:
