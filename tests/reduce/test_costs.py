@@ -1,0 +1,377 @@
+"""Rounds and bytes: what is built, what travels, and the formulas, exactly, up to 1,024 ranks."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reduce.schemes import REDUCTIONS, compressors, fits, layer_lists, one_bucket, servers_of, topologies
+from simulation import Simulation, plan_for
+
+from gradcomp import Identity, LayerSpec, Quantize, Signum
+from gradcomp.core.header import Ballot, ByteHeader, Stamp
+from gradcomp.core.scheme import NAMES, Scheme, parse
+from gradcomp.core.topology import Topology
+from gradcomp.kernels.codec import Draw
+from gradcomp.reduce import Reduction, make
+from gradcomp.reduce.base import Call
+from gradcomp.reduce.costs import Cost, Load, Network, cheapest, cost, load_of, predict
+from gradcomp.transport.base import AllGather, AllToAll, Exchange
+from gradcomp.transport.inprocess import World
+
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+NETWORK = Network(alpha=1e-4, beta=1e-8, encode_rate=2e9, decode_rate=4e9)
+
+
+def flat(world: int) -> Topology:
+    """Every rank on a host of its own."""
+    return Topology(tuple(range(world)))
+
+
+# --- what is built ------------------------------------------------------------------------------------------
+
+
+@every_reduction
+@settings(max_examples=40, deadline=None)
+@given(layer_lists, compressors | st.just(Identity()), st.integers(1, 9), st.data())
+def test_what_is_built_says_what_the_formulas_say(reduction: str, layers, compressor, world: int, data):
+    if not fits(reduction, world):
+        return
+    if isinstance(compressor, Identity):
+        layers = [LayerSpec(layer.name, layer.shape, "bfloat16") for layer in layers]
+    topology = data.draw(st.sampled_from(topologies(world) if world <= 7 else [flat(world)]))
+    parts = one_bucket(layers, plan_for(layers, compressor))
+    formula = cost(parse(reduction), load_of(parse(reduction), parts, len(layers)), topology)
+    built = [make(reduction, parts, len(layers), rank, topology) for rank in range(world)]
+    assert [r.rounds for r in built] == [formula.rounds] * world
+    assert [r.bytes_sent for r in built] == bytes_by_rank(formula, world)
+
+
+def bytes_by_rank(formula: Cost, world: int) -> list[int]:
+    """Whole numbers: the formulas are exact."""
+    if not formula.flows:
+        return [0] * world
+    values = formula.bytes_sent()
+    assert (values == np.round(values)).all()
+    return [int(v) for v in values]
+
+
+# --- what travels -------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Counts bytes by round, way, rank, and whether they stay on the host."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.seen: list[Counter] = []
+        self.world: World | None = None
+
+    def __call__(self, source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        while len(self.seen) <= len(self.world._finished):
+            self.seen.append(Counter())
+        inside = self.topology.hosts[source] == self.topology.hosts[destination]
+        self.seen[-1][("sent", inside, source)] += len(message)
+        self.seen[-1][("received", inside, destination)] += len(message)
+        return message
+
+
+@every_reduction
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 7])
+def test_every_message_of_every_round_is_in_the_formula(reduction: str, world: int):
+    """By round and rank: bytes to and from other hosts, and inside the own one."""
+    layers = [LayerSpec("a", (700,)), LayerSpec("b", (33,)), LayerSpec("c", (0,))]
+    for topology in topologies(world):
+        watch = Watch(topology)
+        options = {"reduction": reduction, "topology": topology, "reorder": False}
+        ranks = Simulation(layers, Quantize(3, 20), world, tamper=watch, **options)
+        watch.world = ranks.world
+        ranks.step()
+        (bucket,) = ranks.pipelines[0].layout.buckets
+        parts = one_bucket(layers, plan_for(layers, Quantize(3, 20)))
+        formula = cost(parse(reduction), load_of(parse(reduction), parts, len(bucket.layers)), topology)
+        assert [p.transport._number for p in ranks.pipelines] == [formula.rounds] * world
+        assert [p.transport.bytes_sent for p in ranks.pipelines] == bytes_by_rank(formula, world)
+        for number, flow in enumerate(formula.flows):
+            columns = {
+                ("sent", False): flow.sent,
+                ("sent", True): flow.sent_inside,
+                ("received", False): flow.received,
+                ("received", True): flow.received_inside,
+            }
+            for (way, inside), values in columns.items():
+                got = [watch.seen[number][(way, inside, rank)] for rank in range(world)]
+                assert got == values.tolist(), (number, way, inside)
+
+
+# --- the formulas -------------------------------------------------------------------------------------------
+
+D, DENSE = 1_440_000.0, 11_520_000.0
+
+
+def ideal(reduction: str, world: int) -> list[float]:
+    """docs/algorithms.md: payload bytes by rank, chunks being equal."""
+    name, servers = reduction.partition(":")[0], servers_of(reduction)
+    if name in ("sra", "ring", "hierarchical"):  # the latter with a host for every rank
+        return [2 * D * (world - 1) / world] * world
+    if name == "all_to_all":
+        return [D * (world - 1)] * world
+    if name == "gather":
+        return [DENSE * (world - 1)] + [D] * (world - 1)
+    if name == "tree":
+        below = [sum(p == r for p in (q & (q - 1) for q in range(1, world))) for r in range(world)]
+        return [D * (n + (r > 0)) for r, n in enumerate(below)]
+    owned = D / servers
+    return [D - owned + (world - 1) * owned if r < servers else D for r in range(world)]
+
+
+@every_reduction
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8, 15, 16])
+def test_bytes_of_even_chunks_are_those_of_the_page(reduction: str, world: int):
+    got = cost(parse(reduction), Load(D, DENSE), flat(world)).bytes_sent()
+    np.testing.assert_allclose(got, ideal(reduction, world), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("hosts", "of_each"), [(2, 2), (4, 8), (3, 5)])
+def test_bytes_of_two_levels_are_those_of_the_page(hosts: int, of_each: int):
+    topology = Topology(tuple(h for h in range(hosts) for _ in range(of_each)))
+    got = cost(Scheme("hierarchical"), Load(D, DENSE), topology).bytes_sent().reshape(hosts, of_each)
+    np.testing.assert_allclose(got[:, 0], 2 * D * (hosts - 1) / hosts + D * (of_each - 1))
+    np.testing.assert_allclose(got[:, 1:], DENSE)
+
+
+def test_the_link_of_a_host_carries_half_of_it_with_two_levels_of_two():
+    """Two hosts of two ranks: a flat scatter sends each rank's chunks past the other host's twice."""
+    topology = Topology((0, 0, 1, 1))
+
+    def across(name: str) -> float:
+        flows = cost(Scheme(name), Load(D, DENSE), topology).flows
+        return sum(flow.sent[:2].sum() for flow in flows)
+
+    assert across("sra") == 2 * D
+    assert across("hierarchical") == D
+
+
+@every_reduction
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 13, 16, 1024])
+def test_rounds_are_those_of_the_page(reduction: str, world: int):
+    want = {"ring": 2 * (world - 1), "tree": 2 * math.ceil(math.log2(world)), "all_to_all": 1}
+    name = reduction.partition(":")[0]
+    if fits(reduction, world):
+        got = cost(parse(reduction), Load(D, DENSE), flat(world)).rounds
+        assert got == (want.get(name, 2) if world > 1 else 0)
+
+
+def test_encodes_on_the_longest_path_are_those_of_the_page():
+    def encodes(name: str, world: int) -> int:
+        return cost(Scheme(name), Load(D, DENSE), flat(world)).encodes
+
+    for world in (2, 3, 4, 8, 13):
+        assert (
+            encodes("sra", world) == encodes("parameter_server", world) == encodes("hierarchical", world) == 2
+        )
+        assert encodes("all_to_all", world) == encodes("gather", world) == 1
+        assert encodes("ring", world) == world
+    assert [encodes("tree", world) for world in (2, 3, 4, 6, 8, 16, 1024)] == [2, 2, 3, 3, 4, 5, 11]
+
+
+# --- time ---------------------------------------------------------------------------------------------------
+
+
+def test_time_is_rounds_bytes_and_coding():
+    load, world = Load(D, DENSE), 4
+    coding = DENSE * (1 + 1 / world) / NETWORK.encode_rate + DENSE * 2 / NETWORK.decode_rate
+    wire = 2 * (NETWORK.alpha + NETWORK.beta * D * 3 / 4)
+    assert predict(Scheme("sra"), load, flat(world), NETWORK) == pytest.approx(wire + coding)
+    ring = 6 * (NETWORK.alpha + NETWORK.beta * D / 4)
+    coding = DENSE / NETWORK.encode_rate + DENSE * 1.75 / NETWORK.decode_rate
+    assert predict(Scheme("ring"), load, flat(world), NETWORK) == pytest.approx(ring + coding)
+
+
+def test_the_thesis_order_of_reductions():
+    """Table 3.4, for 8 ranks: SRA before ring before tree."""
+    seconds = [predict(Scheme(name), Load(D, DENSE), flat(8), NETWORK) for name in ("sra", "ring", "tree")]
+    assert seconds == sorted(seconds)
+
+
+def parts_of(elements: int, compressor=None):
+    layers = [LayerSpec("w", (elements,))]
+    return one_bucket(layers, plan_for(layers, compressor or Quantize(4, 512)))
+
+
+@pytest.mark.parametrize(
+    ("elements", "topology", "network", "choice"),
+    [
+        (1 << 20, Topology.one_host(8), None, "sra"),
+        (1 << 20, flat(8), NETWORK, "sra"),
+        (64, flat(8), NETWORK, "all_to_all"),  # one round instead of two
+        (1 << 20, Topology((0,) * 4 + (1,) * 4), Network(1e-4, 8e-8, 2e9, 4e9, 1e-6, 1e-11), "hierarchical"),
+        (1 << 20, flat(2), Network(1e-4, 1e-8, math.inf, math.inf), "all_to_all"),  # one round, as many bytes
+        (1 << 20, flat(4), Network(0.0, 0.0, math.inf, math.inf), "sra"),  # among equals
+    ],
+)
+def test_auto_takes_the_cheapest(elements: int, topology: Topology, network: Network | None, choice: str):
+    assert cheapest(parts_of(elements), 1, topology, network) == Scheme(choice)
+
+
+def test_auto_leaves_out_what_a_codec_does_not_allow():
+    topology = Topology((0,) * 4 + (1,) * 4)
+    local = Network(1e-4, 1e-8, 2e9, 4e9, 1e-6, 1e-11)
+    assert cheapest(parts_of(1 << 20, Signum(512)), 1, topology, local).name == "sra"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_reduction_has_a_price(name: str):
+    assert predict(Scheme(name), Load(D, DENSE, 30), flat(6), NETWORK) > 0
+
+
+# --- large worlds -------------------------------------------------------------------------------------------
+
+LARGE = [LayerSpec("w", (1 << 16,)), LayerSpec("b", (33,))]
+
+
+class Nothing:
+    """Memory of a step in which no rank has a gradient and nobody waits for a mean."""
+
+    def sources(self, table, layers, group) -> None:
+        pass
+
+    def owned(self, table, rows) -> None:
+        pass
+
+    def outputs(self, table, layers) -> None:
+        pass
+
+    def span(self, name: str):
+        return _Span()
+
+
+class _Span:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error) -> None:
+        pass
+
+
+def started(reduction: Reduction, rank: int, world: int):
+    call = Call(Stamp(1, 2, 0), Draw(0, 0, rank), np.ones(len(LARGE), np.uint8), 1, world, 1.0, 1.0)
+    ballot = Ballot(len(LARGE))
+    return reduction.run(call, Nothing(), ballot), ballot
+
+
+def messages(operation, rank: int) -> list[tuple[int, np.ndarray]]:
+    """(destination, bytes) of what an operation sends."""
+    if isinstance(operation, Exchange):
+        return list(operation.sends)
+    if isinstance(operation, AllGather):
+        ends = np.cumsum(operation.counts)
+        part = operation.buffer[ends[rank] - operation.counts[rank] : ends[rank]]
+        return [(other, part) for other in range(len(operation.counts)) if other != rank and len(part)]
+    assert isinstance(operation, AllToAll)
+    ends = np.cumsum(operation.send_counts)
+    return [
+        (other, operation.send[ends[other] - n : ends[other]])
+        for other, n in enumerate(operation.send_counts)
+        if n
+    ]
+
+
+def places(operation, rank: int) -> dict[int, np.ndarray]:
+    """Where an operation puts what arrives, by source."""
+    if isinstance(operation, Exchange):
+        return dict(operation.recvs)
+    counts = operation.counts if isinstance(operation, AllGather) else operation.recv_counts
+    buffer = operation.buffer if isinstance(operation, AllGather) else operation.recv
+    ends = np.cumsum(counts).tolist()
+    return {r: buffer[end - n : end] for r, (end, n) in enumerate(zip(ends, counts, strict=True))}
+
+
+def deliver(reductions: list[Reduction]) -> tuple[list[int], list[int], list[Ballot]]:
+    """Run all ranks to the end: messages and bytes of each, counted one by one, and what they know."""
+    world = len(reductions)
+    running = [started(reduction, rank, world) for rank, reduction in enumerate(reductions)]
+    count, nbytes = [0] * world, [0] * world
+    for _ in range(reductions[0].rounds):
+        operations = [next(program)[0] for program, _ in running]
+        where = [places(operation, rank) for rank, operation in enumerate(operations)]
+        for rank, operation in enumerate(operations):
+            for other, message in messages(operation, rank):
+                where[other].pop(rank)[:] = message
+                count[rank] += 1
+                nbytes[rank] += len(message)
+    for program, _ in running:
+        with pytest.raises(StopIteration):
+            next(program)
+    return count, nbytes, [ballot for _, ballot in running]
+
+
+def messages_of(reduction: str, world: int, hosts: int) -> list[int]:
+    """Messages that every rank sends."""
+    name, servers = reduction.partition(":")[0], servers_of(reduction)
+    if name in ("sra", "ring"):
+        return [2 * (world - 1)] * world
+    if name == "all_to_all":
+        return [world - 1] * world
+    if name == "gather":
+        return [world - 1] + [1] * (world - 1)
+    if name == "tree":
+        return [sum(q & (q - 1) == r for q in range(1, world)) + (r > 0) for r in range(world)]
+    if name == "parameter_server":
+        return [servers - 1 + world - 1 if r < servers else servers for r in range(world)]
+    of_each = world // hosts
+    return [2 * (hosts - 1) + of_each - 1 if r % of_each == 0 else 1 for r in range(world)]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "world"),
+    [
+        *((reduction, 64) for reduction in REDUCTIONS),
+        *((reduction, 256) for reduction in REDUCTIONS),
+        *((reduction, 1024) for reduction in ("tree", "gather", "parameter_server", "hierarchical")),
+    ],
+)
+def test_large_worlds_exchange_what_the_formulas_say(reduction: str, world: int):
+    hosts = 16
+    topology = Topology(tuple(r // (world // hosts) for r in range(world)))
+    parts = one_bucket(LARGE, plan_for(LARGE, Quantize(2, 32)))
+    formula = cost(parse(reduction), load_of(parse(reduction), parts, len(LARGE)), topology)
+    reductions = [make(reduction, parts, len(LARGE), rank, topology) for rank in range(world)]
+    count, nbytes, ballots = deliver(reductions)
+    assert count == messages_of(reduction, world, hosts)
+    assert nbytes == [r.bytes_sent for r in reductions] == bytes_by_rank(formula, world)
+    assert {ballot.ready for ballot in ballots} == {world}
+    assert all(ballot.present.all() for ballot in ballots)
+
+
+@pytest.mark.parametrize(("reduction", "step"), [("sra", 64), ("ring", 256), ("all_to_all", 256)])
+def test_one_of_1024_ranks_sends_what_the_formula_says(reduction: str, step: int, monkeypatch):
+    """Some ranks alone, on messages that nobody sent: headers are not looked at."""
+    world = 1024
+    none = (0, np.zeros(len(LARGE), np.uint8))
+    monkeypatch.setattr(ByteHeader, "read", lambda *_: none)
+    parts = one_bucket(LARGE, plan_for(LARGE, Quantize(2, 32)))
+    formula = cost(parse(reduction), load_of(parse(reduction), parts, len(LARGE)), flat(world))
+    want = bytes_by_rank(formula, world)
+    for rank in [*range(0, world, step), world - 1]:
+        tracemalloc.start()
+        built = make(reduction, parts, len(LARGE), rank, flat(world))
+        kept = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        room = world * built._messages.shape[1] if reduction == "all_to_all" else 0
+        assert kept - room < 1 << 20
+        assert built.rounds == formula.rounds
+        assert built.bytes_sent == want[rank]
+        program, _ = started(built, rank, world)
+        count = nbytes = rounds = 0
+        for (operation,) in program:
+            rounds += 1
+            for _, message in messages(operation, rank):
+                count += 1
+                nbytes += len(message)
+        assert (rounds, count, nbytes) == (built.rounds, messages_of(reduction, world, 1)[rank], want[rank])
