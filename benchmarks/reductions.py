@@ -141,7 +141,7 @@ def show(rows: list[dict[str, Any]]) -> str:
         model = "predicted" in row
         lines.append(
             [
-                f"{row['ranks']}: {row['reduction']}",
+                label(row),
                 row.get("rounds"),
                 row.get("encodes"),
                 f"{max(row['bytes']):,.0f}",
@@ -156,15 +156,24 @@ def show(rows: list[dict[str, Any]]) -> str:
     return report.table(headers, lines)
 
 
+def label(row: dict[str, Any]) -> str:
+    return f"{row['ranks']}: {row['reduction']}"
+
+
 def bars(rows: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """Verdicts in words, and whether all bars are met."""
     modelled = [row for row in rows if "predicted" in row]
+    bytes_off = [f"{label(r)} {100 * r['off']:.2f}%" for r in modelled if r["off"] > BYTES_BAR]
+    time_off = [f"{label(r)} {100 * r['time_off']:+.1f}%" for r in modelled if abs(r["time_off"]) > TIME_BAR]
+    slow = [
+        f"{r['ratio']:.3f}" for r in modelled if label(r) == "4: sra" and r["ratio"] and r["ratio"] > SRA_BAR
+    ]
     verdicts = [
-        ("bytes within 1% of the formula", [f"{r['ranks']}: {r['reduction']} {100 * r['off']:.2f}%" for r in modelled if r["off"] > BYTES_BAR]),
-        ("time within 25% of the prediction", [f"{r['ranks']}: {r['reduction']} {100 * r['time_off']:+.1f}%" for r in modelled if abs(r["time_off"]) > TIME_BAR]),
-        ("the same bits on all ranks", [f"{r['ranks']}: {r['reduction']}" for r in modelled if not r["same_bits"]]),
-        (f"sra on 4 ranks at most {SRA_BAR} x gloo", [f"{r['ratio']:.3f}" for r in modelled if r["reduction"] == "sra" and r["ranks"] == 4 and r["ratio"] and r["ratio"] > SRA_BAR]),
-    ]  # fmt: skip
+        ("bytes within 1% of the formula", bytes_off),
+        ("time within 25% of the prediction", time_off),
+        ("the same bits on all ranks", [label(r) for r in modelled if not r["same_bits"]]),
+        (f"sra on 4 ranks at most {SRA_BAR} x gloo", slow),
+    ]
     lines = [f"bar: {what}: {'NOT met by ' + ', '.join(by) if by else 'met'}" for what, by in verdicts]
     return lines, not any(by for _, by in verdicts)
 
@@ -188,7 +197,8 @@ def main() -> int:
     hosts.exit_on_termination()
     found_machine = report.machine()
     print(report.describe(found_machine))
-    task = Task(tuple(options.reductions.split(",")), options.elements, options.bits, options.blocks, not options.no_gloo)  # fmt: skip
+    chosen = tuple(options.reductions.split(","))
+    task = Task(chosen, options.elements, options.bits, options.blocks, not options.no_gloo)
     rows: list[dict[str, Any]] = []
     networks = []
     try:
@@ -197,7 +207,8 @@ def main() -> int:
             one = dataclasses.replace(task, reductions=names)
             found = launch(one, count, options.link)
             alpha, beta = fit(found[0]["ping"])
-            networks.append({"ranks": count, "alpha": alpha, "beta": beta, "codec": found[0]["codec"], "link": found[0]["link"]})  # fmt: skip
+            measured = {key: found[0][key] for key in ("codec", "link")}
+            networks.append({"ranks": count, "alpha": alpha, "beta": beta, **measured})
             rows += evaluate(found, one, alpha, beta)
             print(
                 f"{count} hosts, {options.link}: alpha {1e3 * alpha:.3f} ms, beta {8e-6 / beta:.1f} Mbit/s, codec "

@@ -42,7 +42,13 @@ def test_nothing_given_is_the_default():
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_setting_is_a_variable(name: str):
     default = FIELDS[name].default
-    texts = {"kernels": "reference", "isa": "baseline", "log_level": "debug", "reduction": "ring", "transport": "shm"}
+    texts = {
+        "kernels": "reference",
+        "isa": "baseline",
+        "log_level": "debug",
+        "reduction": "ring",
+        "transport": "shm",
+    }
     other = texts.get(name)
     other = other if other else not default if isinstance(default, bool) else default + 8
     assert getattr(Config.resolve({f"GRADCOMP_{name.upper()}": f" {other} "}), name) == other

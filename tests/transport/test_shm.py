@@ -299,7 +299,16 @@ def test_a_location_that_is_no_segment_is_refused() -> None:
 
 
 def test_rings_take_4_mib_until_they_are_small() -> None:
-    assert [ring_bytes_for(n) >> 10 for n in (2, 3, 4, 5, 6, 8, 9, 64)] == [1024, 256, 256, 128, 64, 64, 64, 64]
+    assert [ring_bytes_for(n) >> 10 for n in (2, 3, 4, 5, 6, 8, 9, 64)] == [
+        1024,
+        256,
+        256,
+        128,
+        64,
+        64,
+        64,
+        64,
+    ]
     assert all(n * n * ring_bytes_for(n) <= RINGS_BYTES for n in range(2, 9))
 
 
