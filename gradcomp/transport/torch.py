@@ -28,6 +28,9 @@ GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
 _ANSWER_SECONDS = 3.0
 
 
+#: Between two ranks, from this size on, each way has a connection of its own.
+_BOTH_WAYS_BYTES = 1 << 17
+
 #: Groups made so far, by their ranks: what tells one from the next of the same ranks.
 _groups_made: dict[tuple[int, ...], int] = {}
 
@@ -36,17 +39,16 @@ _groups_made: dict[tuple[int, ...], int] = {}
 class _Handle:
     """A collective under way; keeps its tensors alive."""
 
-    work: Any
+    works: list[Any]
     tensors: tuple[torch.Tensor, ...]
 
     def poll(self) -> bool:
-        if not self.work.is_completed():
-            return False
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"collective failed: {_reason(error)}") from error
-        return True
+        while self.works and self.works[-1].is_completed():
+            try:
+                self.works.pop().wait()
+            except RuntimeError as error:
+                raise TransportError(f"collective failed: {_reason(error)}") from error
+        return not self.works
 
 
 def _reason(error: RuntimeError) -> str:
@@ -59,8 +61,9 @@ class TorchTransport(Transport):
     """Collectives on CPU memory through Gloo.
 
     Construction is collective over ``ranks`` (numbers in the default group, ascending), which all members make their
-    groups of in the same order. All-gathers of unequal parts go through
-    all-to-all, which Gloo runs faster than its all-gather.
+    groups of in the same order. All-gathers of unequal parts go through all-to-all, which Gloo runs faster than its
+    all-gather. Two ranks have a second group, so that large messages go both ways at once: Gloo's receiver tells the
+    sender that it is ready on the connection on which it sends itself, behind its own message.
     """
 
     def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
@@ -75,27 +78,29 @@ class TorchTransport(Transport):
             f"gradcomp/group/{','.join(map(str, ranks))}/{number}", dist.distributed_c10d._get_default_store()
         )
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                store,
-                self.rank,
-                self.size,
-                timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS),
-            )
+            self._groups = [
+                self._make_group(store, way, timeout_seconds) for way in range(1 + (self.size == 2))
+            ]
         except RuntimeError as error:
             raise TransportError(f"the ranks could not meet: {_reason(error)}") from error
+
+    def _make_group(self, store: PrefixStore, way: int, timeout_seconds: float) -> Any:
+        timeout = timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS)
+        group = dist.ProcessGroupGloo(PrefixStore(str(way), store), self.rank, self.size, timeout)
         # Nobody but close() destroys it: not a forked child, which lacks its threads, nor the interpreter at its end.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        return group
 
     @property
     def group(self) -> Any:
         """The Gloo group; None once closed or given up."""
-        return self._group
+        return self._groups[0] if self._groups else None
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
         """See :class:`Transport`."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         tensor = torch.from_numpy(array)
-        return self._issue(lambda: self._group.allreduce([tensor]), tensor)
+        return self._issue(lambda: [self.group.allreduce([tensor])], tensor)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
@@ -118,8 +123,29 @@ class TorchTransport(Transport):
     def _alltoall(
         self, target: torch.Tensor, source: torch.Tensor, out_splits: list[int], in_splits: list[int]
     ) -> _Handle:
+        peer = 1 - self.rank
+        if self.size == 2 and max(out_splits[peer], in_splits[peer]) >= _BOTH_WAYS_BYTES:
+            return self._both_ways(target, source, out_splits, in_splits)
         return self._issue(
-            lambda: self._group.alltoall_base(target, source, out_splits, in_splits), target, source
+            lambda: [self.group.alltoall_base(target, source, out_splits, in_splits)], target, source
+        )
+
+    def _both_ways(
+        self, target: torch.Tensor, source: torch.Tensor, out_splits: list[int], in_splits: list[int]
+    ) -> _Handle:
+        """Between two ranks: what rank 0 sends by the first group, what rank 1 sends by the second."""
+        received, sent = torch.split(target, out_splits), torch.split(source, in_splits)
+        received[self.rank].copy_(sent[self.rank])
+        peer, nothing = 1 - self.rank, source[:0]
+        none, there, back = [0, 0], [0, 0], [0, 0]
+        there[peer], back[peer] = in_splits[peer], out_splits[peer]
+        return self._issue(
+            lambda: [
+                self._groups[self.rank].alltoall_base(nothing, sent[peer], none, there),
+                self._groups[peer].alltoall_base(received[peer], nothing, back, none),
+            ],
+            target,
+            source,
         )
 
     def _issue(self, call: Any, *tensors: torch.Tensor) -> _Handle:
@@ -129,13 +155,13 @@ class TorchTransport(Transport):
             raise TransportError(f"collective failed: {_reason(error)}") from error
 
     def abandon(self) -> None:
-        """Give the group up after a failure: its destructor would wait for collectives that never end."""
-        self._group = None
+        """Give the groups up after a failure: their destructors would wait for collectives that never end."""
+        self._groups = []
 
     def close(self) -> None:
-        """Destroy the group, unless it was abandoned."""
-        group, self._group = self._group, None
-        if group is not None:
+        """Destroy the groups, unless they were abandoned."""
+        groups, self._groups = self._groups, []
+        for group in groups:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
