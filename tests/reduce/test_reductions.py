@@ -155,15 +155,16 @@ def test_layers_keep_their_own_bits_in_a_fused_bucket(reduction: str):
 
 
 @every_reduction
-@pytest.mark.parametrize("scaling", ["minmax", "l2"])
-def test_stochastic_rounding_stays_unbiased(reduction: str, scaling: str):
+def test_stochastic_rounding_stays_unbiased(reduction: str):
     layers = [LayerSpec("w", (61,))]
-    ranks = simulate(reduction, Quantize(2, 16, scaling), 4, layers=layers)
+    ranks = simulate(reduction, Quantize(2, 16), 4, layers=layers)
     gradients = ranks.gradients()
-    means = np.array([ranks.step(gradients).mean(0) for _ in range(300)], dtype=np.float64)
+    means = np.array([ranks.step(gradients).mean(0) for _ in range(250)], dtype=np.float64)
     error = means.mean(axis=0) - true_mean(gradients, 0)
     deviation = means.std(axis=0) / np.sqrt(len(means))
-    assert (np.abs(error) <= 5 * deviation + 1e-5).all()
+    unseen = 5 * 2.0 / len(means)  # a code that comes up less often than that may not have; codes are 2 apart
+    assert (np.abs(error) <= 5 * deviation + unseen).all()
+    assert abs(error.mean()) <= 5 * np.sqrt((deviation**2).sum()) / len(error) + unseen / 10
 
 
 @every_reduction
@@ -178,9 +179,10 @@ def test_sums_are_n_times_the_means(reduction: str):
 
 
 @every_reduction
-@pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize(
-    "compressor", [Quantize(2, 33, rounding="nearest"), OneBit(50), Cast("bfloat16", feedback=True)], ids=str
+    ("world", "compressor"),
+    [(2, OneBit(50)), (3, Cast("bfloat16", feedback=True)), (5, Quantize(2, 33, rounding="nearest"))],
+    ids=str,
 )
 def test_error_feedback_telescopes_over_many_steps(reduction: str, world: int, compressor):
     """Sum of true means - sum of applied means = what the ranks say they owe; and that stays bounded."""
@@ -233,8 +235,7 @@ def test_a_change_of_reduction_keeps_what_is_owed(reduction: str):
 
 
 @every_reduction
-@pytest.mark.parametrize("world", [2, 3, 5])
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize(("world", "bad"), [(2, np.nan), (3, -np.inf), (5, np.nan)])
 def test_a_value_that_is_not_finite_is_seen_by_all_and_poisons_nothing(
     reduction: str, world: int, bad: float
 ):
@@ -313,7 +314,7 @@ def test_a_sparse_layer_is_known_to_all(reduction: str, world: int):
 @every_world
 @every_reduction
 def test_a_plan_takes_over_when_all_ranks_hold_it_and_not_before(reduction: str, world: int):
-    ranks = simulate(reduction, Quantize(4, 32), world, slice_elements=100, shuffle=True, delay=0.2)
+    ranks = simulate(reduction, Quantize(4, 32), world, slice_elements=200, shuffle=True, delay=0.1)
     plan = plan_for(LAYERS, Quantize(6, 32), 1)
     for rank in reversed(range(world)):
         ranks.step()

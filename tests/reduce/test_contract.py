@@ -1,0 +1,102 @@
+"""The compressors' contract under every reduction: a row of each family that reduces, through the suite's own tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from compress import test_contract as contract
+from configurations import ROWS
+from reduce.schemes import PARTIAL, REDUCTIONS
+from simulation import Simulation
+
+from gradcomp.core.topology import Topology
+
+CHOSEN = (
+    "bf16",
+    "fp16-feedback",
+    "minmax-5-feedback",
+    "minmax-3-decay",
+    "l2-8",
+    "sign-layer",
+    "onebit",
+    "terngrad-odd",
+    "nuqsgd-5-feedback",
+    "codebook-nearest",
+    "signum-odd",
+    "error-feedback-decay",
+    "momentum-correction",
+    "local-clip",
+    "warmup",
+)
+#: Scatter-reduce-allgather runs through all rows.
+OTHERS = [r for r in REDUCTIONS if r != "sra"]
+
+
+@pytest.fixture
+def under(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts every simulation of the suite under a reduction, on two hosts."""
+
+    def use(reduction: str) -> None:
+        def simulation(layers, compression, world: int = 2, **options) -> Simulation:
+            options.setdefault("topology", Topology(tuple(r % 2 for r in range(world))))
+            return Simulation(layers, compression, world, **{"reduction": reduction} | options)
+
+        monkeypatch.setattr(contract, "Simulation", simulation)
+
+    return use
+
+
+def every_pair(condition=lambda row: True) -> pytest.MarkDecorator:
+    """Reductions and rows, but for what is refused: votes in partial sums."""
+    pairs = {
+        f"{name}-{reduction}": (ROWS[name], reduction)
+        for name in CHOSEN
+        for reduction in OTHERS
+        if condition(ROWS[name]) and not (name.startswith("signum") and reduction in PARTIAL)
+    }
+    return pytest.mark.parametrize(("row", "reduction"), pairs.values(), ids=pairs)
+
+
+@every_pair()
+def test_means(row, reduction: str, under):
+    under(reduction)
+    contract.test_ranks_hold_the_same_bytes(row, 5)
+    contract.test_zeros_give_zeros(row)
+    if row.error is not None:
+        contract.test_error_is_bounded(_slack(reduction, row), 3)
+    if row.constants:
+        contract.test_equal_values_come_back_as_they_were(row, -3.0)
+    contract.test_the_seed_decides_every_draw(row)
+    contract.test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(row)
+
+
+def _slack(reduction: str, row):
+    """A value is encoded up to three times on its way around three ranks, as a sum of up to three."""
+    return type(row)(**{**vars(row), "error": 3 * row.error if reduction in PARTIAL else row.error})
+
+
+@every_pair(lambda row: row.telescopes and row.steady)
+def test_residuals(row, reduction: str, under):
+    under(reduction)
+    contract.test_error_feedback_telescopes(row, 3)
+    contract.test_error_feedback_telescopes_through_everything_that_moves_state(row, 1)
+    contract.test_residuals_do_not_depend_on_the_loss_scale(row, (1000.0, 500.0, 3.0))
+
+
+@every_pair(lambda row: row.steady)
+def test_state(row, reduction: str, under, tmp_path: Path):
+    under(reduction)
+    contract.test_a_layer_absent_everywhere_is_not_written_and_keeps_its_state(row)
+    contract.test_a_discarded_step_leaves_no_trace_in_the_state(row)
+    contract.test_a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row, contract.LARGE, float("nan"))
+    if row.overflows:
+        contract.test_a_sum_that_overflows_is_seen_by_all(row)
+    contract.test_a_run_goes_on_from_its_files_bit_for_bit(row, False, tmp_path)
+
+
+@every_pair()
+def test_bytes(row, reduction: str, under):
+    under(reduction)
+    contract.test_every_byte_that_is_sent_is_counted(row, 4)
