@@ -127,6 +127,25 @@ class Mpi(Bare):
         self.MPI.COMM_WORLD.Allreduce(self.MPI.IN_PLACE, array)
 
 
+class Horovod(Bare):
+    def __init__(self, directory: Path) -> None:
+        import horovod.torch as hvd
+        import torch
+
+        from gradcomp.transport.horovod import HorovodTransport
+
+        self.transport = HorovodTransport()
+        self.torch, self.hvd = torch, hvd
+        self.rank = hvd.rank()
+        self.parts = torch.zeros(WORLD, dtype=torch.int32)
+
+    def alltoall(self, send: Any, recv: Any) -> None:
+        self.hvd.alltoall(self.torch.from_numpy(send), self.parts + len(send) // WORLD, name="bare alltoall")
+
+    def allreduce(self, array: Any) -> None:
+        self.hvd.allreduce_(self.torch.from_numpy(array), name="bare allreduce", op=self.hvd.Sum)
+
+
 def wait(handle: Handle) -> None:
     """As gradcomp's engine does."""
     begin, pause = time.monotonic(), SPIN_SECONDS / 2
@@ -230,6 +249,12 @@ def mpiexec(command: list[str]) -> list[subprocess.Popen[bytes]]:
     return [_start([_program("mpiexec"), "-n", str(WORLD), *command], {})]
 
 
+def horovodrun(command: list[str]) -> list[subprocess.Popen[bytes]]:
+    # Its cache, in the home directory, remembers what was found on other machines of this name.
+    launcher = [_program("horovodrun"), "--disable-cache", "--gloo", "-np", str(WORLD)]
+    return [_start([*launcher, *command], {})]
+
+
 def _program(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
@@ -248,7 +273,11 @@ class Engine:
     launch: Callable[[list[str]], list[subprocess.Popen[bytes]]]
 
 
-ENGINES = {"torch": Engine(Torch, by_hand), "mpi": Engine(Mpi, mpiexec)}
+ENGINES = {
+    "torch": Engine(Torch, by_hand),
+    "mpi": Engine(Mpi, mpiexec),
+    "horovod": Engine(Horovod, horovodrun),
+}
 
 
 def measure(name: str, rounds: int, sizes: list[int]) -> tuple[list[Row], float]:

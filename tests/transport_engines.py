@@ -119,6 +119,40 @@ def mpi(r: Rank, ranks: Sequence[int]) -> Transport:
     return MpiTransport(None if len(ranks) == r.size else ranks, 30.0, world=r.size)
 
 
+# ------------------------------------------------------------------------------------------ Horovod
+
+
+@functools.cache
+def no_horovod() -> str:
+    probe = "import sys, horovod.torch as hvd; sys.exit(not hvd.gloo_built())"
+    if importlib.util.find_spec("horovod") is not None:
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False)
+        if done.returncode == 0:
+            return ""
+    return f"needs Horovod: scripts/install_horovod.sh {sys.executable}"
+
+
+def under_horovodrun(source: str, world: int) -> list[Finished]:
+    # Its cache, in the home directory, remembers what was found on other machines of this name.
+    launcher = [str(_BIN / "horovodrun"), "--disable-cache", "--gloo", "-np", str(world)]
+    with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
+        program = Path(directory) / "program.py"
+        program.write_text(source)
+        return [under(*launcher, sys.executable, str(program))]
+
+
+def begin_horovod(r: Rank) -> None:
+    from gradcomp.transport.horovod import process_set
+
+    process_set([0, r.size - 1])  # for the check that wants it: made by all
+
+
+def horovod(r: Rank, ranks: Sequence[int]) -> Transport:
+    from gradcomp.transport.horovod import HorovodTransport
+
+    return HorovodTransport(ranks)
+
+
 # ------------------------------------------------------------------------------------------ all of them
 
 
@@ -126,4 +160,13 @@ ENGINES = [
     Engine("inprocess", inprocess, launch=None, worlds=(1, 2, 3, 5), leave=leave_world),
     Engine("torch", torch, by_hand, worlds=(2, 3, 4), begin=begin_torch),
     Engine("mpi", mpi, lambda *job: [under_mpiexec(*job)], leave=None, missing=no_mpi),
+    Engine(
+        "horovod",
+        horovod,
+        under_horovodrun,
+        worlds=(2, 3),
+        begin=begin_horovod,
+        leave=None,
+        missing=no_horovod,
+    ),
 ]
