@@ -89,7 +89,7 @@ def begin_torch(r: Rank) -> None:
 def torch(r: Rank, ranks: Sequence[int]) -> Transport:
     from gradcomp.transport.torch import TorchTransport
 
-    return TorchTransport(None if len(ranks) == r.size else ranks, 30.0)
+    return TorchTransport(ranks, 30.0)
 
 
 # ------------------------------------------------------------------------------------------ MPI

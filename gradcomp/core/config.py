@@ -23,7 +23,7 @@ logger = logging.getLogger("gradcomp")
 PREFIX = "GRADCOMP_"
 
 #: Names of transports; with a plus, of two levels.
-TRANSPORTS = ("torch", "shm", "shm+torch")
+TRANSPORTS = ("torch", "mpi", "shm", "horovod", "shm+torch", "shm+mpi")
 
 
 def _setting(default: Any, doc: str, check: Callable[[Any], bool], rule: str, *, shared: bool = False) -> Any:
@@ -96,8 +96,8 @@ class Config:
     )  # fmt: skip
     transport: str = _setting(
         "torch",
-        "What carries the gradients: torch.distributed, shared memory on one host, or that on each host and the other "
-        "between them.",
+        "What carries the gradients: torch.distributed, MPI, shared memory on one host, Horovod, or shared memory on "
+        "each host and another between them.",
         lambda v: v in TRANSPORTS,
         f"one of {', '.join(TRANSPORTS)}",
     )

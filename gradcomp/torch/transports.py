@@ -22,10 +22,28 @@ def make_transport(state: Runtime, ranks: Ranks) -> Transport:
 
 
 def _flat(state: Runtime, ranks: Ranks, name: str) -> Transport:
+    there = [state.ranks[rank] for rank in ranks]
     if name == "shm":
         return _shared_memory(state, ranks)
+    if name == "mpi":
+        from gradcomp.transport.mpi import MpiTransport
+
+        mpi = MpiTransport(there, state.config.timeout_seconds, world=state.launch.size)
+        return _in_order(mpi, ranks.index(state.rank), "MPI")
+    if name == "horovod":
+        from gradcomp.transport.horovod import HorovodTransport
+
+        return _in_order(HorovodTransport(there), ranks.index(state.rank), "Horovod")
     assert name == "torch", f"{name} passed the settings' check"
     return state.make_group(ranks)
+
+
+def _in_order(transport: Transport, rank: int, engine: str) -> Transport:
+    if transport.rank != rank:
+        raise ConfigError(
+            f"{engine} numbers the ranks otherwise: what it calls {transport.rank} is rank {rank} here"
+        )
+    return transport
 
 
 def _shared_memory(state: Runtime, ranks: Ranks) -> Transport:
@@ -34,7 +52,7 @@ def _shared_memory(state: Runtime, ranks: Ranks) -> Transport:
     hosts = state.topology.among(ranks).leaders
     if len(hosts) > 1:
         raise ConfigError(
-            f"transport=shm serves one host, and these ranks are on {len(hosts)}; take shm+torch"
+            f"transport=shm serves one host, and these ranks are on {len(hosts)}; take shm+torch or shm+mpi"
         )
     if len(ranks) == 1:
         return ShmTransport(0, 1, lambda mine: [mine])

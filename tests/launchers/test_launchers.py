@@ -37,6 +37,12 @@ def test_mpich(train, mpich) -> None:
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
 
 
+def test_mpi_carries_the_gradients_too(train, mpich) -> None:
+    pytest.importorskip("mpi4py", reason="needs mpi4py: pip install gradcomp[mpi]")
+    reports = train([*mpich, "-n", "2"], 2, {"GRADCOMP_TRANSPORT": "mpi"})
+    assert said(reports, "transports") == [["MpiTransport"]] * 2
+
+
 def test_open_mpi(train, open_mpi) -> None:
     reports = train([str(open_mpi), "--allow-run-as-root", "--oversubscribe", "-np", "2"], 2)
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
@@ -45,6 +51,11 @@ def test_open_mpi(train, open_mpi) -> None:
 def test_horovodrun(train, horovodrun) -> None:
     reports = train([*horovodrun, "--gloo", "-np", "2"], 2)
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["horovodrun"] * 2)
+
+
+def test_horovod_carries_the_gradients_too(train, horovodrun) -> None:
+    reports = train([*horovodrun, "--gloo", "-np", "2"], 2, {"GRADCOMP_TRANSPORT": "horovod"})
+    assert said(reports, "transports") == [["HorovodTransport"]] * 2
 
 
 def test_horovodrun_by_mpi(train, horovodrun_mpi, open_mpi) -> None:

@@ -41,7 +41,7 @@ def main() -> None:
     report = {
         "place": [
             *(gc.rank(), gc.size(), gc.local_rank(), gc.local_size()),
-            *(launch.cross_rank, launch.cross_size),
+            *(gc.cross_rank(), gc.cross_size()),
         ],
         "launcher": launch.launcher,
         "host": launch.host,
@@ -50,6 +50,7 @@ def main() -> None:
         "parameters": digest,
         "ratio": optimizer.statistics().ratio,
         "horovod_was_imported": "horovod" in sys.modules,
+        "transports": [type(exchanger.pipeline.transport).__name__ for exchanger in current().exchangers],
     }
     (Path(sys.argv[1]) / f"{gc.rank()}.json").write_text(json.dumps(report))
     gc.shutdown()
