@@ -30,6 +30,8 @@ class Task:
     bits: int
     blocks: int
     dense: bool
+    transport: str = "torch"
+    slice_elements: int = 1 << 30  # one bucket
 
     @staticmethod
     def from_json(text: str) -> Task:
@@ -46,21 +48,25 @@ def run_rank(task: Task, out: Path) -> None:
     from gradcomp.torch import runtime
 
     torch.set_num_threads(1)
-    gc.init(slice_elements=1 << 30, statistics_every_steps=0, reorder=False)
+    gc.init(
+        slice_elements=task.slice_elements, statistics_every_steps=0, reorder=False, transport=task.transport
+    )
     state = runtime.current()
     rank, world = gc.rank(), gc.size()
-    found: dict[str, Any] = {"link": measure_link(rank, world), "ping": ping(state)}
+    found: dict[str, Any] = {}
+    if gc.local_size() == 1:
+        found = {"link": measure_link(rank, world), "ping": ping(state)}
     gradient = np.random.default_rng(rank).standard_normal(task.elements).astype(np.float32)
     exchanges = {name: make_exchange(state, task, name, gradient) for name in task.reductions}
     found["codec"] = next(iter(exchanges.values())).codec_rates()
     tensor = torch.from_numpy(gradient.copy())
+    packet_bytes = found["link"]["packet_bytes"] if "link" in found else 0.0
     rows: dict[str, dict[str, list[float]]] = {}
     for _ in range(task.blocks):
         for name, exchange in exchanges.items():
-            record(rows, name, exchange.step, dist.barrier, found["link"]["packet_bytes"])
+            record(rows, name, exchange.step, dist.barrier, packet_bytes)
         if task.dense:
-            record(rows, DENSE, lambda: dist.all_reduce(tensor), dist.barrier,
-                   found["link"]["packet_bytes"])  # fmt: skip
+            record(rows, DENSE, lambda: dist.all_reduce(tensor), dist.barrier, packet_bytes)
     found["rows"] = rows
     found["sent"] = {name: exchange.sent_per_step() for name, exchange in exchanges.items()}
     found["digests"] = {name: exchange.digest() for name, exchange in exchanges.items()}
@@ -168,6 +174,7 @@ class ExchangeOf:
 def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeOf:
     from gradcomp import LayerSpec, Policy, Quantize
     from gradcomp.engine import Exchanger
+    from gradcomp.torch.transports import make_transport
 
     layers = [LayerSpec("gradient", (2, task.elements // 2))]
     plan = Policy(Quantize(bits=task.bits)).plan(layers)
@@ -176,7 +183,7 @@ def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeO
         state.engine,
         layers,
         plan,
-        state.make_group(everyone),
+        make_transport(state, everyone),
         state.engine_control,
         dataclasses.replace(state.config, reduction=name),
         lambda layer: 0,

@@ -36,6 +36,11 @@ class Topology:
         """The first rank of every host."""
         return tuple(self.hosts.index(host) for host in range(max(self.hosts) + 1))
 
+    def leaders_in_turn(self, turn: int) -> tuple[int, ...]:
+        """One rank of every host, in order of the hosts: the ranks of a host take turns."""
+        members = [self.members(leader) for leader in self.leaders]
+        return tuple(ranks[turn % len(ranks)] for ranks in members)
+
     def members(self, rank: int) -> tuple[int, ...]:
         """The ranks on the host of ``rank``, itself included."""
         return tuple(r for r, host in enumerate(self.hosts) if host == self.hosts[rank])

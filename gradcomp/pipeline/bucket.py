@@ -12,8 +12,8 @@ from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.base import Call
 from gradcomp.transport.base import Operation
 
-#: Makes the reduction of a bucket's parts and of its number of layers.
-MakeReduction = Callable[[Sequence[Part], int], Reduction]
+#: Makes the reduction of a bucket's parts, for its number of layers and its own number.
+MakeReduction = Callable[[Sequence[Part], int, int], Reduction]
 
 
 class BucketProgram:
@@ -40,7 +40,7 @@ class BucketProgram:
                 for g, message in enumerate(first)
                 if isinstance(message, Reduce)
             ]
-            self.reduction = make_reduction(parts, len(bucket.layers))
+            self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
 
     def run(
         self, call: Call, context: Context, binding: Binding, ballot: Ballot

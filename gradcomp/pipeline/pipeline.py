@@ -466,9 +466,9 @@ class Pipeline:
         self._stale = False
         return layout
 
-    def _reduction(self, parts: Sequence[Part], layers: int) -> Reduction:
+    def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
         """The configured reduction, or the cheapest, for one bucket."""
         scheme = self._scheme
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
-        return make(scheme, parts, layers, self.transport.rank, self._topology)
+        return make(scheme, parts, layers, self.transport.rank, self._topology, bucket)

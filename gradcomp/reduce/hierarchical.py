@@ -24,10 +24,10 @@ class Hierarchical(Reduction):
     """Members send exact contributions to their host's leader; leaders exchange codes of the sums, and hand them on.
 
     A contribution is c = scale g + decay r. First, members send theirs in float32, and their residuals become 0; the
-    leader, the first rank of a host, adds the host's in rank order. Then the H leaders do scatter-reduce-allgather:
-    encode the sum, what is lost going to the leader's first residual; the owner of a chunk adds the hosts' codes in
-    order, divides by the number of ranks N, adds its second residual and encodes again. Last, a leader passes on what
-    it gathered, byte for byte, and all ranks decode the same.
+    leader adds the host's in rank order. The ranks of a host lead in turn, bucket by bucket, so that they share the
+    work. Then the H leaders do scatter-reduce-allgather: encode the sum, what is lost going to the leader's first
+    residual; the owner of a chunk adds the hosts' codes in order, divides by the number of ranks N, adds its second
+    residual and encodes again. Last, a leader passes on what it gathered, byte for byte, and all ranks decode the same.
 
     Rounds: 4; 2 if there is one host, or if none has a second rank (then it is plain scatter-reduce-allgather). Bytes
     per rank: of a member n for n bytes of float32; of the leader of m ranks 2 d (H-1)/H between hosts and d (m-1)
@@ -36,11 +36,15 @@ class Hierarchical(Reduction):
     Source: thesis, section 2.2.1. Differs: inside a host, one rank adds everything.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, rank: int, topology: Topology) -> None:
+    def __init__(
+        self, parts: Sequence[Part], layers: int, rank: int, topology: Topology, turn: int = 0
+    ) -> None:
         self._rank = rank
         members = topology.members(rank)
-        self._leaders = leaders = topology.leaders
-        self._leader, self._others = members[0], members[1:]
+        self._leaders = leaders = topology.leaders_in_turn(turn)
+        self._leader = leaders[topology.hosts[rank]]
+        self._others = tuple(member for member in members if member != self._leader)
+        self._place = members.index(self._leader)
         self._several = len(leaders) < topology.world  # on some host
         between = 2 if len(leaders) > 1 else 0
         self.rounds = between + 2 * self._several
@@ -121,10 +125,12 @@ class Hierarchical(Reduction):
 
     def _add(self, call: Call, binding: Binding, votes: Bytes) -> None:
         """sum <- the contributions of the host's ranks, in rank order."""
+        messages = list(self._received)
+        messages.insert(self._place, self._own)
         for part, mine, sums in zip(self._dense.parts, self._inputs, self._sums, strict=True):
             flags = mine.flags()
             contribute(part, mine, _at(self._own, mine.table), flags, call, binding)
-            part.codec.reduce(sums.table, [self._own, *self._received], self._sum, flags, call.draw, 1.0)
+            part.codec.reduce(sums.table, messages, self._sum, flags, call.draw, 1.0)
             mine.vote(flags, votes)
 
     def _addresses(self) -> dict[Group, tuple[Sizes, Addresses]]:

@@ -25,9 +25,16 @@ _FLAT: dict[str, Callable[[Sequence[Part], int, int, int], Reduction]] = {
 
 
 def make(
-    scheme: Scheme | str, parts: Sequence[Part], layers: int, rank: int, topology: Topology
+    scheme: Scheme | str,
+    parts: Sequence[Part],
+    layers: int,
+    rank: int,
+    topology: Topology,
+    turn: int = 0,
 ) -> Reduction:
     """The reduction of that name for one bucket of ``layers`` layers, on one of the topology's ranks.
+
+    ``turn``: which bucket it is; where there is a choice of ranks, they take turns.
 
     Raises ConfigError for an unknown name, for more servers than ranks, and for a codec that the reduction cannot add.
     ``auto`` is no reduction: whoever knows the network asks :func:`gradcomp.reduce.costs.cheapest` first.
@@ -41,4 +48,4 @@ def make(
         servers = scheme.servers if topology.world > 1 else 1
         return ParameterServer(parts, layers, rank, topology.world, servers)
     assert scheme.name == "hierarchical", f"{scheme} is to be resolved by the caller"
-    return Hierarchical(parts, layers, rank, topology)
+    return Hierarchical(parts, layers, rank, topology, turn)
