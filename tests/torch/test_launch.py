@@ -542,23 +542,6 @@ def test_gloo_uses_the_interface_that_horovodrun_found() -> None:
     assert all(result.stderr.splitlines()[-1] == "lo" for result in results)
 
 
-def test_ranks_that_disagree_all_say_so() -> None:
-    program = """
-        import json, os
-        from gradcomp.core.errors import GradcompError
-        from gradcomp.torch.launch import discover
-        from gradcomp.torch.rendezvous import connect
-        launch = discover()
-        try:
-            connect(launch, 30.0, "transport=" + ("mpi" if launch.rank == 1 else "torch"))
-        except GradcompError as error:
-            print(json.dumps([type(error).__name__, str(error)]))
-    """
-    for kind, message in said(run_ranks(program, 3, env=lambda rank: open_mpi(rank, 3))):
-        assert kind == "ConfigError"
-        assert message.endswith("transport=torch on rank 0, 2; transport=mpi on rank 1")
-
-
 def test_mpi_of_another_launcher_is_not_started() -> None:
     """Under Open MPI's PMIx, MPICH would end the process."""
     pytest.importorskip("mpi4py")
