@@ -35,7 +35,8 @@ done
 
 # ------------------------------------------------------------------------------------------ what must be there
 
-python=$(command -v "$python") || fail "there is no such interpreter: $python"
+asked=$python
+python=$(command -v "$asked") || fail "there is no such interpreter: $asked"
 # The scripts of the environment (cmake, horovodrun) stand beside its interpreter.
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than Python 3.11"
