@@ -81,26 +81,25 @@ def end_of(operation: _native.ShmOperation, seconds: float = 5.0) -> int:
     return operation.state()
 
 
-def file_meet(
-    directory: str | Path, rank: int, size: int, seconds: float = 30.0
-) -> Callable[[bytes], list[bytes]]:
+class FileMeet:
     """A ``meet`` for processes: every call leaves one file per rank."""
-    calls = 0
 
-    def meet(message: bytes) -> list[bytes]:
-        nonlocal calls
-        partial = Path(directory) / f"{rank}.partial"
+    def __init__(self, directory: str, rank: int, size: int) -> None:
+        self.seconds = 30.0
+        self.calls = 0
+        self._directory, self._rank, self._size = Path(directory), rank, size
+
+    def __call__(self, message: bytes) -> list[bytes]:
+        partial = self._directory / f"{self._rank}.partial"
         partial.write_bytes(message)
-        partial.rename(Path(directory) / f"{calls}.{rank}")
-        deadline = time.monotonic() + seconds
-        files = [Path(directory) / f"{calls}.{other}" for other in range(size)]
+        partial.rename(self._directory / f"{self.calls}.{self._rank}")
+        deadline = time.monotonic() + self.seconds
+        files = [self._directory / f"{self.calls}.{other}" for other in range(self._size)]
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline, "not all ranks came"
             time.sleep(2e-3)
-        calls += 1
+        self.calls += 1
         return [file.read_bytes() for file in files]
-
-    return meet
 
 
 def sum_in_rank_order(arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

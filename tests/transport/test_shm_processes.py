@@ -18,10 +18,10 @@ from gradcomp import TransportError
 from gradcomp.transport.shm import ShmTransport
 
 sys.path.insert(0, sys.argv[2])
-from shared_memory import file_meet, settle
+from shared_memory import FileMeet, settle
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-meet = file_meet(sys.argv[1], rank, size)
+meet = FileMeet(sys.argv[1], rank, size)
 """
 _JOIN = "transport = ShmTransport(rank, size, meet)\n"
 
@@ -117,16 +117,13 @@ def test_a_rank_killed_while_joining_leaves_nothing(when: int, victim: int) -> N
     """There is no name by which a segment could stay; whoever waits for the rank goes on by its own deadline."""
     finished = run(
         f"""
-        calls = 0
-
         def dying(message):
-            global calls
-            if rank == {victim} and calls == {when}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls += 1
+            if meet.calls == {when}:
+                if rank == {victim}:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                meet.seconds = 1.0
             return meet(message)
 
-        meet = file_meet(sys.argv[1], rank, size, seconds=1.0)
         try:
             transport = ShmTransport(rank, size, dying)
             if {when} == 2 and rank == {victim}:
