@@ -120,7 +120,7 @@ def run_rank(rounds: int, out: Path) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ.get("PMI_RANK", os.environ.get("RANK", ""))), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    gloo = TorchTransport(None, 120.0)
+    gloo = TorchTransport(range(size), 120.0)
     shm = ShmTransport(rank, size, gloo.allgather_bytes)
     nothing = lambda: None  # noqa: E731
     operations: dict[str, dict[str, tuple[Callable[[], None], Callable[[], None]]]] = {}

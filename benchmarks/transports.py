@@ -98,7 +98,7 @@ class Torch(Bare):
         dist.init_process_group("gloo")
         self.torch, self.dist = torch, dist
         self.rank = dist.get_rank()
-        self.transport = TorchTransport(None, 60.0)
+        self.transport = TorchTransport(range(dist.get_world_size()), 60.0)
 
     def alltoall(self, send: Any, recv: Any) -> None:
         self.dist.all_to_all_single(self.torch.from_numpy(recv), self.torch.from_numpy(send))

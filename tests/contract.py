@@ -40,6 +40,8 @@ class Engine:
     end: Callable[[Rank], None] = lambda rank: None
     #: How a rank leaves in the middle; None: the engine ends the others.
     leave: Callable[[Rank], None] | None = lambda rank: os._exit(0)
+    #: Whether sums send what they would send among equals.
+    flat: bool = True
     #: What is not here, or nothing.
     missing: Callable[[], str] = lambda: ""
 

@@ -153,12 +153,40 @@ def horovod(r: Rank, ranks: Sequence[int]) -> Transport:
     return HorovodTransport(ranks)
 
 
+# ------------------------------------------------------------------------------------------ shared memory
+
+
+def shm(r: Rank, ranks: Sequence[int]) -> Transport:
+    from gradcomp.transport.shm import ShmTransport
+
+    return ShmTransport(ranks.index(r.rank), len(ranks), lambda mine: r.meet(mine, ranks))
+
+
+def shm_and_torch(r: Rank, ranks: Sequence[int]) -> Transport:
+    """Even and odd ranks are two hosts."""
+    from gradcomp.core.topology import Topology
+    from gradcomp.transport.two_level import TwoLevelTransport
+
+    topology = Topology.of([str(rank % 2) for rank in ranks])
+    members = [ranks[place] for place in topology.members(ranks.index(r.rank))]
+    leaders = [ranks[place] for place in topology.leaders]
+    return TwoLevelTransport(
+        shm(r, members),
+        torch(r, ranks),
+        topology,
+        torch(r, leaders) if r.rank in leaders else None,
+        shm(r, members),
+    )
+
+
 # ------------------------------------------------------------------------------------------ all of them
 
 
 ENGINES = [
     Engine("inprocess", inprocess, launch=None, worlds=(1, 2, 3, 5), leave=leave_world),
     Engine("torch", torch, by_hand, worlds=(2, 3, 4), begin=begin_torch),
+    Engine("shm", shm, by_hand),
+    Engine("shm+torch", shm_and_torch, by_hand, worlds=(3, 4), begin=begin_torch, flat=False),
     Engine("mpi", mpi, lambda *job: [under_mpiexec(*job)], leave=None, missing=no_mpi),
     Engine(
         "horovod",

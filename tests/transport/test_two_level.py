@@ -209,7 +209,7 @@ def shm_inside_and_gloo_between() -> None:
 
     dist.init_process_group("gloo")
     topology = Topology((0, 0, 1, 1))
-    remote = TorchTransport(None, 20.0)
+    remote = TorchTransport(range(4), 20.0)
     members = topology.members(remote.rank)
     place = members.index(remote.rank)
 
