@@ -17,18 +17,14 @@ CHOSEN = (
     "bf16",
     "fp16-feedback",
     "minmax-5-feedback",
-    "minmax-3-decay",
     "l2-8",
     "sign-layer",
     "onebit",
-    "terngrad-odd",
     "nuqsgd-5-feedback",
-    "codebook-nearest",
     "signum-odd",
     "error-feedback-decay",
     "momentum-correction",
     "local-clip",
-    "warmup",
 )
 #: Scatter-reduce-allgather runs through all rows.
 OTHERS = [r for r in REDUCTIONS if r != "sra"]
