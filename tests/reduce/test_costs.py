@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,6 +179,13 @@ def test_encodes_on_the_longest_path_are_those_of_the_page():
         assert encodes("all_to_all", world) == encodes("gather", world) == 1
         assert encodes("ring", world) == world
     assert [encodes("tree", world) for world in (2, 3, 4, 6, 8, 16, 1024)] == [2, 2, 3, 3, 4, 5, 11]
+
+
+def test_the_page_has_every_reduction():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
+    table = page.split("|---|", 1)[1].split("\n\n", 1)[0]
+    rows = [line.split("`")[1].partition(":")[0] for line in table.splitlines() if line.startswith("| `")]
+    assert tuple(rows) == NAMES
 
 
 # --- time ---------------------------------------------------------------------------------------------------
