@@ -40,7 +40,7 @@ class Engine:
     end: Callable[[Rank], None] = lambda rank: None
     #: How a rank leaves in the middle; None: the engine ends the others.
     leave: Callable[[Rank], None] | None = lambda rank: os._exit(0)
-    #: Whether sums send what they would send among equals.
+    #: Its allreduce sends what the formula says.
     flat: bool = True
     #: What is not here, or nothing.
     missing: Callable[[], str] = lambda: ""

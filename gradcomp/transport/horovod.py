@@ -26,8 +26,8 @@ import numpy.typing as npt
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.transport.base import Bytes, Transport
 
-#: Names are used again after so many operations: Horovod remembers every name that it has seen.
-_NAMES = 4096
+#: Names are used again after so many operations, the most that can be under way: Horovod caches what it knows of 1024.
+_NAMES = 256
 #: Horovod counts the elements of a part in 32 bits.
 _LARGEST_PART = 2**31 - 1
 

@@ -5,6 +5,10 @@ where the kernel does not let it read the other process's memory. A poll that te
 So a poll goes on testing while data moves, which it sees by the time that a test takes: one that copies takes several
 times as long as one that finds nothing. No thread waits inside MPI, where it would take a whole core.
 
+**Messages.** Only sums are collectives of MPI; everything else is one message for each pair of ranks. MPI's own
+all-to-alls send a rank its own part by pieces through the queues for others, and its all-gathers send unequal parts in
+many small rounds, each of which waits for a poll.
+
 **Threads.** MPI is initialised with MPI_THREAD_MULTIPLE. Where the program has initialised it with
 MPI_THREAD_SERIALIZED, gradcomp's calls share a lock, and the program must make none while gradcomp runs; less is a
 ConfigError.
@@ -146,34 +150,20 @@ class MpiTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
-        """See :class:`Transport`."""
-        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        handle = self._alltoall(send, send_counts, _starts(send_counts), recv, recv_counts)
-        # MPI would send a rank its own part through the queues for others, piece by piece.
-        recv[_span(recv_counts, self.rank)] = send[_span(send_counts, self.rank)]
+        """See :class:`Transport`; one MPI message to each rank that gets something."""
+        sent, received = _parts(send, send_counts), _parts(recv, recv_counts)
+        handle = self.exchange(self._to_others(sent), self._to_others(received))
+        received[self.rank][:] = sent[self.rank]
         return handle
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        """See :class:`Transport`; by all-to-all, since MPICH's all-gather sends unequal parts in many small rounds."""
-        self.bytes_sent += (self.size - 1) * counts[self.rank]
-        own = sum(counts[: self.rank])
-        return self._alltoall(buffer, [counts[self.rank]] * self.size, [own] * self.size, buffer, counts)
+        """See :class:`Transport`; one MPI message to each other rank."""
+        parts = _parts(buffer, counts)
+        return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
-    def _alltoall(
-        self,
-        send: Bytes,
-        send_counts: Sequence[int],
-        send_starts: Sequence[int],
-        recv: Bytes,
-        recv_counts: Sequence[int],
-    ) -> _Handle:
-        BYTE = self._process.MPI.BYTE
-        outgoing = [send, (_to_others(send_counts, self.rank), send_starts), BYTE]
-        incoming = [recv, (_to_others(recv_counts, self.rank), _starts(recv_counts)), BYTE]
-        total = max(sum(send_counts), sum(recv_counts))
-        return self._issue(
-            lambda: [_Part(self._comm.Ialltoallv(outgoing, incoming))], total, 2 * total, send, recv
-        )
+    def _to_others(self, parts: Sequence[Bytes]) -> Messages:
+        """Both ranks know the lengths, so one of nothing need not travel."""
+        return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank and len(part)]
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
         """See :class:`Transport`; one MPI message for each."""
@@ -221,15 +211,6 @@ class MpiTransport(Transport):
                     self._comm.Free()
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))[:-1]
-
-
-def _span(counts: Sequence[int], rank: int) -> slice:
-    start = sum(counts[:rank])
-    return slice(start, start + counts[rank])
-
-
-def _to_others(counts: Sequence[int], rank: int) -> list[int]:
-    """The own part does not travel; the others keep their places."""
-    return [0 if other == rank else count for other, count in enumerate(counts)]
+def _parts(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
+    ends = list(accumulate(counts))
+    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
