@@ -4,10 +4,10 @@
     python benchmarks/hierarchy.py --hosts 3 --link 100mbit --blocks 8 --json hierarchy.json
 
 A gradient of float32, at 4 bits in buckets of 1 Mi elements, is exchanged by scatter-reduce-allgather over all ranks
-and by the hierarchical reduction (float32 inside a host, 4 bits between the leaders), over Gloo alone and over Gloo with
-shared memory inside the hosts. Times are medians over blocks of the slowest rank's; bytes are the most that a host's
-interface has sent in an exchange, headers of packets included, in the median. The ratios are to the flat form over the
-same transport: bars are 0.55 for bytes and 1 for time.
+and by the hierarchical reduction (float32 inside a host, 4 bits between the leaders), over Gloo alone and over Gloo
+with shared memory inside the hosts. Times are medians over blocks of the slowest rank's; bytes are the most that a
+host's interface has sent in an exchange, headers of packets included, in the median. The ratios are to the flat form
+over the same transport: bars are 0.55 for bytes and 1 for time.
 """
 
 from __future__ import annotations

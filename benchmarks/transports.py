@@ -1,6 +1,6 @@
 """Each transport beside its engine's own bare collective: two ranks of one host.
 
-    python benchmarks/transports.py [--transports torch mpi] [--rounds 15] [--json PATH]
+    python benchmarks/transports.py [--transports torch mpi shm horovod] [--rounds 15] [--json PATH]
 
 A row is one collective of so many bytes of float32 per rank. `bare` calls the engine as a program without gradcomp
 would, and waits in it; `gradcomp` issues the same through the transport and polls as gradcomp's engine does. Both
@@ -98,7 +98,7 @@ class Torch(Bare):
         dist.init_process_group("gloo")
         self.torch, self.dist = torch, dist
         self.rank = dist.get_rank()
-        self.transport = TorchTransport(range(dist.get_world_size()), 60.0)
+        self.transport = TorchTransport(range(WORLD), 60.0)
 
     def alltoall(self, send: Any, recv: Any) -> None:
         self.dist.all_to_all_single(self.torch.from_numpy(recv), self.torch.from_numpy(send))
@@ -125,6 +125,20 @@ class Mpi(Bare):
 
     def allreduce(self, array: Any) -> None:
         self.MPI.COMM_WORLD.Allreduce(self.MPI.IN_PLACE, array)
+
+
+class Shm(Bare):
+    """Has no other engine to be beside; benchmarks/shm.py compares it with Gloo and MPICH."""
+
+    def __init__(self, directory: Path) -> None:
+        import torch.distributed as dist
+
+        from gradcomp.transport.shm import ShmTransport
+        from gradcomp.transport.torch import TorchTransport
+
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        self.transport = ShmTransport(self.rank, WORLD, TorchTransport(range(WORLD), 60.0).allgather_bytes)
 
 
 class Horovod(Bare):
@@ -276,6 +290,7 @@ class Engine:
 ENGINES = {
     "torch": Engine(Torch, by_hand),
     "mpi": Engine(Mpi, mpiexec),
+    "shm": Engine(Shm, by_hand),
     "horovod": Engine(Horovod, horovodrun),
 }
 
@@ -301,7 +316,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--transports", nargs="+", choices=ENGINES, default=["torch", "mpi"])
+    parser.add_argument("--transports", nargs="+", choices=ENGINES, default=["torch", "mpi", "shm"])
     parser.add_argument("--rounds", type=int, default=15, help="per figure (default: %(default)s)")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="BYTES")
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -206,7 +206,7 @@ ENGINES = [
     Engine("mpich", mpi, lambda *job: [under_mpiexec(*job)], leave=None, missing=no_mpi),
     Engine("openmpi", mpi, under_mpirun, worlds=(2, 3), leave=None, missing=no_open_mpi),
     Engine("shm", shm, by_hand, worlds=(1, 2, 3, 4)),
-    Engine("shm+torch", over(torch), by_hand, worlds=(3, 4), begin=begin_torch, flat=False),
+    Engine("shm+torch", over(torch), by_hand, worlds=(3,), begin=begin_torch, flat=False),
     Engine(
         "shm+mpich",
         over(mpi),

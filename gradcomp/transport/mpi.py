@@ -43,7 +43,9 @@ _MOVED_FACTOR = 4.0
 _PATIENCE_SECONDS = 50e-6
 #: but it comes back after this time.
 _LONGEST_POLL_SECONDS = 2e-3
-#: What an operation may spend on this: a test that was slow for another reason must not take a core.
+#: An operation is tested without a pause while it may well end: at the speed of memory, for at most so long.
+_MEMORY_BYTES_PER_SECOND, _LONGEST_START_SECONDS = 10e9, 500e-6
+#: What an operation may spend on all this: a test that was slow for another reason must not take a core.
 _SPIN_SECONDS, _SPIN_BYTES_PER_SECOND = 1e-3, 200e6
 
 
@@ -64,6 +66,7 @@ class _Handle:
     parts: list[_Part]
     arrays: tuple[Any, ...]
     spin_seconds: float
+    started_until: float
 
     def poll(self) -> bool:
         with self.process.lock:
@@ -72,7 +75,8 @@ class _Handle:
     def _drive(self) -> bool:
         """Test until nothing moves any more."""
         process = self.process
-        begin = now = moving_until = perf_counter()
+        begin = now = perf_counter()
+        moving_until = self.started_until
         tests = 0
         while tests < _TESTS or now < moving_until:
             before = now
@@ -194,7 +198,9 @@ class MpiTransport(Transport):
                 parts = call()
         except MPI.Exception as error:
             raise TransportError(f"collective failed: {reason(error)}") from error
-        return _Handle(self._process, parts, arrays, _SPIN_SECONDS + nbytes / _SPIN_BYTES_PER_SECOND)
+        start = min(nbytes / _MEMORY_BYTES_PER_SECOND, _LONGEST_START_SECONDS)
+        spin = _SPIN_SECONDS + nbytes / _SPIN_BYTES_PER_SECOND
+        return _Handle(self._process, parts, arrays, spin, perf_counter() + start)
 
     def abandon(self) -> None:
         """Give the communicator up. What happens at exit: see the module."""
