@@ -46,10 +46,11 @@ _TCP_IP_BYTES = 20 + 20 + 12  # headers and the time stamp option
 
 @dataclass(frozen=True)
 class Link:
-    """The token bucket of a link; none if ``rate`` is None."""
+    """The token bucket of a link; none if ``rate`` is None. ``queue``: how long a packet waits in it at most."""
 
     rate: str | None
     burst: str = ""
+    queue: str = "50ms"
 
 
 LINKS = {
@@ -108,7 +109,7 @@ class Hosts:
             if self.link.rate is not None:
                 for namespace, device in ((name, INTERFACE), (self._switch, port)):
                     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate",
-                         self.link.rate, "burst", self.link.burst, "latency", "50ms")  # fmt: skip
+                         self.link.rate, "burst", self.link.burst, "latency", self.link.queue)  # fmt: skip
 
     def environment(self, rank: int) -> dict[str, str]:
         """What a launcher tells this rank."""
