@@ -656,6 +656,7 @@ class ShmRank {
         return {rank.exchange(out, in)};
     }
 
+    void help() { started().help(); }
     std::string failure() { return started().failure(); }
     void abandon() { started().abandon(); }
     void close() {
@@ -802,6 +803,7 @@ NB_MODULE(_native, module) {
         .def("alltoallv", &ShmRank::alltoallv, array("send"), "send_counts"_a, array("recv"), "recv_counts"_a)
         .def("allgatherv", &ShmRank::allgatherv, array("buffer"), "counts"_a)
         .def("exchange", &ShmRank::exchange, "send_ranks"_a, array("sends"), "recv_ranks"_a, array("recvs"))
+        .def("help", &ShmRank::help)
         .def("failure", &ShmRank::failure)
         .def("abandon", &ShmRank::abandon)
         .def("close", &ShmRank::close);

@@ -13,12 +13,28 @@ namespace gradcomp::shm {
 
 namespace {
 
-// How often a rank that waits looks whether the others live.
+// How often a rank that waits looks whether the others live; how long it may sleep through a bell that went
+// wrong.
 constexpr std::int64_t check_milliseconds = 100;
-// How long a rank without work may sleep through a bell that went wrong.
-constexpr std::int64_t idle_milliseconds = 1000;
+// What a caller moves at once, through each ring: less than a microsecond.
+constexpr std::uint64_t little = 4096;
 // Chunks of an allreduce begin at cache lines of the array, if the array does.
 constexpr std::uint64_t chunk_items = 16;
+
+// A caller's thread may round otherwise than the sums are defined.
+class DefaultRounding {
+  public:
+    DefaultRounding() {
+        std::fegetenv(&callers_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultRounding() { std::fesetenv(&callers_); }
+    DefaultRounding(const DefaultRounding&) = delete;
+    DefaultRounding& operator=(const DefaultRounding&) = delete;
+
+  private:
+    std::fenv_t callers_;
+};
 
 std::int64_t milliseconds() {
     return std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -68,11 +84,9 @@ void Rank::leave(Life life, int culprit) {
 
 // The first failure is the one that counts: what follows is its consequence.
 void Rank::fail(int culprit, const std::string& text) {
-    {
-        const std::lock_guard lock(mutex_);
-        if (!failure_.empty()) return;
-        failure_ = text;
-    }
+    const std::lock_guard lock(mutex_);
+    if (!failure_.empty()) return;
+    failure_ = text;
     leave(Life::failed, culprit);
 }
 
@@ -84,7 +98,8 @@ std::string Rank::failure() {
 void Rank::abandon() {
     if (stopping_.exchange(true)) return;
     fail(rank_, "rank " + std::to_string(rank_) + " gave up");
-    ring_bell(segment_.slot(rank_), always);
+    const std::lock_guard lock(mutex_);
+    if (!closed_) ring_bell(segment_.slot(rank_), always);
 }
 
 void Rank::close() {
@@ -92,14 +107,12 @@ void Rank::close() {
     stopping_ = true;
     ring_bell(segment_.slot(rank_), always);
     if (thread_.joinable()) thread_.join();
-    bool orderly = false;
-    {
-        const std::lock_guard lock(mutex_);
-        orderly = failure_.empty();
-        if (orderly) failure_ = "the transport is closed";
-    }
-    if (orderly) leave(Life::left, rank_);
     drop_issued();
+    const std::scoped_lock locks(moving_, mutex_);
+    if (failure_.empty()) {
+        failure_ = "the transport is closed";
+        leave(Life::left, rank_);
+    }
     segment_.unmap();
 }
 
@@ -120,8 +133,52 @@ Rank::Handle Rank::issue(std::shared_ptr<Operation> operation) {
         }
         issued_.push_back(operation);
     }
-    ring_bell(segment_.slot(rank_), for_anything);
+    if (!move_little()) {
+        const std::lock_guard lock(mutex_);
+        if (failure_.empty()) ring_bell(segment_.slot(rank_), for_anything);
+    }
     return operation;
+}
+
+void Rank::help() {
+    move_little();
+}
+
+// False if there may be more to move now, and the thread has to.
+bool Rank::move_little() {
+    const std::unique_lock lock(moving_, std::try_to_lock);
+    if (!lock || stopping_) return false;
+    const DefaultRounding rounding;
+    try {
+        const std::uint32_t before = progress_.reasons_to_wake();
+        bool moved = advance(little);
+        if (moved) moved = progress_.pass(little);  // a sum that is complete goes out
+        progress_.announce();
+        const std::uint32_t after = progress_.reasons_to_wake();
+        if ((after & ~before) == 0) return !moved || progress_.idle();
+        add_reasons(segment_.slot(rank_), after);
+        moved = progress_.pass(little);
+        progress_.announce();
+        return !moved || progress_.idle();
+    } catch (const Failure& failure) {
+        fail(failure.rank(), failure.what());
+    } catch (const std::exception& error) {
+        fail(rank_, "rank " + std::to_string(rank_) + ": " + error.what());
+    }
+    progress_.give_up();
+    drop_issued();
+    return true;
+}
+
+// Begins what was issued and moves what can be moved. The caller holds `moving_`.
+bool Rank::advance(std::uint64_t most) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (failure_.empty()) taken_.swap(issued_);
+    }
+    for (auto& operation : taken_) progress_.begin(std::move(operation));
+    taken_.clear();
+    return progress_.pass(most);
 }
 
 Rank::Handle Rank::allreduce(Number number, std::byte* array, std::uint64_t count) {
@@ -190,27 +247,29 @@ void Rank::run() {
     } catch (const std::exception& error) {
         fail(rank_, "rank " + std::to_string(rank_) + ": " + error.what());
     }
-    progress_.give_up();
+    {
+        const std::lock_guard lock(moving_);
+        progress_.give_up();
+    }
     drop_issued();
 }
 
 void Rank::carry_out() {
     Slot& slot = segment_.slot(rank_);
-    std::vector<std::shared_ptr<Operation>> taken;
     while (!stopping_) {
         const std::uint32_t heard = slot.bell.load(std::memory_order_seq_cst);
+        std::uint32_t reasons = 0;
         {
-            const std::lock_guard lock(mutex_);
-            taken.swap(issued_);
+            const std::lock_guard lock(moving_);
+            if (advance(~std::uint64_t{0})) continue;
+            progress_.announce();
+            if (!progress_.idle()) {
+                check_peers(milliseconds());
+                if (progress_.pass()) continue;
+            }
+            reasons = progress_.reasons_to_wake();
         }
-        for (auto& operation : taken) progress_.begin(std::move(operation));
-        taken.clear();
-        if (progress_.pass()) continue;
-        progress_.announce();
-        if (!progress_.idle()) check_peers(milliseconds());
-        if (progress_.idle() || !progress_.pass())
-            sleep_at_bell(slot, heard, progress_.reasons_to_wake(),
-                          progress_.idle() ? idle_milliseconds : check_milliseconds);
+        sleep_at_bell(slot, heard, reasons, check_milliseconds);
     }
 }
 

@@ -41,6 +41,10 @@ class Rank {
     // One part for each rank, in rank order; this rank's is sent.
     Handle allgather(const std::vector<Part>& parts);
 
+    // Moves the little that can be moved at once; never waits. The thread needs no help, but where all
+    // processors are busy it may have to wait for a turn, and small messages with it.
+    void help();
+
     // Why the rank failed; empty if it did not.
     std::string failure();
     // All that is under way fails, here and on the others; does not wait.
@@ -50,6 +54,8 @@ class Rank {
 
   private:
     Handle issue(std::shared_ptr<Operation> operation);
+    bool move_little();
+    bool advance(std::uint64_t most);
     void run();
     void carry_out();
     void check_peers(std::int64_t now_milliseconds);
@@ -60,13 +66,18 @@ class Rank {
     Segment segment_;
     const int rank_;
     const std::vector<Process> processes_;
+
+    // Whoever moves bytes holds it. Taken before `mutex_`.
+    std::mutex moving_;
     Progress progress_;
     std::int64_t checked_at_ = 0;
+    std::vector<std::shared_ptr<Operation>> taken_;
 
-    std::mutex mutex_;
+    std::mutex mutex_;  // of these, and of the segment's end
     std::vector<std::shared_ptr<Operation>> issued_;
     std::string failure_;
     std::uint64_t collectives_ = 0;
+
     std::atomic<bool> stopping_ = false;
     std::atomic<bool> closed_ = false;
     std::thread thread_;

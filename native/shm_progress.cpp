@@ -92,15 +92,16 @@ void Progress::give_up() {
     operations_.clear();
 }
 
-bool Progress::pass() {
+bool Progress::pass(std::uint64_t most) {
+    most = std::min(most, block_);
     const int size = segment_.size();
-    bool moved = add();
+    bool moved = add(most);
     // From the next rank on: not all ranks at the same one.
     for (int step = 0; step < size; ++step) {
         const auto peer = static_cast<std::size_t>((rank_ + step) % size);
-        moved |= receive(inlets_[peer + static_cast<std::size_t>(size)]);
-        moved |= send(outlets_[peer]);
-        moved |= receive(inlets_[peer]);
+        moved |= receive(inlets_[peer + static_cast<std::size_t>(size)], most);
+        moved |= send(outlets_[peer], most);
+        moved |= receive(inlets_[peer], most);
     }
     return moved || copy();  // own parts last: nobody waits for them
 }
@@ -119,7 +120,7 @@ bool Progress::copy() {
     return true;
 }
 
-bool Progress::send(Outlet& outlet) {
+bool Progress::send(Outlet& outlet, std::uint64_t most) {
     if (outlet.queue.empty()) return false;
     const auto [operation, transfer] = outlet.queue.front();
     Writer& writer = outlet.writer;
@@ -137,7 +138,7 @@ bool Progress::send(Outlet& outlet) {
         transfer->open = true;
     }
     const std::uint64_t ready = transfer->sum != nullptr ? transfer->sum->done : transfer->length;
-    const std::uint64_t bytes = std::min({ready - transfer->done, block_, room, writer.contiguous(position)});
+    const std::uint64_t bytes = std::min({ready - transfer->done, most, room, writer.contiguous(position)});
     std::memcpy(writer.at(position), transfer->data + transfer->done, bytes);
     transfer->done += bytes;
     position += bytes;
@@ -197,12 +198,12 @@ void Progress::read(Inlet& inlet, std::uint64_t bytes) {
     }
 }
 
-bool Progress::receive(Inlet& inlet) {
+bool Progress::receive(Inlet& inlet, std::uint64_t most) {
     if (inlet.queue.empty() || inlet.queue.front().transfer->sum != nullptr || !open(inlet)) return false;
     const Transfer& transfer = *inlet.queue.front().transfer;
     const std::uint64_t position = inlet.reader.position();
-    const std::uint64_t bytes = std::min({transfer.length - transfer.done, block_, inlet.reader.available(),
-                                          inlet.reader.contiguous(position)});
+    const std::uint64_t bytes = std::min(
+        {transfer.length - transfer.done, most, inlet.reader.available(), inlet.reader.contiguous(position)});
     if (bytes == 0) return false;
     std::memcpy(transfer.data + transfer.done, inlet.reader.at(position), bytes);
     read(inlet, bytes);
@@ -210,10 +211,10 @@ bool Progress::receive(Inlet& inlet) {
 }
 
 // Adds the next block that has arrived from all ranks.
-bool Progress::add() {
+bool Progress::add(std::uint64_t most) {
     if (sums_.empty()) return false;
     Sum& sum = *sums_.front();
-    std::uint64_t bytes = std::min(block_, sum.length - sum.done);
+    std::uint64_t bytes = std::min(most, sum.length - sum.done);
     const auto size = static_cast<std::size_t>(segment_.size());
     const auto own = static_cast<std::size_t>(rank_);
     for (std::size_t peer = 0; peer < size; ++peer) {

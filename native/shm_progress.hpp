@@ -63,8 +63,9 @@ class Progress {
     Progress(const Segment& segment, int rank);
 
     void begin(std::shared_ptr<Operation> operation);
-    // Moves at most one block through each ring; false if nothing could be moved.
-    bool pass();
+    // Moves at most one block, and no more than `most` bytes, through each ring; false if nothing could be
+    // moved.
+    bool pass(std::uint64_t most = ~std::uint64_t{0});
     // Tells the others of all that was written and read. To be called before sleeping.
     void announce();
     // Marks all that is not complete as failed.
@@ -90,9 +91,9 @@ class Progress {
         std::deque<Item> queue;
     };
 
-    bool send(Outlet& outlet);
-    bool receive(Inlet& inlet);
-    bool add();
+    bool send(Outlet& outlet, std::uint64_t most);
+    bool receive(Inlet& inlet, std::uint64_t most);
+    bool add(std::uint64_t most);
     bool open(Inlet& inlet);
     void read(Inlet& inlet, std::uint64_t bytes);
     bool copy();

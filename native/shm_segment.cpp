@@ -240,4 +240,13 @@ void sleep_at_bell(Slot& slot, std::uint32_t heard, std::uint32_t reasons, std::
     slot.asleep.store(0, std::memory_order_relaxed);
 }
 
+// Either the bell keeps it from sleeping or it is seen asleep, as above. Reading the bell last makes visible
+// what was written by those who have rung it and still saw the old reasons.
+void add_reasons(Slot& slot, std::uint32_t reasons) {
+    slot.bell.fetch_add(1, std::memory_order_seq_cst);
+    if (slot.asleep.load(std::memory_order_seq_cst) == 0) return;
+    slot.asleep.fetch_or(reasons, std::memory_order_seq_cst);
+    static_cast<void>(slot.bell.load(std::memory_order_seq_cst));
+}
+
 }  // namespace gradcomp::shm

@@ -114,6 +114,8 @@ class Segment {
 
 // Tells a rank that something happened; costs a system call only if it sleeps and wants to be woken for it.
 void ring_bell(Slot& slot, std::uint32_t reasons);
+// For a rank's other threads: it may sleep, or be about to, and not know of these reasons to be woken.
+void add_reasons(Slot& slot, std::uint32_t reasons);
 // Sleeps until somebody rings who was not heard yet, for one of the reasons, or at most so long.
 void sleep_at_bell(Slot& slot, std::uint32_t heard, std::uint32_t reasons, std::int64_t most_milliseconds);
 

@@ -17,9 +17,10 @@ MiB while all take at most 4 MiB together, which a processor's cache holds; less
 (``ring_bytes`` chooses otherwise; powers of two.)
 
 **Progress.** One native thread per transport moves the bytes, so calls return at once and computation goes on. It
-sleeps on a futex in the segment, which another rank rings; while nothing happens it takes no processor time, but
-for a look every 0.1 s, only while it waits, whether the others live. Copies to and from the rings are done by
-blocks of 64 KiB, which stay in the processor's cache between writer and reader.
+sleeps on a futex in the segment, which another rank rings, and every 0.1 s looks whether the others live, if it
+waits for one. Copies to and from the rings are done by blocks of 64 KiB, which stay in the processor's cache
+between writer and reader. A call, and a poll of what is not complete, moves up to 4 KiB through each ring itself:
+small messages need no turn of the thread, for which they would have to wait where all processors are busy.
 
 **Collectives.** Point-to-point messages go through the ring of their pair, all-gathered parts once through the ring
 that all read. ``allreduce`` cuts the array into one chunk per rank; its owner adds what arrives to its own part, in
@@ -35,7 +36,8 @@ from __future__ import annotations
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +83,8 @@ class _Handle:
     transport: ShmTransport
 
     def poll(self) -> bool:
+        if self.operation.state() == _PENDING:
+            self.transport._help()
         state = self.operation.state()
         if state == _PENDING:
             return False
@@ -166,16 +170,27 @@ class ShmTransport(Transport):
 
     def _issue(self, call: Callable[..., _native.ShmOperation], *arguments: Any) -> _Handle:
         self._forget_finished()
-        try:
+        with _typed_errors():
             operation = call(*arguments)
-        except RuntimeError as error:
-            raise TransportError(str(error)) from error
         self._arrays.append((operation, arguments))
         return _Handle(operation, self)
+
+    def _help(self) -> None:
+        assert self._native is not None
+        with _typed_errors():
+            self._native.help()
 
     def _forget_finished(self) -> None:
         while self._arrays and self._arrays[0][0].state() != _PENDING:
             self._arrays.popleft()
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(str(error)) from error
 
 
 def _close(native: _native.ShmRank | None, arrays: deque[Any]) -> None:

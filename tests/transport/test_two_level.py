@@ -1,4 +1,4 @@
-"""Two transports as one: in process over every shape of hosts, and as processes over shared memory and Gloo."""
+"""Two transports as one, in process over every shape of hosts; the contract suite has shared memory under Gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import run_ranks
 from shared_memory import sum_in_rank_order
 
 from gradcomp import ConfigError, TransportError
@@ -195,46 +194,3 @@ def test_a_rank_that_leads_nothing_has_no_leaders() -> None:
         TwoLevelTransport(
             one[0], World(2).transports()[1], Topology((0, 0)), World(1).transports()[0], one[1]
         )  # fmt: skip
-
-
-def shm_inside_and_gloo_between() -> None:
-    import numpy as np
-    import torch.distributed as dist
-
-    from gradcomp.core.topology import Topology
-    from gradcomp.transport.base import wait
-    from gradcomp.transport.shm import ShmTransport
-    from gradcomp.transport.torch import TorchTransport
-    from gradcomp.transport.two_level import TwoLevelTransport
-
-    dist.init_process_group("gloo")
-    topology = Topology((0, 0, 1, 1))
-    remote = TorchTransport(range(4), 20.0)
-    members = topology.members(remote.rank)
-    place = members.index(remote.rank)
-
-    def shared() -> ShmTransport:
-        # The other host's ranks meet in the same calls.
-        return ShmTransport(place, len(members), lambda message: [
-            reply for rank, reply in enumerate(remote.allgather_bytes(message)) if rank in members
-        ])  # fmt: skip
-
-    leaders = TorchTransport(topology.leaders, 20.0) if place == 0 else None
-    transport = TwoLevelTransport(shared(), remote, topology, leaders, shared())
-    for _ in range(3):
-        arrays = [np.full(n, transport.rank + 1.0, np.float32) for n in (1, 1000, 300_001)]
-        gathered = np.zeros(40_000, np.uint8)
-        gathered[10_000 * transport.rank : 10_000 * (transport.rank + 1)] = transport.rank + 1
-        handles = [transport.allreduce(array) for array in arrays]
-        handles.append(transport.allgatherv(gathered, [10_000] * 4))
-        for handle in handles:
-            wait(handle)
-        assert all((array == 10).all() for array in arrays)
-        assert (gathered == np.repeat(np.arange(4) + 1, 10_000)).all()
-    transport.close()
-    print("fine")
-
-
-def test_shared_memory_inside_and_gloo_between() -> None:
-    for end in run_ranks(shm_inside_and_gloo_between, 4):
-        assert (end.returncode, end.stdout) == (0, "fine\n"), end.stderr
