@@ -220,7 +220,7 @@ ENGINES = [
         "horovod",
         horovod,
         under_horovodrun,
-        worlds=(2, 3),
+        worlds=(3,),
         begin=begin_horovod,
         leave=None,
         missing=no_horovod,

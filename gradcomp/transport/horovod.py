@@ -26,8 +26,9 @@ import numpy.typing as npt
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.transport.base import Bytes, Transport
 
-#: Names are used again after so many operations, the most that can be under way: Horovod caches what it knows of 1024.
-_NAMES = 256
+#: So many operations alike are under way at a time, each with a name that the next ones use again. Horovod agrees at
+#: once on a name that it has seen before with the same length; on others it takes its thread half a core.
+_NAMES = 8
 #: Horovod counts the elements of a part in 32 bits.
 _LARGEST_PART = 2**31 - 1
 
@@ -74,27 +75,38 @@ def process_set(ranks: Sequence[int] | None = None) -> Any:
 
 @dataclass(eq=False)
 class _Handle:
-    """An operation under way; Horovod keeps its tensors."""
+    """An operation under way, or one that waits for ``before``, which has its name; Horovod keeps its tensors."""
 
-    hvd: Any
-    number: int
+    transport: HorovodTransport
+    submit: Callable[[], int]
     target: Any
-    elements: int
-    address: int
-    complete: bool = False
+    before: _Handle | None
+    number: int = -1
 
     def poll(self) -> bool:
-        if not self.complete:
-            try:
-                if not self.hvd.poll(self.number):
-                    return False
-                self.hvd.synchronize(self.number)
-            except (RuntimeError, ValueError) as error:  # HorovodInternalError is one
-                raise TransportError(f"collective failed: {_reason(error)}") from error
-            if (self.target.numel(), self.target.data_ptr()) != (self.elements, self.address):
-                raise TransportError(f"{self.target.numel()} bytes came, {self.elements} were expected")
-            self.complete = True
+        try:
+            self.transport._submit_waiting()
+            return self.complete()
+        except (RuntimeError, ValueError) as error:  # HorovodInternalError is one
+            raise TransportError(f"collective failed: {_reason(error)}") from error
+
+    def start(self) -> bool:
+        """Submit it if its name is free; whether it was."""
+        if self.before is not None and not self.before.complete():
+            return False
+        self.before = None
+        self.number = self.submit()
         return True
+
+    def complete(self) -> bool:
+        """Whether it is."""
+        if self.target is not None and self.number >= 0 and self.transport._hvd.poll(self.number):
+            elements, address = self.target.numel(), self.target.data_ptr()
+            self.transport._hvd.synchronize(self.number)
+            if (self.target.numel(), self.target.data_ptr()) != (elements, address):
+                raise TransportError(f"{self.target.numel()} bytes came, {elements} were expected")
+            self.target = None
+        return self.target is None
 
 
 def _reason(error: Exception) -> str:
@@ -123,13 +135,17 @@ class HorovodTransport(Transport):
         self.size = len(members)
         self.bytes_sent = 0
         self._name = f"gradcomp.{'-'.join(map(str, members))}.{next(_instances[members])}"
-        self._number = 0
+        #: By kind of operation: how many there were. By name: the last one.
+        self._numbers: dict[str, int] = {}
+        self._last: dict[str, _Handle] = {}
+        self._waiting: list[_Handle] = []
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
         """See :class:`Transport`."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         tensor = self._torch.from_numpy(array)
         return self._issue(
+            f"{array.dtype}.{len(array)}",
             lambda name: self._hvd.allreduce_async_(
                 tensor, name=name, op=self._hvd.Sum, process_set=self._set
             ),
@@ -162,16 +178,23 @@ class HorovodTransport(Transport):
         from horovod.torch.mpi_ops import _alltoall_async
 
         return self._issue(
-            lambda name: _alltoall_async(source, splits, target, splits.new(), name, self._set), target
+            "bytes",
+            lambda name: _alltoall_async(source, splits, target, splits.new(), name, self._set),
+            target,
         )
 
-    def _issue(self, call: Callable[[str], int], target: Any) -> _Handle:
-        name = f"{self._name}.{self._number % _NAMES}"
-        self._number += 1
-        try:
-            return _Handle(self._hvd, call(name), target, target.numel(), target.data_ptr())
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(f"collective failed: {_reason(error)}") from error
+    def _issue(self, kind: str, call: Callable[[str], int], target: Any) -> _Handle:
+        number = self._numbers[kind] = self._numbers.get(kind, -1) + 1
+        name = f"{self._name}.{kind}.{number % _NAMES}"
+        handle = self._last[name] = _Handle(self, lambda: call(name), target, self._last.get(name))
+        self._waiting.append(handle)
+        handle.poll()
+        return handle
+
+    def _submit_waiting(self) -> None:
+        """All whose names are free, whichever is polled: another rank may wait for any of them."""
+        if self._waiting:
+            self._waiting = [handle for handle in self._waiting if not handle.start()]
 
     def close(self) -> None:
         """Nothing to release: Horovod belongs to the program."""
