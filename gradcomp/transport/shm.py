@@ -36,8 +36,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,27 +169,23 @@ class ShmTransport(Transport):
 
     def _issue(self, call: Callable[..., _native.ShmOperation], *arguments: Any) -> _Handle:
         self._forget_finished()
-        with _typed_errors():
+        try:
             operation = call(*arguments)
+        except RuntimeError as error:
+            raise TransportError(str(error)) from error
         self._arrays.append((operation, arguments))
         return _Handle(operation, self)
 
     def _help(self) -> None:
         assert self._native is not None
-        with _typed_errors():
+        try:
             self._native.help()
+        except RuntimeError as error:
+            raise TransportError(str(error)) from error
 
     def _forget_finished(self) -> None:
         while self._arrays and self._arrays[0][0].state() != _PENDING:
             self._arrays.popleft()
-
-
-@contextmanager
-def _typed_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(str(error)) from error
 
 
 def _close(native: _native.ShmRank | None, arrays: deque[Any]) -> None:
