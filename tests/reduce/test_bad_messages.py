@@ -145,6 +145,26 @@ def test_a_message_that_speaks_for_few_cannot_bring_the_votes_of_many(reduction:
         one_noticed(simulate(reduction, Wire(number, change)).attempt(), ways[number][1], WireFormatError)
 
 
+@pytest.mark.parametrize(
+    ("reduction", "first_round"),
+    [("ring", WORLD - 1), ("parameter_server:servers=2", 1), ("hierarchical", 2)],
+)
+def test_chunks_that_count_different_votes_are_refused(reduction: str, first_round: int):
+    """Nobody holds the next plan; one chunk's sum says that somebody does."""
+
+    def change(_, message: np.ndarray) -> np.ndarray:
+        message[22:24] = np.array([1], "<u2").view(np.uint8)
+        return message
+
+    wire = Wire()
+    simulate(reduction, wire).step()
+    final = [n for n, message in enumerate(wire.kept) if len(message) and message[3] >= first_round]
+    assert final
+    for number in final:
+        errors = simulate(reduction, Wire(number, change)).attempt()
+        one_noticed(errors, wire.ways[number][1], WireFormatError)
+
+
 @every_reduction
 def test_a_message_of_the_last_step_is_refused(reduction: str):
     ways = ways_of(reduction)

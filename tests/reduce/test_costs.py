@@ -201,6 +201,27 @@ def test_time_is_rounds_bytes_and_coding():
     assert predict(Scheme("ring"), load, flat(world), NETWORK) == pytest.approx(ring + coding)
 
 
+@pytest.mark.parametrize(
+    ("reduction", "topology", "encoded", "decoded"),
+    [
+        ("sra", flat(8), 1 + 1 / 8, 2),
+        ("ring", flat(8), 1, 1 + 7 / 8),
+        ("tree", flat(8), 4, 1 + 3 + (0 + 1 + 2)),  # the root's children, and those of ranks 4, 6 and 7
+        ("tree", flat(5), 4, 1 + 3 + (0 + 1 + 0)),  # rank 4 has none
+        ("all_to_all", flat(8), 1, 9),
+        ("gather", flat(8), 1, 9),
+        ("parameter_server:servers=2", flat(8), 1 + 1 / 2, 5),
+        ("hierarchical", flat(8), 1 + 1 / 8, 2),
+        ("hierarchical", Topology((0, 0, 0, 1, 1, 1, 1, 1)), 1 + 1 / 2, 2 + 5),
+    ],
+)
+def test_coding_one_after_the_other_is_that_of_the_page(
+    reduction: str, topology: Topology, encoded: float, decoded: float
+):
+    one = cost(parse(reduction), Load(D, DENSE), topology)
+    assert (one.encoded, one.decoded) == pytest.approx((encoded, decoded))
+
+
 def test_the_thesis_order_of_reductions():
     """Table 3.4, for 8 ranks: SRA before ring before tree."""
     seconds = [predict(Scheme(name), Load(D, DENSE), flat(8), NETWORK) for name in ("sra", "ring", "tree")]
