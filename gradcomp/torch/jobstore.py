@@ -8,7 +8,6 @@ import logging
 import re
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -71,7 +70,7 @@ def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Any:
     if launch.launcher != "torchrun":
         if launch.placed and launch.local_size == launch.size:
             return _meet_on_one_host(launch, deadline, once_met)
-        communicator, why = _mpi_world(launch)
+        communicator, why = _mpi_world()
         if communicator is not None:
             return _meet_by_mpi(launch, communicator, deadline)
         unusable = f" (mpi4py cannot tell them: {why})"
@@ -150,23 +149,18 @@ def _meet_on_one_host(launch: Launch, deadline: Deadline, once_met: ExitStack) -
     return _tcp_store(deadline.poll(look, f"rank 0 did not write {file.path}"), False, deadline)
 
 
-def _mpi_world(launch: Launch) -> tuple[Any, str]:
+def _mpi_world() -> tuple[Any, str]:
     """MPI's communicator of all ranks, or None and why."""
-    try:
-        import mpi4py
+    from gradcomp.transport.mpi_process import initialise, load
 
-        if (
-            "mpi4py.MPI" not in sys.modules
-        ):  # look at the library before it starts: it ends the process if it cannot
-            mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # the second: no MPI library can be loaded
+    try:
+        MPI = load()
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # the second: no MPI library can be loaded, or it is the wrong one
         return None, first_line(error)
-    if not MPI.Is_initialized():
-        library = MPI.Get_library_version()  # with the options that it was built with
-        if launch.pmix and "MPICH" in library and "pmix" not in library.lower():
-            return None, "it has loaded MPICH, but another MPI started the ranks, by PMIx"
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    initialise(MPI)
     return MPI.COMM_WORLD, ""
 
 

@@ -41,8 +41,6 @@ class Launch:
     #: The network interface that the environment asks for, and the variable that does.
     interface: str | None = None
     interface_variable: str = ""
-    #: The launcher speaks PMIx, as that of Open MPI does.
-    pmix: bool = False
     #: The launcher's own name for this job; the same for all of its ranks on this host.
     job: str = ""
 
@@ -126,7 +124,6 @@ def discover(environ: Mapping[str, str] = os.environ) -> Launch:
         hostname=environ.get("HOROVOD_HOSTNAME") or None,
         interface=interface,
         interface_variable=interface_variable,
-        pmix="PMIX_NAMESPACE" in environ,
         job=_job(launcher, environ),
     )
 

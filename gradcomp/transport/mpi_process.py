@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -90,18 +91,42 @@ def mpi_process(world: int | None = None) -> MpiProcess:
     return process
 
 
+def load() -> Any:
+    """``mpi4py.MPI``, perhaps not initialised yet. ImportError or RuntimeError, which say why, if it cannot serve."""
+    import mpi4py
+
+    if (
+        "mpi4py.MPI" not in sys.modules
+    ):  # look at the library before it starts: it ends the process if it cannot
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized() and "PMIX_NAMESPACE" in os.environ:
+        library = MPI.Get_library_version()  # with the options that it was built with
+        if "MPICH" in library and "pmix" not in library.lower():
+            raise RuntimeError("it has loaded MPICH, but another MPI started the ranks, by PMIx")
+    return MPI
+
+
+def initialise(MPI: Any) -> None:
+    """Start MPI where nobody has, with the threads that ``mpi4py.rc`` asks for: as a rule, MPI_THREAD_MULTIPLE."""
+    import mpi4py
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+        atexit.register(_finalize, MPI)
+
+
 @cache
 def _start() -> MpiProcess:
     try:
-        from mpi4py import MPI
+        MPI = load()
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         text = str(error).replace("\n", "; ")
         raise ConfigError(
             f"the mpi transport needs mpi4py and an MPI library: pip install gradcomp[mpi] ({text})"
         ) from error
-    if not MPI.Is_initialized():  # by mpi4py.rc.initialize = False
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(_finalize, MPI)
+    initialise(MPI)
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         name = "MPI_THREAD_FUNNELED" if level == MPI.THREAD_FUNNELED else "MPI_THREAD_SINGLE"
