@@ -15,7 +15,7 @@ Rows
                     better
     waiting         of a core, what a process takes whose peer comes late: shared memory's rank polls as above
 
-Bars: allreduce of 64 MB at most 0.6 x Gloo and 1.0 x MPICH; 4 bits on the wire at most 0.5 x Gloo; 1 KB at most 0.3 ms
+Bars: allreduce of 64 MB at most 0.6 x Gloo and 1.0 x MPICH; the 4-bit exchange at most 0.5 x Gloo; 1 KB at most 0.3 ms
 more than MPICH; waiting at most 15%. The exit status is 1 if one is missed. With more ranks than cores figures are of
 scheduling as well; MPICH, which never sleeps, suffers most.
 """
@@ -226,7 +226,7 @@ def judge(size: int, operation: str, times: list[Times]) -> Row:
         bars += [("1.0 x MPICH", shm / mpich <= 1.0)] if mpich else []
     if operation == "allreduce, 1 KB" and mpich:
         bars.append(("MPICH + 0.3 ms", shm <= mpich + 0.3))
-    if operation == "4 bits, wire" and gloo:
+    if operation == "4 bits" and gloo:
         bars.append(("0.5 x Gloo", shm / gloo <= 0.5))
     if operation == "waiting":
         bars.append(("15%", shm <= 0.15))
