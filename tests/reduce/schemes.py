@@ -200,13 +200,39 @@ class Model:
         return merged
 
     def _hierarchical(self, c):
-        values = []
-        for leader in self.topology.leaders:
-            members = self.topology.members(leader)
-            for member in members:
-                self.first[member][self._i] = np.zeros_like(c[0])
-            values.append(self._own(total([c[member] for member in members]), leader))
-        return self._mean(values), 1
+        # The ranks of a host lead in turn, bucket by bucket: each bucket for itself, on the whole layer.
+        bucket = self._buckets()
+        value, first, second = (
+            np.zeros_like(c[0]),
+            np.zeros((self.world, *c[0].shape), np.float32),
+            c[0].copy(),
+        )
+        before = self.second[self._i]
+        for number in np.unique(bucket).tolist():
+            own = bucket == number
+            values = []
+            for leader in self.topology.leaders_in_turn(number):
+                members = self.topology.members(leader)
+                for member in members:
+                    self.first[member][self._i] = np.zeros_like(c[0])
+                values.append(self._own(total([c[member] for member in members]), leader))
+            self.second[self._i] = before
+            value[own] = self._mean(values)[own]
+            first[:, own] = np.stack([mine[self._i] for mine in self.first])[:, own]
+            second[own] = self.second[self._i][own]
+        self.second[self._i] = second
+        for rank, mine in enumerate(first):
+            self.first[rank][self._i] = mine
+        return value, 1
+
+    def _buckets(self) -> np.ndarray:
+        """The number of every element's bucket."""
+        numbers = np.zeros(self.layers[self._i].size, np.int64)
+        for found in self.ranks.pipelines[0].layout.buckets:
+            for group in found.groups:
+                for row in group.table[group.layers == self._i]:
+                    numbers[row["start"] : row["start"] + row["length"]] = found.number
+        return numbers
 
 
 def total(values: Sequence[Floats]) -> Floats:

@@ -104,10 +104,10 @@ def test_timing_changes_no_byte_and_all_ranks_agree(
         assert all(same_bytes(a, b) for a, b in zip(plain[step], timed[step], strict=True))
 
 
-@pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r != "ring"])
+@pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r not in ("ring", "hierarchical")])
 @settings(max_examples=10, deadline=None)
 @given(compressors | with_residuals, st.sampled_from(WORLDS), st.sampled_from([20, 50, 100]))
-def test_slices_change_no_byte_where_ranks_are_added_in_one_order(
+def test_slices_change_no_byte_where_neither_chunk_nor_bucket_decides(
     reduction: str, compressor, world: int, cap: int
 ):
     def run(slice_elements: int) -> list[list[np.ndarray]]:
