@@ -23,17 +23,19 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
+BENCHES := bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-reductions bench-hierarchy \
+           bench-shm bench-transports bench-scaling bench-convergence
+
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint types layers docs format sanitize clean \
-        horovod openmpi slurm bench bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-shm bench-convergence
+.PHONY: help install demo test lint types layers docs format sanitize clean horovod openmpi slurm bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
 	@echo "  make install lint types layers docs format sanitize clean"
-	@echo "  make bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-shm bench-convergence"
+	@echo "  make $(BENCHES)"
 
 # ------------------------------------------------------------------------------------------ environment
 
@@ -134,7 +136,7 @@ format: $(STAMP)/extra-lint
 
 # ------------------------------------------------------------------------------------------ benchmarks
 
-bench: bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-shm bench-convergence
+bench: $(BENCHES)
 
 bench-codec: $(STAMP)/package
 	$(BIN)/python benchmarks/codec.py $(ARGS)
@@ -154,8 +156,20 @@ bench-step: $(STAMP)/package
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 # MPICH's column, from the extra.
+bench-reductions: $(STAMP)/package
+	$(BIN)/python benchmarks/reductions.py $(ARGS)
+
+bench-hierarchy: $(STAMP)/package
+	$(BIN)/python benchmarks/hierarchy.py $(ARGS)
+
 bench-shm: $(STAMP)/package $(STAMP)/extra-mpi
 	$(BIN)/python benchmarks/shm.py $(ARGS)
+
+bench-transports: $(STAMP)/package $(STAMP)/extra-mpi
+	$(BIN)/python benchmarks/transports.py $(ARGS)
+
+bench-scaling: $(STAMP)/package
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 bench-convergence: $(STAMP)/package $(STAMP)/extra-demo
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
