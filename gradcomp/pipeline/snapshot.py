@@ -20,6 +20,7 @@ import numpy.typing as npt
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.scheme import parse
 from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.pipeline.layout import build_layout, compressors_of
 from gradcomp.pipeline.pipeline import Pipeline
@@ -29,7 +30,7 @@ logger = logging.getLogger("gradcomp")
 Floats = npt.NDArray[np.float32]
 
 #: Settings under which a run goes on bit for bit; others only cost that.
-SETTINGS = ("seed", "slice_elements", "cold_after_steps")
+SETTINGS = ("seed", "slice_elements", "cold_after_steps", "reduction")
 
 _LONGEST_STREAK = 2**62
 
@@ -51,7 +52,7 @@ class Shared:
     cold: frozenset[str]
     sparse: frozenset[str]
     streaks: Mapping[str, int]
-    settings: Mapping[str, int]
+    settings: Mapping[str, int | str]
     unit: float = 1.0
     rate: float = 0.0
 
@@ -410,7 +411,9 @@ def _shared(data: Any) -> Shared:
     plan = Plan.from_json(_text(data["plan"]))
     if plan.by_layer.keys() != layers.keys():
         raise ValueError("the plan is not one for the layers")
-    settings = {name: _number(_mapping(data["settings"])[name], 0, 2**64 - 1) for name in SETTINGS}
+    found = _mapping(data["settings"])
+    settings: dict[str, int | str] = {name: _number(found[name], 0, 2**64 - 1) for name in SETTINGS[:-1]}
+    settings["reduction"] = str(parse(_text(found.get("reduction", "sra"))))  # older states have none
     unit = data["unit"]
     if type(unit) not in (int, float) or not 0 < unit < math.inf:
         raise ValueError(f"unit {unit!r}")

@@ -171,6 +171,22 @@ def test_another_slice_cap_keeps_what_is_owed_and_warns(caplog):
     train(new, 4, 2)
 
 
+def test_another_reduction_keeps_what_is_owed_and_warns(caplog):
+    ranks = job(KINDS["1 bit nearest"])
+    train(ranks, 0, 4)
+    new = moved(ranks, job(KINDS["1 bit nearest"], reduction="ring"))
+    assert "reduction is ring, was sra" in caplog.text
+    for layer in range(len(LAYERS)):
+        np.testing.assert_allclose(new.owed(layer), ranks.owed(layer), atol=1e-5)
+    train(new, 4, 2)
+
+
+def test_a_state_from_before_there_were_reductions_is_sra():
+    plain = snapshot(single()).shared.to_plain()
+    del plain["settings"]["reduction"]
+    assert Shared.from_plain(plain).settings["reduction"] == "sra"
+
+
 def test_another_compression_than_the_saved_one_is_said(caplog):
     ranks = job(KINDS["4 bits nearest"], 1)
     new = moved(ranks, job(Identity(), 1))
@@ -289,7 +305,9 @@ HOSTILE = {
     "cold": [None, ["stranger"], [1], "w1"],
     "sparse": [None, ["stranger"], [[]]],
     "streaks": [None, {}, {"w1": 1.5}, []],
-    "settings": [None, {}, {"seed": -1, "slice_elements": 1, "cold_after_steps": 1}],
+    "settings": [None, {}, {"seed": -1, "slice_elements": 1, "cold_after_steps": 1},
+                 {"seed": 1, "slice_elements": 1, "cold_after_steps": 1, "reduction": "rung"},
+                 {"seed": 1, "slice_elements": 1, "cold_after_steps": 1, "reduction": 1}],
     "unit": [None, 0, -1.0, float("nan"), float("inf"), "1", True],
 }  # fmt: skip
 
