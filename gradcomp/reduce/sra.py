@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradcomp.core.header import Ballot
+from gradcomp.core.header import NONFINITE, Ballot
 from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
@@ -58,7 +58,6 @@ class ScatterReduceAllgather(Reduction):
         self, parts: Sequence[Part], layers: int, rank: int, world: int, roles: Roles | None = None
     ) -> None:
         self._parts = parts
-        self._layers = layers
         self._roles = roles = roles or Roles.of(world, world)
         self._me = me = roles.ranks.index(rank)
         self._divisor = sum(roles.voters)
@@ -166,7 +165,8 @@ class ScatterReduceAllgather(Reduction):
 
     def _reduce_own(self, call: Call, binding: Binding, payloads: list[Bytes], ballot: Ballot) -> None:
         own = self.mean.chunk(self._me)
-        states: Bytes = ballot.states.copy() if self._relays else np.zeros(self._layers, dtype=np.uint8)
+        # What is not finite, all ranks must know alike, whoever heard of it.
+        states: Bytes = ballot.states.copy() if self._relays else ballot.states & np.uint8(NONFINITE)
         shared = Draw(call.draw.seed, call.draw.step, OWNER_RANK)
         with binding.span("reduce"):
             for part, pieces in zip(self._parts, self._reduce, strict=True):

@@ -315,10 +315,11 @@ def _start_logging(config: Config) -> None:
 def _banner(runtime: Runtime) -> None:
     if runtime.rank == 0:
         logger.info(
-            "%s: %d ranks on %d hosts by %s, transport %s, interface %s, torch %s, kernels %s",
+            "%s: %d ranks on %d host%s by %s, transport %s, interface %s, torch %s, kernels %s",
             __version__,
             runtime.size,
             len(runtime.topology.leaders),
+            "s" * (len(runtime.topology.leaders) > 1),
             runtime.launch.launcher,
             runtime.config.transport,
             runtime.launch.interface or "chosen by the system",

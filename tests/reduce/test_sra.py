@@ -19,6 +19,7 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.core.header import NONFINITE, PRESENT
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
 from gradcomp.pipeline import build_layout
@@ -198,6 +199,15 @@ def test_a_scale_or_value_that_is_not_finite_is_flagged_on_every_rank(compressor
     assert errors == [None] * 3
     assert all(not p.result.finite for p in ranks.pipelines)
     assert not any(p.commit() for p in ranks.pipelines)
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+def test_a_vote_that_reached_one_owner_only_reaches_all(layer: int):
+    ranks, errors = run(overwritten(24 + layer, bytes([PRESENT | NONFINITE])), 0)
+    assert errors == [None] * 3
+    for pipeline in ranks.pipelines:
+        assert pipeline.result.nonfinite.tolist() == [i == layer for i in range(len(LAYERS))]
+    assert all(np.isnan(rank.outputs[layer]).all() for rank in ranks.ranks)
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,7 +39,7 @@ def test_torchrun_ranks_know_their_places_and_train_alike(under_torchrun):
 
 
 def test_the_banner_is_rank_0s_alone(under_torchrun):
-    assert "2 ranks by torchrun" in under_torchrun[0].stderr
+    assert "2 ranks on 1 host by torchrun" in under_torchrun[0].stderr
     assert "compressed; exact" in under_torchrun[0].stderr
     assert "gradcomp" not in under_torchrun[1].stderr
 
