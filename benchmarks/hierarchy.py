@@ -13,11 +13,8 @@ over the same transport: bars are 0.55 for bytes and 1 for time.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +29,8 @@ BYTES_BAR, TIME_BAR = 0.55, 1.0
 
 def launch(task: Task, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run a task on hosts of its own; what each rank found."""
-    with tempfile.TemporaryDirectory(prefix="gradcomp-hierarchy-") as directory:
-        out = Path(directory) / "out"
-        command = [
-            sys.executable,
-            __file__,
-            "--task",
-            json.dumps(dataclasses.asdict(task)),
-            "--out",
-            str(out),
-        ]
-        with hosts.Hosts(options.hosts, options.link, options.ranks_per_host) as made:
-            codes = made.run(command, timeout_seconds=600, pin=True)
-        if any(codes):
-            raise SystemExit(f"a rank failed; exit codes {codes}")
-        return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(made.ranks)]
+    made = hosts.Hosts(options.hosts, options.link, options.ranks_per_host)
+    return hosts.run_task(made, __file__, task, timeout_seconds=600)
 
 
 def evaluate(found: list[dict[str, Any]], transport: str) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
+import json
 import os
 import re
 import secrets
@@ -29,6 +31,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -242,6 +245,19 @@ class Traffic:
     def payload_bytes(self, packet_bytes: float) -> float:
         """Without ``packet_bytes`` of headers in each packet, and without what was sent again."""
         return self.sent_bytes - self.resent_bytes - packet_bytes * self.sent_packets
+
+
+def run_task(
+    made: Hosts, script: str, task: Any, timeout_seconds: float | None = None
+) -> list[dict[str, Any]]:
+    """Run ``script --task TASK --out FILE`` on every rank of these hosts; what each rank wrote beside FILE."""
+    with tempfile.TemporaryDirectory(prefix="gradcomp-task-") as directory, made:
+        out = Path(directory) / "out"
+        command = [sys.executable, script, "--task", json.dumps(dataclasses.asdict(task)), "--out", str(out)]
+        codes = made.run(command, timeout_seconds=timeout_seconds, pin=True)
+        if any(codes):
+            raise SystemExit(f"a rank failed; exit codes {codes}")
+        return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(made.ranks)]
 
 
 def addresses() -> list[str]:

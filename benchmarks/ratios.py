@@ -151,9 +151,17 @@ def count(layers: Sequence[LayerSpec], compression: str) -> Count:
 
 def sent_bytes(layers: Sequence[LayerSpec], policy: Policy, config: Config) -> int:
     """Bytes that a rank sends in one step of two ranks in this process, on normal numbers; the mean of both."""
+    pipelines = one_step(layers, policy, config, WORLD, order_step=-1)
+    return sum(pipeline.transport.bytes_sent for pipeline in pipelines) // WORLD
+
+
+def one_step(
+    layers: Sequence[LayerSpec], policy: Policy, config: Config, world: int, **options: Any
+) -> list[Pipeline]:
+    """The pipelines of ``world`` ranks in this process after a step on normal numbers."""
     pipelines = []
-    for transport in World(WORLD).transports():
-        pipeline = Pipeline(layers, policy.plan(layers), transport, config, _no_room, order_step=-1)
+    for transport in World(world).transports():
+        pipeline = Pipeline(layers, policy.plan(layers), transport, config, _no_room, **options)
         pipeline.open()
         draws = np.random.default_rng(transport.rank)
         for number, layer in enumerate(layers):
@@ -164,7 +172,7 @@ def sent_bytes(layers: Sequence[LayerSpec], policy: Policy, config: Config) -> i
     still = pipelines
     while still:
         still = [pipeline for pipeline in still if pipeline.poll() is not Waiting.NOTHING]
-    return sum(pipeline.transport.bytes_sent for pipeline in pipelines) // WORLD
+    return pipelines
 
 
 def _no_room(layer: int) -> int:

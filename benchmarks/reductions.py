@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +46,9 @@ BYTES_BAR, TIME_BAR, SRA_BAR = 0.01, 0.25, 0.145
 
 def launch(task: Task, count: int, link: str) -> list[dict[str, Any]]:
     """Run a task on hosts of its own; what each rank found."""
-    with tempfile.TemporaryDirectory(prefix="gradcomp-reductions-") as directory:
-        out = Path(directory) / "out"
-        command = [
-            sys.executable,
-            __file__,
-            "--task",
-            json.dumps(dataclasses.asdict(task)),
-            "--out",
-            str(out),
-        ]
-        # A packet that the sender's own queue drops is not on its interface's counter: let none be dropped.
-        with hosts.Hosts(count, dataclasses.replace(hosts.LINKS[link], queue="2s")) as made:
-            codes = made.run(command, timeout_seconds=1200, pin=True)
-        if any(codes):
-            raise SystemExit(f"a rank failed; exit codes {codes}")
-        return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(count)]
+    # A packet that the sender's own queue drops is not on its interface's counter: let none be dropped.
+    deep = dataclasses.replace(hosts.LINKS[link], queue="2s")
+    return hosts.run_task(hosts.Hosts(count, deep), __file__, task, timeout_seconds=1200)
 
 
 def fit(ping: list[list[float]]) -> tuple[float, float]:

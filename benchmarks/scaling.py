@@ -20,18 +20,16 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import report
 from plot import Panel, document
-from ratios import resnet18_layers
+from ratios import one_step, resnet18_layers
 
 from gradcomp import Config, LayerSpec, Policy, Quantize
 from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline import Pipeline, Waiting, build_layout
+from gradcomp.pipeline import Pipeline, build_layout
 from gradcomp.reduce import Part
 from gradcomp.reduce.costs import Load, Network, cost, load_of, predict
-from gradcomp.transport.inprocess import World
 
 RANKS = tuple(2**k for k in range(1, 11))
 OF_EACH = 8  # ranks on a host, where there are several
@@ -98,26 +96,7 @@ def verify() -> int:
 def exchange(name: str, layers: list[LayerSpec], world: int) -> list[Pipeline]:
     """One step of all ranks, four on a host, on normal numbers."""
     policy, config = Policy(Quantize(4, 64)), Config(reduction=name, reorder=False)
-    pipelines = []
-    for transport in World(world).transports():
-        pipeline = Pipeline(
-            layers, policy.plan(layers), transport, config, _no_room, topology=topology(world, 4)
-        )
-        pipeline.open()
-        draws = np.random.default_rng(transport.rank)
-        for number, layer in enumerate(layers):
-            gradient = draws.standard_normal(layer.size, np.float32)
-            pipeline.inbox.submit(number, gradient.ctypes.data, gradient.ctypes.data, gradient)
-        pipeline.inbox.flush()
-        pipelines.append(pipeline)
-    still = pipelines
-    while still:
-        still = [pipeline for pipeline in still if pipeline.poll() is not Waiting.NOTHING]
-    return pipelines
-
-
-def _no_room(layer: int) -> int:
-    raise AssertionError(f"layer {layer} has a gradient on every rank")
+    return one_step(layers, policy, config, world, topology=topology(world, 4))
 
 
 def milliseconds(name: str, load: Load, world: int, of_each: int, beta: float) -> float:

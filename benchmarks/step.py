@@ -42,7 +42,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +55,7 @@ from step_rows import ROWS, Row, choose
 
 def launch(task: Task, link: str, ranks: int) -> list[dict[str, Any]]:
     """Run a task on hosts of its own; what each rank found."""
-    with tempfile.TemporaryDirectory(prefix="gradcomp-step-") as directory:
-        out = Path(directory) / "out"
-        command = [
-            sys.executable,
-            __file__,
-            "--task",
-            json.dumps(dataclasses.asdict(task)),
-            "--out",
-            str(out),
-        ]
-        with hosts.Hosts(ranks, link) as made:
-            codes = made.run(command, pin=True)
-        if any(codes):
-            raise SystemExit(f"a rank failed; exit codes {codes}")
-        return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return hosts.run_task(hosts.Hosts(ranks, link), __file__, task)
 
 
 def split(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], dict[str, str]]:

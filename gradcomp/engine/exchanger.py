@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from statistics import median
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ from gradcomp.core.scheme import AUTO
 from gradcomp.core.topology import Topology
 from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.engine import Engine
-from gradcomp.engine.links import measure
+from gradcomp.engine.links import measure, shift
 from gradcomp.engine.watch import Position, Watch, place
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
@@ -215,22 +214,10 @@ class Exchanger:
                 "parameters (broadcast_parameters) or do not apply the same update"
             )
 
-    def probe(self, nbytes: int, repeats: int = 5) -> float:
+    def probe(self, nbytes: int) -> float:
         """Collective, between steps: median seconds in which every rank sends and receives ``nbytes``."""
         self._check()
-        rank, size = self._transport.rank, self._transport.size
-        share = max(1, nbytes // (size - 1))
-        counts = [0 if peer == rank else share for peer in range(size)]
-        send = np.zeros(sum(counts), dtype=np.uint8)
-        recv = np.empty_like(send)
-        sent_before = self._transport.bytes_sent
-        seconds = []
-        for _ in range(repeats):
-            begin = perf_counter()
-            self._settle(self._transport.alltoallv(send, counts, recv, counts))
-            seconds.append(perf_counter() - begin)
-        self._transport.bytes_sent = sent_before  # not part of the exchange
-        return median(seconds)
+        return shift(self._transport, nbytes, self._settle)
 
     def abort(self, message: str) -> None:
         """End the exchange on all ranks: they raise TransportError with this message within seconds."""

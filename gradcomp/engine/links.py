@@ -12,7 +12,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
 from gradcomp.reduce.costs import Network
-from gradcomp.transport.base import Transport, wait
+from gradcomp.transport.base import Handle, Transport, wait
 
 #: Two sizes give latency and rate. The larger one takes 8 ms at 1 Gbit/s.
 PROBE_BYTES = (1 << 10, 1 << 20)
@@ -30,7 +30,7 @@ def measure(transport: Transport, topology: Topology) -> Network:
     one all-gather of 32 bytes. ``costs.Network`` says what the figures are for.
     """
     sent_before = transport.bytes_sent
-    own = np.array([*(_shift(transport, nbytes) for nbytes in PROBE_BYTES), *_codec_rates()])
+    own = np.array([*(shift(transport, nbytes) for nbytes in PROBE_BYTES), *_codec_rates()])
     parts = transport.allgather_bytes(own.tobytes())
     transport.bytes_sent = sent_before
     everyone = np.stack([np.frombuffer(part, dtype=np.float64) for part in parts])
@@ -49,11 +49,19 @@ def _fit(seconds: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[fl
     return max(small - beta * PROBE_BYTES[0], _LEAST), beta
 
 
-def _shift(transport: Transport, nbytes: int) -> float:
-    """Median seconds in which this rank sends to the next one and receives from the one before."""
+def shift(transport: Transport, nbytes: int, settle: Callable[[Handle], None] = wait) -> float:
+    """Median seconds in which every rank sends to the next one and receives from the one before. Collective.
+
+    Not counted in ``bytes_sent``. ``settle`` waits for a handle.
+    """
     rank, size = transport.rank, transport.size
     send, recv = np.zeros(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
-    return _median(lambda: wait(transport.exchange([((rank + 1) % size, send)], [((rank - 1) % size, recv)])))
+    sent_before = transport.bytes_sent
+    seconds = _median(
+        lambda: settle(transport.exchange([((rank + 1) % size, send)], [((rank - 1) % size, recv)]))
+    )
+    transport.bytes_sent = sent_before
+    return seconds
 
 
 def _codec_rates() -> tuple[float, float]:

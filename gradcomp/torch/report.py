@@ -12,15 +12,13 @@ from gradcomp.compress import Policy
 from gradcomp.core.config import Config
 from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
+from gradcomp.engine.links import PROBE_BYTES
 from gradcomp.pipeline.layout import compressors_of
 
 logger = logging.getLogger("gradcomp")
 
 VERDICT_STEPS = 50
 WARM_UP_STEPS = 10
-
-#: Sizes of the two probes that give the wire's rate without its latency.
-PROBE_BYTES = (1 << 10, 1 << 20)
 
 
 def banner(exchanger: Exchanger, policy: Policy) -> None:

@@ -75,21 +75,19 @@ def test_the_mean_is_over_the_members():
 
 @on_ranks(4)
 def test_a_set_of_one_exchanges_nothing_and_the_others_go_on():
-    if gc.rank() == 3:
-        train(gc.ProcessSet([3]))
-    else:
-        train(gc.ProcessSet([0, 1, 2]))
-    gc.barrier()
+    found = everyones(train(gc.ProcessSet([3] if gc.rank() == 3 else [0, 1, 2])))
+    assert found[0] == found[1] == found[2]
+    assert found[3] != found[0]
 
 
 @on_ranks(4)
 def test_overlapping_sets_serve_different_optimizers():
     left, right = gc.ProcessSet([0, 1, 2]), gc.ProcessSet([2, 3])
-    if gc.rank() in left.ranks:
-        train(left)
-    if gc.rank() in right.ranks:
-        train(right)
-    gc.barrier()
+    first = train(left) if gc.rank() in left.ranks else model()
+    second = train(right) if gc.rank() in right.ranks else model()
+    firsts, seconds = everyones(first), everyones(second)
+    assert firsts[0] == firsts[1] == firsts[2] != firsts[3]
+    assert seconds[0] == seconds[1] != seconds[2] == seconds[3]
 
 
 @on_ranks(4)
