@@ -20,6 +20,9 @@ import numpy as np
 
 from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
 from gradcomp.compress.policy import Schedule
+from gradcomp.control import Controller, Pilot, Setting
+from gradcomp.control.base import Background, at_once
+from gradcomp.core.scheme import parse
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline import Pipeline, StepResult
@@ -138,6 +141,7 @@ class Rank:
     average: bool = True
     topology: Topology | None = None
     network: Network | None = None
+    pilot: Pilot | None = None
     outputs: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -151,6 +155,7 @@ class Rank:
             schedule=self.schedule,
             topology=self.topology,
             network=self.network,
+            pilot=self.pilot,
         )
 
     def _allocate(self, layer: int) -> int:
@@ -178,8 +183,8 @@ class Simulation:
     ``shuffle``: ranks take turns at random, hand in layers in orders of their own and poll in between. ``delay``: the
     probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
     sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes
-    its choice from. ``settings`` go to :class:`Config`. Attribute ``rate``: that of the steps to come, 0 if it is not
-    known.
+    its choice from. ``controller`` changes levels, and works in ``background``. ``settings`` go to :class:`Config`.
+    Attribute ``rate``: that of the steps to come, 0 if it is not known.
     """
 
     def __init__(
@@ -197,6 +202,8 @@ class Simulation:
         average: bool = True,
         topology: Topology | None = None,
         network: Network | None = None,
+        controller: Controller | None = None,
+        background: Background = at_once,
         **settings: Any,
     ) -> None:
         self.layers = list(layers)
@@ -210,18 +217,28 @@ class Simulation:
             if record
             else self.world.transports()
         )
-        schedule = None
+        schedule, policy = None, None
         if isinstance(compression, Compressor):
             # Every layer, however small: float64 ones excepted, which no codec takes.
             everything = Filter(min_elements=0, min_dimensions=0, exclude_kinds=())
             compression = Policy(compression, filter=everything)
         if isinstance(compression, Policy):
-            schedule = compression.scheduled(layers)
+            policy, schedule = compression, compression.scheduled(layers)
             compression = compression.plan(layers)
         config = Config(seed=config_seed, **settings)
+        pilots: list[Pilot | None] = [None] * world
+        if controller is not None:
+            assert policy is not None, "a controller changes what a policy says"
+            shared = (topology or Topology.one_host(world), parse(config.reduction), config_seed)
+            pilots = [
+                controller.begin(
+                    Setting(layers, policy.adjustable(layers), r, *shared, policy.last_change, background)
+                )
+                for r in range(world)
+            ]
         self.ranks = [
-            Rank(self.layers, compression, transport, config, schedule, average, topology, network)
-            for transport in transports
+            Rank(self.layers, compression, transport, config, schedule, average, topology, network, pilot)
+            for transport, pilot in zip(transports, pilots, strict=True)
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self.rate = 0.0

@@ -84,13 +84,29 @@ Message = Sum | Reduce | Gather | Broadcast
 Exchange = Generator[Message, Reply, Bytes]
 
 
+class Observations:
+    """What compressors note of a step while they encode it, by name and layer: for a controller."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._noted: dict[str, npt.NDArray[np.float64]] = {}
+
+    def add(self, name: str, layers: Sizes, values: npt.NDArray[np.float64]) -> None:
+        """Add ``values[i]`` to what is noted of layer ``layers[i]``; no layer twice."""
+        self.of(name)[layers] += values
+
+    def of(self, name: str) -> npt.NDArray[np.float64]:
+        """By layer number; zeros where nothing was noted."""
+        return self._noted.setdefault(name, np.zeros(self._layers))
+
+
 @dataclass(frozen=True)
 class Context:
     """What an exchange knows beside its group.
 
     ``scale`` multiplies gradients before, ``unscale`` the results after; ``decay`` multiplies residuals; ``divisor``
     turns a sum over ranks into the result: the number of ranks, or 1 where the user asked for sums. ``fields`` is the
-    state that compressors keep by layer, beside residuals.
+    state that compressors keep by layer, beside residuals. ``observations`` is there if a controller looks on.
     """
 
     draw: Draw
@@ -101,6 +117,7 @@ class Context:
     decay: float = 1.0
     rate_ratio: float = 1.0
     fields: Fields | None = None
+    observations: Observations | None = None
 
     def of(self, group: Group) -> Context:
         """The context as the group sees it: a prepared gradient is scaled already."""

@@ -83,6 +83,21 @@ class Policy:
 
         return begins
 
+    @property
+    def last_change(self) -> int:
+        """The step from which on :meth:`plan` gives the same."""
+        return max((step for c in self.compressors for step in c.changes), default=0)
+
+    def adjustable(self, layers: Sequence[LayerSpec]) -> list[Compressor | None]:
+        """What a controller may change, once schedules have ended: by layer, None for those that travel exactly."""
+        chosen = [(self.choose(layer)[0].at_step(self.last_change), layer) for layer in layers]
+        return [
+            None
+            if c.is_exact or c.family_string() == self.exact.family_string() or layer.dtype == "float64"
+            else c
+            for c, layer in chosen
+        ]
+
     def excluded(self, layers: Sequence[LayerSpec]) -> dict[str, str]:
         """Name -> reason for the layers that travel exactly."""
         reasons = ((layer.name, self.choose(layer)[1]) for layer in layers)

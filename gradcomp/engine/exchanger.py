@@ -6,20 +6,24 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress import Compressor
 from gradcomp.compress.policy import Schedule
+from gradcomp.control import Controller, Setting
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, StateError, TransportError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.scheme import AUTO
+from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.topology import Topology
 from gradcomp.engine.agreement import agree, describe
+from gradcomp.engine.background import in_background
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
 from gradcomp.engine.watch import Position, Watch, place
@@ -41,6 +45,15 @@ class Listener(Protocol):
     def failed(self, error: GradcompError) -> None:
         """No further mean will come, in this step or later."""
         ...
+
+
+@dataclass(frozen=True)
+class Steering:
+    """A controller with what it may change: ``compressors[i]`` of layer i, or None, from step ``first_step`` on."""
+
+    controller: Controller
+    compressors: Sequence[Compressor | None]
+    first_step: int = 0
 
 
 class Exchanger:
@@ -68,6 +81,7 @@ class Exchanger:
         schedule: Schedule | None = None,
         topology: Topology | None = None,
         arguments: Mapping[str, Any] | None = None,
+        steering: Steering | None = None,
     ) -> None:
         topology = topology or Topology.one_host(transport.size)
         shared = {
@@ -76,7 +90,23 @@ class Exchanger:
             "hosts": list(topology.hosts),
             **(arguments or {}),
         }
+        if steering is not None:
+            shared["controller"] = steering.controller.to_string()
         agree(transport, describe(layers, plan, config, **shared))
+        pilot = None
+        if steering is not None:
+            pilot = steering.controller.begin(
+                Setting(
+                    layers,
+                    steering.compressors,
+                    transport.rank,
+                    topology,
+                    parse(config.reduction),
+                    config.seed,
+                    steering.first_step,
+                    in_background,
+                )
+            )
         between_hosts = config.reduction == AUTO and len(topology.leaders) > 1
         self._pipeline = Pipeline(
             layers,
@@ -90,6 +120,7 @@ class Exchanger:
             schedule=schedule,
             topology=topology,
             network=measure(transport, topology) if between_hosts else None,
+            pilot=pilot,
         )
         self._listener = listener
         self._engine = engine
@@ -127,6 +158,9 @@ class Exchanger:
     def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`."""
         self._check()
+        pilot = self._pipeline.pilot
+        if pilot is not None and pilot.wants_network:
+            pilot.hear(measure(self._transport, pilot.setting.topology, self._settle))
         self._pipeline.open(scale, rate)
         self._asides = 0
         self._begin()

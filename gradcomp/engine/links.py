@@ -21,17 +21,17 @@ _ELEMENTS = 1 << 18
 _LEAST = 1e-9  # seconds: nothing takes no time
 
 
-def measure(transport: Transport, topology: Topology) -> Network:
+def measure(transport: Transport, topology: Topology, settle: Callable[[Handle], None] = wait) -> Network:
     """alpha and beta of t(n) = alpha + beta n between hosts and inside them, and the rates of a 4-bit codec.
 
     All ranks send n bytes to the next rank at the same time, as reductions do; the slowest rank's median counts, apart
     for those whose next rank is on another host. Where no message stays inside a host, it costs nothing there.
-    Collective, outside of steps. Wire: 6 messages of 1 KiB and of 1 MiB per rank, not counted in ``bytes_sent``, and
-    one all-gather of 32 bytes. ``costs.Network`` says what the figures are for.
+    Collective, outside of steps; ``settle`` waits for a handle. Wire: 6 messages of 1 KiB and of 1 MiB per rank, not
+    counted in ``bytes_sent``, and one all-gather of 32 bytes. ``costs.Network`` says what the figures are for.
     """
     sent_before = transport.bytes_sent
-    own = np.array([*(shift(transport, nbytes) for nbytes in PROBE_BYTES), *_codec_rates()])
-    parts = transport.allgather_bytes(own.tobytes())
+    own = np.array([*(shift(transport, nbytes, settle) for nbytes in PROBE_BYTES), *_codec_rates()])
+    parts = transport.allgather_bytes(own.tobytes(), settle)
     transport.bytes_sent = sent_before
     everyone = np.stack([np.frombuffer(part, dtype=np.float64) for part in parts])
     hosts = np.asarray(topology.hosts)

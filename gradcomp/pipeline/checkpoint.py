@@ -34,6 +34,7 @@ _MOST_MANIFEST_BYTES = 1 << 28
 _MOST_RANKS = 1 << 16
 _FIRST = "first/"
 _FIELD = "field/"
+_CONTROL = "control/"
 _NAME = re.compile(r"rank-\d{1,5}-of-\d{1,5}\.[0-9a-f]{16}\.safetensors")
 _LEFTOVER = re.compile(_NAME.pattern + r"|manifest\.json\.partial")
 
@@ -105,8 +106,9 @@ class Manifest:
 def write_rank(directory: Path, state: Snapshot, token: str) -> File:
     """Write one rank's part; on disk when this returns. ``token``: 16 hexadecimal digits, the same on all ranks."""
     tensors: dict[str, np.ndarray[Any, Any]] = {_FIRST + name: value for name, value in state.first.items()}
-    for kind, values in state.fields.items():
-        tensors |= {f"{_FIELD}{kind}/{name}": value for name, value in values.items()}
+    for prefix, kinds in ((_FIELD, state.fields), (_CONTROL, state.control)):
+        for kind, values in kinds.items():
+            tensors |= {f"{prefix}{kind}/{name}": value for name, value in values.items()}
     tensors["second"] = state.second
     tensors["ranges"] = np.array([[r.layer, r.start, r.length] for r in state.ranges], np.int64).reshape(
         -1, 3
@@ -136,10 +138,7 @@ def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
         second, table = tensors.pop("second"), tensors.pop("ranges")
         if second.ndim != 1 or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 3:
             raise ValueError(f"second residuals of shape {second.shape}, ranges of shape {table.shape}")
-        fields: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-        for name in [name for name in tensors if name.startswith(_FIELD)]:
-            kind, _, layer = name.removeprefix(_FIELD).partition("/")
-            fields.setdefault(kind, {})[layer] = tensors.pop(name)
+        fields, control = _by_kind(tensors, _FIELD), _by_kind(tensors, _CONTROL)
         if not all(name.startswith(_FIRST) for name in tensors):
             raise ValueError(f"unknown tensors among {sorted(tensors)[:5]}")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -152,7 +151,19 @@ def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
         tuple(Range(*row) for row in table.tolist()),
         second,
         fields,
+        control,
     )
+
+
+def _by_kind(
+    tensors: dict[str, np.ndarray[Any, Any]], prefix: str
+) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+    """Take ``prefix kind / layer`` out of the tensors: kind -> layer -> values."""
+    found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        kind, _, layer = name.removeprefix(prefix).partition("/")
+        found.setdefault(kind, {})[layer] = tensors.pop(name)
+    return found
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcomp.compress import Compressor, Identity, at_level
+from gradcomp.compress.groups import Piece, group_of
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.kernels.codec import Group, Sizes
-from gradcomp.kernels.segments import DTYPES, SEGMENT
 
 #: So many elements that an allreduce adds take the room of one that is encoded: without a codec to overlap with the
 #: wire, large messages are faster.
 SUMMED_PER_CODED = 4
-
-_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +37,11 @@ class Bucket:
         """Elements of all groups."""
         return sum(group.elements for group in self.groups)
 
+    @property
+    def payload_bytes(self) -> int:
+        """Payload of all groups: one direction, without headers; the most where data decide."""
+        return sum(int(group.compressor.wire_bytes(group).sum()) for group in self.groups)
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -55,13 +58,6 @@ class Layout:
                 for layer in group.layers.tolist() if group.feedback else ():
                     sizes[layer] = layers[layer].size
         return sizes
-
-
-@dataclass(frozen=True)
-class _Piece:
-    layer: int
-    start: int
-    length: int
 
 
 def build_layout(
@@ -83,7 +79,7 @@ def build_layout(
     together = [i for i in hot if compressors[i].whole_model]
     buckets = _fill(layers, compressors, [i for i in hot if i not in together], bucket_elements)
     if together:
-        buckets.append([_Piece(i, 0, layers[i].size) for i in together])
+        buckets.append([Piece(i, 0, layers[i].size) for i in together])
     buckets += _fill(layers, compressors, [i for i in order if i in cold], bucket_elements)
     if len(buckets) > 0xFFFF:
         raise ConfigError(
@@ -111,9 +107,9 @@ def compressors_of(layers: Sequence[LayerSpec], plan: Plan) -> list[Compressor]:
 
 def _fill(
     layers: Sequence[LayerSpec], compressors: Sequence[Compressor], part: Sequence[int], capacity: int
-) -> list[list[_Piece]]:
-    buckets: list[list[_Piece]] = []
-    current: list[_Piece] = []
+) -> list[list[Piece]]:
+    buckets: list[list[Piece]] = []
+    current: list[Piece] = []
     room = full = capacity * SUMMED_PER_CODED
     for i in part:
         cut = compressors[i].cut_elements(layers[i])
@@ -126,7 +122,7 @@ def _fill(
             if left and not take and not current:
                 take = min(left, cut)  # a bucket of its own for a cut that is larger than the capacity
             if take or not left:
-                current.append(_Piece(i, at, take))
+                current.append(Piece(i, at, take))
                 at += take
                 room -= take * share
             if at >= size:
@@ -137,42 +133,21 @@ def _fill(
 
 
 def _bucket(
-    number: int, pieces: Sequence[_Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
+    number: int, pieces: Sequence[Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
 ) -> Bucket:
     if len(pieces) > 0xFFFF:
         raise ConfigError(
             f"{len(pieces)} layers in one bucket; lower slice_elements (at most 65535 are possible)"
         )
     slots = {layer: slot for slot, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
-    families: dict[tuple[str, str], list[_Piece]] = {}
+    families: dict[tuple[str, str], list[Piece]] = {}
     for piece in pieces:
         key = (compressors[piece.layer].family_string(), layers[piece.layer].dtype)
         families.setdefault(key, []).append(piece)
-    groups = [_group(members, layers, compressors) for members in families.values()]
+    groups = [group_of(members, layers, compressors) for members in families.values()]
     return Bucket(
         number,
         np.array(list(slots), dtype=np.int64),
         tuple(groups),
         tuple(np.array([slots[p.layer] for p in members], dtype=np.int64) for members in families.values()),
-    )
-
-
-def _group(pieces: Sequence[_Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]) -> Group:
-    table = np.zeros(len(pieces), dtype=SEGMENT)
-    for row, piece in enumerate(pieces):
-        compressor, spec = compressors[piece.layer], layers[piece.layer]
-        one = table[row : row + 1]
-        one["start"], one["length"] = piece.start, piece.length
-        one["layer"], one["dtype"] = spec.hash, _DTYPE_NUMBERS[spec.dtype]
-        compressor.fill(one, compressor.level)
-    first = compressors[pieces[0].layer]
-    return Group(
-        first,
-        table,
-        np.array([p.layer for p in pieces], dtype=np.int64),
-        first.keeps_residual,
-        first.residual_decay,
-        tuple(layers[p.layer].shape for p in pieces),
-        first.follows_rate,
-        first.momentum > 0 or first.clip_norm is not None,
     )

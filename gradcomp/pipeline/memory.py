@@ -70,6 +70,10 @@ class StepMemory:
         elif group.compressor.contributes:
             table["shadow"] = _floats_at(self._room(group, "contributions")[layers], table)
 
+    def gradients(self, table: Table, layers: Sizes) -> None:
+        """Gradients as they were handed in; 0 where there is none."""
+        table["gradient"] = _at(self._inbox.gradients[layers], table)
+
     def _prepare(self, group: Group) -> Addresses:
         """What the group's compressor reads instead of gradients, by layer: u = momentum u + clip scale g.
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import enum
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.messages import Context
+from gradcomp.compress.messages import Context, Observations
 from gradcomp.compress.policy import Schedule
+from gradcomp.control.base import Pilot, Step
+from gradcomp.control.menu import sent_bytes
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.header import PRESENT, SPARSE, Ballot, Stamp
@@ -101,6 +103,7 @@ class Pipeline:
         schedule: Schedule | None = None,
         topology: Topology | None = None,
         network: Network | None = None,
+        pilot: Pilot | None = None,
     ) -> None:
         check_unique(layers)
         if not layers:
@@ -130,6 +133,10 @@ class Pipeline:
         self._scheme = parse(config.reduction)
         self._topology = topology or Topology.one_host(transport.size)
         self._network = network
+        self.pilot = pilot
+        self._steering: Pilot | None = None  # the pilot, in steps in which it decides
+        self._observations: Observations | None = None
+        self._contribution: tuple[Handle, npt.NDArray[np.float64]] | None = None
         assert self._topology.world == transport.size, f"{self._topology} is not of {transport.size} ranks"
         if self._scheme.name == AUTO and network is None and len(self._topology.leaders) > 1:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
@@ -143,6 +150,8 @@ class Pipeline:
         self._running: Generator[Waiting, None, None] | None = None
         self._position = (0, 0)
         self._stale = True
+        if pilot is not None and pilot.setting.first_step == 0:
+            self.plan = replace(pilot.plan(plan), version=plan.version)
         self.layout = self._relayout()
 
     # -- the step, from outside ---------------------------------------------------------------------------------
@@ -170,7 +179,15 @@ class Pipeline:
         self._scale, self._open_rate = scale, rate
         self.inbox.open(self.layout)
         self._position = (0, -1)
-        self._opened_at = perf_counter()
+        before, self._opened_at = self._opened_at, perf_counter()
+        self._since = self._opened_at - before if before else 0.0
+        self._wire_seconds = np.zeros(len(self.layout.buckets))
+        pilot = self.pilot
+        self._steering = pilot if pilot is not None and self.step >= pilot.setting.first_step else None
+        self._observations = None
+        if self._steering is not None:
+            self._observations = Observations(len(self.layers))
+            self._steering.begin(self.step)
         self._running = self._run()
 
     def poll(self) -> Waiting:
@@ -195,6 +212,8 @@ class Pipeline:
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
             self.rate = self._open_rate
+            if self._steering is not None:
+                self._steering.commit(result.present)
         else:
             self.statistics.skipped_steps += 1
         return result.finite
@@ -206,7 +225,12 @@ class Pipeline:
         self.result = None
 
     def propose(self, plan: Plan) -> None:
-        """Vote for the next plan; it takes over at the step after the one in which all ranks hold it."""
+        """Vote for the next plan; it takes over at the step after the one in which all ranks hold it.
+
+        StateError where a pilot decides about plans.
+        """
+        if self.pilot is not None and self.step >= self.pilot.setting.first_step:
+            raise StateError("a controller decides about plans here")
         plan.check_covers(self.layers)
         if plan.version != self.plan.version + 1:
             raise ConfigError(f"the next plan must have version {self.plan.version + 1}, not {plan.version}")
@@ -259,7 +283,8 @@ class Pipeline:
         votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
         flights: list[_Flight] = []  # newest first
         self._follow_schedule()
-        ready = 1 if self._next_plan is not None else 0
+        pilot = self._steering
+        ready = 1 if self._next_plan is not None or (pilot is not None and pilot.ready) else 0
         while not self.config.overlap and not self.inbox.flushed:
             yield Waiting.LAYERS
         for program in self._programs:
@@ -274,6 +299,8 @@ class Pipeline:
             votes.append((program.bucket.layers, ballot))
             started = _Flight(number, self._start(program, ballot, ready))
             self._issue(started)
+            if pilot is not None and number == len(self._programs) - 1:
+                self._contribute(pilot)
             yield from self._advance(flights)
             flights.insert(0, started)
             while flights and not self.config.overlap:
@@ -284,8 +311,16 @@ class Pipeline:
         states = np.zeros(count, dtype=np.uint8)
         for layers, ballot in votes:
             states[layers] |= ballot.states
-        all_ready = votes[0][1].ready if votes else 0
-        yield from self._finish(states, all_ready == self.transport.size)
+        all_ready = bool(votes) and votes[0][1].ready == self.transport.size
+        yield from self._finish(states, all_ready)
+
+    def _contribute(self, pilot: Pilot) -> None:
+        """Every bucket is encoded: what the pilots add up travels beside the last ones."""
+        assert self._observations is not None, "made when the step was opened"
+        pilot.observe(self._observations)
+        vector = pilot.contribution(self.step)
+        if vector is not None:
+            self._contribution = (AllReduce(vector).issue(self.transport), vector)
 
     def _follow_schedule(self) -> None:
         """Propose what is to begin at the next step: all ranks do, in the same step.
@@ -326,11 +361,25 @@ class Pipeline:
             self.trace,
             self.statistics,
         )
+        if self._steering is not None and self._steering.accumulates:
+            for group in program.bucket.groups:
+                table = group.table.copy()
+                memory.gradients(table, group.layers)
+                self._steering.accumulate(table, group.layers, scale)
         # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
         call = Call(
             stamp, draw, states, ready, world, scale, self._scale * (1 if self._average else world), ratio
         )
-        context = Context(draw, world, scale, self._scale, divisor, rate_ratio=ratio, fields=self.fields)
+        context = Context(
+            draw,
+            world,
+            scale,
+            self._scale,
+            divisor,
+            rate_ratio=ratio,
+            fields=self.fields,
+            observations=self._observations,
+        )
         return program.run(call, context, memory, ballot)
 
     def _issue(self, flight: _Flight) -> bool:
@@ -354,6 +403,7 @@ class Pipeline:
             self.advances += 1
             self.trace.add("wire", self.step, flight.number, flight.issued, now)
             self.statistics.wire_seconds += now - flight.issued
+            self._wire_seconds[flight.number] += now - flight.issued
             if not self._issue(flight):
                 flights.remove(flight)
                 if self._landed is not None:
@@ -377,8 +427,11 @@ class Pipeline:
         if newly_sparse:
             self.sparse |= newly_sparse
             self._stale = True
-        if all_ready:
+        if all_ready and (self._next_plan is not None or self._steering is None):
             yield from self._swap_plan()
+            all_ready = False
+        if self.pilot is not None:
+            yield from self._steer(self.pilot, all_ready)
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
         self.statistics.dense_bytes += self._dense_bytes
@@ -390,6 +443,37 @@ class Pipeline:
         self.inbox.release()
         self.result = StepResult(self.step, present, sparse, nonfinite)
         self.step += 1
+
+    def _steer(self, pilot: Pilot, agreed: bool) -> Generator[Waiting, None, None]:
+        """Let the pilot draw its conclusions; what it chose is in force from the next step on."""
+        changed = self.step + 1 == pilot.setting.first_step and bool(pilot.choices)
+        if self._steering is not None:
+            sums = None
+            if self._contribution is not None:
+                handle, sums = self._contribution
+                while not handle.poll():
+                    yield Waiting.WIRE
+                self._contribution = None
+            changed = pilot.finish(self._step_for_pilot(agreed, sums))
+        if changed:
+            self.plan = pilot.plan(self.plan)
+            self._stale = True
+
+    def _step_for_pilot(self, agreed: bool, sums: npt.NDArray[np.float64] | None) -> Step:
+        layers, buckets = self._travels
+        count = len(self.layers)
+        position = np.zeros(count, dtype=np.int64)
+        np.maximum.at(position, layers, buckets)
+        return Step(
+            self.step,
+            agreed,
+            sums,
+            self._since,
+            np.bincount(layers, self._wire_seconds[buckets], count).astype(np.float64),
+            np.bincount(layers, self._sent_bytes[buckets], count).astype(np.float64),
+            np.array(self.inbox.completed) - self._opened_at,
+            position,
+        )
 
     def _agree_on_order(self) -> Generator[Waiting, None, None]:
         """Everyone takes the order in which rank 0's gradients arrived; what did not arrive keeps its place behind."""
@@ -461,6 +545,16 @@ class Pipeline:
                 ranges += program.reduction.ranges
                 program.reduction.assign(range(first, len(ranges)))
         self.residuals.own(ranges, world)
+        if self.pilot is not None:
+            pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
+            self._travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+            self._sent_bytes = np.array(
+                [
+                    sum(sent_bytes(group, self._scheme, self._topology) for group in bucket.groups)
+                    for bucket in layout.buckets
+                ],
+                dtype=np.float64,
+            )
         dense = sum(self.layers[i].nbytes for i in order)
         self._dense_bytes = 2 * dense * (world - 1) // world
         self._stale = False

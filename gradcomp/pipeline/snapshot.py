@@ -42,7 +42,7 @@ class Shared:
     ``layers``: name -> (shape, dtype), in the order of registration, which numbers them. ``order``: names in bucket
     order. ``streaks``: for every layer, steps present (> 0) or absent (< 0) in a row. ``settings``: :data:`SETTINGS`.
     ``unit``: residuals are in gradient units divided by it (Horovod's predivide factor). ``rate``: the last step's
-    learning rate, 0 if it is not known.
+    learning rate, 0 if it is not known. ``control``: the controller and what its pilot holds on all ranks alike.
     """
 
     step: int
@@ -55,6 +55,7 @@ class Shared:
     settings: Mapping[str, int | str]
     unit: float = 1.0
     rate: float = 0.0
+    control: Mapping[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts: what JSON holds. Equal values give equal results."""
@@ -69,6 +70,7 @@ class Shared:
             "settings": dict(self.settings),
             "unit": self.unit,
             "rate": self.rate,
+            "control": self.control,
         }
 
     @staticmethod
@@ -86,7 +88,8 @@ class Snapshot:
 
     ``first``: residuals by layer name, float32 in the layer's shape. ``ranges``: which elements of which layers
     (numbered as in ``shared.layers``) this rank owns; ``second`` holds their second residuals, one behind the other.
-    ``fields``: what compressors keep besides, as flat float32 arrays: field name -> layer name -> values.
+    ``fields``: what compressors keep besides, as flat float32 arrays: field name -> layer name -> values. ``control``:
+    the same of the controller; every layer's is one rank's.
     """
 
     rank: int
@@ -96,6 +99,7 @@ class Snapshot:
     ranges: tuple[Range, ...] = ()
     second: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     fields: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
+    control: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """What does not fit together in it; empty if it is sound."""
@@ -127,7 +131,7 @@ class Snapshot:
             elif r.length and name not in self.first:
                 found.append(f"second residual of {name!r}, which has no first one")
             ends[r.layer] = max(ends.get(r.layer, 0), r.end)
-        for kind, values in self.fields.items():
+        for kind, values in (*self.fields.items(), *self.control.items()):
             for name, value in values.items():
                 if name not in layers or value.ndim != 1 or value.dtype != np.float32:
                     found.append(f"{kind} of {name!r}, shape {list(value.shape)}, dtype {value.dtype}")
@@ -164,6 +168,9 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
             {name: shared[name] for name in SETTINGS},
             unit,
             pipeline.rate,
+            None
+            if pipeline.pilot is None
+            else {"controller": pipeline.pilot.name, "state": pipeline.pilot.shared_state()},
         ),
         {
             layer.name: residuals.first.value(i).reshape(layer.shape).copy()
@@ -180,6 +187,7 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
             }
             for kind in pipeline.fields.names
         },
+        {} if pipeline.pilot is None else pipeline.pilot.own_state(),
     )
 
 
@@ -223,7 +231,8 @@ def restore(pipeline: Pipeline, state: Snapshot, unit: float = 1.0) -> None:
 def inherit(new: Pipeline, old: Pipeline) -> None:
     """Give ``new``, which has all of ``old``'s layers and more, the state of ``old``. Local.
 
-    A plan that has changed since the start is kept, and goes on to its next version with the new layers in it.
+    A plan that has changed since the start is kept, and goes on to its next version with the new layers in it; what a
+    controller chose is kept too.
     """
     state = snapshot(old)
     shared = state.shared
@@ -247,13 +256,14 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
 
     With N old ranks, every new rank's residual is r' = (1/N) sum over i of (r_i + N s_i), s_i being the second residual
     of the ranges that rank i owned: the mean over ranks of what was not applied yet stays what it was, whatever the new
-    number. Fields become their mean: those that are the same on all ranks stay what they are. Sums in float64, in rank
-    order. ``states`` is consumed one at a time. StateError if they do not belong
-    together.
+    number. Fields become their mean: those that are the same on all ranks stay what they are. What a controller added
+    up goes to the layers' new owners. Sums in float64, in rank order. ``states`` is consumed one at a time. StateError
+    if they do not belong together.
     """
     totals: dict[str, npt.NDArray[np.float64]] = {}
     fields: dict[str, dict[str, npt.NDArray[np.float64]]] = {}
     holders: Counter[tuple[str, str]] = Counter()
+    control: dict[str, dict[str, Floats]] = {}
     shared: Shared | None = None
     count = 0
     for count, state in enumerate(states, 1):
@@ -274,6 +284,8 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
                     raise StateError(f"{kind} of {name!r} has another size on rank {state.rank}")
                 sums[name] += value
                 holders[kind, name] += 1
+        for kind, values in state.control.items():
+            control.setdefault(kind, {}).update(values)
         at = 0
         for r in state.ranges:
             if r.length:
@@ -291,6 +303,7 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
         shared,
         _means(totals, count),
         fields={kind: _means(sums, count) for kind, sums in fields.items()},
+        control=control,
     )
 
 
@@ -370,6 +383,7 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         pairs += [(fields[kind].value(numbers[name]), value) for name, value in by_name.items()]
     for target, value in pairs:
         target[:] = value if factor is None else value * factor
+    _restore_pilot(pipeline, state, shared)
     # Ranges that this rank does not own here go into its first residuals.
     pipeline.restore(
         shared.step,
@@ -382,6 +396,27 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         fields=fields,
         rate=shared.rate,
     )
+
+
+def _restore_pilot(pipeline: Pipeline, state: Snapshot, shared: Shared) -> None:
+    """The controller's state, if it is this one's; a warning if it is not."""
+    pilot, saved = pipeline.pilot, shared.control
+    if pilot is None or saved is None:
+        if (pilot is None) != (saved is None):
+            logger.warning(
+                "the saved run had %s controller, this one has %s: the saved plan goes on from there",
+                "no" if saved is None else f"the {saved.get('controller')}",
+                "none" if pilot is None else f"the {pilot.name}",
+            )
+        return
+    if saved.get("controller") != pilot.name:
+        logger.warning(
+            "the saved controller was %s, this one is %s, which begins anew",
+            saved.get("controller"),
+            pilot.name,
+        )
+        return
+    pilot.restore(_mapping(saved["state"]), state.control)
 
 
 # --------------------------------------------------------------------------------------- from what a file holds
@@ -421,7 +456,12 @@ def _shared(data: Any) -> Shared:
     if type(rate) not in (int, float) or not 0 <= rate < math.inf:
         raise ValueError(f"rate {rate!r}")
     step = _number(data["step"], 0, 2**62)
-    return Shared(step, layers, order, plan, cold, sparse, streaks, settings, float(unit), float(rate))
+    control = data.get("control")
+    if control is not None and set(_mapping(control)) != {"controller", "state"}:
+        raise ValueError("the controller's state is not one")
+    return Shared(
+        step, layers, order, plan, cold, sparse, streaks, settings, float(unit), float(rate), control
+    )
 
 
 def _sequence(value: Any) -> Sequence[Any]:

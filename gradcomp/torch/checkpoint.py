@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -247,10 +247,22 @@ def to_plain(state: Snapshot) -> dict[str, Any]:
         "residuals": {name: torch.from_numpy(value) for name, value in state.first.items()},
         "second_residual_ranges": [[names[r.layer], r.start, r.length] for r in state.ranges],
         "second_residuals": torch.from_numpy(state.second),
-        "fields": {
-            kind: {name: torch.from_numpy(value) for name, value in values.items()}
-            for kind, values in state.fields.items()
-        },
+        "fields": _tensors(state.fields),
+        "control_arrays": _tensors(state.control),
+    }
+
+
+def _tensors(kinds: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        kind: {name: torch.from_numpy(value) for name, value in values.items()}
+        for kind, values in kinds.items()
+    }
+
+
+def _arrays(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+    return {
+        str(kind): {str(name): _array(value) for name, value in values.items()}
+        for kind, values in kinds.items()
     }
 
 
@@ -270,10 +282,8 @@ def from_plain(data: Any) -> Snapshot:
             {str(name): _array(value) for name, value in data["residuals"].items()},
             tuple(Range(*row) for row in rows),
             _array(data["second_residuals"]).reshape(-1),
-            {
-                str(kind): {str(name): _array(value) for name, value in values.items()}
-                for kind, values in data.get("fields", {}).items()  # older states have none
-            },
+            _arrays(data.get("fields", {})),  # older states have none
+            _arrays(data.get("control_arrays", {})),
         )
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise StateError(f"not a compression state: {error!r}") from error

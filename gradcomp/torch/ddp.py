@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp import kernels
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.kernels.codec import Sizes, Table
@@ -46,6 +47,7 @@ def ddp_comm_hook(
     compression: Policy | Compressor | str = Compression.none,
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
+    controller: Controller | None = None,
 ) -> tuple["HookState", Hook]:
     """A state and a hook for ``ddp.register_comm_hook(state, hook)``: DDP's gradients, averaged in compressed form.
 
@@ -61,6 +63,7 @@ def ddp_comm_hook(
         model: the module, or the DistributedDataParallel around it.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        controller: changes the levels of layers while training runs, such as ``gradcomp.LGreCo(every_steps=500)``.
 
     Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
     2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
@@ -80,7 +83,7 @@ def ddp_comm_hook(
                 f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
             )
         named = _named(model)
-        return named, propose(policy, named)
+        return named, propose(policy, named, controller=controller)
 
     (named, proposal), transport = validate_together(state, ranks, validate)
     if transport is None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.core.scheme import parse
 from gradcomp.engine import Exchanger
@@ -43,6 +44,7 @@ def DistributedOptimizer(
     grad_scaler: torch.amp.GradScaler | None = None,
     process_set: Members = None,
     reduction: str | None = None,
+    controller: Controller | None = None,
 ) -> Optimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -65,6 +67,7 @@ def DistributedOptimizer(
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
             ``"ring"``, ``"tree"``, ``"all_to_all"``, ``"gather"``, ``"parameter_server"``, ``"hierarchical"`` or
             ``"auto"``.
+        controller: changes the levels of layers while training runs, such as ``gradcomp.LGreCo(every_steps=500)``.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the
     compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
@@ -81,6 +84,7 @@ def DistributedOptimizer(
         finish,
         grad_scaler,
         reduction,
+        controller,
     )
     core = _build(state, members(process_set), optimizer, named_parameters, arguments)
     _adopt(optimizer, core)
@@ -100,6 +104,7 @@ class Arguments:
         finish: Finish,
         grad_scaler: Any,
         reduction: str | None,
+        controller: Controller | None,
     ) -> None:
         self._compression = compression
         self._passes = passes
@@ -109,6 +114,7 @@ class Arguments:
         self.sparse_as_dense = sparse_as_dense
         self.grad_scaler = grad_scaler
         self.reduction = reduction
+        self.controller = controller
 
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
@@ -165,7 +171,8 @@ def _build(
             raise StateError("this optimizer is already a DistributedOptimizer")
         policy, timing = arguments.check()
         named, frozen = name_parameters(optimizer, named_parameters)
-        return timing, named, frozen, propose(policy, named, 0 if before is None else before.keeper.step)
+        proposal = propose(policy, named, 0 if before is None else before.keeper.step, arguments.controller)
+        return timing, named, frozen, proposal
 
     (timing, named, frozen, proposal), transport = validate_together(state, ranks, validate)
     exchange = GradientExchange(

@@ -83,7 +83,7 @@ class Readers:
         return [
             (
                 [pipeline.layers[layer].name for layer in bucket.layers.tolist()],
-                sum(int(group.compressor.wire_bytes(group).sum()) for group in bucket.groups),
+                bucket.payload_bytes,
             )
             for bucket in pipeline.layout.buckets
         ]

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import torch
 
 from gradcomp.compress import Policy
+from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.engine import Exchanger, Listener
+from gradcomp.engine import Exchanger, Listener, Steering
 from gradcomp.engine.agreement import agree
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.torch.layers import Named, spec
@@ -48,16 +49,28 @@ class Proposal:
     policy: Policy
     layers: list[LayerSpec]
     plan: Plan
+    controller: Controller | None = None
+
+    @property
+    def steering(self) -> Steering | None:
+        """What the controller may change, and when it begins."""
+        if self.controller is None:
+            return None
+        return Steering(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
 
 
-def propose(policy: Policy, named: Named, step: int = 0) -> Proposal:
+def propose(policy: Policy, named: Named, step: int = 0, controller: Controller | None = None) -> Proposal:
     """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
+    if controller is not None and not isinstance(controller, Controller):
+        raise ConfigError(
+            f"controller must be a controller such as gc.LGreCo(every_steps=500), got {controller!r}"
+        )
     if any(p.device.type != "cpu" for _, p in named):
         raise ConfigError("gradients on a device other than the CPU are not supported yet")
     layers = [spec(name, parameter) for name, parameter in named]
     if not layers:
         raise ConfigError("there is no trainable parameter")
-    return Proposal(policy, layers, policy.plan(layers, step=step))
+    return Proposal(policy, layers, policy.plan(layers, step=step), controller)
 
 
 def start(
@@ -90,6 +103,7 @@ def start(
         schedule=proposal.policy.scheduled(proposal.layers),
         topology=state.topology.among(ranks),
         arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
+        steering=proposal.steering,
     )
     state.exchangers.append(exchanger)
     banner(exchanger, proposal.policy)

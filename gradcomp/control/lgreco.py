@@ -1,0 +1,171 @@
+"""L-GreCo: the cheapest level of every layer under the error of a reference."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from gradcomp.compress import Compressor
+from gradcomp.control.accordion import Accordion, critical
+from gradcomp.control.base import Doubles, Setting
+from gradcomp.control.menu import Candidates, Menu, default_levels, make_menu, resolve
+from gradcomp.control.periodic import Decision, Numbers, Periodic, Seen
+from gradcomp.core.errors import ConfigError
+from gradcomp.kernels import program
+
+logger = logging.getLogger("gradcomp")
+
+#: Weight of older periods when coefficients of time are fitted.
+_MEMORY = 0.5
+
+_OBJECTIVES = ("bytes", "time", "position")
+_METRICS = ("norm", "squared")
+
+
+@dataclass(frozen=True)
+class LGreCo(Periodic):
+    """Choose every layer's level by a dynamic program: least cost, total error no larger than the reference's.
+
+    minimise sum over layers of w(l) bytes(l, c_l)   subject to   sum of error(l, c_l) <= alpha sum of error(l, r_l),
+
+    error(l, c) = ||G_l - C_c(G_l)||, G_l the gradient of layer l accumulated since the last decision, before compression
+    and without feedback; C_c compresses and decompresses; r_l is the reference: the ``compression=`` that the layer has.
+
+    ``levels``: candidates, levels or compressors, of several families if you like; by default 000's ranges, [D/2, 2 D]
+    for bits and ranks, [D/10, 10 D] for densities. ``alpha``: factor on the budget (thesis, section 3.6). ``buckets``:
+    steps into which the budget is divided; errors are rounded up to whole steps, at least one.
+    ``objective``: ``"bytes"``, w = 1; ``"time"``, w = T(l), seconds per byte of the layer's buckets, fitted through the
+    origin to the wire times of past periods, each weighted half as much as the next; ``"position"``, w = the position
+    of the layer's last bucket, from 1 (thesis, appendix B.1). ``metric``: ``"norm"``, or ``"squared"``, under which
+    errors of layers add up to that of the model. ``accordion``: its choice is each period's reference (000, section
+    5.3), and ``levels`` then go by default from its high compression's range to its low one's.
+
+    Layers without a gradient in the period keep their level. If nothing fits, the reference is taken, with a warning.
+
+    Wire, state, ``window``, ``memory_bytes``: see :class:`Periodic`.
+    Errors: ConfigError for empty or impossible ``levels``, a reference outside of them, ``alpha`` or ``buckets`` that
+    are not positive, unknown words.
+    Source: 000, Algorithm 1 and section 4; thesis, chapter 4 and appendix B. Differs: layers are measured by the ranks
+    that look after them instead of by one worker, each on its own gradients; the budget is the sum of the rounded errors
+    (otherwise the reference itself would not fit); equal costs go to the smaller error; bytes are those on the wire,
+    scales and indices included; every family may be mixed.
+    """
+
+    name: ClassVar[str] = "lgreco"
+    needs_errors = True
+
+    levels: Candidates | None = None
+    alpha: float = 1.0
+    buckets: int = 10_000
+    objective: str = "bytes"
+    metric: str = "norm"
+    accordion: Accordion | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if not number or not 0 < self.alpha < np.inf:
+            raise ConfigError(f"alpha must be a positive number, got {self.alpha!r}")
+        whole = isinstance(self.buckets, int) and not isinstance(self.buckets, bool)
+        if not whole or not 0 < self.buckets <= 10**6:
+            raise ConfigError(f"buckets must be a whole number from 1 to 1000000, got {self.buckets!r}")
+        if self.objective not in _OBJECTIVES:
+            raise ConfigError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {self.objective!r}")
+        if self.metric not in _METRICS:
+            raise ConfigError(f"metric must be one of {', '.join(_METRICS)}, got {self.metric!r}")
+        if self.accordion is not None and not isinstance(self.accordion, Accordion):
+            raise ConfigError(f"accordion must be an Accordion, got {self.accordion!r}")
+
+    def candidates(self) -> Candidates | None:
+        """``levels``."""
+        return self.levels
+
+    def menu(self, setting: Setting) -> Menu:
+        """With Accordion: both of its levels are on it, and by default the ranges around them."""
+        rule = self.accordion
+        if rule is None:
+            return super().menu(setting)
+
+        def candidates(own: Compressor) -> Candidates:
+            ends = [resolve(own, rule.high), resolve(own, rule.low)]
+            if self.levels is not None:
+                return [*self.levels, *ends]
+            return [end.with_level(level) for end in ends for level in default_levels(end)]
+
+        return make_menu(setting.layers, setting.compressors, candidates, setting.scheme, setting.topology)
+
+    def begin_memory(self, menu: Menu) -> Doubles:
+        """Norms of the last period, negative before there was one; sums for the coefficients of time; warned."""
+        rows = len(menu.layers)
+        return np.concatenate([np.full(rows, -1.0), np.zeros(2 * rows), [0.0]])
+
+    def decide(self, seen: Seen) -> Decision:
+        """The program over the layers that had a gradient."""
+        assert seen.errors is not None, "asked for"
+        rows = len(seen.norm)
+        memory = seen.memory.copy()
+        norms, fits, warned = memory[:rows], memory[rows : 3 * rows].reshape(2, rows), memory[3 * rows :]
+        fits *= _MEMORY
+        fits += [seen.wire * seen.sent, seen.sent**2]
+        reference = self._reference(seen, norms)
+        norms[:] = np.where(seen.silent, norms, seen.norm)
+        choices = seen.current.copy()
+        heard = np.flatnonzero(~seen.silent)
+        errors = seen.errors[heard] ** 2 if self.metric == "squared" else seen.errors[heard]
+        allowed = np.take_along_axis(errors, reference[heard, None], axis=1)[:, 0]
+        costs = seen.menu.costs[heard] * self._weights(seen, fits)[heard, None]
+        found = self._solve(errors, allowed, costs)
+        if found is None:
+            if not warned[0]:
+                logger.warning("lgreco: no choice of levels is within the budget, the reference is taken")
+            warned[0] = 1.0
+            found = reference[heard]
+        choices[heard] = found
+        return Decision(choices, memory, self._words(seen, choices, reference))
+
+    def _solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
+        if not len(errors):
+            return np.zeros(0, dtype=np.int64)
+        if not np.isfinite(allowed).all():
+            return None
+        if not allowed.any():  # the reference loses nothing: neither may anything else
+            free = np.where(errors == 0, costs, np.inf)
+            return free.argmin(axis=1) if np.isfinite(free.min(axis=1)).all() else None
+        steps, budget = program.discretise(errors, allowed, self.buckets, self.alpha)
+        found = program.cheapest(steps, np.where(np.isfinite(costs), costs, 0.0), budget)
+        return None if found is None else found.astype(np.int64)
+
+    def _reference(self, seen: Seen, before: Doubles) -> Numbers:
+        """The choice of every row that sets the budget."""
+        rule, menu = self.accordion, seen.menu
+        if rule is None:
+            return menu.reference
+        own = [choices[k] for choices, k in zip(menu.choices, menu.reference.tolist(), strict=True)]
+        low, high = (
+            np.array([c.index(resolve(o, level)) for c, o in zip(menu.choices, own, strict=True)], dtype=np.int64)
+            for level in (rule.low, rule.high)
+        )
+        return np.where(critical(before, seen.norm, rule.eta), low, high)
+
+    def _weights(self, seen: Seen, fits: Doubles) -> Doubles:
+        """By row, what a byte costs."""
+        if self.objective == "position":
+            return seen.position + 1.0
+        if self.objective == "time":
+            known = fits[1] > 0
+            slopes: Doubles = np.divide(fits[0], fits[1], out=np.zeros(len(known)), where=known)
+            if slopes.any():
+                return np.where(slopes > 0, slopes, slopes[slopes > 0].min())
+        return np.ones(len(seen.norm))
+
+    def _words(self, seen: Seen, choices: Numbers, reference: Numbers) -> str:
+        assert seen.errors is not None, "asked for"
+        rows = np.arange(len(choices))
+        costs, errors = seen.menu.costs, seen.errors
+        return (
+            f"{costs[rows, choices].sum() / 1e6:.3f} MB at error {errors[rows, choices].sum():.3g}, the reference "
+            f"{costs[rows, reference].sum() / 1e6:.3f} MB at {errors[rows, reference].sum():.3g}"
+        )

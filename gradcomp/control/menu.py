@@ -1,0 +1,196 @@
+"""What each layer may travel as, and how many bytes that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import Compressor, at_level, from_string
+from gradcomp.compress.groups import Piece, group_of
+from gradcomp.compress.low_rank import LowRank, clamped_rank
+from gradcomp.compress.messages import Context, Gather, Reduce
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level, Plan
+from gradcomp.core.scheme import AUTO, Scheme
+from gradcomp.core.topology import Topology
+from gradcomp.kernels.codec import Draw, Group
+from gradcomp.reduce.costs import Load, cost
+
+Doubles = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+#: A level of the layer's own compressor, or a compressor of any family.
+Candidate: TypeAlias = "Level | Compressor | str"
+#: What a user may give as ``levels=``.
+Candidates = Sequence[Candidate]
+
+
+def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> float:
+    """Bytes that one rank sends for a group in one step, in the mean over ranks, without headers.
+
+    Sums and codes of d bytes: as the reduction's formula, 2 d (N-1)/N for most. Gathered payloads: d (N-1), and where
+    data decide about d, the most that it can be.
+    """
+    world = topology.world
+    payload = int(group.compressor.wire_bytes(group).sum())
+    first = next(group.compressor.exchange(group, Context(Draw(0, 0, 0), world)))
+    if isinstance(first, Gather):
+        return float(payload * (world - 1))
+    if isinstance(first, Reduce):
+        scheme = Scheme("sra") if scheme.name == AUTO else scheme
+        return float(cost(scheme, Load(payload, 4 * group.elements), topology).bytes_sent().mean())
+    return 2.0 * payload * (world - 1) / world
+
+
+def layer_bytes(compressor: Compressor, layer: LayerSpec, scheme: Scheme, topology: Topology) -> float:
+    """The same for one layer."""
+    return sent_bytes(group_of([Piece(0, 0, layer.size)], [layer], [compressor]), scheme, topology)
+
+
+def plan_bytes(layers: Sequence[LayerSpec], plan: Plan, scheme: Scheme, topology: Topology) -> float:
+    """Bytes that one rank sends per step under a plan, in the mean over ranks, without headers."""
+    assigned = [plan.by_layer[layer.name] for layer in layers]
+    return sum(
+        layer_bytes(at_level(a.compressor, a.level), layer, scheme, topology)
+        for a, layer in zip(assigned, layers, strict=True)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Menu:
+    """Choices of every layer that is up for choice: ``choices[i]`` of layer number ``layers[i]``.
+
+    ``costs[i, k]``: bytes per step and rank, inf where there is no choice k. ``reference[i]``: the choice that the user
+    asked for.
+    """
+
+    layers: Numbers
+    specs: tuple[LayerSpec, ...]
+    choices: tuple[tuple[Compressor, ...], ...]
+    costs: Doubles
+    reference: Numbers
+
+    @property
+    def width(self) -> int:
+        """The most choices that a layer has."""
+        return int(self.costs.shape[1])
+
+    def find(self, row: int, family: str, level: Level) -> int | None:
+        """The choice with this name and level, if there is one."""
+        for k, choice in enumerate(self.choices[row]):
+            if choice.family_string() == family and choice.level == level:
+                return k
+        return None
+
+
+def make_menu(
+    layers: Sequence[LayerSpec],
+    compressors: Sequence[Compressor | None],
+    candidates: Candidates | Callable[[Compressor], Candidates] | None,
+    scheme: Scheme,
+    topology: Topology,
+) -> Menu:
+    """The choices of every layer: ``candidates``, or what they give for a layer's own compressor, or its default range.
+
+    Default ranges are those of 000, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks, [D/10, 10 D] in steps of
+    D/10 for densities, as far as they are possible. The layer's own compressor is always one of its choices.
+    ConfigError for a candidate that no layer can take, an empty list, or levels around which the layer's own does not
+    lie.
+    """
+    numbers = [i for i, compressor in enumerate(compressors) if compressor is not None]
+    rows = [choices_of(layers[i], own, candidates) for i in numbers if (own := compressors[i]) is not None]
+    width = max(map(len, rows), default=1)
+    costs = np.full((len(rows), width), np.inf)
+    for row, (i, choices) in enumerate(zip(numbers, rows, strict=True)):
+        costs[row, : len(choices)] = [layer_bytes(c, layers[i], scheme, topology) for c in choices]
+    return Menu(
+        np.array(numbers, dtype=np.int64),
+        tuple(layers[i] for i in numbers),
+        tuple(rows),
+        costs,
+        np.array([row.index(compressors[i]) for i, row in zip(numbers, rows, strict=True)], dtype=np.int64),
+    )
+
+
+def choices_of(
+    layer: LayerSpec,
+    own: Compressor,
+    candidates: Candidates | Callable[[Compressor], Candidates] | None,
+) -> tuple[Compressor, ...]:
+    """One layer's choices, its own compressor among them, in the order given, its own last if it was not."""
+    if candidates is None:
+        levels: Candidates = default_levels(own)
+    elif callable(candidates):
+        levels = candidates(own)
+    else:
+        levels = candidates
+        _check_candidates(own, levels)
+    choices: list[Compressor] = []
+    sent_exactly = False
+    for candidate in levels:
+        choice = resolve(own, candidate)
+        # All ranks at which a matrix is sent as it is are one choice.
+        exact = isinstance(choice, LowRank) and not clamped_rank(layer.shape, choice.rank)
+        if choice not in choices and not (exact and sent_exactly):
+            choices.append(choice)
+        sent_exactly |= exact
+    if own not in choices:
+        choices.append(own)
+    return tuple(choices)
+
+
+def resolve(own: Compressor, candidate: Candidate) -> Compressor:
+    """The compressor that a candidate means for a layer with this one of its own."""
+    if isinstance(candidate, str):
+        return from_string(candidate)
+    return candidate if isinstance(candidate, Compressor) else own.with_level(candidate)
+
+
+def default_levels(own: Compressor) -> list[Level]:
+    """The range of 000 around a compressor's own level."""
+    level, knob = own.level, _knob(own)
+    if knob in ("bits", "rank"):
+        assert isinstance(level, int), "a number of bits, or a rank, is whole"
+        return [n for n in range(max(level // 2, 1), 2 * level + 1) if _possible(own, n)]
+    if knob == "density":
+        assert isinstance(level, int | float), "a density is a number"
+        steps = (float(f"{level * i / 10:.12g}") for i in range(1, 101))
+        return [level if i == 10 else density for i, density in enumerate(steps, 1) if density <= 1.0]
+    raise ConfigError(f"there is no default range of levels for {own.to_string()}: give levels=")
+
+
+def _knob(compressor: Compressor) -> str | None:
+    inner = compressor
+    while (below := getattr(inner, "inner", None)) is not None:
+        inner = below
+    return inner.level_field
+
+
+def _possible(own: Compressor, level: Level) -> bool:
+    try:
+        own.with_level(level)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_candidates(own: Compressor, candidates: Candidates) -> None:
+    if not candidates:
+        raise ConfigError("levels must not be empty")
+    numbers = [c for c in candidates if isinstance(c, int | float) and not isinstance(c, bool)]
+    if len(numbers) + sum(isinstance(c, Compressor | str) for c in candidates) != len(candidates):
+        raise ConfigError(f"levels must be levels, compressors or string forms, got {list(candidates)!r}")
+    level = own.level
+    if numbers:
+        if level is None:
+            raise ConfigError(f"{own.to_string()} has no level, got levels {numbers}")
+        if not min(numbers) <= level <= max(numbers):
+            raise ConfigError(
+                f"the reference level {level} of {own.to_string()} is outside of levels "
+                f"{min(numbers)} to {max(numbers)}"
+            )

@@ -1,0 +1,218 @@
+"""Periodic controllers: one table on all ranks, one decision, one step for the change, whatever takes how long."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from loudest import LAYERS, Loudest, levels
+from simulation import Simulation
+
+from gradcomp import ConfigError, PowerSGD, Quantize, StateError, TopK, Warmup
+from gradcomp.control import Decision
+from gradcomp.control.accumulators import share_out
+
+
+class Late:
+    """A background whose work is done after a random number of looks."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def __call__(self, work):
+        looks, result = [self.random.randrange(12)], Future()
+        result.set_result(work())
+        future = Future()
+        future.done = lambda: looks.append(looks.pop() - 1) or looks[0] < 0
+        future.result = result.result
+        future.exception = result.exception
+        return future
+
+
+def several_steps(ranks: Simulation) -> None:
+    for _ in range(8):
+        ranks.step()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_plans_agree_in_every_step(world):
+    ranks = Simulation(
+        LAYERS, Quantize(4, 32), world, shuffle=True, delay=0.3, slice_elements=50,
+        controller=Loudest(5), background=Late(world),
+    )  # fmt: skip
+    seen = []
+    for _ in range(60):
+        ranks.step().all_means()
+        seen.append(tuple(levels(ranks)))
+    assert len(set(seen)) >= 4
+    assert all(plan[4] is None for plan in seen)  # float64 stays exact
+
+
+def test_500_steps_with_random_delays_on_every_rank():
+    ranks = Simulation(
+        LAYERS,
+        Quantize(4, 32, rounding="nearest"),
+        3,
+        shuffle=True,
+        delay=0.2,
+        controller=Loudest(7),
+        background=Late(1),
+    )
+    versions = []
+    for _ in range(500):
+        ranks.step()
+        levels(ranks)
+        versions.append(ranks.pipelines[0].plan.version)
+    assert versions[-1] > 20
+    assert max(np.diff(versions)) == 1
+
+
+def test_what_ranks_see_is_the_sum_of_the_owners_gradients():
+    world, every = 3, 4
+    pilots = []
+    ranks = Simulation(LAYERS, Quantize(4, 32), world, controller=Loudest(every))
+    pilots = [p.pilot for p in ranks.pipelines]
+    owners = share_out({i: LAYERS[i].size for i in range(4)}, world)
+    totals = [np.zeros(layer.size, np.float64) for layer in LAYERS]
+    for step in range(every + 2):
+        gradients = ranks.gradients(absent=[1] if step == 2 else [])
+        # The loss scale is taken out; a step that does not count leaves no trace.
+        ranks.step(ranks.gradients(), commit=False)
+        ranks.step(gradients, scale=1.0)
+        for layer, owner in owners.items():
+            found = gradients[owner][layer]
+            if step * 2 + 1 < every and found is not None:
+                totals[layer] += found
+        seen = [pilot._seen for pilot in pilots]
+        if seen[0] is not None:
+            break
+    for one in seen:
+        np.testing.assert_allclose(one.norm, [np.linalg.norm(t) for t in totals[:4]], rtol=1e-5)
+        assert one.norm.tobytes() == seen[0].norm.tobytes()
+        assert one.errors.tobytes() == seen[0].errors.tobytes()
+
+
+def test_the_loss_scale_is_taken_out():
+    plain = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(2))
+    scaled = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(2))
+    for _ in range(3):
+        gradients = plain.gradients()
+        eight = [[np.asarray(8 * g, g.dtype) for g in rank] for rank in gradients]
+        plain.step(gradients)
+        scaled.step(eight, scale=8.0)
+    for a, b in zip(plain.pipelines, scaled.pipelines, strict=True):
+        assert a.pilot.own_state()["sums"].keys() == b.pilot.own_state()["sums"].keys()
+        for name, value in a.pilot.own_state()["taken"].items():
+            np.testing.assert_allclose(value, b.pilot.own_state()["taken"][name], rtol=1e-5)
+
+
+def test_only_the_window_counts():
+    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(6, window=2))
+    for step in range(6):
+        ranks.step()
+        added = any(v.any() for p in ranks.pipelines for v in p.pilot.own_state()["sums"].values())
+        assert added == (step >= 4)
+
+
+def test_a_period_with_nan_is_skipped_with_a_warning(caplog):
+    @dataclass(frozen=True)
+    class Broken(Loudest):
+        name: ClassVar[str] = "broken"
+
+        def begin(self, setting):
+            pilot = super().begin(setting)
+            measure = pilot._measure
+            pilot._measure = lambda *a: measure(*a) * (np.nan if setting.rank == 1 else 1)
+            return pilot
+
+    ranks = Simulation(LAYERS, Quantize(4, 32), 3, controller=Broken(3))
+    for _ in range(9):
+        ranks.step()
+    assert levels(ranks) == [4, 4, 4, 4, None]
+    assert "not finite" in caplog.text
+
+
+def test_non_finite_steps_do_not_spoil_the_period():
+    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(4))
+    for step in range(9):
+        gradients = ranks.gradients()
+        if step % 3 == 1:
+            gradients[0][0][3] = np.inf
+        ranks.step(gradients)
+    assert levels(ranks) != [4, 4, 4, 4, None]
+
+
+def test_it_begins_when_the_warm_up_has_ended():
+    ranks = Simulation(LAYERS, Warmup(Quantize(4, 32), 10), 2, controller=Loudest(3))
+    for step in range(1, 30):
+        ranks.step()
+        if step < 10:
+            assert levels(ranks) == [None] * 5
+        elif step < 13:
+            assert levels(ranks) == [4, 4, 4, 4, None]
+    assert levels(ranks) != [4, 4, 4, 4, None]
+
+
+def test_means_telescope_through_changes_of_plan():
+    ranks = Simulation(LAYERS[:1], TopK(0.1), 2, controller=Loudest(2))
+    total, applied = np.zeros(115), np.zeros(115)
+    for _ in range(30):
+        gradients = ranks.gradients()
+        total += sum(r[0].astype(np.float64) for r in gradients) / 2
+        applied += ranks.step(gradients).mean(0)
+    left = sum(p.residuals.first.value(0).astype(np.float64) for p in ranks.pipelines) / 2
+    np.testing.assert_allclose(total - applied, left, atol=1e-4)
+
+
+def test_proposals_are_refused():
+    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(3))
+    with pytest.raises(StateError, match="controller"):
+        ranks.pipelines[0].propose(ranks.pipelines[0].plan)
+
+
+def test_work_that_fails_is_every_ranks_error():
+    @dataclass(frozen=True)
+    class Raises(Loudest):
+        name: ClassVar[str] = "raises"
+
+        def decide(self, seen):
+            raise ConfigError("nothing to decide")
+
+    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Raises(1))
+    with pytest.raises(ConfigError, match="nothing to decide"):
+        several_steps(ranks)
+
+
+def test_choices_that_do_not_exist_are_refused():
+    @dataclass(frozen=True)
+    class Wild(Loudest):
+        name: ClassVar[str] = "wild"
+
+        def decide(self, seen):
+            return Decision(np.full(4, 99), seen.memory)
+
+    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Wild(1))
+    with pytest.raises(StateError, match="do not exist"):
+        several_steps(ranks)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "5"])
+def test_periods_that_cannot_be(bad):
+    with pytest.raises(ConfigError, match="every_steps"):
+        Loudest(bad)
+
+
+def test_the_cap_on_memory_is_kept():
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(3, memory_bytes=100))
+    Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(3, memory_bytes=2000))
+
+
+def test_layers_are_shared_out_by_size():
+    owners = share_out({0: 100, 1: 60, 2: 50, 3: 0, 4: 1}, 2)
+    assert owners == {0: 0, 1: 1, 2: 1, 4: 0, 3: 0}
+    assert PowerSGD(4).rank == 4

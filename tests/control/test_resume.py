@@ -1,0 +1,114 @@
+"""A controller's state goes through checkpoints: in every phase, to the same and to another number of ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from loudest import LAYERS, Loudest, levels
+from simulation import Simulation
+
+from gradcomp import Quantize
+from gradcomp.control.periodic import PeriodicPilot, Phase
+from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
+from gradcomp.pipeline.snapshot import Shared, merge, restore, snapshot
+
+NEAREST = Quantize(4, 32, rounding="nearest")
+
+
+def job(world: int, controller=None) -> Simulation:
+    return Simulation(LAYERS, NEAREST, world, controller=controller or Loudest(3), slice_elements=50)
+
+
+def through_files(states, directory):
+    """As a checkpoint holds them."""
+    files = tuple(write_rank(directory, state, "0" * 16) for state in states)
+    manifest = Manifest.from_text(Manifest(states[0].shared, files).to_text())
+    return [read_rank(directory, manifest, rank) for rank in range(len(states))]
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, tmp_path, monkeypatch):
+    finish = PeriodicPilot.finish
+    still = lambda pilot, step: finish(pilot, replace(step, wire=0 * step.wire))  # all but the clock
+    monkeypatch.setattr(PeriodicPilot, "finish", still)
+    whole, first, second = job(3), job(3), job(3)
+    gradients = [whole.gradients() for _ in range(24)]
+    for step in range(at):
+        first.step(gradients[step])
+    for pipeline, state in zip(
+        second.pipelines, through_files([snapshot(p) for p in first.pipelines], tmp_path), strict=True
+    ):
+        restore(pipeline, state)
+    for step, drawn in enumerate(gradients):
+        expected = whole.step(drawn).all_means()
+        if step >= at:
+            found = second.step(drawn).all_means()
+            assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
+            assert levels(second) == levels(whole)
+            for a, b in zip(second.pipelines, whole.pipelines, strict=True):
+                assert json.dumps(a.pilot.shared_state()) == json.dumps(b.pilot.shared_state())
+                for kind, values in b.pilot.own_state().items():
+                    for name, value in values.items():
+                        assert a.pilot.own_state()[kind][name].tobytes() == value.tobytes()
+    assert whole.pipelines[0].plan.version >= 2
+
+
+def test_the_saved_phases_are_all_of_them():
+    ranks, phases = job(2), set()
+    for _ in range(12):
+        ranks.step()
+        snapshot(ranks.pipelines[0])
+        phases.add(ranks.pipelines[0].pilot.phase)
+    # MEASURE begins and is agreed on within one step.
+    assert phases == set(Phase) - {Phase.MEASURE}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_sums_go_to_their_new_owners(world):
+    old, new = job(3, Loudest(30)), job(world, Loudest(30))
+    for _ in range(7):
+        old.step()
+    states = [snapshot(p) for p in old.pipelines]
+    sums = {name: v for s in states for name, v in s.control["sums"].items()}
+    for rank, pipeline in enumerate(new.pipelines):
+        restore(pipeline, merge(states, rank, world))
+    found = {}
+    for pipeline in new.pipelines:
+        mine = pipeline.pilot.own_state()["sums"]
+        assert not mine.keys() & found.keys()
+        found |= mine
+    assert found.keys() == sums.keys()
+    for name, value in sums.items():
+        assert found[name].tobytes() == value.tobytes()
+    assert levels(new) == levels(old)
+
+
+def test_another_controller_is_warned_about(caplog):
+    old, plain = job(2), Simulation(LAYERS, NEAREST, 2, slice_elements=50)
+    for _ in range(3):
+        old.step()
+    for a, b in zip(old.pipelines, plain.pipelines, strict=True):
+        restore(b, snapshot(a))
+    assert "controller" in caplog.text
+
+
+def test_an_older_state_has_none():
+    ranks = job(2)
+    ranks.step()
+    plain = snapshot(ranks.pipelines[0]).shared.to_plain()
+    del plain["control"]
+    assert Shared.from_plain(plain).control is None
+    with pytest.raises(Exception, match="controller"):
+        Shared.from_plain({**plain, "control": {"x": 1}})
+
+
+def test_a_state_that_is_none_is_refused():
+    pilot = job(2).pipelines[0].pilot
+    with pytest.raises(Exception, match="not a state of"):
+        pilot.restore({"phase": "NOWHERE"}, {})
+    with pytest.raises(Exception, match="not a state of"):
+        pilot.restore({**pilot.shared_state(), "choices": 3}, {})
+    assert np.array_equal(pilot.current, pilot.menu.reference)
