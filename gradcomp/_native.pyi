@@ -216,6 +216,13 @@ def draw_indices(
     step: int,
     rank: int,
 ) -> None: ...
+def cheapest(
+    steps: npt.NDArray[np.int32],
+    costs: npt.NDArray[np.float64],
+    chosen: npt.NDArray[np.int32],
+    *,
+    budget: int,
+) -> bool: ...
 
 class ShmOperation:
     def state(self) -> int:

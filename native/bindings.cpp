@@ -24,6 +24,7 @@
 #include "adacomp.hpp"
 #include "indices.hpp"
 #include "kernels.hpp"
+#include "program.hpp"
 #include "shm.hpp"
 
 namespace nb = nanobind;
@@ -549,6 +550,31 @@ void draw_indices(const ConstNumbers& length_vector, const ConstNumbers& count_v
     run(gradcomp::active_kernels().draw_indices, call);
 }
 
+// A row per layer, a column per choice.
+template <class Item>
+using Choices = nb::ndarray<const Item, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+bool cheapest(const Choices<std::int32_t>& steps, const Choices<double>& costs,
+              const Vector<std::int32_t>& chosen, std::int64_t budget) {
+    check_aligned("steps", steps);
+    check_aligned("costs", costs);
+    check_aligned("chosen", chosen);
+    if (costs.shape(0) != steps.shape(0) || costs.shape(1) != steps.shape(1))
+        throw std::invalid_argument("steps and costs do not have the same shape");
+    if (chosen.size() != steps.shape(0))
+        throw std::invalid_argument("chosen has " + std::to_string(chosen.size()) + " items for " +
+                                    std::to_string(steps.shape(0)) + " layers");
+    if (std::cmp_greater(steps.shape(1), gradcomp::max_choices))
+        throw std::invalid_argument("a layer has more than " + std::to_string(gradcomp::max_choices) +
+                                    " choices");
+    if (budget < 0) throw std::invalid_argument("budget " + std::to_string(budget) + " is negative");
+    bool found = false;
+    run(&gradcomp::cheapest, gradcomp::CheapestCall{static_cast<std::int64_t>(steps.shape(0)),
+                                                    static_cast<std::int64_t>(steps.shape(1)), steps.data(),
+                                                    costs.data(), budget, chosen.data(), &found});
+    return found;
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const gradcomp::Kernels& kernels : gradcomp::available_kernels()) names.emplace_back(kernels.isa);
@@ -792,6 +818,9 @@ NB_MODULE(_native, module) {
                array("p"), array("p_at"), array("q"), array("q_at"));
     module.def("draw_indices", &draw_indices, array("lengths"), array("counts"), array("layers"),
                array("offsets"), array("indices"), nb::kw_only(), "seed"_a, "step"_a, "rank"_a);
+
+    module.def("cheapest", &cheapest, array("steps"), array("costs"), array("chosen"), nb::kw_only(),
+               "budget"_a);
 
     nb::class_<ShmOperation>(module, "ShmOperation").def("state", &ShmOperation::state);
     nb::class_<ShmRank>(module, "ShmRank")

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lowrank.hpp"
+#include "program.hpp"
 #include "segment.hpp"
 #include "select.hpp"
 
@@ -148,6 +149,7 @@ struct Kernels {
     void (*expand)(const ExpandCall&);
     void (*subtract)(const SubtractCall&);
     void (*draw_indices)(const DrawIndicesCall&);
+    void (*relax)(const RelaxCall&);
 };
 
 // What this build has and this CPU can run, fastest first; never empty.

@@ -15,6 +15,7 @@ from gradcomp.kernels import (
     reference_draws,
     reference_indices,
     reference_lowrank,
+    reference_program,
     reference_selection,
 )
 from gradcomp.kernels.segments import SEGMENT, check_array
@@ -64,6 +65,7 @@ def _installed() -> dict[str, Body]:
         reference_draws,
         reference_indices,
         reference_lowrank,
+        reference_program,
         reference_selection,
     )
     found = {"reference": Body(*references)}

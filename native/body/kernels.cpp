@@ -9,6 +9,7 @@
 #include "fp64.hpp"
 #include "lowrank.hpp"
 #include "orthogonalise.hpp"
+#include "program.hpp"
 #include "project.hpp"
 #include "scatter.hpp"
 #include "select.hpp"
@@ -250,7 +251,8 @@ Kernels kernels() {
             orthogonalise,
             expand,
             subtract,
-            draw_indices};
+            draw_indices,
+            relax};
 }
 
 }  // namespace gradcomp::GRADCOMP_BODY

@@ -1,0 +1,398 @@
+"""The dynamic program over levels: against brute force, body against body, and its promises one by one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcomp import kernels
+from gradcomp.kernels import bodies, program
+from gradcomp.kernels.program import NEVER
+
+extension = pytest.importorskip("gradcomp._native")
+
+
+@pytest.fixture(params=["reference", *extension.available_isas()])
+def body(request: Any) -> Iterator[str]:
+    """Run a test once per body of the kernels."""
+    if request.param == "reference":
+        with kernels.use("reference"):
+            yield request.param
+    else:
+        before = extension.isa()
+        extension.set_isa(request.param)
+        with kernels.use("native"):
+            yield request.param
+        extension.set_isa(before)
+
+
+def matrix(rows: Any, dtype: Any) -> Any:
+    return np.array(rows, dtype, ndmin=2)
+
+
+def cheapest(steps: Any, costs: Any, budget: int) -> list[int] | None:
+    found = program.cheapest(matrix(steps, np.int32), matrix(costs, np.float64), budget)
+    return None if found is None else found.tolist()
+
+
+def brute_force(steps: Any, costs: Any, budget: int) -> list[int] | None:
+    """The definition by enumeration: least cost, fewest steps, fewest steps of the last layer, ...; lowest columns."""
+    best = None
+    for columns in itertools.product(range(steps.shape[1]), repeat=len(steps)):
+        taken = [int(s[k]) for s, k in zip(steps, columns, strict=True)]
+        cost = sum(c[k] for c, k in zip(costs, columns, strict=True))
+        if NEVER in taken or math.isinf(cost) or sum(taken) > budget:
+            continue
+        key = (cost, sum(taken), taken[::-1], columns[::-1])
+        best = key if best is None or key < best else best
+    return None if best is None else list(best[-1][::-1])
+
+
+def small_problem(rng: Any) -> tuple[Any, Any, int]:
+    """Few distinct numbers, so that much is tied; costs whose sums are exact."""
+    shape = (rng.integers(1, 5), rng.integers(1, 5))
+    steps = rng.integers(0, rng.choice([2, 4, 9]), shape).astype(np.int32)
+    costs = rng.integers(0, rng.choice([2, 4, 20]), shape).astype(np.float64)
+    steps[rng.random(shape) < 0.15] = NEVER
+    costs[rng.random(shape) < 0.1] = np.inf
+    return steps, costs, int(rng.integers(0, 12))
+
+
+def large_problem(seed: int, layers: int, choices: int, buckets: int) -> tuple[Any, Any, int]:
+    """Steps, costs and budget of layers of all sizes, with columns out of order and some missing."""
+    rng = np.random.default_rng(seed)
+    level = rng.permuted(np.tile(np.linspace(0.02, 1.0, choices), (layers, 1)), axis=1)
+    errors = rng.lognormal(0, 1, (layers, 1)) * (1.02 - level) ** 2
+    costs = rng.lognormal(10, 2, (layers, 1)) * level
+    reference = errors[:, choices // 2].copy()
+    errors[rng.random(errors.shape) < 0.1] = np.inf
+    steps, budget = program.discretise(errors, reference, buckets)
+    return steps, costs, budget
+
+
+def test_equal_to_brute_force(body: str) -> None:
+    rng = np.random.default_rng(0)
+    nothing = 0
+    for _ in range(1500):
+        steps, costs, budget = small_problem(rng)
+        expected = brute_force(steps, costs, budget)
+        assert cheapest(steps, costs, budget) == expected, (steps, costs, budget)
+        nothing += expected is None
+    assert 100 < nothing < 1000  # both kinds of answer were asked for
+
+
+def test_no_sum_of_rounded_costs_is_less(body: str) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        steps = rng.integers(0, 5, (4, 3)).astype(np.int32)
+        costs = rng.random((4, 3)) * 10.0 ** rng.integers(-17, 3, (4, 3))
+        found = cheapest(steps, costs, 8)
+        best = brute_force(steps, costs, 8)
+        if best is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert total(costs, found) == total(costs, best)
+
+
+def total(numbers: Any, columns: Any) -> Any:
+    """The sum over layers, in order."""
+    return sum(numbers[i, k].item() for i, k in enumerate(columns))
+
+
+SHAPES = [
+    (1, 1, 1),
+    (3, 300, 1000),  # more choices than a byte numbers
+    (40, 31, 37),
+    (25, 31, 10_000),
+    (100, 2, 4097),
+    (7, 64, 31),
+]
+
+
+@functools.cache
+def sweep() -> list[tuple[Any, Any, int, list[int] | None]]:
+    """Problems and what the reference answers: all costs different, or most tied; much of the budget, or little."""
+    problems = []
+    for shape, seed in itertools.product(SHAPES, range(6)):
+        steps, costs, budget = large_problem(seed, *shape)
+        for tied in (costs, np.floor(costs / costs.max() * 8)):
+            for part in (budget, budget // 2, len(steps), len(steps) + 17):
+                with kernels.use("reference"):
+                    problems.append((steps, tied, part, cheapest(steps, tied, part)))
+    return problems
+
+
+def test_equal_to_the_reference(body: str) -> None:
+    for steps, costs, budget, expected in sweep():
+        assert cheapest(steps, costs, budget) == expected
+
+
+def test_all_choices_of_a_layer_can_be_taken(body: str) -> None:
+    # 256 candidates fit into a byte, 257 do not.
+    for choices in (255, 256, 257, 1000):
+        steps = np.arange(choices, dtype=np.int32)[None]
+        costs = np.arange(choices, 0, -1, dtype=np.float64)[None]
+        for wanted in {0, 1, 254, 255, choices // 2, choices - 1} & set(range(choices)):
+            assert cheapest(steps, costs, wanted) == [wanted]
+            assert (
+                cheapest(np.vstack([steps] * 3), np.vstack([costs] * 3), 3 * (choices - 1))
+                == [choices - 1] * 3
+            )
+
+
+def test_the_budget_is_kept_and_more_budget_never_costs_more(body: str) -> None:
+    steps, costs, budget = large_problem(3, 30, 12, 500)
+    least = int(np.where(steps == NEVER, 10**6, steps).min(axis=1).sum())
+    assert cheapest(steps, costs, least - 1) is None
+    previous = math.inf
+    for part in range(least, budget + 200, 3):
+        found = cheapest(steps, costs, part)
+        assert found is not None
+        assert total(steps, found) <= part
+        assert total(costs, found) <= previous
+        previous = total(costs, found)
+    assert cheapest(steps, costs, 2**62) == np.where(steps == NEVER, np.inf, costs).argmin(axis=1).tolist()
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 3.0])
+@pytest.mark.parametrize("buckets", [1, 100, 10_000])
+def test_never_worse_than_the_reference(body: str, alpha: float, buckets: int) -> None:
+    rng = np.random.default_rng(buckets)
+    for _ in range(10):
+        errors, costs = rng.random((20, 6)), rng.random((20, 6))
+        column = rng.integers(0, 6)
+        steps, budget = program.discretise(errors, errors[:, column].copy(), buckets, alpha)
+        found = cheapest(steps, costs, budget)
+        assert found is not None
+        assert total(costs, found) <= total(costs, [column] * 20)
+
+
+def test_ties(body: str) -> None:
+    # Equal cost: the fewer steps in total.
+    assert cheapest([[3, 2], [4, 1]], [[5, 5], [6, 6]], 9) == [1, 1]
+    # Equal cost and equal steps in total: the fewer steps of the last layer.
+    assert cheapest([[1, 2], [1, 2]], [[9, 4], [9, 4]], 3) == [1, 0]
+    assert cheapest([[1, 2, 3]] * 3, [[9, 6, 3]] * 3, 6) == [2, 1, 0]
+    # Equal steps: the cheaper one, wherever it stands; then the first.
+    assert cheapest([[1, 1, 1, 1]], [[7, 3, 3, 8]], 1) == [1]
+    assert cheapest([[1, 1, 0]], [[3, 3, 3]], 1) == [2]
+
+
+def test_nothing_fits(body: str) -> None:
+    assert cheapest([[1], [1]], [[1], [1]], 1) is None
+    assert cheapest([[1], [NEVER]], [[1], [1]], 2**62) is None  # no budget is large enough
+    assert cheapest([[1], [1]], [[1], [np.inf]], 9) is None
+    assert program.cheapest(np.zeros((2, 0), np.int32), np.zeros((2, 0)), 9) is None
+
+
+def test_smallest_problems(body: str) -> None:
+    assert cheapest([[0]], [[0]], 0) == [0]
+    assert cheapest([[5]], [[3]], 5) == [0]
+    assert cheapest([[5]], [[3]], 4) is None
+    assert cheapest([[0, 1]], [[2, 1]], 0) == [0]
+    assert cheapest([[0, 1]], [[2, 1]], 2**62) == [1]
+    assert cheapest([[NEVER - 1, NEVER]], [[2, 1]], 2**62) == [0]
+    assert program.cheapest(np.zeros((0, 3), np.int32), np.zeros((0, 3)), 0).tolist() == []  # type: ignore[union-attr]
+
+
+# --- errors as steps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.3, 2.0])
+@pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300])
+def test_the_true_error_is_never_exceeded(alpha: float, scale: float) -> None:
+    """In exact arithmetic: errors <= budget * step size <= alpha * reference + one step per layer."""
+    rng = np.random.default_rng(7)
+    for layers, buckets in ((1, 1), (5, 10), (161, 1000), (161, 10_000), (30, 1 << 24)):
+        errors = scale * rng.lognormal(0, 3, (layers, 5))
+        errors[rng.random(errors.shape) < 0.1] = 0.0
+        reference = errors[:, 2].copy()
+        reference[0] = scale
+        steps, budget = program.discretise(errors, reference, buckets, alpha)
+        d = Fraction(program.step_size(reference, buckets, alpha))
+        exact = [[max(1, math.ceil(Fraction(e) / d)) for e in row] for row in errors]
+        assert steps.tolist() == [[min(n, NEVER) for n in row] for row in exact]
+        assert budget * d <= sum(Fraction(r) for r in alpha * reference) + layers * d
+        assert budget <= buckets + layers
+        found = program.cheapest(steps, rng.random(errors.shape), budget)
+        if alpha >= 1:
+            assert found is not None
+        if found is not None:
+            assert sum(Fraction(errors[i, k]) for i, k in enumerate(found)) <= budget * d
+
+
+def test_quotients_that_round_to_whole_numbers_are_rounded_up() -> None:
+    d = program.step_size(np.array([1.0]), 10_000)
+    whole = d * np.arange(1, 5001)
+    above = np.nextafter(whole, 2)
+    steps, _ = program.discretise(np.array([whole, above]), np.array([1.0, 0.0]), 10_000)
+    assert steps[0].tolist() == list(range(1, 5001))
+    assert steps[1].tolist() == list(range(2, 5002))
+
+
+def test_every_choice_takes_a_step() -> None:
+    steps, budget = program.discretise(np.array([[0.0, 1e-9], [1.0, 0.0]]), np.array([0.0, 1.0]), 4)
+    assert steps.tolist() == [[1, 1], [4, 1]]
+    assert budget == 5
+
+
+def test_the_reference_needs_more_than_the_authors_budget() -> None:
+    reference = np.random.default_rng(0).random(161)
+    steps, budget = program.discretise(reference[:, None].copy(), reference, 10_000)
+    assert steps.sum() == budget
+    assert 10_000 < budget <= 10_161
+
+
+def test_a_missing_choice_is_never_taken() -> None:
+    steps, budget = program.discretise(np.array([[np.inf, 1.0, 1e300]]), np.array([1.0]), 10)
+    assert steps.tolist() == [[NEVER, 10, NEVER]]
+    assert program.cheapest(steps, np.array([[0.0, 5.0, 0.0]]), budget).tolist() == [1]  # type: ignore[union-attr]
+
+
+def test_alpha_scales_the_budget() -> None:
+    errors = np.array([[4.0, 2.0, 1.0]] * 3)
+    reference = errors[:, 1].copy()
+    for alpha, total_steps in ((0.5, 6), (1.0, 12), (2.0, 24)):
+        steps, budget = program.discretise(errors, reference, 6 * 1000, alpha)
+        d = program.step_size(reference, 6 * 1000, alpha)
+        assert budget * d == pytest.approx(total_steps / 2, rel=1e-3)
+        assert program.cheapest(steps, 1 / errors, budget).tolist() == [int(math.log2(2 / alpha))] * 3  # type: ignore[union-attr]
+
+
+GOOD: dict[str, Any] = {"errors": np.ones((2, 3)), "reference": np.ones(2), "buckets": 10, "alpha": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("errors", np.full((2, 3), np.nan), "an error is negative or not a number"),
+        ("errors", np.full((2, 3), -1.0), "an error is negative or not a number"),
+        ("errors", np.ones((3, 3)), "errors has 3 rows for 2 layers"),
+        ("reference", np.zeros(2), "the reference errors add up to nothing"),
+        ("reference", np.zeros(0), "the reference errors add up to nothing"),
+        ("reference", np.full(2, 5e-324), "the reference errors add up to nothing"),
+        ("reference", np.full(2, 1.7e308), "add up to more than a float64 holds"),
+        ("reference", np.array([1.0, np.nan]), "a reference error is negative or not finite"),
+        ("reference", np.array([1.0, np.inf]), "a reference error is negative or not finite"),
+        ("reference", np.array([1.0, -1.0]), "a reference error is negative or not finite"),
+        ("buckets", 0, "buckets 0 is not in"),
+        ("buckets", program.MAX_REACH + 1, "is not in 1"),
+        ("alpha", 0.0, "alpha 0.0 is not positive"),
+        ("alpha", math.inf, "alpha inf is not positive"),
+        ("alpha", math.nan, "alpha nan is not positive"),
+        ("alpha", 1e308, None),
+    ],
+)
+def test_errors_out_of_range(name: str, value: Any, complaint: str | None) -> None:
+    arguments = GOOD | {name: value}
+    if complaint is None:
+        arguments["reference"] = np.full(2, 10.0)
+    with pytest.raises(ValueError, match=complaint or "more than a float64 holds"):
+        program.discretise(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("errors", np.ones((2, 3), np.float32)),
+        ("errors", np.ones(2)),
+        ("errors", np.ones((3, 2)).T),
+        ("errors", [[1.0]]),
+        ("reference", np.ones(2, np.float32)),
+        ("reference", np.ones((2, 1))),
+        ("reference", [1.0, 1.0]),
+        ("buckets", 10.0),
+        ("alpha", None),
+    ],
+)
+def test_errors_of_another_type(name: str, value: Any) -> None:
+    with pytest.raises(TypeError):
+        program.discretise(**(GOOD | {name: value}))
+
+
+# --- what no caller should ask for --------------------------------------------------------------------------
+
+STEPS, COSTS = np.ones((2, 3), np.int32), np.ones((2, 3))
+
+
+def replaced(array: Any, value: float) -> Any:
+    copy = array.copy()
+    copy[1, 2] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("steps", "costs", "budget", "complaint"),
+    [
+        (STEPS[:1], COSTS, 9, "do not have the same shape"),
+        (STEPS, COSTS[:, :2].copy(), 9, "do not have the same shape"),
+        (replaced(STEPS, -1), COSTS, 9, "layer 1: steps are negative"),
+        (STEPS, replaced(COSTS, -1.0), 9, "layer 1: a cost is negative or not a number"),
+        (STEPS, replaced(COSTS, math.nan), 9, "layer 1: a cost is negative or not a number"),
+        (STEPS, COSTS, -1, "budget -1 is negative"),
+        (STEPS, np.full((2, 3), 1e308), 9, "the costs add up to more than a float64 holds"),
+        (matrix([[0, 1 << 25]], np.int32), matrix([[2, 1]], float), 1 << 25, "more than 16777216 steps"),
+        (np.zeros((1, 65537), np.int32), np.zeros((1, 65537)), 9, "more than 65536 choices"),
+    ],
+)
+def test_numbers_out_of_range(body: str, steps: Any, costs: Any, budget: int, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        program.cheapest(steps, costs, budget)
+
+
+def unaligned(array: Any) -> Any:
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    return memory[1:].view(array.dtype).reshape(array.shape)
+
+
+@pytest.mark.parametrize(
+    ("steps", "costs", "budget"),
+    [
+        (STEPS.astype(np.int64), COSTS, 9),
+        (STEPS, COSTS.astype(np.float32), 9),
+        (STEPS[0], COSTS, 9),
+        (STEPS, COSTS[0], 9),
+        (STEPS[:, ::2], COSTS[:, ::2], 9),
+        (STEPS.tolist(), COSTS, 9),
+        (STEPS, None, 9),
+        (unaligned(STEPS), COSTS, 9),
+        (STEPS, unaligned(COSTS), 9),
+        (STEPS, COSTS, 9.0),
+    ],
+)
+def test_other_types(body: str, steps: Any, costs: Any, budget: Any) -> None:
+    with pytest.raises(TypeError):
+        program.cheapest(steps, costs, budget)
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_the_target_is_checked_and_untouched_unless_something_is_found(name: str) -> None:
+    kernel = bodies.named(name).cheapest
+    with pytest.raises(ValueError, match="chosen has 3 items for 2 layers"):
+        kernel(STEPS, COSTS, np.zeros(3, np.int32), budget=9)
+    for wrong in (np.zeros(2, np.int64), np.zeros((2, 1), np.int32), np.zeros(4, np.int32)[::2], None):
+        with pytest.raises(TypeError):
+            kernel(STEPS, COSTS, wrong, budget=9)
+    chosen = np.full(2, 7, np.int32)
+    assert not kernel(STEPS, COSTS, chosen, budget=1)
+    assert chosen.tolist() == [7, 7]
+    chosen.flags.writeable = False
+    with pytest.raises(TypeError):
+        kernel(STEPS, COSTS, chosen, budget=9)
+
+
+def test_read_only_sources_are_read(body: str) -> None:
+    steps, costs = STEPS.copy(), COSTS.copy()
+    steps.flags.writeable = costs.flags.writeable = False
+    assert cheapest(steps, costs, 2) == [0, 0]
+    found = program.cheapest(steps, costs, 2)
+    assert found is not None
+    assert found.dtype == np.int32
