@@ -40,6 +40,7 @@ from gradcomp.compress.topk import TopK
 from gradcomp.compress.unbiased_rank import UnbiasedRank
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.forms import outside_brackets, split, value_of
 from gradcomp.core.plan import Level
 
 BUILT_IN: tuple[type[Compressor], ...] = (
@@ -92,7 +93,7 @@ def registered() -> dict[str, type[Compressor]]:
 
 def from_string(text: str) -> Compressor:
     """Parse a string form. ConfigError says what is wrong and what exists."""
-    name, inner, rest = _split(text.strip())
+    name, inner, rest = split(text.strip())
     if name in _SHORT:
         if rest or inner is not None:
             raise ConfigError(
@@ -114,13 +115,13 @@ def from_string(text: str) -> Compressor:
         )
     if inner is not None:
         arguments["inner"] = from_string(inner)
-    for item in filter(None, _outside_brackets(rest)):
+    for item in filter(None, outside_brackets(rest)):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key not in fields:
             raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
         if key in arguments:
             raise ConfigError(f"{text!r}: {key} is given twice")
-        arguments[key] = _value(value)
+        arguments[key] = value_of(value, from_string)
     try:
         return kind(**arguments)
     except TypeError as error:
@@ -130,52 +131,3 @@ def from_string(text: str) -> Compressor:
 def at_level(family: str, level: Level) -> Compressor:
     """The compressor that a plan's assignment means."""
     return from_string(family).with_level(level)
-
-
-def _split(text: str) -> tuple[str, str | None, str]:
-    """``name[inner]:fields`` -> its parts; without brackets there is no inner one."""
-    name, bracket, rest = text.partition("[")
-    if not bracket or ":" in name:
-        name, _, rest = text.partition(":")
-        return name, None, rest
-    depth = 1
-    for at, character in enumerate(rest):
-        depth += (character == "[") - (character == "]")
-        if depth == 0:
-            after = rest[at + 1 :]
-            if after and not after.startswith(":"):
-                raise ConfigError(f"{text!r}: expected ':' behind ']', got {after!r}")
-            return name, rest[:at], after[1:]
-    raise ConfigError(f"{text!r}: a bracket is not closed")
-
-
-def _outside_brackets(text: str) -> list[str]:
-    """The parts between those commas that no bracket encloses."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def _value(text: str) -> Any:
-    if text.startswith("[") and text.endswith("]"):
-        return from_string(text[1:-1])
-    if "/" in text:
-        return tuple(_value(part) for part in text.split("/") if part)
-    lowered = text.lower()
-    if lowered in ("true", "false"):
-        return lowered == "true"
-    if lowered == "none":
-        return None
-    if "/" in text:
-        return tuple(_value(part) for part in text.split("/"))
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -99,7 +99,7 @@ class Pilot:
         self.setting = setting
         #: What was chosen, by layer number; layers that are missing travel as the plan says.
         self.choices: dict[int, Compressor] = {}
-        #: Why, in one line; for the log.
+        #: Why, in one line; for the log. Only rank 0 may know.
         self.reason = ""
 
     @property
@@ -111,6 +111,11 @@ class Pilot:
     def ready(self) -> bool:
         """This rank's vote."""
         return False
+
+    @property
+    def notable(self) -> bool:
+        """Whether the last change of plan is worth a line in the log."""
+        return True
 
     @property
     def wants_network(self) -> bool:

@@ -145,7 +145,9 @@ class LGreCo(Periodic):
             return menu.reference
         own = [choices[k] for choices, k in zip(menu.choices, menu.reference.tolist(), strict=True)]
         low, high = (
-            np.array([c.index(resolve(o, level)) for c, o in zip(menu.choices, own, strict=True)], dtype=np.int64)
+            np.array(
+                [c.index(resolve(o, level)) for c, o in zip(menu.choices, own, strict=True)], dtype=np.int64
+            )
             for level in (rule.low, rule.high)
         )
         return np.where(critical(before, seen.norm, rule.eta), low, high)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from time import thread_time
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ from gradcomp.kernels.codec import Table
 logger = logging.getLogger("gradcomp")
 
 Numbers = npt.NDArray[np.int64]
+
+T = TypeVar("T")
 
 #: Columns of the table that ranks add up, before those of the errors.
 _NORM, _MEAN, _DEVIATION, _COLUMNS = range(4)
@@ -154,6 +157,8 @@ class PeriodicPilot(Pilot):
         self._seen: Seen | None = None
         self._work: Future[Any] | None = None
         self._adding = False
+        #: Processor seconds of this rank: adding gradients up, measuring, deciding.
+        self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
         self._wire = np.zeros(len(setting.layers), dtype=np.float32)  # as it is saved
         self._sent = np.zeros(len(setting.layers))
 
@@ -192,11 +197,15 @@ class PeriodicPilot(Pilot):
         if self.phase in (Phase.MEASURE, Phase.SHARE):
             taken, cap = self._taken, self.controller.memory_bytes
             left = None if cap is None else max(cap - self._sums.nbytes, 0)
-            self._work = self.setting.background(lambda: self._measure(taken, left))
+            self._work = self.setting.background(
+                lambda: self._timed("measure", lambda: self._measure(taken, left))
+            )
         elif self.phase in (Phase.DECIDE, Phase.ANNOUNCE) and self.setting.rank == 0:
             seen = self._seen
             assert seen is not None, "tables were shared"
-            self._work = self.setting.background(lambda: self.controller.decide(seen))
+            self._work = self.setting.background(
+                lambda: self._timed("decide", lambda: self.controller.decide(seen))
+            )
 
     @property
     def ready(self) -> bool:
@@ -214,7 +223,13 @@ class PeriodicPilot(Pilot):
 
     def accumulate(self, table: Table, layers: Numbers, scale: float) -> None:
         """Add the gradients of layers that are this rank's."""
-        self._sums.add(table, layers, scale)
+        self._timed("add", lambda: self._sums.add(table, layers, scale))
+
+    def _timed(self, what: str, work: Callable[[], T]) -> T:
+        began = thread_time()
+        result = work()
+        self.spent[what] += thread_time() - began
+        return result
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
         """Accept the sums."""

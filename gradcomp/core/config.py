@@ -108,6 +108,12 @@ class Config:
         600.0, "Wait after which a rank aborts the job with a TransportError.", _positive, "positive"
     )
     trace_spans: int = _setting(4096, "Spans kept for the trace; 0 for none.", _not_negative, "not negative")
+    run_log: str = _setting(
+        "",
+        "Path of a JSONL file to which rank 0 appends every change of plan; empty: none.",
+        lambda v: "\0" not in v,
+        "a path, or empty",
+    )
     kernels: str = _setting(
         "auto",
         "Kernel body: auto (the compiled one, an error without it), native or reference (NumPy).",
@@ -174,7 +180,8 @@ class Config:
         for item in dataclasses.fields(Config):
             meta = item.metadata
             default = str(item.default).lower() if isinstance(item.default, bool) else item.default
-            rows.append(f"| `{PREFIX}{item.name.upper()}` | `{default}` | {meta['doc']} | {meta['rule']} |")
+            cell = "" if default == "" else f"`{default}`"
+            rows.append(f"| `{PREFIX}{item.name.upper()}` | {cell} | {meta['doc']} | {meta['rule']} |")
         return "\n".join(rows)
 
 

@@ -17,7 +17,8 @@ from gradcomp.compress import Compressor
 from gradcomp.compress.policy import Schedule
 from gradcomp.control import Controller, Setting
 from gradcomp.core.config import Config
-from gradcomp.core.errors import GradcompError, StateError, TransportError
+from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError
+from gradcomp.core.journal import Journal
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO, parse
@@ -26,6 +27,7 @@ from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.background import in_background
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
+from gradcomp.engine.plan_log import PlanLog
 from gradcomp.engine.watch import Position, Watch, place
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
@@ -82,6 +84,7 @@ class Exchanger:
         topology: Topology | None = None,
         arguments: Mapping[str, Any] | None = None,
         steering: Steering | None = None,
+        compression: str = "",
     ) -> None:
         topology = topology or Topology.one_host(transport.size)
         shared = {
@@ -92,6 +95,12 @@ class Exchanger:
         }
         if steering is not None:
             shared["controller"] = steering.controller.to_string()
+        journal = None
+        try:
+            if transport.rank == 0 and config.run_log:
+                journal = Journal(config.run_log)
+        except ConfigError as error:
+            agree(transport, None, error)  # which raises it
         agree(transport, describe(layers, plan, config, **shared))
         pilot = None
         if steering is not None:
@@ -136,6 +145,10 @@ class Exchanger:
         self._progress_at = monotonic()
         self._seen_advances = 0
         self._pid = os.getpid()
+        self._plan_log: PlanLog | None = None
+        if transport.rank == 0 and (pilot is not None or journal is not None):
+            controller = "none" if steering is None else steering.controller.to_string()
+            self._plan_log = PlanLog(self._pipeline, journal, controller, compression)
         engine.add(self)
 
     # -- the training thread ------------------------------------------------------------------------------------
@@ -195,7 +208,10 @@ class Exchanger:
     def commit(self) -> bool:
         """Accept the step that was waited for; False, on all ranks alike, if a value was not finite."""
         self._check()
-        return self._pipeline.commit()
+        accepted = self._pipeline.commit()
+        if self._plan_log is not None:
+            self._plan_log.after_step()
+        return accepted
 
     def discard(self) -> None:
         """Forget the step that was waited for."""
@@ -262,6 +278,8 @@ class Exchanger:
         if self._closed:
             return
         self._closed = True
+        if self._plan_log is not None:
+            self._plan_log.close()
         self._engine.remove(self)
         if self._error is None and not self._pipeline.is_open:
             self._transport.close()

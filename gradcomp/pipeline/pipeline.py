@@ -166,6 +166,11 @@ class Pipeline:
         """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
         return (self.step, *self._position)
 
+    @property
+    def predicted_bytes(self) -> float:
+        """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
+        return float(self._sent_bytes.sum())
+
     def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
@@ -545,16 +550,16 @@ class Pipeline:
                 ranges += program.reduction.ranges
                 program.reduction.assign(range(first, len(ranges)))
         self.residuals.own(ranges, world)
-        if self.pilot is not None:
-            pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
-            self._travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
-            self._sent_bytes = np.array(
-                [
-                    sum(sent_bytes(group, self._scheme, self._topology) for group in bucket.groups)
-                    for bucket in layout.buckets
-                ],
-                dtype=np.float64,
-            )
+        pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
+        self._travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+        self._sent_bytes = np.array(
+            [
+                sum(sent_bytes(group, self._scheme, self._topology) for group in bucket.groups)
+                for bucket in layout.buckets
+            ],
+            dtype=np.float64,
+        )
+        self.laid_out_plan = self.plan
         dense = sum(self.layers[i].nbytes for i in order)
         self._dense_bytes = 2 * dense * (world - 1) // world
         self._stale = False

@@ -47,7 +47,7 @@ def ddp_comm_hook(
     compression: Policy | Compressor | str = Compression.none,
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
-    controller: Controller | None = None,
+    controller: Controller | str | None = None,
 ) -> tuple["HookState", Hook]:
     """A state and a hook for ``ddp.register_comm_hook(state, hook)``: DDP's gradients, averaged in compressed form.
 
@@ -63,7 +63,8 @@ def ddp_comm_hook(
         model: the module, or the DistributedDataParallel around it.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
-        controller: changes the levels of layers while training runs, such as ``gradcomp.LGreCo(every_steps=500)``.
+        controller: changes the levels of layers while training runs, such as
+            ``gradcomp.LGreCo(every_steps=500)``, or its string form.
 
     Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
     2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes

@@ -44,7 +44,7 @@ def DistributedOptimizer(
     grad_scaler: torch.amp.GradScaler | None = None,
     process_set: Members = None,
     reduction: str | None = None,
-    controller: Controller | None = None,
+    controller: Controller | str | None = None,
 ) -> Optimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -67,7 +67,8 @@ def DistributedOptimizer(
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
             ``"ring"``, ``"tree"``, ``"all_to_all"``, ``"gather"``, ``"parameter_server"``, ``"hierarchical"`` or
             ``"auto"``.
-        controller: changes the levels of layers while training runs, such as ``gradcomp.LGreCo(every_steps=500)``.
+        controller: changes the levels of layers while training runs, such as
+            ``gradcomp.LGreCo(every_steps=500)``, or its string form.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the
     compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
@@ -104,7 +105,7 @@ class Arguments:
         finish: Finish,
         grad_scaler: Any,
         reduction: str | None,
-        controller: Controller | None,
+        controller: Controller | str | None,
     ) -> None:
         self._compression = compression
         self._passes = passes

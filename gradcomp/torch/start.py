@@ -13,6 +13,7 @@ import torch
 
 from gradcomp.compress import Policy
 from gradcomp.control import Controller
+from gradcomp.control import registry as controllers
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -59,8 +60,10 @@ class Proposal:
         return Steering(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
 
 
-def propose(policy: Policy, named: Named, step: int = 0, controller: Controller | None = None) -> Proposal:
+def propose(policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None) -> Proposal:
     """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
+    if isinstance(controller, str):
+        controller = controllers.from_string(controller)
     if controller is not None and not isinstance(controller, Controller):
         raise ConfigError(
             f"controller must be a controller such as gc.LGreCo(every_steps=500), got {controller!r}"
@@ -104,6 +107,7 @@ def start(
         topology=state.topology.among(ranks),
         arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
         steering=proposal.steering,
+        compression=proposal.policy.default.to_string(),
     )
     state.exchangers.append(exchanger)
     banner(exchanger, proposal.policy)

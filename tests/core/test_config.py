@@ -46,6 +46,7 @@ def test_every_setting_is_a_variable(name: str):
         "kernels": "reference",
         "isa": "baseline",
         "log_level": "debug",
+        "run_log": "run.jsonl",
         "reduction": "ring",
         "transport": "shm",
     }

@@ -1,0 +1,7 @@
+"""``python -m gradcomp``: the command ``gradcomp``."""
+
+import sys
+
+from gradcomp.cli import main
+
+sys.exit(main())

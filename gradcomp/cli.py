@@ -1,0 +1,146 @@
+"""The command ``gradcomp``: what a run's log says.
+
+``gradcomp plan show run.jsonl`` prints the plan and its history; ``--png`` draws the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from gradcomp.core.errors import ConfigError, GradcompError
+from gradcomp.core.journal import Logged, Run, histogram, read
+from gradcomp.core.levels import level_text, names, printable
+from gradcomp.version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status: 0, or 2 for bad input, which one line on stderr explains."""
+    options = _parser().parse_args(arguments)
+    try:
+        text = _plan_show(options)
+    except GradcompError as error:
+        sys.stderr.write(f"gradcomp: {printable(str(error))}\n")
+        return 2
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every layer's letters
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as under `| head`; nothing is left to be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for an error, as for all others."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {printable(message)} (try {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="gradcomp", description="Look at what gradcomp did in a run.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"gradcomp {__version__}")
+    plan = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "plan", help="plans: which compressor, at which level, for every layer"
+    )
+    show = plan.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "show", help="print a plan of a run, and the history of its plans"
+    )
+    show.add_argument("file", metavar="FILE", help="the run log: what GRADCOMP_RUN_LOG named")
+    show.add_argument(
+        "--run", type=int, metavar="N", help="the N-th run in the file, from 1; default: the last"
+    )
+    show.add_argument(
+        "--step", type=int, metavar="S", help="the plan in force at this step; default: the last"
+    )
+    show.add_argument("--png", metavar="OUT", help="draw the profile: level and size of every layer")
+    return parser
+
+
+def _plan_show(options: argparse.Namespace) -> str:
+    runs = read(options.file)
+    number = len(runs) if options.run is None else options.run
+    if not runs:
+        raise ConfigError(f"{options.file}: no run in this file")
+    if not 1 <= number <= len(runs):
+        raise ConfigError(f"{options.file}: no run {number}; there are runs 1 to {len(runs)}")
+    run = runs[number - 1]
+    shown = run.in_force(options.step)
+    if shown is None:
+        begin = f": the first begins at step {run.plans[0].step}" if run.plans else ""
+        when = "" if options.step is None else f" in force at step {options.step}"
+        raise ConfigError(f"{options.file}: run {number} has no plan{when}{begin}")
+    lines = _head(run, number, len(runs))
+    lines += ["", f"plan {shown.plan.version}, from step {shown.step}", "", *_layers(run, shown)]
+    lines += ["", "history, in bytes that one rank sends a step; ratio: to an uncompressed exchange", ""]
+    lines += _history(run, shown)
+    if run.choices:
+        lines += ["", "reasons", "", *(f"step {step}: {printable(text)}" for step, text in run.choices)]
+    if options.png is not None:
+        from gradcomp.plots import draw_profile  # which needs an extra
+
+        draw_profile(run, shown, options.png)
+        lines += ["", f"profile: {printable(options.png)}"]
+    return "\n".join([*lines, ""])
+
+
+def _head(run: Run, number: int, runs: int) -> list[str]:
+    facts = {
+        "run": f"{number} of {runs}, by gradcomp {run.version}",
+        "ranks": str(run.world),
+        "compression": run.compression,
+        "controller": run.controller or "none",
+    }
+    return [f"{fact:<13}{printable(text)}" for fact, text in facts.items()]
+
+
+def _layers(run: Run, shown: Logged) -> list[str]:
+    named = names(a.compressor for a in shown.plan.assignments)
+    elements = sum(layer.size for layer in run.layers)
+    rows = [["#", "layer", "elements", "share", "compressor", "level", "dense bytes"]]
+    for number, layer in enumerate(run.layers, 1):
+        a = shown.plan.by_layer[layer.name]
+        share = f"{layer.size / max(elements, 1):.2%}"
+        level = level_text(a.compressor, a.level)
+        rows.append(
+            [
+                str(number),
+                layer.name,
+                f"{layer.size:,}",
+                share,
+                named[a.compressor],
+                level,
+                f"{layer.nbytes:,}",
+            ]
+        )
+    rows.append(["", "total", f"{elements:,}", "", "", "", f"{sum(layer.nbytes for layer in run.layers):,}"])
+    return _table(rows, left={1, 4, 5})
+
+
+def _history(run: Run, shown: Logged) -> list[str]:
+    rows = [["", "step", "version", "predicted", "ratio", "measured", "ratio", "layers by level"]]
+    for logged in run.plans:
+        columns = ["*" if logged is shown else "", str(logged.step), str(logged.plan.version)]
+        for sent in (logged.predicted_bytes, logged.measured_bytes):
+            ratio = None if sent is None else run.ratio(sent)
+            columns += ["-" if sent is None else f"{sent:,.0f}", "-" if ratio is None else f"{ratio:.2f}x"]
+        rows.append([*columns, histogram(logged.plan)])
+    return _table(rows, left={7})
+
+
+def _table(rows: list[list[str]], left: set[int]) -> list[str]:
+    """Columns two spaces apart; those of ``left`` begin, the others end, under their head."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(cells))
+        lines.append("  ".join(padded).rstrip())
+    return lines

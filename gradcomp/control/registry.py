@@ -1,0 +1,46 @@
+"""String forms of controllers: ``"lgreco:every_steps=500,objective=time"``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gradcomp.compress import from_string as compressor_from_string
+from gradcomp.control.base import Controller
+from gradcomp.control.lgreco import LGreCo
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.forms import outside_brackets, split, value_of
+
+BUILT_IN: tuple[type[Controller], ...] = (LGreCo,)
+
+
+def from_string(text: str) -> Controller:
+    """Parse a string form; brackets hold compressors and controllers, slashes separate several values.
+
+    ConfigError says what is wrong and what exists.
+    """
+    known = {kind.name: kind for kind in BUILT_IN}
+    name, inner, rest = split(text.strip())
+    if name not in known or inner is not None:
+        raise ConfigError(f"unknown controller {text!r}; known: {', '.join(sorted(known))}")
+    kind = known[name]
+    fields = {f.name for f in dataclasses.fields(kind)}
+    arguments: dict[str, Any] = {}
+    for item in filter(None, outside_brackets(rest)):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or key not in fields:
+            raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
+        if key in arguments:
+            raise ConfigError(f"{text!r}: {key} is given twice")
+        arguments[key] = value_of(value, _nested)
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{text!r}: {error}") from error
+
+
+def _nested(text: str) -> Any:
+    """What stands in brackets: a controller if one has that name, else a compressor."""
+    if text.partition(":")[0] in {kind.name for kind in BUILT_IN}:
+        return from_string(text)
+    return compressor_from_string(text)

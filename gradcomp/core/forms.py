@@ -1,0 +1,57 @@
+"""String forms, ``name[inner]:field=value,...``: what compressors and controllers are written as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradcomp.core.errors import ConfigError
+
+
+def split(text: str) -> tuple[str, str | None, str]:
+    """``name[inner]:fields`` -> its parts; without brackets there is no inner one."""
+    name, bracket, rest = text.partition("[")
+    if not bracket or ":" in name:
+        name, _, rest = text.partition(":")
+        return name, None, rest
+    depth = 1
+    for at, character in enumerate(rest):
+        depth += (character == "[") - (character == "]")
+        if depth == 0:
+            after = rest[at + 1 :]
+            if after and not after.startswith(":"):
+                raise ConfigError(f"{text!r}: expected ':' behind ']', got {after!r}")
+            return name, rest[:at], after[1:]
+    raise ConfigError(f"{text!r}: a bracket is not closed")
+
+
+def outside_brackets(text: str, separator: str = ",") -> list[str]:
+    """The parts between those separators that no bracket encloses."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def value_of(text: str, nested: Callable[[str], Any]) -> Any:
+    """A field's value: a number, a word, ``true``, ``none``, ``a/b/c`` for a tuple; ``nested`` reads what is in brackets."""
+    parts = outside_brackets(text, "/")
+    if len(parts) > 1:
+        return tuple(value_of(part, nested) for part in parts if part)
+    if text.startswith("[") and text.endswith("]"):
+        return nested(text[1:-1])
+    lowered = text.lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    if lowered == "none":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,283 @@
+"""The run log: JSON lines, one for every change of plan. ``docs/run-log.md`` describes the format.
+
+Rank 0 appends while a run goes on, so a file may end in the middle of a line, and a resumed run adds to the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from io import SEEK_END
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any, BinaryIO
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec, check_unique
+from gradcomp.core.levels import histogram
+from gradcomp.core.plan import Plan
+from gradcomp.version import __version__
+
+__all__ = ["Journal", "Logged", "Run", "histogram", "read"]
+
+logger = logging.getLogger("gradcomp")
+
+FORMAT = 1
+
+#: Numbers that a log may hold are below it, so that no sum, ratio or figure made of them overflows.
+LIMIT = 2**63
+
+
+class Journal:
+    """Appends lines to a run log, each written out at once; any thread may.
+
+    Raises ConfigError if the file cannot be opened. A line that cannot be written later (a full disk) is warned about,
+    and ends the log, not the training.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._file: BinaryIO | None = Path(path).open("a+b")  # noqa: SIM115 - closed by close()
+            self._cut = _ends_within_a_line(self._file)
+        except OSError as error:
+            raise ConfigError(f"cannot append to the run log {path}: {error.strerror or error}") from error
+
+    def run(self, world: int, controller: str, compression: str, layers: Sequence[LayerSpec]) -> None:
+        """Begin a run: what follows is of ``world`` ranks and these layers, until the next call."""
+        rows = [[layer.name, list(layer.shape), layer.dtype] for layer in layers]
+        self._write(
+            "run",
+            format=FORMAT,
+            version=__version__,
+            world=int(world),
+            controller=controller,
+            compression=compression,
+            layers=rows,
+        )
+
+    def plan(self, step: int, plan: Plan, predicted_bytes: int) -> None:
+        """A plan that takes effect at ``step``; one rank sends so many bytes a step under it, by formula."""
+        rows = [[a.layer, a.compressor, a.level] for a in plan.assignments]
+        self._write(
+            "plan",
+            step=int(step),
+            version=plan.version,
+            assignments=rows,
+            predicted_bytes=int(predicted_bytes),
+        )
+
+    def measured(self, step: int, version: int, steps: int, measured_bytes: float) -> None:
+        """The mean of what this rank sent in each of the ``steps`` steps under plan ``version``; nothing after none."""
+        if steps > 0:
+            self._write(
+                "bytes",
+                step=int(step),
+                version=int(version),
+                steps=int(steps),
+                measured_bytes=float(measured_bytes),
+            )
+
+    def choice(self, step: int, text: str) -> None:
+        """Why a controller decided as it did, in one line."""
+        self._write("choice", step=int(step), text=text)
+
+    def close(self) -> None:
+        """Close the file; what is logged later is dropped. May be called again."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # what could not be written has been warned about
+                self._file.close()
+            self._file = None
+
+    def _write(self, kind: str, **values: Any) -> None:
+        line = json.dumps({"kind": kind, **values}, separators=(",", ":"), allow_nan=False) + "\n"
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(("\n" if self._cut else "").encode() + line.encode())
+                self._file.flush()
+                self._cut = False
+            except OSError as error:
+                logger.warning("the run log %s ends here: %s", self._path, error.strerror or error)
+                self._close()
+
+
+def _ends_within_a_line(file: BinaryIO) -> bool:
+    """Whether the run before was killed while it wrote its last line."""
+    if file.seek(0, SEEK_END) == 0:
+        return False
+    file.seek(-1, SEEK_END)
+    return file.read(1) != b"\n"
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One plan of a run: in force from ``step`` on, with bytes per step of one rank, where they were measured."""
+
+    step: int
+    plan: Plan
+    predicted_bytes: int
+    measured_bytes: float | None = None
+    measured_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a log. ``choices`` are (step, text)."""
+
+    version: str
+    world: int
+    controller: str
+    compression: str
+    layers: tuple[LayerSpec, ...]
+    plans: tuple[Logged, ...] = ()
+    choices: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def dense_bytes(self) -> int:
+        """What one rank would send a step uncompressed: 2 d (N-1) / N for d bytes of gradient, as Statistics has it."""
+        return 2 * sum(layer.nbytes for layer in self.layers) * (self.world - 1) // self.world
+
+    def ratio(self, sent_bytes: float) -> float | None:
+        """How many times fewer these are than uncompressed; None where nothing is sent either way."""
+        return self.dense_bytes / sent_bytes if sent_bytes and self.dense_bytes else None
+
+    def in_force(self, step: int | None = None) -> Logged | None:
+        """The plan of a step, or the last one; None before the first."""
+        begun = [logged for logged in self.plans if step is None or logged.step <= step]
+        return begun[-1] if begun else None
+
+
+def read(path: str | os.PathLike[str]) -> list[Run]:
+    """The runs of a log, in order.
+
+    Lines of unknown kinds are skipped, as is a line that a killed run did not finish: the last one, or the one before
+    a run begins. Raises ConfigError, with the number of the line, for anything else that the format does not allow.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read the run log {path}: {error.strerror or error}") from error
+    runs: list[Run] = []
+    rest = lines.pop()  # behind the last newline: nothing, or a line that was not finished
+    records = [_parse(line) for line in lines] + ([_parse(rest)] if rest else [])
+    for number, record in enumerate(records, 1):
+        try:
+            if record is None and (number > len(lines) or _begins_run(records[number : number + 1])):
+                continue
+            _take(runs, record)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+    return runs
+
+
+def _parse(line: bytes) -> Any:
+    """The value of a line; None for what is not JSON (or is null, which no line may be either)."""
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _begins_run(records: list[Any]) -> bool:
+    return any(isinstance(record, dict) and record.get("kind") == "run" for record in records)
+
+
+def _take(runs: list[Run], record: Any) -> None:
+    """Add one line to the runs; ValueError says what is wrong with it."""
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    kind = _text(record, "kind")
+    if kind == "run":
+        runs.append(_run(record))
+    elif kind in _ADD:
+        if not runs:
+            raise ValueError(f"a line of kind {kind!r} before the first of kind 'run'")
+        runs[-1] = _ADD[kind](runs[-1], record)
+
+
+def _run(record: dict[str, Any]) -> Run:
+    if _count(record, "format") != FORMAT:
+        raise ValueError(f"format {record['format']}; this version of gradcomp reads format {FORMAT}")
+    rows = record.get("layers")
+    if not isinstance(rows, list):
+        raise ValueError(f"layers must be a list, got {shortened(rows)}")
+    layers = tuple(_layer(row) for row in rows)
+    check_unique(layers)
+    world = _count(record, "world", least=1)
+    return Run(
+        _text(record, "version"), world, _text(record, "controller"), _text(record, "compression"), layers
+    )
+
+
+def _layer(row: Any) -> LayerSpec:
+    match row:
+        case [str(name), list(shape), str(dtype)] if all(_is_count(n) for n in shape):
+            layer = LayerSpec(name, tuple(shape), dtype)
+            if layer.nbytes < LIMIT:
+                return layer
+    raise ValueError(f"a layer must be [name, [shape], dtype], got {shortened(row)}")
+
+
+def _add_plan(run: Run, record: dict[str, Any]) -> Run:
+    _count(record, "version")
+    plan = Plan.from_json(json.dumps(record))
+    plan.check_covers(run.layers)
+    for a in plan.assignments:
+        if a.level is not None and not abs(a.level) < LIMIT:
+            raise ValueError(f"level of {a.layer!r} is out of range: {shortened(a.level)}")
+    logged = Logged(_count(record, "step"), plan, _count(record, "predicted_bytes"))
+    return replace(run, plans=(*run.plans, logged))
+
+
+def _add_bytes(run: Run, record: dict[str, Any]) -> Run:
+    version, steps = _count(record, "version"), _count(record, "steps", least=1)
+    measured = record.get("measured_bytes")
+    if isinstance(measured, bool) or not isinstance(measured, int | float) or not 0 <= measured < LIMIT:
+        raise ValueError(f"measured_bytes must be a number of bytes, got {shortened(measured)}")
+    # A run that loads a checkpoint may come to a version again: the last plan of that number is meant.
+    for at in reversed(range(len(run.plans))):
+        if run.plans[at].plan.version == version:
+            logged = replace(run.plans[at], measured_bytes=float(measured), measured_steps=steps)
+            return replace(run, plans=(*run.plans[:at], logged, *run.plans[at + 1 :]))
+    raise ValueError(f"bytes of version {version}, but this run has no such plan")
+
+
+def _add_choice(run: Run, record: dict[str, Any]) -> Run:
+    return replace(run, choices=(*run.choices, (_count(record, "step"), _text(record, "text"))))
+
+
+_ADD = {"plan": _add_plan, "bytes": _add_bytes, "choice": _add_choice}
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < LIMIT
+
+
+def _count(record: dict[str, Any], key: str, least: int = 0) -> int:
+    value = record.get(key)
+    if not _is_count(value, least):
+        raise ValueError(f"{key} must be a whole number of at least {least}, got {shortened(value)}")
+    assert isinstance(value, int)
+    return value
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"{key} must be text, got {shortened(value)}")
+    return value

@@ -1,0 +1,117 @@
+"""Plans in words: short names of compressors, levels with their unit, and the histogram of a plan.
+
+All of it from the strings that a plan holds: a log is also read where the package that brought a compressor is not
+installed, and by a gradcomp that does not know it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from gradcomp.core.plan import Level, Plan
+
+EXACT = "exact"
+
+#: What the level of a compressor is; the others have none, or are another package's.
+LEVELS = {
+    **dict.fromkeys(("nuqsgd", "quantize"), "bits"),
+    **dict.fromkeys(("best_rank", "powersgd", "spectral_atomo", "unbiased_rank"), "rank"),
+    **dict.fromkeys(
+        ("clt_k", "dgc", "global_topk", "random_block", "random_k", "redsync", "sidco", "topk"), "density"
+    ),
+    "threshold": "threshold",
+}
+
+#: Of more levels than these, a histogram gives the lowest, the median and the highest.
+MOST_LEVELS = 12
+
+
+def short_name(family: str) -> str:
+    """A family without its fields: ``topk``, ``error_feedback[topk]``; a cast is named by its dtype.
+
+    :data:`EXACT` where nothing is lost.
+    """
+    head = _head(family)
+    outer, bracket, name = head.rpartition("[")
+    inner = family[len(outer + bracket) :]
+    cast = re.match(r"cast:dtype=(\w+)", inner)
+    if name == "none" or (cast and cast[1] == "float32"):
+        return EXACT
+    return outer + bracket + (cast[1] if cast else name) + "]" * head.count("[")
+
+
+def names(families: Iterable[str]) -> dict[str, str]:
+    """Short names by family; those that would be equal get the fields in which they differ."""
+    alike: dict[str, list[str]] = {}
+    for family in sorted(set(families)):
+        alike.setdefault(short_name(family), []).append(family)
+    named = {}
+    for name, members in alike.items():
+        fields = {family: _fields(family) for family in members}
+        common = set.intersection(*map(set, fields.values()))
+        for family in members:
+            own = ",".join(field for field in fields[family] if field not in common)
+            named[family] = f"{name}({own})" if own and name != EXACT else name
+        if len({named[family] for family in members}) < len(members) and name != EXACT:
+            named.update(zip(members, members, strict=True))  # the same fields, of different owners
+    return named
+
+
+def level_kind(family: str) -> str | None:
+    """What the family's level is: bits, rank, density, threshold; None if there is none or it is not known."""
+    return LEVELS.get(_head(family).rpartition("[")[2])
+
+
+def level_text(family: str, level: Level) -> str:
+    """A level with its unit; nothing for none."""
+    if level is None:
+        return ""
+    number = f"{level:g}" if isinstance(level, float) else str(level)
+    match level_kind(family):
+        case "bits":
+            return f"{number} bit" if level == 1 else f"{number} bits"
+        case "rank":
+            return f"rank {number}"
+    return number
+
+
+def printable(text: str) -> str:
+    """Text from a file, for one line of a terminal: what is not a visible character is escaped."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def histogram(plan: Plan) -> str:
+    """How many layers have which compressor and level.
+
+    As ``quantize: 2 bits x 12, 3 bits x 40; topk: 0.01 x 3; exact x 21``, the exact ones last.
+    """
+    named = names(a.compressor for a in plan.assignments)
+    layers: dict[str, list[tuple[float, str]]] = {}
+    for a in plan.assignments:
+        value = 0.0 if a.level is None else float(a.level)
+        layers.setdefault(named[a.compressor], []).append((value, level_text(a.compressor, a.level)))
+    parts = sorted(layers, key=lambda name: (name == EXACT, name))
+    return "; ".join(_part(name, sorted(layers[name])) for name in parts)
+
+
+def _part(name: str, levels: list[tuple[float, str]]) -> str:
+    counts = Counter(text for _, text in levels)  # in order of level
+    if len(counts) > MOST_LEVELS:
+        texts = list(counts)
+        middle = levels[len(levels) // 2][1]
+        return f"{name}: {texts[0]} to {texts[-1]}, median {middle}, x {len(levels)}"
+    if list(counts) == [""]:
+        return f"{name} x {len(levels)}"
+    return f"{name}: " + ", ".join(f"{text or 'no level'} x {count}" for text, count in counts.items())
+
+
+def _head(family: str) -> str:
+    """What stands before the first field: ``error_feedback[topk``."""
+    return re.split(r"[\]:]", family, maxsplit=1)[0]
+
+
+def _fields(family: str) -> list[str]:
+    """``name=value`` of all nesting levels, in order."""
+    return [part for part in re.split(r"[\[\],:]+", family) if "=" in part and not part.endswith("=")]

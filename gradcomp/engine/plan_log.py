@@ -1,0 +1,75 @@
+"""Changes of plan, as users see them: a log line each, and the run log."""
+
+from __future__ import annotations
+
+import logging
+
+from gradcomp.core.journal import Journal, histogram
+from gradcomp.pipeline import Pipeline
+
+logger = logging.getLogger("gradcomp")
+
+
+class PlanLog:
+    """Rank 0's account of one exchanger's plans. A controller that changes its mind every step says what is notable.
+
+    ``measured``: bytes sent per step under a plan, headers and votes included; ``predicted``: by formula, without.
+    """
+
+    def __init__(self, pipeline: Pipeline, journal: Journal | None, controller: str, compression: str) -> None:
+        self._pipeline = pipeline
+        self._version = -1
+        self._began = (0, 0)  # steps and bytes when the plan took effect
+        self._reached = (0, 0)  # the same after the last step
+        self._journal = journal
+        if journal is not None:
+            journal.run(pipeline.transport.size, controller, compression, pipeline.layers)
+
+    def after_step(self) -> None:
+        """A step was accepted or refused."""
+        pipeline = self._pipeline
+        statistics, version = pipeline.statistics, pipeline.laid_out_plan.version
+        pilot = pipeline.pilot
+        if version != self._version and (pilot is None or pilot.notable or self._version < 0):
+            step = pipeline.step - 1
+            self._end(step)
+            if pilot is not None:
+                self._say(step, version)
+            if self._journal is not None:
+                self._journal.plan(step, pipeline.laid_out_plan, round(pipeline.predicted_bytes))
+                if pilot is not None and pilot.reason:
+                    self._journal.choice(step, pilot.reason)
+            self._version, self._began = version, self._reached
+        self._reached = (statistics.steps, statistics.wire_bytes)
+
+    def _end(self, step: int) -> None:
+        steps = self._reached[0] - self._began[0]
+        if self._journal is not None and steps:
+            mean = (self._reached[1] - self._began[1]) / steps
+            self._journal.measured(step, self._version, steps, mean)
+
+    def _say(self, step: int, version: int) -> None:
+        pipeline = self._pipeline
+        steps = self._reached[0] - self._began[0]
+        before = ""
+        if steps:
+            mean = (self._reached[1] - self._began[1]) / steps
+            before = f", {mean / 1e6:.3f} MB measured under plan {self._version}"
+        assert pipeline.pilot is not None, "whoever changes the plan"
+        reason = f" ({pipeline.pilot.reason})" if pipeline.pilot.reason else ""
+        logger.info(
+            "step %d: plan %d by %s: %s; %.3f MB per step and rank predicted%s%s",
+            step,
+            version,
+            pipeline.pilot.name,
+            histogram(pipeline.laid_out_plan),
+            pipeline.predicted_bytes / 1e6,
+            before,
+            reason,
+        )
+
+    def close(self) -> None:
+        """The run ends."""
+        self._end(self._pipeline.step)
+        if self._journal is not None:
+            self._journal.close()

@@ -1,0 +1,171 @@
+"""The profile of a plan as a figure: level against layer, the layers' sizes behind it (000, Figure 1)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.journal import Logged, Run
+from gradcomp.core.levels import EXACT, level_kind, names, printable
+from gradcomp.core.plan import Assignment
+
+COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
+FIRST_COLOUR = "#d62728"
+PLAIN_COLOUR = "#555555"
+SIZE_COLOUR = "#cfd8e4"
+
+#: Levels that differ by more than this factor are drawn on a logarithmic axis.
+LINEAR_FACTOR = 20
+
+#: Of more layers than these, single marks would run into each other.
+MARKED_LAYERS = 200
+
+#: Longest name in the legend.
+NAME_LETTERS = 40
+
+Rows = Sequence[Assignment]
+Legend = dict[str, Any]  # label -> what it stands for, an artist of matplotlib
+
+
+def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
+    """Write the profile of a plan as PNG.
+
+    One panel for each kind of level (bits, rank, density), in which every compressor has its colour; the run's first
+    plan, often the uniform one, is a dashed line. Raises ConfigError without matplotlib, or if the file cannot be
+    written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"a figure needs matplotlib: pip install 'gradcomp[plot]' ({error})") from error
+    rows = _rows(run, shown)
+    kinds = sorted({_kind(a) for a in rows} - {""}) or [""]
+    figure = Figure(figsize=(10, 1.8 + 3.2 * len(kinds)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
+    legend: Legend = {}
+    for panel, kind in zip(panels, kinds, strict=True):
+        _draw_first(panel, run, rows, kind, legend)
+        _draw_levels(panel, rows, kind, legend)
+        _draw_without(panel, rows, legend)
+        _draw_sizes(panel, run, legend)
+        _scale(panel, kind, len(rows))
+    panels[-1].set_xlabel("number of the layer")
+    figure.suptitle(_title(run, shown))
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _rows(run: Run, logged: Logged) -> Rows:
+    return [logged.plan.by_layer[layer.name] for layer in run.layers]
+
+
+def _kind(a: Assignment) -> str:
+    """What a level is, for the axis; empty for a layer that has none."""
+    return "" if a.level is None else level_kind(a.compressor) or "level"
+
+
+def _draw_first(panel: Any, run: Run, rows: Rows, kind: str, legend: Legend) -> None:
+    """The run's first plan, unless it is the one that is shown."""
+    first = _rows(run, run.plans[0])
+    if kind and first != rows and any(_kind(a) == kind for a in first):
+        points = [(number, a.level) for number, a in enumerate(first, 1) if _kind(a) == kind]
+        label = f"plan {run.plans[0].plan.version}, from step {run.plans[0].step}"
+        lines = panel.step(*zip(*points, strict=True), where="mid", color=FIRST_COLOUR, linestyle="--")
+        legend.setdefault(label, lines[0])
+
+
+def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
+    """A line for each compressor with this kind of level, from one of its layers to the next."""
+    named = names(a.compressor for a in rows)
+    single = len(rows) <= MARKED_LAYERS
+    style = (
+        {"marker": "o", "markersize": 4, "linewidth": 1.2}
+        if single
+        else {"marker": "o", "markersize": 2, "linewidth": 0.6}
+    )
+    for i, family in enumerate(sorted({a.compressor for a in rows if a.level is not None})):
+        points = [
+            (number, a.level)
+            for number, a in enumerate(rows, 1)
+            if a.compressor == family and _kind(a) == kind
+        ]
+        if points:
+            lines = panel.step(
+                *zip(*points, strict=True), where="mid", color=COLOURS[i % len(COLOURS)], **style
+            )
+            legend[_entry(named[family], len(points))] = lines[0]
+
+
+def _draw_without(panel: Any, rows: Rows, legend: Legend) -> None:
+    """Marks along the lower edge for layers that have no level, the exact ones apart."""
+    named = names(a.compressor for a in rows)
+    for name, mark in ((EXACT, "x"), ("without a level", "|")):
+        here = [
+            number
+            for number, a in enumerate(rows, 1)
+            if a.level is None and (named[a.compressor] == EXACT) == (name == EXACT)
+        ]
+        if here:
+            style = {"color": PLAIN_COLOUR, "linestyle": "none", "marker": mark, "markersize": 5}
+            lines = panel.plot(here, [0.03] * len(here), transform=panel.get_xaxis_transform(), **style)
+            legend.setdefault(_entry(name, len(here)), lines[0])
+
+
+def _draw_sizes(panel: Any, run: Run, legend: Legend) -> None:
+    """Bars on an axis of their own, behind the levels."""
+    elements = [layer.size for layer in run.layers]
+    behind = panel.twinx()
+    width = 0.9 if len(elements) <= MARKED_LAYERS else 1.0
+    bars = behind.bar(range(1, len(elements) + 1), elements, width=width, color=SIZE_COLOUR)
+    behind.set_yscale("log")
+    positive = [size for size in elements if size] or [1]
+    behind.set_ylim(min(positive) / 2, max(positive) * 2)
+    behind.set_ylabel("elements")
+    legend.setdefault("elements (right axis)", bars)
+    panel.set_zorder(behind.get_zorder() + 1)
+    panel.patch.set_visible(False)
+
+
+def _scale(panel: Any, kind: str, layers: int) -> None:
+    """Axes from what was drawn: levels from zero, or logarithmic where they are far apart."""
+    from matplotlib.ticker import MaxNLocator
+
+    panel.set_xlim(0.5, max(layers, 1) + 0.5)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if not kind:
+        panel.yaxis.set_visible(False)
+        return
+    panel.set_ylabel(f"level ({kind})" if kind != "level" else kind)
+    lines = [line for line in panel.lines if line.get_transform() == panel.transData]
+    levels = [float(level) for line in lines for level in line.get_ydata()]
+    low, high = min(levels), max(levels)
+    if low > 0 and high / low > LINEAR_FACTOR:
+        panel.set_yscale("log")
+        panel.set_ylim(low / 2, high * 1.5)
+    else:
+        panel.set_ylim(min(0.0, 1.15 * low), 1.15 * high if high > 0 else 1.0)
+        if kind in ("bits", "rank"):
+            panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _title(run: Run, shown: Logged) -> str:
+    title = f"Plan {shown.plan.version}, from step {shown.step}"
+    predicted, measured = run.ratio(shown.predicted_bytes), run.ratio(shown.measured_bytes or 0)
+    if predicted is not None:
+        title += f": {predicted:.2f}x fewer bytes than uncompressed"
+    if measured is not None:
+        title += f", {measured:.2f}x measured"
+    return title
+
+
+def _entry(name: str, layers: int) -> str:
+    """A line of the legend. Names come from a file: a dollar would begin a formula."""
+    short = name if len(name) <= NAME_LETTERS else name[: NAME_LETTERS - 1] + "…"
+    return f"{printable(short)}, {layers} layer{'s' * (layers != 1)}".replace("$", r"\$")
