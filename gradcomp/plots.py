@@ -120,13 +120,12 @@ def _draw_without(panel: Any, rows: Rows, legend: Legend) -> None:
 
 def _draw_sizes(panel: Any, run: Run, legend: Legend) -> None:
     """Bars on an axis of their own, behind the levels."""
-    elements = [layer.size for layer in run.layers]
+    elements = [max(layer.size, 0.5) for layer in run.layers]  # an empty one's bar ends at the lower edge
     behind = panel.twinx()
     width = 0.9 if len(elements) <= MARKED_LAYERS else 1.0
     bars = behind.bar(range(1, len(elements) + 1), elements, width=width, color=SIZE_COLOUR)
     behind.set_yscale("log")
-    positive = [size for size in elements if size] or [1]
-    behind.set_ylim(min(positive) / 2, max(positive) * 2)
+    behind.set_ylim(max(min(elements, default=1), 1) / 2, max(elements, default=1) * 2)
     behind.set_ylabel("elements")
     legend.setdefault("elements (right axis)", bars)
     panel.set_zorder(behind.get_zorder() + 1)

@@ -1,0 +1,263 @@
+"""The command: what it prints, what it draws, and that bad input is one line and status 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradcomp as gc
+from gradcomp.core.journal import Journal
+
+EXACT = gc.Cast("float32").family_string()
+LAYERS = [
+    gc.LayerSpec("conv.weight", (16, 3, 3, 3)),
+    gc.LayerSpec("conv.bias", (16,)),
+    gc.LayerSpec("fc.weight", (100, 64), "bfloat16"),
+]
+
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs the extra plot")
+
+
+def plan(version: int, *chosen: gc.Compressor) -> gc.Plan:
+    rows = zip(LAYERS, chosen, strict=True)
+    return gc.Plan(version, tuple(gc.Assignment(layer.name, c.family_string(), c.level) for layer, c in rows))
+
+
+UNIFORM = plan(0, gc.Quantize(4), gc.Cast("float32"), gc.Quantize(4))
+MIXED = plan(1, gc.Quantize(2), gc.Cast("float32"), gc.PowerSGD(4))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Two runs; the second changed its plan at step 500."""
+    path = tmp_path / "run.jsonl"
+    journal = Journal(path)
+    journal.run(2, "", "quantize:bits=4", LAYERS)
+    journal.plan(0, UNIFORM, 1000)
+    journal.run(4, "LGreCo(every_steps=500)", "quantize:bits=4", LAYERS)
+    journal.plan(0, UNIFORM, 5_000)
+    journal.measured(500, 0, 500, 5_100.0)
+    journal.choice(500, "error 0.9 of the budget")
+    journal.plan(500, MIXED, 2_500)
+    journal.close()
+    return path
+
+
+def gradcomp(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradcomp", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}, check=False
+    )
+
+
+SHOWN = """\
+run          2 of 2, by gradcomp VERSION
+ranks        4
+compression  quantize:bits=4
+controller   LGreCo(every_steps=500)
+
+plan 1, from step 500
+
+#  layer        elements   share  compressor  level   dense bytes
+1  conv.weight       432   6.31%  quantize    2 bits        1,728
+2  conv.bias          16   0.23%  exact                        64
+3  fc.weight       6,400  93.46%  powersgd    rank 4       12,800
+   total           6,848                                   14,592
+
+history, in bytes that one rank sends a step; ratio: to an uncompressed exchange
+
+   step  version  predicted  ratio  measured  ratio  layers by level
+      0        0      5,000  4.38x     5,100  4.29x  quantize: 4 bits x 2; exact x 1
+*   500        1      2,500  8.76x         -      -  powersgd: rank 4 x 1; quantize: 2 bits x 1; exact x 1
+
+reasons
+
+step 500: error 0.9 of the budget
+"""
+
+
+def test_the_last_plan_and_its_history_are_printed(log: Path):
+    done = gradcomp("plan", "show", log)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == SHOWN.replace("VERSION", gc.__version__)
+
+
+def test_a_step_and_a_run_can_be_chosen(log: Path):
+    at = gradcomp("plan", "show", log, "--step", 499).stdout
+    assert "plan 0, from step 0" in at
+    assert "quantize    4 bits" in at
+    first = gradcomp("plan", "show", log, "--run", 1).stdout
+    assert "1 of 2, by gradcomp" in first
+    assert "controller   none" in first
+    assert "*     0        0      1,000  14.59x" in first
+
+
+def test_the_version_is_the_package_s():
+    done = gradcomp("--version")
+    assert (done.returncode, done.stdout) == (0, f"gradcomp {gc.__version__}\n")
+
+
+def test_no_framework_is_needed(log: Path):
+    blocked = (
+        "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None; "
+        "from gradcomp.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", blocked, "plan", "show", str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+BAD = {
+    "no command": ([], "COMMAND"),
+    "unknown command": (["plans"], "plans"),
+    "no file": (["plan", "show"], "FILE"),
+    "missing file": (["plan", "show", "{log}.none"], "No such file"),
+    "a directory": (["plan", "show", "."], "Is a directory"),
+    "broken file": (["plan", "show", __file__], "line 1: not a JSON object"),
+    "empty file": (["plan", "show", os.devnull], "no run in this file"),
+    "run as text": (["plan", "show", "{log}", "--run", "x"], "--run"),
+    "run 0": (["plan", "show", "{log}", "--run", "0"], "no run 0; there are runs 1 to 2"),
+    "run 3": (["plan", "show", "{log}", "--run", "3"], "no run 3; there are runs 1 to 2"),
+    "negative step": (["plan", "show", "{log}", "--step", "-1"], "no plan in force at step -1: the first"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_status_2(log: Path, arguments: list[str], message: str):
+    done = gradcomp(*(argument.format(log=log) for argument in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("gradcomp")
+    assert message in line
+
+
+def test_a_run_without_a_plan_says_so(tmp_path: Path):
+    journal = Journal(tmp_path / "run.jsonl")
+    journal.run(2, "", "none", LAYERS)
+    journal.close()
+    done = gradcomp("plan", "show", tmp_path / "run.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.endswith("run.jsonl: run 1 has no plan\n")
+
+
+def test_names_from_a_file_cannot_control_the_terminal(tmp_path: Path):
+    layer = gc.LayerSpec("é\x1b[2J\n\ud800", (8,))
+    journal = Journal(tmp_path / "run.jsonl")
+    journal.run(2, "\n", "none\x07", [layer])
+    journal.plan(0, gc.Plan(0, (gc.Assignment(layer.name, "a\nb", 1),)), 8)
+    journal.choice(0, "\x1b")
+    journal.close()
+    done = gradcomp("plan", "show", tmp_path / "run.jsonl", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.replace("\n", "").isprintable()
+    assert "\\xe9\\x1b[2J\\n\\ud800" in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error(log: Path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "gradcomp", "plan", "show", str(log)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ------------------------------------------------------------------------------------------ the figure
+
+
+def draw(log: Path, *arguments: object) -> np.ndarray:
+    """The figure's pixels: (height, width, RGBA)."""
+    from matplotlib.image import imread
+
+    out = log.with_suffix(".png")
+    done = gradcomp("plan", "show", log, "--png", out, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(f"\nprofile: {out}\n")
+    return imread(out)
+
+
+def pixels_of(image: np.ndarray, colour: str) -> int:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return int((np.abs(image[..., :3] - [red, green, blue]).max(axis=-1) < 0.01).sum())
+
+
+@needs_matplotlib
+def test_the_profile_has_sizes_levels_and_the_first_plan(log: Path):
+    from gradcomp.plots import COLOURS, FIRST_COLOUR, SIZE_COLOUR
+
+    image = draw(log)
+    assert image.std() > 0.05
+    drawn = {colour: pixels_of(image, colour) for colour in (COLOURS[0], COLOURS[1], FIRST_COLOUR)}
+    assert min(drawn.values()) > 30, drawn
+    assert pixels_of(image, SIZE_COLOUR) > 10_000
+
+
+@needs_matplotlib
+def test_every_kind_of_level_has_a_panel(log: Path):
+    from gradcomp.plots import COLOURS, FIRST_COLOUR
+
+    mixed, uniform = draw(log), draw(log, "--step", 0)
+    assert mixed.shape[0] > 1.5 * uniform.shape[0]
+    assert pixels_of(uniform, COLOURS[0]) > 30
+    assert pixels_of(uniform, FIRST_COLOUR) == 0
+
+
+def odd_log(path: Path, layers: list[gc.LayerSpec], rows: list[tuple[str, object]]) -> Path:
+    journal = Journal(path)
+    journal.run(1, "", "none", layers)
+    rows_of = zip(layers, rows, strict=True)
+    journal.plan(0, gc.Plan(0, tuple(gc.Assignment(x.name, *row) for x, row in rows_of)), 0)
+    journal.close()
+    return path
+
+
+ODD = {
+    "no layer": ([], []),
+    "no level": ([(8,), (8,)], [("none", None), ("terngrad", None)]),
+    "an empty layer": ([(0,), (8,)], [("quantize", 4), ("quantize", 4)]),
+    "only empty layers": ([(0,)], [("quantize", 4)]),
+    "a scalar": ([()], [("threshold", 0.0)]),
+    "negative levels": ([(8,), (8,)], [("other", -3), ("other", -9)]),
+    "levels far apart": ([(8,), (8,)], [("topk", 1e-300), ("topk", 1e18)]),
+    "names that are formulas": ([(8,), (8,)], [("$\\frac{", 1), ("$x" * 1000, 1)]),
+    "a hidden name": ([(8,)], [("_", 1)]),
+}
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(("shapes", "rows"), ODD.values(), ids=ODD)
+def test_odd_plans_are_drawn(tmp_path: Path, recwarn, shapes: list, rows: list):
+    from gradcomp.cli import main
+
+    layers = [gc.LayerSpec(str(i), shape) for i, shape in enumerate(shapes)]
+    log = odd_log(tmp_path / "run.jsonl", layers, rows)
+    assert main(["plan", "show", str(log), "--png", str(tmp_path / "out.png")]) == 0
+    assert (tmp_path / "out.png").stat().st_size > 5_000
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@needs_matplotlib
+def test_a_figure_that_cannot_be_written_is_one_line(log: Path):
+    done = gradcomp("plan", "show", log, "--png", log.parent / "missing" / "out.png")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("missing/out.png: No such file or directory")
+
+
+def test_without_matplotlib_the_message_names_the_extra(log: Path, capsys, monkeypatch):
+    from gradcomp.cli import main
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert main(["plan", "show", str(log), "--png", str(log.with_suffix(".png"))]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("gradcomp: a figure needs matplotlib: pip install 'gradcomp[plot]' (")
+    assert len(captured.err.splitlines()) == 1
+    assert not log.with_suffix(".png").exists()
