@@ -14,7 +14,7 @@ import pytest
 import gradcomp as gc
 from gradcomp.core.journal import Journal
 
-EXACT = gc.Cast("float32").family_string()
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "run-log.md"
 LAYERS = [
     gc.LayerSpec("conv.weight", (16, 3, 3, 3)),
     gc.LayerSpec("conv.bias", (16,)),
@@ -86,6 +86,13 @@ def test_the_last_plan_and_its_history_are_printed(log: Path):
     done = gradcomp("plan", "show", log)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == SHOWN.replace("VERSION", gc.__version__)
+
+
+def test_the_page_shows_what_its_example_prints(tmp_path: Path):
+    page = PAGE.read_text()
+    example, shown = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("json", "text"))
+    (tmp_path / "run.jsonl").write_text(example)
+    assert gradcomp("plan", "show", tmp_path / "run.jsonl").stdout == shown
 
 
 def test_a_step_and_a_run_can_be_chosen(log: Path):
