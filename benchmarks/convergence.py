@@ -68,6 +68,7 @@ class Plan:
     rate: float
     seeds: tuple[int, ...]
     settings: Settings
+    controller: str = ""
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -88,7 +89,7 @@ def run_rank(plan: Plan, out: Path) -> None:
     found = []
     for seed in plan.seeds:
         job = make_job(plan.task, plan.settings, data, seed, rank, size)
-        found.append({"seed": seed, **train(job, plan.compression, plan.rate)})
+        found.append({"seed": seed, **train(job, plan.compression, plan.rate, plan.controller)})
     source = getattr(data, "source", None)
     out.with_name(f"{rank}.json").write_text(json.dumps({"source": source, "runs": found}))
     gc.shutdown()
@@ -102,7 +103,7 @@ def launch(plan: Plan, ranks: int, link: str | None) -> list[dict[str, Any]] | N
     with tempfile.TemporaryDirectory(prefix="gradcomp-convergence-") as directory:
         out = Path(directory) / "out"
         text = json.dumps(dataclasses.asdict(plan))
-        command = [sys.executable, __file__, "--plan", text, "--out", str(out)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--plan", text, "--out", str(out)]
         if link is None:
             codes = _run_here(command, ranks)
         else:

@@ -128,8 +128,11 @@ def share_work(job: Job, compressor: Compressor, rate: float) -> None:
         job.clip = None
 
 
-def train(job: Job, compression: str, rate: float = 1.0) -> dict[str, Any]:
-    """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over."""
+def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -> dict[str, Any]:
+    """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
+
+    With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
+    """
     import torch
 
     import gradcomp.torch as gc
@@ -139,8 +142,12 @@ def train(job: Job, compression: str, rate: float = 1.0) -> dict[str, Any]:
     share_work(job, compressor, rate)
     gc.broadcast_parameters(job.model.state_dict(), root_rank=0)
     optimizer = gc.DistributedOptimizer(
-        job.optimizer, named_parameters=job.model.named_parameters(), compression=compressor
+        job.optimizer,
+        named_parameters=job.model.named_parameters(),
+        compression=compressor,
+        controller=controller or None,
     )
+    plans: list[tuple[int, Any]] = []
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=job.optimizer.param_groups[0]["lr"], total_steps=job.steps, pct_start=0.1,
         cycle_momentum=False,
@@ -158,6 +165,9 @@ def train(job: Job, compression: str, rate: float = 1.0) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
         step_seconds.append(time.perf_counter() - step_began)
+        plan = optimizer.plan()
+        if plan is not None and (not plans or plans[-1][1] is not plan):
+            plans.append((len(counted) + 1, plan))
         sent = optimizer.statistics()
         counted.append((sent.wire_bytes, sent.dense_bytes))
     seconds = time.perf_counter() - began
@@ -168,7 +178,17 @@ def train(job: Job, compression: str, rate: float = 1.0) -> dict[str, Any]:
     half = min(half, job.steps - 1)
     first = counted[half - 1] if half else (0, 0)
     wire, dense = (now - then for now, then in zip(counted[-1], first, strict=True))
+    adaptive: dict[str, Any] = {"run_bytes_per_step": counted[-1][0] / job.steps}
+    exchanger = optimizer._exchanger_or_none()
+    pilot = None if exchanger is None else exchanger.pipeline.pilot
+    if controller and pilot is not None:
+        adaptive["spent_seconds"] = dict(getattr(pilot, "spent", {}))
+        adaptive["plans"] = [
+            [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans
+        ]
+        adaptive["buckets"] = [[names, size] for names, size in optimizer.buckets()]
     return {
+        **adaptive,
         "metric": job.metric(),
         "digest": digest.hexdigest(),
         "seconds": seconds,

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
@@ -35,6 +36,9 @@ from gradcomp.transport.base import Handle, Transport
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
+
+#: Name of the job's first exchanger among all ranks.
+FIRST = "all-0"
 
 
 class Listener(Protocol):
@@ -76,7 +80,7 @@ class Exchanger:
         config: Config,
         allocate: Allocate,
         *,
-        name: str = "0",
+        name: str = FIRST,
         average: bool = True,
         listener: Listener | None = None,
         order_step: int = 0,
@@ -98,7 +102,7 @@ class Exchanger:
         journal = None
         try:
             if transport.rank == 0 and config.run_log:
-                journal = Journal(config.run_log)
+                journal = Journal(_log_path(config.run_log, name))
         except ConfigError as error:
             agree(transport, None, error)  # which raises it
         agree(transport, describe(layers, plan, config, **shared))
@@ -382,6 +386,12 @@ class Exchanger:
         if self._listener is not None:
             self._listener.failed(error)
         self._done.set()
+
+
+def _log_path(path: str, name: str) -> Path:
+    """The run log of the job's first exchanger is at ``path``; others put their names into theirs."""
+    whole = Path(path)
+    return whole if name == FIRST else whole.with_name(f"{whole.stem}.{name}{whole.suffix}")
 
 
 def _poll(handle: Handle) -> Waiting:

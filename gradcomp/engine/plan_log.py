@@ -16,7 +16,9 @@ class PlanLog:
     ``measured``: bytes sent per step under a plan, headers and votes included; ``predicted``: by formula, without.
     """
 
-    def __init__(self, pipeline: Pipeline, journal: Journal | None, controller: str, compression: str) -> None:
+    def __init__(
+        self, pipeline: Pipeline, journal: Journal | None, controller: str, compression: str
+    ) -> None:
         self._pipeline = pipeline
         self._version = -1
         self._began = (0, 0)  # steps and bytes when the plan took effect

@@ -10,6 +10,7 @@ from statistics import median
 
 from gradcomp.compress import Policy
 from gradcomp.core.config import Config
+from gradcomp.core.plan import Plan
 from gradcomp.core.statistics import Span, Statistics
 from gradcomp.engine import Exchanger
 from gradcomp.engine.links import PROBE_BYTES
@@ -87,6 +88,11 @@ class Readers:
             )
             for bucket in pipeline.layout.buckets
         ]
+
+    def plan(self) -> Plan | None:
+        """The plan of the next step: every layer's compressor and level. None in a world of one."""
+        exchanger = self._exchanger_or_none()
+        return None if exchanger is None else exchanger.pipeline.plan
 
     def trace_spans(self) -> tuple[Span, ...]:
         """The last spans: ready, queue, encode, wire, reduce, decode, per bucket."""

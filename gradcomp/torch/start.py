@@ -60,7 +60,9 @@ class Proposal:
         return Steering(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
 
 
-def propose(policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None) -> Proposal:
+def propose(
+    policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None
+) -> Proposal:
     """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
     if isinstance(controller, str):
         controller = controllers.from_string(controller)

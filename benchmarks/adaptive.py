@@ -1,0 +1,231 @@
+"""Controllers against uniform levels: bytes, final metric and overhead over paired seeds; 2 ranks.
+
+    python benchmarks/adaptive.py --cifar cifar10_10k.npz                  # ResNet-20 and the word LSTM, 3 seeds
+    python benchmarks/adaptive.py --task lstm --families rank --controllers lgreco,kmeans --seeds 1 --json table.json
+    python benchmarks/adaptive.py --json table.json --resume               # what table.json lacks
+
+The tasks are those of convergence.py. References are the papers': 4 bits; TopK 1% and rank 4 on the ResNet, TopK 10%
+and rank 32 on the LSTM. Controllers decide once an epoch of the ResNet, and ten times in the LSTM's run.
+
+Columns
+    bytes       what a rank sends per step, headers and votes included, in the mean over the whole run
+    fewer       bytes of uniform over those of the row: the tables 2 to 4 of L-GreCo, 3.8 of the CGX thesis
+    worse by    than uniform, relative, per pair; then the mean. The bar is 1%
+    overhead    processor time of the controller (gradients added up, error tables, program) over training time, the
+                larger of the ranks'; the bar is 1%
+    plans       changes of plan in the run, of the first seed
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import convergence
+import hosts
+import report
+from adaptive_rows import DEFAULT, DENSE, FAMILIES, RESNET, TASKS, UNIFORM, Arm, arms
+from convergence_rows import METRICS
+from convergence_tasks import Settings
+
+Run = dict[str, Any]
+
+BAR = 0.01
+
+
+def collect(task: str, arm: Arm, found: Sequence[dict[str, Any]]) -> list[Run]:
+    """The runs of a row, all ranks together."""
+    runs = []
+    for ranks in zip(*(rank["runs"] for rank in found), strict=True):
+        if len({run["digest"] for run in ranks}) > 1:
+            raise SystemExit(f"{task}, {arm.title}: the ranks ended with different parameters")
+        spent = [run.get("spent_seconds", {}) for run in ranks]
+        runs.append(
+            {
+                "task": task,
+                "row": arm.key,
+                "compression": arm.compression,
+                "controller": arm.controller,
+                **ranks[0],
+                "spent_by_rank": spent,
+                "overhead": max(
+                    sum(s.values()) / run["seconds"] for s, run in zip(spent, ranks, strict=True)
+                ),
+            }
+        )
+    return runs
+
+
+def measure(options: argparse.Namespace, runs: list[Run]) -> list[Run]:
+    """Every run that is asked for and not there yet; written after each row."""
+    settings = Settings(
+        60, options.lstm_steps, options.resnet_epochs, _path(options.data), _path(options.cifar)
+    )
+    for task in options.task:
+        for arm in arms(task, options.families.split(","), options.controllers.split(",")):
+            done = {run["seed"] for run in runs if (run["task"], run["row"]) == (task, arm.key)}
+            seeds = tuple(seed for seed in range(options.seeds) if seed not in done)
+            if not seeds:
+                continue
+            plan = convergence.Plan(task, arm.compression, 1.0, seeds, settings, arm.controller)
+            found = convergence.launch(plan, options.ranks, options.link)
+            if found is None:
+                print(f"{task}, {arm.title}: left out, a rank failed; its error is above", file=sys.stderr)
+                continue
+            new = collect(task, arm, found)
+            runs += new
+            for run in new:
+                print(
+                    f"{task}, {arm.title}, seed {run['seed']}: {METRICS[task][0]} {run['metric']:.4f}, "
+                    f"{run['run_bytes_per_step']:,.0f} bytes a step, {run['seconds']:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            save(options, runs)
+    return runs
+
+
+def _path(path: Path | None) -> str | None:
+    return None if path is None else str(path.resolve())
+
+
+def save(options: argparse.Namespace, runs: list[Run]) -> list[dict[str, Any]]:
+    """Write runs and rows, if a path was given; returns the rows."""
+    rows = [row for task in TASKS for row in evaluate(task, runs)]
+    about = {"lstm_steps": options.lstm_steps, "resnet_epochs": options.resnet_epochs, "link": options.link}
+    report.write_json(
+        options.json,
+        {"benchmark": "adaptive", "machine": report.machine(), "settings": about, "rows": rows, "runs": runs},
+    )
+    return rows
+
+
+def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each arm, compared with its family's uniform level seed by seed."""
+    sign = METRICS[task][1]
+    by_row: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        if run["task"] == task:
+            by_row.setdefault(run["row"], {})[run["seed"]] = run
+    known = {arm.key: arm for arm in arms(task, [f.key for f in FAMILIES], _every_controller(task))}
+    rows = []
+    for key in sorted(by_row, key=list(known).index):
+        arm, own = known[key], by_row[key]
+        base = by_row.get(f"{arm.family.key}-{UNIFORM}" if arm.family else DENSE, {})
+        seeds = sorted(own.keys() & base.keys())
+        if not seeds:
+            continue
+        worse = [sign * (own[s]["metric"] / base[s]["metric"] - 1) for s in seeds]
+        fewer = [base[s]["run_bytes_per_step"] / own[s]["run_bytes_per_step"] for s in seeds]
+        rows.append(
+            {
+                "task": task,
+                "row": key,
+                "title": arm.title,
+                "seeds": seeds,
+                "metrics": [own[s]["metric"] for s in seeds],
+                "worse": worse,
+                "mean_worse": statistics.mean(worse),
+                "bytes_per_step": statistics.mean(own[s]["run_bytes_per_step"] for s in seeds),
+                "dense_ratio": statistics.mean(own[s]["ratio"] for s in seeds),
+                "fewer": statistics.mean(fewer),
+                "target": arm.family.target if arm.family and key.endswith("-lgreco") else None,
+                "overhead": max(own[s]["overhead"] for s in seeds),
+                "plans": len(own[seeds[0]].get("plans", [])),
+            }
+        )
+    return rows
+
+
+def _every_controller(task: str) -> list[str]:
+    every = arms(
+        task, [FAMILIES[0].key], [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs"]
+    )
+    return [arm.key.partition("-")[2] for arm in every]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    """A table for each task."""
+    tables = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        cells = []
+        for row in (row for row in rows if row["task"] == task):
+            adaptive = row["row"] != DENSE and not row["row"].endswith(UNIFORM)
+            bar = None
+            if row["target"] is not None:
+                bar = f"{row['target']:g}: {'met' if row['fewer'] >= row['target'] else 'NOT met'}"
+            cells.append(
+                [
+                    row["title"],
+                    ", ".join(f"{m:.4g}" for m in row["metrics"]),
+                    f"{100 * row['mean_worse']:+.2f}" if adaptive else None,
+                    f"{row['bytes_per_step']:,.0f}",
+                    f"{row['fewer']:.2f}" if adaptive else None,
+                    bar,
+                    f"{100 * row['overhead']:.2f}" if adaptive else None,
+                    row["plans"] if adaptive else None,
+                ]
+            )
+        headers = [
+            f"{task}: row", f"{METRICS[task][0]} by seed", "worse by %", "bytes per step", "fewer", "bar", "overhead %",
+            "plans",
+        ]  # fmt: skip
+        tables.append(report.table(headers, cells))
+    return "\n\n".join(tables)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", choices=TASKS, action="append", help="some tasks only (default: all)")
+    parser.add_argument("--families", default=",".join(f.key for f in FAMILIES))
+    parser.add_argument("--controllers", default=",".join(DEFAULT))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--link", choices=hosts.LINKS, help="hosts of network namespaces with such links")
+    parser.add_argument("--lstm-steps", type=int, default=1000)
+    parser.add_argument("--resnet-epochs", type=int, default=18)
+    parser.add_argument(
+        "--data", type=Path, help="a text file (default: the text of Python's standard library)"
+    )
+    parser.add_argument("--cifar", type=Path, help="CIFAR-10 as .npz; without it there is no ResNet")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
+    options = parser.parse_args(arguments)
+    if options.task is None:
+        options.task = [task for task in TASKS if task != RESNET or options.cifar is not None]
+    if RESNET in options.task and options.cifar is None:
+        parser.error("--task resnet needs --cifar")
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    hosts.exit_on_termination()
+    began = time.monotonic()
+    kept = convergence.read_runs(options.json) if options.resume and options.json.is_file() else []
+    rows = save(options, measure(options, kept))
+    print(report.describe(report.machine()))
+    print(f"{time.monotonic() - began:.0f} s")
+    print(show(rows))
+    missed = [
+        f"{row['task']}: {row['title']}"
+        for row in rows
+        if row["target"] is not None and (row["fewer"] < row["target"] or row["mean_worse"] > BAR)
+    ]
+    print(
+        f"bars of L-GreCo, bytes and at most {BAR:.0%} worse: {'NOT met by ' + ', '.join(missed) if missed else 'met'}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

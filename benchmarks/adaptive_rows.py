@@ -1,0 +1,108 @@
+"""The rows of the controllers' benchmark: a family with its uniform level, and what chooses levels for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LSTM, RESNET = TASKS = ("lstm", "resnet")
+
+UNIFORM, DENSE = "uniform", "none"
+
+#: Steps between decisions: an epoch of the ResNet's, and a tenth of the LSTM's run.
+EVERY = {LSTM: 100, RESNET: 78}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A compression with the papers' reference level of each task, and Accordion's two levels around it."""
+
+    key: str
+    title: str
+    compression: dict[str, str]
+    low: dict[str, str]
+    high: dict[str, str]
+    target: float  # bytes of uniform over those of L-GreCo, issue and 000
+
+
+FAMILIES = (
+    Family(
+        "bits",
+        "QSGD",
+        {LSTM: "quantize:bits=4", RESNET: "quantize:bits=4"},
+        {LSTM: "4", RESNET: "4"},
+        {LSTM: "3", RESNET: "3"},
+        1.1,
+    ),
+    Family(
+        "density",
+        "TopK",
+        {LSTM: "topk:density=0.1", RESNET: "topk:density=0.01"},
+        {LSTM: "0.2", RESNET: "0.02"},
+        {LSTM: "0.05", RESNET: "0.005"},
+        2.0,
+    ),
+    Family(
+        "rank",
+        "PowerSGD",
+        {LSTM: "powersgd:rank=32", RESNET: "powersgd:rank=4"},
+        {LSTM: "64", RESNET: "8"},
+        {LSTM: "16", RESNET: "2"},
+        1.4,
+    ),
+)
+
+#: Candidates of several families at once, beside each layer's own. Quantised layers keep no residual here.
+_HYBRID = {
+    LSTM: ["[quantize:bits=2]", "[quantize:bits=3]", "[quantize:bits=4]", "[quantize:bits=6]", "[quantize:bits=8]",
+           "[topk:density=0.02]", "[topk:density=0.05]", "[topk:density=0.1]", "[topk:density=0.2]",
+           "[powersgd:rank=8]", "[powersgd:rank=16]", "[powersgd:rank=32]", "[powersgd:rank=64]"],
+    RESNET: ["[quantize:bits=2]", "[quantize:bits=3]", "[quantize:bits=4]", "[quantize:bits=6]", "[quantize:bits=8]",
+             "[topk:density=0.005]", "[topk:density=0.01]", "[topk:density=0.02]", "[topk:density=0.05]",
+             "[powersgd:rank=1]", "[powersgd:rank=2]", "[powersgd:rank=4]", "[powersgd:rank=8]"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run: a family's compression, and the controller on top of it; none for uniform."""
+
+    key: str
+    title: str
+    compression: str
+    controller: str
+    family: Family | None = None
+
+
+def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list[Arm]:
+    """The rows of a task: uncompressed first, then by family uniform and what was asked for."""
+    every = EVERY[task]
+    rows = [Arm(DENSE, "uncompressed", "none", "")]
+    for family in FAMILIES:
+        if family.key not in families:
+            continue
+        ends = f"low={family.low[task]},high={family.high[task]},every_steps={every}"
+        forms = {
+            UNIFORM: "",
+            "lgreco": f"lgreco:every_steps={every}",
+            "lgreco-squared": f"lgreco:every_steps={every},metric=squared",
+            "lgreco-time": f"lgreco:every_steps={every},objective=time",
+            "lgreco-position": f"lgreco:every_steps={every},objective=position",
+            "kmeans": f"kmeans:every_steps={every}",
+            "linear": f"linear:every_steps={every}",
+            "bayes": f"bayes:every_steps={every}",
+            "adaqs": f"adaqs:{ends}",
+            "accordion": f"accordion:{ends}",
+            "lgreco-accordion": f"lgreco:every_steps={every},accordion=[accordion:{ends}]",
+            "hybrid": f"lgreco:every_steps={every},levels={'/'.join(_HYBRID[task])}",
+        }
+        rows += [
+            Arm(f"{family.key}-{name}", f"{family.title}, {name}", family.compression[task], form, family)
+            for name, form in forms.items()
+            if name == UNIFORM or name in controllers
+        ]
+    return rows
+
+
+#: What a run without ``--controllers`` compares.
+DEFAULT = ("lgreco", "kmeans", "linear", "bayes", "accordion", "lgreco-accordion", "hybrid")
