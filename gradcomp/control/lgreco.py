@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.control.accordion import Accordion, critical
+from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
 from gradcomp.control.base import Doubles, Setting
 from gradcomp.control.menu import Candidates, Menu, default_levels, make_menu, resolve
 from gradcomp.control.periodic import Decision, Numbers, Periodic, Seen
@@ -31,8 +31,8 @@ class LGreCo(Periodic):
 
     minimise sum over layers of w(l) bytes(l, c_l)   subject to   sum of error(l, c_l) <= alpha sum of error(l, r_l),
 
-    error(l, c) = ||G_l - C_c(G_l)||, G_l the gradient of layer l accumulated since the last decision, before compression
-    and without feedback; C_c compresses and decompresses; r_l is the reference: the ``compression=`` that the layer has.
+    error(l, c) = ||G_l - C_c(G_l)||, G_l the gradient of layer l accumulated since the last decision, before
+    compression and without feedback; C_c compresses and decompresses; r_l, the reference, is the layer's compression.
 
     ``levels``: candidates, levels or compressors, of several families if you like; by default 000's ranges, [D/2, 2 D]
     for bits and ranks, [D/10, 10 D] for densities. ``alpha``: factor on the budget (thesis, section 3.6). ``buckets``:
@@ -49,9 +49,9 @@ class LGreCo(Periodic):
     Errors: ConfigError for empty or impossible ``levels``, a reference outside of them, ``alpha`` or ``buckets`` that
     are not positive, unknown words.
     Source: 000, Algorithm 1 and section 4; thesis, chapter 4 and appendix B. Differs: layers are measured by the ranks
-    that look after them instead of by one worker, each on its own gradients; the budget is the sum of the rounded errors
-    (otherwise the reference itself would not fit); equal costs go to the smaller error; bytes are those on the wire,
-    scales and indices included; every family may be mixed.
+    that look after them instead of by one worker, each on its own gradients; the budget is the sum of the rounded
+    errors (otherwise the reference itself would not fit); equal costs go to the smaller error; bytes are those on the
+    wire, scales and indices included; every family may be mixed.
     """
 
     name: ClassVar[str] = "lgreco"
@@ -100,7 +100,7 @@ class LGreCo(Periodic):
     def begin_memory(self, menu: Menu) -> Doubles:
         """Norms of the last period, negative before there was one; sums for the coefficients of time; warned."""
         rows = len(menu.layers)
-        return np.concatenate([np.full(rows, -1.0), np.zeros(2 * rows), [0.0]])
+        return np.concatenate([np.full(rows, NEVER), np.zeros(2 * rows), [0.0]])
 
     def decide(self, seen: Seen) -> Decision:
         """The program over the layers that had a gradient."""
@@ -111,7 +111,7 @@ class LGreCo(Periodic):
         fits *= _MEMORY
         fits += [seen.wire * seen.sent, seen.sent**2]
         reference = self._reference(seen, norms)
-        norms[:] = np.where(seen.silent, norms, seen.norm)
+        norms[:] = remembered(norms, seen.norm)
         choices = seen.current.copy()
         heard = np.flatnonzero(~seen.silent)
         errors = seen.errors[heard] ** 2 if self.metric == "squared" else seen.errors[heard]

@@ -146,6 +146,7 @@ class Exchanger:
         self._asides = 0
         self._error: GradcompError | None = None
         self._closed = False
+        self._aborted = False  # by this rank: the others may be left in a collective
         self._progress_at = monotonic()
         self._seen_advances = 0
         self._pid = os.getpid()
@@ -275,6 +276,7 @@ class Exchanger:
 
     def abort(self, message: str) -> None:
         """End the exchange on all ranks: they raise TransportError with this message within seconds."""
+        self._aborted = True
         self._watch.publish_abort(message)
 
     def close(self) -> None:
@@ -285,7 +287,7 @@ class Exchanger:
         if self._plan_log is not None:
             self._plan_log.close()
         self._engine.remove(self)
-        if self._error is None and not self._pipeline.is_open:
+        if self._error is None and not self._aborted and not self._pipeline.is_open:
             self._transport.close()
         else:
             self._transport.abandon()

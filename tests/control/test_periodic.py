@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from late import Late
 from loudest import LAYERS, Loudest, levels
 from simulation import Simulation
 
 from gradcomp import ConfigError, PowerSGD, Quantize, StateError, TopK, Warmup
 from gradcomp.control import Decision
 from gradcomp.control.accumulators import share_out
-
-
-class Late:
-    """A background whose work is done after a random number of looks."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def __call__(self, work):
-        looks, result = [self.random.randrange(12)], Future()
-        result.set_result(work())
-        future = Future()
-        future.done = lambda: looks.append(looks.pop() - 1) or looks[0] < 0
-        future.result = result.result
-        future.exception = result.exception
-        return future
 
 
 def several_steps(ranks: Simulation) -> None:

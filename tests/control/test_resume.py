@@ -32,8 +32,10 @@ def through_files(states, directory):
 @pytest.mark.parametrize("at", range(1, 13))
 def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, tmp_path, monkeypatch):
     finish = PeriodicPilot.finish
-    still = lambda pilot, step: finish(pilot, replace(step, wire=0 * step.wire))  # all but the clock
-    monkeypatch.setattr(PeriodicPilot, "finish", still)
+    # All but the clock.
+    monkeypatch.setattr(
+        PeriodicPilot, "finish", lambda pilot, step: finish(pilot, replace(step, wire=0 * step.wire))
+    )
     whole, first, second = job(3), job(3), job(3)
     gradients = [whole.gradients() for _ in range(24)]
     for step in range(at):

@@ -145,6 +145,18 @@ def test_an_abort_is_raised_by_all_soon(ranks):
     assert time.monotonic() - begin < 5
 
 
+def test_a_rank_that_aborted_gives_its_communicator_up(ranks, monkeypatch):
+    two = ranks(2)
+    ended = []
+    for rank, exchanger in enumerate(two.exchangers):
+        for how in ("close", "abandon"):
+            monkeypatch.setattr(exchanger._transport, how, lambda r=rank, h=how: ended.append((r, h)))
+    two.exchangers[0].abort("rank 0 ended with ValueError: no")
+    two.exchangers[0].close()
+    two.exchangers[1].close()
+    assert ended == [(0, "abandon"), (1, "close")]
+
+
 def test_after_a_failure_every_call_raises_the_same(ranks):
     world = ranks()
     world.exchangers[0].abort("enough")
