@@ -24,7 +24,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-reductions bench-hierarchy \
-           bench-shm bench-transports bench-scaling bench-convergence
+           bench-shm bench-transports bench-scaling bench-convergence bench-program
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -173,6 +173,9 @@ bench-scaling: $(STAMP)/package
 
 bench-convergence: $(STAMP)/package $(STAMP)/extra-demo
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
+bench-program: $(STAMP)/package
+	$(BIN)/python benchmarks/program.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
