@@ -135,7 +135,7 @@ class LGreCo(Periodic):
             free = np.where(errors == 0, costs, np.inf)
             return free.argmin(axis=1) if np.isfinite(free.min(axis=1)).all() else None
         steps, budget = program.discretise(errors, allowed, self.buckets, self.alpha)
-        found = program.cheapest(steps, np.where(np.isfinite(costs), costs, 0.0), budget)
+        found = program.cheapest(steps, costs, budget)
         return None if found is None else found.astype(np.int64)
 
     def _reference(self, seen: Seen, before: Doubles) -> Numbers:
