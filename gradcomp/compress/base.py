@@ -109,6 +109,10 @@ class Compressor(ABC):
         """The compressor of a step, for those that are a schedule of others. Plans hold what this gives."""
         return self
 
+    def bare(self) -> Compressor:
+        """What compresses, without the momentum, clipping, feedback and schedules that act around it."""
+        return self
+
     @property
     def changes(self) -> tuple[int, ...]:
         """Steps at which :meth:`at_step` begins to give something else, ascending."""

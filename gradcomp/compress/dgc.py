@@ -109,6 +109,10 @@ class DGC(EstimatedThreshold):
         """Itself without warm-up, at the step's density."""
         return self._schedule.at_step(step) if self._schedule else replace(self, warmup_steps=0)
 
+    def bare(self) -> Compressor:
+        """The threshold alone."""
+        return replace(self, momentum_factor=0.0, clip=None, warmup_steps=0)
+
     @property
     def changes(self) -> tuple[int, ...]:
         """The end of every part of the warm-up."""

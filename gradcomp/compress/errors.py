@@ -1,5 +1,193 @@
+"""What a layer loses under each of many compressors: the error tables of L-GreCo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import magnitudes, spectra
+from gradcomp.compress.base import Coded, Compressor
+from gradcomp.compress.best_rank import BestRank
+from gradcomp.compress.budget import Budget
+from gradcomp.compress.clt_k import CLTk
+from gradcomp.compress.code_errors import code_errors
+from gradcomp.compress.dgc import DGC
+from gradcomp.compress.global_topk import GlobalTopK
+from gradcomp.compress.identity import Identity
+from gradcomp.compress.low_rank import clamped_rank, matrix_shape
+from gradcomp.compress.powersgd import PowerSGD
+from gradcomp.compress.round_trip import round_trip, round_trip_bytes
+from gradcomp.compress.sparse import Sparse, elements_at
+from gradcomp.compress.spectral_atomo import SpectralAtomo
+from gradcomp.compress.topk import TopK
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.segments import FLOAT32, SEGMENT
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 
-def errors(choices, layer, values, seed, *, memory_bytes=None):
-    return np.array([np.linalg.norm(values) / (1 + i) for i in range(len(choices))])
+def errors(
+    choices: Sequence[Compressor],
+    layer: LayerSpec,
+    values: Floats,
+    seed: int,
+    *,
+    memory_bytes: int | None = None,
+) -> Doubles:
+    """||values - decompress(compress(values))|| in the L2 norm, not squared, of every choice.
+
+    One rank's round trip: without error feedback, momentum, clipping or schedules, so that a wrapper loses what is
+    inside it; without the second coding of the mean on its way back. By family:
+
+    - Coded (casts, quantisers, signs): the layer is encoded, once per choice, with draws from the seed.
+    - TopK, CLTk: the norm of what is not among the k largest, for all densities in one go. GlobalTopK and DGC too:
+      as if the layer were the model, and as if the sample gave the exact threshold.
+    - PowerSGD, BestRank: sqrt(sum over i > r of s_i^2), by the singular values or by 5 power steps (thesis, appendix
+      B.2), whichever is cheaper for the shape and the largest rank; for all ranks in one go. PowerSGD's own first step
+      would lose more; its warm start comes as near as the power steps do.
+    - SpectralAtomo: by the singular values, with draws from the seed.
+    - All others, and these with selected values that are not exact: a round trip for each.
+
+    A quantiser that draws is measured by one draw. Nothing is shared with what trains; kernels, sorting and LAPACK run
+    without the interpreter's lock. Equal on one machine for equal arguments; across machines up to rounding and LAPACK.
+
+    Args:
+        choices: any compressors, at their levels; those of a family cost less together than one by one.
+        layer: its name (of which draws depend) and shape.
+        values: float32, of the layer's shape or flat; its accumulated gradient. Only read.
+        seed: 64 bits.
+        memory_bytes: the most memory to use beside the values (and beside a copy of those if they are not contiguous);
+            None: what the fastest way takes, mostly one or two times the layer and its payload.
+
+    Returns:
+        float64, an error per choice. 0: nothing is lost. inf: the choice cannot carry the layer, because that is
+        float64, or because values so large overflow in the code. All NaN if a value is not finite; 0 for no values.
+
+    Raises:
+        ConfigError: the number of values is not the layer's; or a choice takes more memory than it may, in any way that
+            there is: the message says how much.
+
+    Source: 000, section 4, "System Implementation"; thesis, appendix B.2.
+    """
+    flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
+    if flat.size != layer.size:
+        raise ConfigError(f"layer {layer.name!r} has {layer.size} elements, got {flat.size} values")
+    if not np.isfinite(_energy(flat)):
+        return np.full(len(choices), np.nan)
+    found = np.zeros(len(choices))
+    families: dict[_Measure, list[int]] = {}
+    bare = [choice.bare() for choice in choices]
+    for i, choice in enumerate(bare):
+        if layer.dtype == "float64" and not isinstance(choice, Identity):
+            found[i] = np.inf
+        elif flat.size and not choice.is_exact:
+            families.setdefault(_measure_of(choice), []).append(i)
+    for measure, members in families.items():
+        names = ", ".join(dict.fromkeys(bare[i].name for i in members))
+        budget = Budget(memory_bytes, f"what {names} would lose of layer {layer.name!r}")
+        subject = _Subject(layer, flat, seed, budget)
+        found[members] = measure([bare[i] for i in members], subject)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Subject:
+    layer: LayerSpec
+    values: Floats
+    seed: int
+    budget: Budget
+
+
+_Measure = Callable[[Sequence[Any], _Subject], Doubles]
+
+
+def _measure_of(choice: Compressor) -> _Measure:
+    """How a compressor is measured. Types are compared exactly: a subclass may select or send something else."""
+    if isinstance(choice, Coded) and type(choice).exchange is Coded.exchange:
+        return _by_code
+    if isinstance(choice, Sparse) and not choice.values.is_exact:
+        return _by_round_trip
+    return _MEASURES.get(type(choice), _by_round_trip)
+
+
+def _by_code(choices: Sequence[Coded], subject: _Subject) -> Doubles:
+    return code_errors(choices, subject.layer, subject.values, subject.seed, subject.budget)
+
+
+def _by_magnitude(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Doubles:
+    size = np.array([subject.layer.size])
+    counts = np.concatenate([elements_at(choice.density, size) for choice in choices])
+    return magnitudes.rest_norms(subject.values, counts, subject.budget)
+
+
+def _by_rank(choices: Sequence[PowerSGD | BestRank], subject: _Subject) -> Doubles:
+    ranks = _ranks(choices, subject)
+    found = np.zeros(len(choices))
+    if ranks.any():
+        matrix = subject.values.reshape(matrix_shape(subject.layer.shape))
+        drawn = {"seed": subject.seed, "layer": subject.layer.hash}
+        found[ranks > 0] = spectra.rest_norms(matrix, ranks[ranks > 0], subject.budget, **drawn)
+    return found
+
+
+def _by_atoms(choices: Sequence[SpectralAtomo], subject: _Subject) -> Doubles:
+    ranks = _ranks(choices, subject)
+    found = np.zeros(len(choices))
+    if ranks.any():
+        matrix = subject.values.reshape(matrix_shape(subject.layer.shape))
+        subject.budget.require(spectra.product_bytes(matrix.shape))
+        sigma = np.sqrt(spectra.squared_singular_values(matrix))
+        hashes, draw = np.array([subject.layer.hash], np.uint32), Draw(subject.seed, 0, 0)
+        for i, (choice, rank) in enumerate(zip(choices, ranks.tolist(), strict=True)):
+            if not rank:
+                continue
+            chosen, weights = choice.choose(sigma[None], rank, hashes, draw)
+            found[i] = np.linalg.norm(sigma - np.where(chosen, weights, 0.0)[0])
+    return found
+
+
+def _ranks(
+    choices: Sequence[PowerSGD | BestRank | SpectralAtomo], subject: _Subject
+) -> npt.NDArray[np.int64]:
+    """0 where the layer travels exactly."""
+    return np.array([clamped_rank(subject.layer.shape, choice.rank) for choice in choices], dtype=np.int64)
+
+
+def _by_round_trip(choices: Sequence[Compressor], subject: _Subject) -> Doubles:
+    found = np.empty(len(choices))
+    for i, choice in enumerate(choices):
+        subject.budget.require(round_trip_bytes(choice, subject.layer))
+        given = round_trip(choice, subject.layer, subject.values, subject.seed)
+        if given is None:
+            found[i] = np.inf
+        else:
+            np.subtract(subject.values, given, out=given)
+            found[i] = np.sqrt(_energy(given))
+    return found
+
+
+_MEASURES: dict[type[Compressor], _Measure] = {
+    TopK: _by_magnitude,
+    CLTk: _by_magnitude,
+    DGC: _by_magnitude,
+    GlobalTopK: _by_magnitude,
+    PowerSGD: _by_rank,
+    BestRank: _by_rank,
+    SpectralAtomo: _by_atoms,
+}
+
+
+def _energy(values: Floats) -> float:
+    """The sum of the squares, in float64: finite if all values are."""
+    table, found = np.zeros(1, dtype=SEGMENT), np.empty(1)
+    table["gradient"], table["length"], table["dtype"] = values.ctypes.data, len(values), FLOAT32
+    selection.squares(table, found)
+    return float(found[0])

@@ -52,6 +52,10 @@ class Wrapper(Compressor):
         """Wrapped as this one is."""
         return self.around(self.inner.at_step(step))
 
+    def bare(self) -> Compressor:
+        """The inner one's."""
+        return self.inner.bare()
+
     @property
     def changes(self) -> tuple[int, ...]:
         """The inner one's."""

@@ -1,0 +1,98 @@
+"""One layer through one compressor and back, on one rank and without a transport."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.state import Fields
+from gradcomp.kernels.codec import Draw, Group
+from gradcomp.kernels.segments import FLOAT32, SEGMENT
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+def round_trip(
+    compressor: Compressor, layer: LayerSpec, values: Floats, seed: int, fields: Fields | None = None
+) -> Floats | None:
+    """What one rank alone gets back for its gradient: decompress(compress(values)).
+
+    There is no residual, no momentum and no clipping, and a reduction's second coding of the mean is left out.
+
+    Args:
+        compressor: without wrappers, see `Compressor.bare`; at the level to be tried.
+        layer: its shape counts; its dtype does not: values go in and out as float32.
+        values: float32, flat and contiguous; only read.
+        seed: of random draws; the step is 0.
+        fields: what the compressor keeps for layer 0, read and written, and not committed; made anew if it is None.
+
+    Returns:
+        float32, flat; None if the compressor found that what it would give back is not finite.
+    """
+    if compressor.masks_momentum:  # what was sent is set to zero where the values lie
+        values = values.copy()
+    if fields is None:
+        fields = Fields(1)
+        fields.arrange([compressor.fields(layer, seed)])
+    given = np.empty(layer.size, dtype=np.float32)
+    shadow = np.empty(layer.size if compressor.contributes else 0, dtype=np.float32)
+    group = _group(compressor, layer)
+    for table in (group.table, group.inputs):
+        table["gradient"], table["output"] = values.ctypes.data, given.ctypes.data
+        table["shadow"] = shadow.ctypes.data if compressor.contributes else 0
+    context = Context(Draw(seed, 0, 0), world=1, fields=fields)
+    exchange = compressor.exchange(group, context)
+    flags = np.zeros(1, dtype=np.uint8)
+    try:
+        message = next(exchange)
+        while True:
+            reply = _answer(message, context)
+            flags |= reply.flags
+            message = exchange.send(Reply(flags.copy(), reply.data))
+    except StopIteration as end:
+        flags |= end.value
+    return None if flags[0] else given
+
+
+def round_trip_bytes(compressor: Compressor, layer: LayerSpec) -> int:
+    """Memory that a round trip takes, roughly: what comes back, what was contributed, and the payload three times."""
+    arrays = 2 if compressor.contributes else 1
+    return 4 * arrays * layer.size + 3 * int(compressor.wire_bytes(_group(compressor, layer)).sum())
+
+
+def _group(compressor: Compressor, layer: LayerSpec) -> Group:
+    table = np.zeros(1, dtype=SEGMENT)
+    table["length"], table["layer"], table["dtype"] = layer.size, layer.hash, FLOAT32
+    compressor.fill(table, compressor.level)
+    return Group(compressor, table, np.zeros(1, dtype=np.int64), False, shapes=(layer.shape,))
+
+
+def _answer(message: Message, context: Context) -> Reply:
+    """What the pipeline would answer, were there one rank."""
+    if isinstance(message, Sum):
+        summand = np.zeros(message.length, dtype=message.dtype)
+        return Reply(message.write(summand), summand)
+    if isinstance(message, Reduce):
+        return Reply(_coded(message, context))
+    room = np.empty(message.max_bytes, dtype=np.uint8)
+    flags, used = message.write(room)
+    payload = room[:used]
+    if isinstance(message, Gather):
+        return Reply(flags, [payload])
+    assert isinstance(message, Broadcast), f"there is no message {message!r}"
+    return Reply(flags, payload)
+
+
+def _coded(message: Reduce, context: Context) -> Bytes:
+    codec, group = message.codec, message.group
+    payload = np.empty(int(codec.wire_bytes(group.table).sum()), dtype=np.uint8)
+    flags = np.zeros(len(group.table), dtype=np.uint8)
+    table = group.inputs.copy()
+    table["shadow"] = 0
+    codec.encode(table, payload, flags, context.draw)
+    codec.decode(group.table, payload, flags)
+    return flags
