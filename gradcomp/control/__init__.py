@@ -1,6 +1,32 @@
 """Controllers: the level of every layer, chosen while training runs."""
 
+from gradcomp.control.accordion import Accordion
+from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.base import Controller, Pilot, Setting, Step
+from gradcomp.control.bayes import Bayes
+from gradcomp.control.fixed_plan import FixedPlan
+from gradcomp.control.kmeans import KMeans
+from gradcomp.control.lgreco import LGreCo
+from gradcomp.control.linear import Linear
 from gradcomp.control.periodic import Decision, Periodic, Seen
+from gradcomp.control.registry import controller_from_string
+from gradcomp.control.schedule import Schedule
 
-__all__ = ["Controller", "Decision", "Periodic", "Pilot", "Seen", "Setting", "Step"]
+__all__ = [
+    "Accordion",
+    "AdaQS",
+    "Bayes",
+    "Controller",
+    "Decision",
+    "FixedPlan",
+    "KMeans",
+    "LGreCo",
+    "Linear",
+    "Periodic",
+    "Pilot",
+    "Schedule",
+    "Seen",
+    "Setting",
+    "Step",
+    "controller_from_string",
+]

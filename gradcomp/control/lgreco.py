@@ -155,7 +155,7 @@ class LGreCo(Periodic):
     def _weights(self, seen: Seen, fits: Doubles) -> Doubles:
         """By row, what a byte costs."""
         if self.objective == "position":
-            return seen.position + 1.0
+            return seen.position.astype(np.float64) + 1.0
         if self.objective == "time":
             known = fits[1] > 0
             slopes: Doubles = np.divide(fits[0], fits[1], out=np.zeros(len(known)), where=known)

@@ -5,16 +5,32 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gradcomp.compress import from_string as compressor_from_string
+from gradcomp.compress import from_string
+from gradcomp.control.accordion import Accordion
+from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.base import Controller
+from gradcomp.control.bayes import Bayes
+from gradcomp.control.fixed_plan import FixedPlan
+from gradcomp.control.kmeans import KMeans
 from gradcomp.control.lgreco import LGreCo
+from gradcomp.control.linear import Linear
+from gradcomp.control.schedule import Schedule
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.forms import outside_brackets, split, value_of
 
-BUILT_IN: tuple[type[Controller], ...] = (LGreCo,)
+BUILT_IN: tuple[type[Controller], ...] = (
+    LGreCo,
+    Accordion,
+    KMeans,
+    Linear,
+    Bayes,
+    AdaQS,
+    Schedule,
+    FixedPlan,
+)
 
 
-def from_string(text: str) -> Controller:
+def controller_from_string(text: str) -> Controller:
     """Parse a string form; brackets hold compressors and controllers, slashes separate several values.
 
     ConfigError says what is wrong and what exists.
@@ -42,5 +58,5 @@ def from_string(text: str) -> Controller:
 def _nested(text: str) -> Any:
     """What stands in brackets: a controller if one has that name, else a compressor."""
     if text.partition(":")[0] in {kind.name for kind in BUILT_IN}:
-        return from_string(text)
-    return compressor_from_string(text)
+        return controller_from_string(text)
+    return from_string(text)

@@ -38,7 +38,7 @@ def outside_brackets(text: str, separator: str = ",") -> list[str]:
 
 
 def value_of(text: str, nested: Callable[[str], Any]) -> Any:
-    """A field's value: a number, a word, ``true``, ``none``, ``a/b`` for a tuple; ``nested`` reads what is in brackets."""
+    """A number, a word, ``true``, ``none``, ``a/b`` for a tuple, or in brackets what ``nested`` reads."""
     parts = outside_brackets(text, "/")
     if len(parts) > 1:
         return tuple(value_of(part, nested) for part in parts if part)

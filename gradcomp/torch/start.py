@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gradcomp.compress import Policy
-from gradcomp.control import Controller
-from gradcomp.control import registry as controllers
+from gradcomp.control import Controller, controller_from_string
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -65,7 +64,7 @@ def propose(
 ) -> Proposal:
     """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
     if isinstance(controller, str):
-        controller = controllers.from_string(controller)
+        controller = controller_from_string(controller)
     if controller is not None and not isinstance(controller, Controller):
         raise ConfigError(
             f"controller must be a controller such as gc.LGreCo(every_steps=500), got {controller!r}"

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import tracemalloc
-from dataclasses import dataclass
-from typing import ClassVar
-
 import numpy as np
 import pytest
-from configurations import ROWS
-from plain import Everyone, Rounds, Turns
 from simulation import Simulation
 
 from gradcomp import (
-    DGC,
-    NUQSGD,
-    BestRank,
-    Cast,
-    CLTk,
     Codebook,
-    ConfigError,
-    DensitySchedule,
-    ErrorFeedback,
-    GlobalTopK,
-    Identity,
     LayerSpec,
-    LocalClip,
-    MomentumCorrection,
-    OneBit,
-    PowerSGD,
-    Quantize,
-    RandomK,
-    RedSync,
-    ScaledSign,
-    SIDCo,
-    SpectralAtomo,
-    TernGrad,
     TopK,
-    Warmup,
 )
-from gradcomp.compress import code_errors, magnitudes, spectra
 from gradcomp.compress.budget import Budget
 from gradcomp.compress.errors import errors
 from gradcomp.compress.low_rank import matrix_shape
 from gradcomp.compress.registry import BUILT_IN
-from gradcomp.compress.round_trip import round_trip
 from gradcomp.compress.wrapper import Wrapper
-from gradcomp.core.state import Fields
 
 SEED = 7
 FREE = Budget(None, "a test")

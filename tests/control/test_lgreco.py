@@ -16,7 +16,12 @@ from gradcomp.control.menu import make_menu
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 
-LAYERS = [LayerSpec("a", (64, 96)), LayerSpec("b", (300, 20)), LayerSpec("c", (40, 500)), LayerSpec("d", (9, 11))]
+LAYERS = [
+    LayerSpec("a", (64, 96)),
+    LayerSpec("b", (300, 20)),
+    LayerSpec("c", (40, 500)),
+    LayerSpec("d", (9, 11)),
+]
 QUANTIZE = [Quantize(4)] * 4
 
 
@@ -161,8 +166,8 @@ def test_over_every_family(compression, world):
     for _ in range(30):
         gradients = ranks.gradients()
         for rank in gradients:
-            for i, gradient in enumerate(rank):
-                gradient *= 10.0**-i
+            for i in range(4):
+                rank[i] *= np.float32(10.0**-i)
         ranks.step(gradients).all_means()
     found = levels(ranks)
     assert found != [compression.level] * 4
@@ -177,7 +182,11 @@ def test_with_accordion_the_budget_follows_the_regime():
     menu = ranks.pipelines[0].pilot.menu
     assert {c.rank for c in menu.choices[0]} >= {1, 2, 3, 4, 5, 6, 7, 8}
     seen = see(controller, menu=menu, errors=None)
-    errors = np.where(np.isinf(menu.costs), np.inf, 1.0 / np.array([[c.rank for c in row] + [1] * (menu.width - len(row)) for row in menu.choices]))
+    errors = np.where(
+        np.isinf(menu.costs),
+        np.inf,
+        1.0 / np.array([[c.rank for c in row] + [1] * (menu.width - len(row)) for row in menu.choices]),
+    )
     first = controller.decide(see(controller, menu=menu, errors=errors, memory=controller.begin_memory(menu)))
     settled = controller.decide(see(controller, menu=menu, errors=errors, memory=first.memory))
     assert total(seen, first.choices, errors) <= 4 / 4 * 1.001

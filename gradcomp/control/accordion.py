@@ -1,0 +1,90 @@
+"""Low compression while gradients change fast, high compression otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.control.base import Doubles
+from gradcomp.control.choice import Choice, check_positive
+from gradcomp.control.ladders import keeping_silent
+from gradcomp.control.menu import Menu
+from gradcomp.control.periodic import Decision, Seen
+from gradcomp.control.two_levels import TwoLevels
+
+#: In place of a norm: there was no period yet.
+NEVER = -1.0
+
+
+def critical(previous: Doubles, now: Doubles, eta: float) -> npt.NDArray[np.bool_]:
+    """Where | ||g_prev|| - ||g_now|| | / ||g_prev|| >= eta, and where there is no ||g_prev|| yet (:data:`NEVER`)."""
+    change = np.abs(previous - now)
+    mask: npt.NDArray[np.bool_] = (previous < 0) | ((change >= eta * previous) & (change > 0))
+    return mask
+
+
+def remembered(previous: Doubles, now: Doubles) -> Doubles:
+    """The norms to compare the next period's with: a layer that had no gradient keeps its last one."""
+    return np.where(now == 0, previous, now)
+
+
+@dataclass(frozen=True)
+class Accordion(TwoLevels):
+    """Two levels per layer: low compression in critical periods, high compression in all others.
+
+    With g_p the gradient added up over period p, a layer's period is critical where
+
+        | ||g_{p-1}|| - ||g_p|| | / ||g_{p-1}|| >= eta
+
+    and the first one always is. The decision is for the period that follows; until the first one layers travel at
+    ``low``. A layer of which no gradient was seen keeps its choice and its norm.
+
+    Args:
+        low: level of low compression, such as the rank 4 of ``PowerSGD``, or a compressor or its string form.
+        high: of high compression, such as rank 1. Both are levels, or both are compressors.
+        eta: threshold on the relative change of the norm, above 0.
+        every_steps: steps in a period.
+        window: add up only the last so many steps of it; by default all of them.
+        memory_bytes: cap on what is held for sums, on every rank.
+
+    Wire: twice a period a sum over ranks of float64, 4 numbers and then 2 per layer.
+
+    State: one norm per layer, the same on all ranks; the sums of :class:`Periodic`.
+
+    Raises:
+        ConfigError: ``low`` and ``high`` are the same, impossible, or the wrong way round; eta is not above 0.
+
+    Source: Agarwal et al., Accordion (2021), as 000, section 5.3, and 002, section 3.7.3, use it; eta = 0.5 is theirs.
+    Differences: each layer's norm is of the gradients of the one rank that looks after it; learning rates are not
+    looked at, a period in which they fell is critical only if norms say so.
+    """
+
+    name: ClassVar[str] = "accordion"
+
+    eta: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("eta", self.eta)
+
+    @property
+    def start(self) -> Choice:
+        """Low compression: the first period is critical."""
+        return self.low
+
+    def begin_memory(self, menu: Menu) -> Doubles:
+        """No norm yet."""
+        return np.full(len(menu.layers), NEVER)
+
+    def decide(self, seen: Seen) -> Decision:
+        """Low compression for layers in a critical period."""
+        mask = critical(seen.memory, seen.norm, self.eta)
+        high = np.array([len(choices) - 1 for choices in seen.menu.choices], dtype=np.int64)
+        choices = keeping_silent(seen, np.where(mask, 0, high))
+        count = int((mask & ~seen.silent).sum())
+        return Decision(
+            choices, remembered(seen.memory, seen.norm), f"{count} of {len(choices)} layers are critical"
+        )

@@ -1,0 +1,166 @@
+"""A plan that stands from the start: choices by layer name, from a file or a mapping."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gradcomp.compress import Compressor, at_level
+from gradcomp.control.base import Controller, Pilot, Setting
+from gradcomp.control.choice import Choice, applied, checked, text
+from gradcomp.control.timetable import Timetable
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.plan import Plan
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What layers with this name, or whose name matches it, travel as. ``exactly``: it is a name and no pattern."""
+
+    pattern: str
+    choice: int | float | Compressor
+    exactly: bool = False
+
+    def matches(self, name: str) -> bool:
+        """Whether it is the layer's."""
+        return name == self.pattern or (not self.exactly and fnmatchcase(name, self.pattern))
+
+
+def entries_of(mapping: Mapping[Any, Any], what: str) -> tuple[Entry, ...]:
+    """``{name or pattern: choice}`` as entries, in the same order; ConfigError for what is none."""
+    for pattern in mapping:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"{what}: layer names and patterns are strings, got {pattern!r}")
+    if not mapping:
+        raise ConfigError(f"{what} is empty")
+    return tuple(Entry(name, checked(choice, f"{what}, {name!r}")) for name, choice in mapping.items())
+
+
+def choices_by_name(entries: tuple[Entry, ...], setting: Setting, what: str) -> dict[int, Compressor]:
+    """Layer number -> what it travels as: the first entry that matches decides; layers that none matches are left out.
+
+    ConfigError for entries that match no layer up for choice, all of them at once, and for impossible levels.
+    """
+    own = {setting.layers[i].name: (i, c) for i, c in enumerate(setting.compressors) if c is not None}
+    unmatched = [entry.pattern for entry in entries if not any(map(entry.matches, own))]
+    if unmatched:
+        raise ConfigError(
+            f"{what}: no layer up for choice matches {'; '.join(_with_closest(p, list(own)) for p in unmatched)}"
+        )
+    choices: dict[int, Compressor] = {}
+    for name, (number, compressor) in own.items():
+        entry = next((entry for entry in entries if entry.matches(name)), None)
+        if entry is not None:
+            choices[number] = applied(entry.choice, compressor)
+    return choices
+
+
+def _with_closest(pattern: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    return f"{pattern!r} (closest: {', '.join(map(repr, close))})" if close else repr(pattern)
+
+
+@dataclass(frozen=True)
+class FixedPlan(Controller):
+    """A level or compressor per layer, as a file or a mapping says, from the controller's first step on.
+
+    The file is JSON, ``{"layer name or shell pattern": choice, ...}``, a choice being a level of the layer's own
+    compressor or the string form of any other:
+
+        {"embedding.*": 2, "layers.3.*": "topk:density=0.01", "*": 4}
+
+    The first name or pattern that matches decides, and a layer that none matches keeps what it has. The text of
+    ``Plan.to_json()`` is taken as well: its names are names and no patterns; layers that it lacks keep what they have,
+    and what it says of layers that travel exactly must be that.
+
+    Args:
+        plan: path of the file, its JSON text (which begins with ``{``), the mapping itself, or a :class:`Plan`.
+
+    Wire: nothing. Ranks compare the plans by a digest of the content at the start; paths may differ.
+
+    State: what is in force, so that a run that goes on under another plan changes to it after its first step.
+
+    Raises:
+        ConfigError: the file cannot be read or is not such a mapping; a name or pattern that matches no layer up for
+            choice, with the closest ones; a level that a layer cannot take.
+    """
+
+    name: ClassVar[str] = "fixed_plan"
+
+    plan: str | os.PathLike[str] | Mapping[str, Choice] | Plan
+    entries: tuple[Entry, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        if isinstance(plan, str | os.PathLike):
+            plan = _parsed(plan)
+        if isinstance(plan, Plan):
+            entries = tuple(
+                Entry(a.layer, at_level(a.compressor, a.level), exactly=True) for a in plan.assignments
+            )
+        elif isinstance(plan, Mapping):
+            entries = entries_of(plan, self.name)
+        else:
+            raise ConfigError(f"a fixed plan is a path, a mapping or a Plan, got {plan!r}")
+        object.__setattr__(self, "entries", entries)
+
+    def begin(self, setting: Setting) -> Pilot:
+        """In force before the first step that is the controller's."""
+        entries = self.entries
+        exact = {
+            layer.name for layer, c in zip(setting.layers, setting.compressors, strict=True) if c is None
+        }
+        for entry in entries:
+            if entry.exactly and entry.pattern in exact:
+                assert isinstance(entry.choice, Compressor), "plans hold compressors"
+                if not entry.choice.is_exact:
+                    raise ConfigError(
+                        f"{self.name}: layer {entry.pattern!r} is not up for choice and travels exactly, the plan says "
+                        f"{entry.choice.to_string()}"
+                    )
+        rest = tuple(entry for entry in entries if not (entry.exactly and entry.pattern in exact))
+        return Timetable(self.name, setting, {0: choices_by_name(rest, setting, self.name)})
+
+    def to_string(self) -> str:
+        """The name with a digest of the content: ranks that read different files differ in it."""
+        rows = [[entry.pattern, text(entry.choice), entry.exactly] for entry in self.entries]
+        return f"{self.name}(sha256={hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]})"
+
+
+def _parsed(source: str | os.PathLike[str]) -> Mapping[str, Any] | Plan:
+    """JSON text or a file with it."""
+    where, found = "the text of a fixed plan", source
+    if not (isinstance(source, str) and source.lstrip().startswith("{")):
+        where = f"the fixed plan in {os.fspath(source)}"
+        try:
+            found = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {where}: {error}") from error
+    assert isinstance(found, str), "a path was read"
+    try:
+        data = json.loads(found, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} is not a mapping of layer names, got {type(data).__name__}")
+    if data.keys() == {"version", "assignments"}:
+        try:
+            return Plan.from_json(found)
+        except WireFormatError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(map(repr, twice))} appears twice")
+    return dict(pairs)

@@ -1,0 +1,147 @@
+"""Levels by clusters of layers that are alike in size and gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradcomp.control.base import Doubles
+from gradcomp.control.choice import check_count, check_positive
+from gradcomp.control.ladders import Numbers, check_levels, fallback, linear_map
+from gradcomp.control.menu import Candidates, Menu
+from gradcomp.control.periodic import Decision, Periodic, Seen
+
+#: Starts, of which the best is taken, and steps of each, at most.
+_STARTS, _STEPS = 10, 300
+
+
+@dataclass(frozen=True)
+class KMeans(Periodic):
+    """Clusters of layers by size and gradient; the larger and quieter a cluster, the more it is compressed.
+
+    With G_l the gradient of layer l added up over a period, every layer is a point
+
+        (log size_l, log ||G_l||),    each coordinate standardised over the layers.
+
+    k-means puts them into k clusters with centroids C. Sorted by norm(C) - size(C), the first cluster gets the most
+    compression that there is, the last the least, and those in between levels in equal distances. While
+
+        Σ_l ||G_l - decompress(compress(G_l))||  >  alpha · (the same sum at the reference)
+
+    the cluster with the most compression, of several the one that comes last in the order, goes one level back. If
+    nothing meets the budget, layers take the reference, and one warning says so. So they do, without one, where the
+    reference meets it with fewer bytes.
+
+    Args:
+        every_steps: steps in a period.
+        levels: what layers may travel as, by default 000's range around the layer's own level. Compressors instead of
+            levels vary more than one knob: ``[Quantize(2, bucket_size=1024), Quantize(4, bucket_size=512)]``.
+        alpha: the budget, relative to the reference; above 0.
+        clusters: k; by default the number of levels. Never more than there are different layers.
+        window: add up only the last so many steps of a period; by default all of them.
+        memory_bytes: cap on what is held for sums, on every rank.
+
+    Wire: twice a period a sum over ranks of float64: 4 numbers per layer and one per level; then 1 per layer.
+
+    State: whether the warning was given; the sums of :class:`Periodic`.
+
+    Raises:
+        ConfigError: no levels, or a level that layers cannot take; alpha is not above 0, clusters not at least 1.
+
+    Source: 002, Algorithm 3.1 and section 3.6 (CGX). Differences: logarithms, standardised, since sizes and norms have
+    no common scale; the norm of all of G and not of its top values; how the budget is met, which the paper leaves open.
+    One cluster, so one layer, takes the reference.
+    """
+
+    name: ClassVar[str] = "kmeans"
+    needs_errors = True
+
+    levels: Candidates | None = None
+    alpha: float = 1.0
+    clusters: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_levels(self.levels)
+        check_positive("alpha", self.alpha)
+        if self.clusters is not None:
+            check_count("clusters", self.clusters)
+
+    def candidates(self) -> Candidates | None:
+        """As given."""
+        return self.levels
+
+    def begin_memory(self, menu: Menu) -> Doubles:
+        """No warning yet."""
+        return np.zeros(1)
+
+    def decide(self, seen: Seen) -> Decision:
+        """Algorithm 3.1, then back to the budget."""
+        rows = np.flatnonzero(~seen.silent)
+        groups = clusters_of(seen, rows, self.clusters or seen.menu.width)
+        choices = linear_map(seen, groups, self.alpha)
+        if choices is None:
+            return fallback(seen, self.name, self.alpha)
+        return Decision(choices, seen.memory, f"clusters of {', '.join(str(len(g)) for g in groups)} layers")
+
+
+def clusters_of(seen: Seen, rows: Numbers, k: int) -> list[Numbers]:
+    """The rows in at most k clusters, the one with the largest norm(C) - size(C) first."""
+    if not len(rows):
+        return []
+    sizes = np.array([seen.menu.specs[row].size for row in rows], dtype=np.float64)
+    size, norm = _standardised(np.log(sizes)), _standardised(np.log(seen.norm[rows]))
+    labels = kmeans(np.stack([size, norm], axis=1), k)
+    order = np.argsort([-(norm - size)[labels == j].mean() for j in range(labels.max() + 1)], kind="stable")
+    return [rows[labels == j] for j in order]
+
+
+def _standardised(values: Doubles) -> Doubles:
+    """Mean 0 and deviation 1; zeros where all are equal."""
+    deviation = values.std()
+    return (values - values.mean()) / deviation if deviation > 1e-12 else np.zeros(len(values))
+
+
+def kmeans(points: Doubles, k: int, seed: int = 0) -> Numbers:
+    """Lloyd's algorithm from k-means++ starts, the best of ten: the cluster of every point; none is empty.
+
+    The same for the same points. ``k``: at most as many clusters, fewer if there are fewer different points.
+    """
+    k = min(k, len(np.unique(points, axis=0)))
+    random = np.random.default_rng(seed)
+    best, least = np.zeros(len(points), dtype=np.int64), np.inf
+    for _ in range(_STARTS):
+        labels = _lloyd(points, _spread(points, k, random))
+        centres = np.array([points[labels == j].mean(0) for j in range(k)])
+        inertia = float(((points - centres[labels]) ** 2).sum())
+        if inertia < least:
+            best, least = labels, inertia
+    return best
+
+
+def _spread(points: Doubles, k: int, random: np.random.Generator) -> Doubles:
+    """k-means++: every further centre is drawn with the squared distance to the nearest one so far."""
+    centres = [points[random.integers(len(points))]]
+    while len(centres) < k:
+        distance = ((points[:, None] - np.array(centres)) ** 2).sum(2).min(1)
+        centres.append(points[random.choice(len(points), p=distance / distance.sum())])
+    return np.array(centres)
+
+
+def _lloyd(points: Doubles, centres: Doubles) -> Numbers:
+    """Points to the nearest centre, centres to the mean of their points, until nothing moves."""
+    labels = np.full(len(points), -1, dtype=np.int64)
+    for _ in range(_STEPS):
+        distance = ((points[:, None] - centres) ** 2).sum(2)
+        nearest = distance.argmin(1)
+        for j in range(len(centres)):
+            if not (nearest == j).any():  # a centre that lost its points takes the one farthest from its own
+                crowded = np.bincount(nearest, minlength=len(centres))[nearest] > 1
+                nearest[np.where(crowded, distance[np.arange(len(points)), nearest], -1).argmax()] = j
+        if np.array_equal(nearest, labels):
+            break
+        labels = nearest
+        centres = np.array([points[labels == j].mean(0) for j in range(len(centres))])
+    return labels

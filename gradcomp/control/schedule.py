@@ -1,0 +1,72 @@
+"""Levels that change at given steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradcomp.control.base import Controller, Pilot, Setting
+from gradcomp.control.choice import Choice, checked, text
+from gradcomp.control.fixed_plan import Entry, choices_by_name, entries_of
+from gradcomp.control.timetable import Timetable
+from gradcomp.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Schedule(Controller):
+    """What layers travel as, step by step.
+
+        Schedule({0: 8, 500: 4, 2000: {"embedding.*": 2, "*": "topk:density=0.01"}})
+
+    Steps count from the controller's first one, after warm-ups. What an entry says holds until a later one says
+    otherwise; until the first entry layers travel as ``compression=`` says.
+
+    Args:
+        steps: by step, a level of every layer's own compressor, or a compressor or its string form, or a mapping of
+            these by layer name or shell pattern, of which the first that matches a layer decides; layers that none
+            matches keep what they have.
+
+    Wire: nothing. State: the choices in force.
+
+    Raises:
+        ConfigError: no steps; a step that is not a whole number of at least 0; a name or pattern that matches no layer
+            up for choice, with the closest ones; a level that a layer cannot take, be it in a later step.
+    """
+
+    name: ClassVar[str] = "schedule"
+
+    steps: Mapping[int, Choice | Mapping[str, Choice]]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, Mapping) or not self.steps:
+            raise ConfigError(f"a schedule is a mapping of steps, and not empty, got {self.steps!r}")
+        for step in self.steps:
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise ConfigError(f"steps of a schedule are whole numbers of at least 0, got {step!r}")
+            self._entries(step)
+
+    def _entries(self, step: int) -> tuple[Entry, ...]:
+        what, given = f"{self.name}, step {step}", self.steps[step]
+        if isinstance(given, Mapping):
+            return entries_of(given, what)
+        return (Entry("*", checked(given, what)),)
+
+    def begin(self, setting: Setting) -> Pilot:
+        """Every step's entries are checked at the start."""
+        return Timetable(
+            self.name,
+            setting,
+            {
+                step: choices_by_name(self._entries(step), setting, f"{self.name}, step {step}")
+                for step in self.steps
+            },
+        )
+
+    def to_string(self) -> str:
+        """Steps in their order, choices in string form."""
+        rows = {
+            step: {entry.pattern: text(entry.choice) for entry in self._entries(step)}
+            for step in sorted(self.steps)
+        }
+        return f"{self.name}(steps={rows})"

@@ -1,0 +1,247 @@
+"""Controllers under real processes: plans change while training runs, and are the same on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from batch import on_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp.torch as gc
+from gradcomp.control.base import at_once
+from gradcomp.core.journal import read
+from gradcomp.engine import exchanger
+from gradcomp.torch.ddp import ddp_comm_hook
+
+EVERYTHING = gc.Filter(min_elements=0, min_dimensions=2, exclude_kinds=())
+
+
+def net(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 64),
+        torch.nn.Tanh(),
+        torch.nn.Linear(64, 64),
+        torch.nn.Tanh(),
+        torch.nn.Linear(64, 5),
+    )
+
+
+def backward(model: torch.nn.Module, step: int, more: torch.Tensor | float = 0.0) -> None:
+    draw = torch.Generator().manual_seed(1000 * step + gc.rank())
+    x, y = torch.randn(16, 40, generator=draw), torch.randint(0, 5, (16,), generator=draw)
+    (torch.nn.functional.cross_entropy(model(x), y) + more).backward()
+
+
+def make(controller, compression=gc.Quantize(4, 64), model=None, **arguments):  # noqa: B008
+    model = model or net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    policy = gc.Policy(compression, filter=EVERYTHING)
+    return model, gc.DistributedOptimizer(
+        optimizer, model.named_parameters(), policy, controller=controller, **arguments
+    )
+
+
+def train(model, optimizer, first: int, steps: int, pause: float = 0.0) -> list[str]:
+    plans = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        time.sleep(pause)
+        optimizer.step()
+        plans.append(optimizer.plan().to_json())
+    return plans
+
+
+def same_everywhere(value) -> None:
+    assert gc.broadcast_object(value if gc.rank() == 0 else None, 0) == value
+
+
+@contextmanager
+def logged(level: int):
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            if record.levelno == level:
+                lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("gradcomp"), Keep()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, before))
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+CONTROLLERS = {
+    "lgreco": gc.LGreCo(8),
+    "lgreco by string": "lgreco:every_steps=8,metric=squared,objective=position,alpha=3",
+    "lgreco with accordion": gc.LGreCo(8, accordion=gc.Accordion(low=5, high=3, every_steps=8)),
+    "hybrid": gc.LGreCo(8, levels=[2, 3, 4, 6, gc.PowerSGD(2), gc.PowerSGD(8), gc.TopK(0.1)], alpha=3),
+    "accordion": gc.Accordion(low=4, high=2, every_steps=8),
+    "kmeans": gc.KMeans(8, levels=[2, 3, 4], alpha=4),
+    "linear": gc.Linear(8),
+    "adaqs": gc.AdaQS(low=6, high=3, every_steps=8),
+    "schedule": gc.Schedule({0: 6, 10: 3, 20: gc.PowerSGD(2)}),
+    "fixed plan": gc.FixedPlan({"0.*": 2, "*": "quantize:bits=6"}),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+@on_ranks(2)
+def test_plans_change_and_agree(name):
+    model, optimizer = make(CONTROLLERS[name])
+    plans = train(model, optimizer, 0, 40, pause=0.001)
+    same_everywhere([sorted(set(plans))])
+    levels = {a.level for a in optimizer.plan().assignments}
+    assert levels != {4, None}
+    if name != "fixed plan":
+        assert len(set(plans)) > 1
+    digests = [p.detach().numpy().tobytes().hex() for p in model.parameters()]
+    same_everywhere(digests)
+
+
+@pytest.mark.parametrize(
+    "family", ["quantize:bits=4,rounding=nearest", "topk:density=0.05", "powersgd:rank=2"]
+)
+@on_ranks(3)
+def test_resumed_is_uninterrupted_bit_for_bit(family):
+    # Background work at once, so that plans change in the same steps.
+    exchanger.in_background = at_once
+    directory = gc.broadcast_object(tempfile.mkdtemp() if gc.rank() == 0 else None, 0)
+    controller = gc.LGreCo(5)
+    model, optimizer = make(controller, family)
+    before = train(model, optimizer, 0, 9)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    momentum = copy.deepcopy(optimizer.state_dict())
+    gc.save(directory, optimizer)
+    expected = train(model, optimizer, 9, 12)
+    again, other = make(controller, family, net(1))
+    again.load_state_dict(kept)
+    other.load_state_dict(momentum)
+    gc.load(directory, other)
+    found = train(again, other, 9, 12)
+    assert found == expected
+    assert len(set(before + found)) > 1
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert a.detach().numpy().tobytes() == b.detach().numpy().tobytes()
+    if family.startswith("quantize"):  # the local way holds the same
+        third, last = make(controller, family, net(2))
+        last.load_compression_state(other.compression_state())
+        assert last.plan() == other.plan()
+        del third
+    gc.barrier()
+    if gc.rank() == 0:
+        shutil.rmtree(directory)
+
+
+@on_ranks(2)
+def test_the_run_log_and_the_log_lines():
+    from gradcomp.torch.runtime import current
+
+    directory = tempfile.TemporaryDirectory()
+    path = Path(directory.name, "run.jsonl")
+    object.__setattr__(current().config, "run_log", str(path))
+    try:
+        with logged(logging.INFO) as lines:
+            model, optimizer = make(gc.LGreCo(8))
+            train(model, optimizer, 0, 30, pause=0.001)
+    finally:
+        object.__setattr__(current().config, "run_log", "")
+    changes = [line for line in lines if "plan" in line and "lgreco" in line]
+    if gc.rank():
+        assert not changes
+        return
+    assert len(changes) >= 2
+    assert "bits" in changes[-1]
+    assert "predicted" in changes[-1]
+    assert "measured" in changes[-1]
+    (written,) = path.parent.iterdir()  # under the exchanger's name: it is not the job's first
+    (run,) = read(written)
+    directory.cleanup()
+    assert run.world == 2
+    assert run.controller.startswith("lgreco(")
+    assert len(run.plans) >= 2
+    assert run.choices
+    first = run.plans[0]
+    assert first.measured_bytes == pytest.approx(first.predicted_bytes, rel=0.25)  # headers, in a tiny model
+    assert run.plans[-1].predicted_bytes < first.predicted_bytes
+
+
+@on_ranks(2)
+def test_the_hook_takes_one_too():
+    model = net()
+    wrapped = DistributedDataParallel(model)
+    state, hook = ddp_comm_hook(
+        wrapped, gc.Policy(gc.Quantize(4, 64), filter=EVERYTHING), controller=gc.LGreCo(6)
+    )
+    wrapped.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(30):
+        optimizer.zero_grad()
+        backward(wrapped, step)
+        time.sleep(0.001)
+        optimizer.step()
+    assert state.plan().version >= 1
+    same_everywhere(state.plan().to_json())
+
+
+@on_ranks(2)
+def test_added_parameters_keep_what_was_chosen():
+    model, optimizer = make(gc.LGreCo(6))
+    train(model, optimizer, 0, 20, pause=0.001)
+    before = optimizer.plan()
+    extra = torch.nn.Parameter(torch.randn(32, 32))
+    optimizer.add_param_group({"params": [extra], "names": ["extra"]})
+    after = optimizer.plan().by_layer
+    assert all(after[a.layer].level == a.level for a in before.assignments)
+    assert after["extra"].level == 4
+    for step in range(20, 40):
+        optimizer.zero_grad()
+        backward(model, step, more=(extra * (1.0 + gc.rank())).sum())
+        optimizer.step()
+    same_everywhere(optimizer.plan().to_json())
+
+
+@on_ranks(2)
+def test_ranks_with_different_controllers_are_told():
+    with pytest.raises(gc.PlanMismatchError, match="controller"):
+        make(gc.LGreCo(6 + gc.rank()))
+
+
+@on_ranks(2)
+def test_what_is_no_controller():
+    for bad in (5, "nonsense", gc.LGreCo):
+        with pytest.raises(gc.ConfigError, match="controller"):
+            make(bad)
+    with pytest.raises(gc.ConfigError, match="levels="):
+        make(gc.LGreCo(5), gc.Compression.bf16)
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_finite_do_no_harm():
+    model, optimizer = make(gc.LGreCo(6))
+    for step in range(30):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step % 7 == 3:
+            optimizer.zero_grad()
+            (model(torch.full((2, 40), np.inf if gc.rank() else 1.0)).sum() * 0).backward()
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+    assert optimizer.plan().version >= 1
+    same_everywhere(optimizer.plan().to_json())
