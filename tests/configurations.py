@@ -35,6 +35,7 @@ from gradcomp import (
     UnbiasedRank,
     Warmup,
 )
+from gradcomp.compress import Graded
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Row:
     ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
     seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
     and level. ``waits``: what is in the residual may stay there until more arrives. ``products``: it sends matrix
-    products, whose sums every body and instruction set may order its own way.
+    products, whose sums every body and instruction set may order its own way. ``everything``: it sends all of it, and
+    owes nothing.
     """
 
     compressor: Compressor
@@ -57,6 +59,7 @@ class Row:
     sized: bool = True
     waits: bool = False
     products: bool = False
+    everything: bool = False
 
     @property
     def telescopes(self) -> bool:
@@ -179,6 +182,18 @@ ROWS = {
     ),
     "global-topk": Row(GlobalTopK(0.1), constants=False, sized=False),
     "global-topk-bf16": Row(GlobalTopK(0.05, values=Cast("bfloat16")), constants=False, sized=False),
+    "graded": Row(Graded(TopK(0.3), candidate=0.05), constants=False),
+    "graded-minimum": Row(
+        Graded(DGC(0.1, momentum_factor=0.5, sample=0.5), 0.01, "minimum"), constants=False, sized=False
+    ),
+    "graded-dense": Row(Graded(TopK(0.1), 0.02, "dense"), error=1e-6, everything=True),
+    "graded-redsync": Row(Graded(RedSync(0.2), 0.1), constants=False, sized=False),
+    "graded-momentum": Row(
+        MomentumCorrection(Graded(TopK(0.1), 0.02, "dense"), 0.5), error=1e-6, everything=True
+    ),
+    "graded-clip": Row(
+        LocalClip(Graded(DGC(0.2), 0.04), max_norm=0.5), constants=False, sized=False, overflows=False
+    ),
     "threshold": Row(Threshold(0.5), constants=False, sized=False, waits=True),
     "threshold-capacity": Row(Threshold(0.5, capacity=0.1), constants=False, sized=False),
     "threshold-no-feedback": Row(Threshold(0.5, feedback=False), constants=False, sized=False, error=1.0),

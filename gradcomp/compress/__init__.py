@@ -9,6 +9,7 @@ from gradcomp.compress.codebook import Codebook
 from gradcomp.compress.dgc import DGC
 from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.global_topk import GlobalTopK
+from gradcomp.compress.graded import Graded
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
@@ -44,6 +45,7 @@ __all__ = [
     "DensitySchedule",
     "ErrorFeedback",
     "GlobalTopK",
+    "Graded",
     "Identity",
     "LocalClip",
     "MomentumCorrection",

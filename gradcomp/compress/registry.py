@@ -19,6 +19,7 @@ from gradcomp.compress.codebook import Codebook
 from gradcomp.compress.dgc import DGC
 from gradcomp.compress.error_feedback import ErrorFeedback
 from gradcomp.compress.global_topk import GlobalTopK
+from gradcomp.compress.graded import Graded
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.local_clip import LocalClip
 from gradcomp.compress.momentum_correction import MomentumCorrection
@@ -72,6 +73,7 @@ BUILT_IN: tuple[type[Compressor], ...] = (
     LocalClip,
     Warmup,
     DensitySchedule,
+    Graded,
 )
 
 _SHORT = {"fp16": Cast("float16"), "bf16": Cast("bfloat16")}

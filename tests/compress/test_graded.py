@@ -1,0 +1,245 @@
+"""Two densities in one step: what is selected, sent, kept and noted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compress.selecting import is_top, select
+from simulation import Simulation, same_bytes
+
+from gradcomp import (
+    DGC,
+    Cast,
+    ConfigError,
+    ErrorFeedback,
+    Identity,
+    LayerSpec,
+    LocalClip,
+    MomentumCorrection,
+    Quantize,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+    kernels,
+)
+from gradcomp.compress import Graded
+from gradcomp.compress.base import MOMENTUM
+from gradcomp.compress.graded import KEPT, KEPT_BY_CANDIDATE, TOTAL, graded
+from gradcomp.compress.messages import Observations
+
+LAYERS = [
+    LayerSpec("a", (40, 13)),
+    LayerSpec("none", (0,)),
+    LayerSpec("half", (300,), "float16"),
+    LayerSpec("one", (1,)),
+]
+INNER = [TopK(0.2), DGC(0.2, momentum_factor=0.0, sample=0.5), RedSync(0.2), SIDCo(0.2)]
+by_name = pytest.mark.parametrize("inner", INNER, ids=lambda c: c.name)
+
+
+def watched(ranks: Simulation) -> list[Observations]:
+    """Let every rank's compressors note what they see of the next step."""
+    found = []
+    for pipeline in ranks.pipelines:
+        seen = Observations(len(ranks.layers))
+        start = type(pipeline)._start
+
+        def noting(*arguments, pipeline=pipeline, seen=seen, start=start):
+            pipeline._observations = seen
+            return start(pipeline, *arguments)
+
+        pipeline._start = noting
+        found.append(seen)
+    return found
+
+
+def p_of(ranks: Simulation, gradients, rank: int, layer: int) -> np.ndarray:
+    e = ranks.pipelines[rank].residuals.first.value(layer)
+    return gradients[rank][layer].astype(np.float32) + e
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("values", [Cast("float32"), Quantize(4, 32)], ids=["exact", "coded"])
+def test_of_an_exact_top_k_it_is_the_exact_top_k(world: int, values):
+    direct = Simulation(LAYERS, TopK(0.03, values=values), world, shuffle=True, delay=0.3)
+    twice = Simulation(LAYERS, Graded(TopK(0.2, values=values), 0.03), world, shuffle=True, delay=0.3)
+    for _ in range(5):
+        gradients = direct.gradients()
+        for rank in gradients:
+            rank[0][::3] = np.round(rank[0][::3])  # ties
+        want, got = direct.step(gradients).all_means(), twice.step(gradients).all_means()
+        assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+        assert twice.state() == direct.state()
+
+
+@by_name
+def test_the_minimum_is_the_inner_compressor(inner):
+    direct, least = (Simulation(LAYERS, c, 2) for c in (inner, Graded(inner, 0.03, "minimum")))
+    for _ in range(4):
+        gradients = direct.gradients()
+        want, got = direct.step(gradients).all_means(), least.step(gradients).all_means()
+        assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+        assert least.state() == direct.state()
+
+
+@by_name
+@pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
+def test_what_is_noted_are_squared_norms_of_both_selections(inner, send: str):
+    compressor = Graded(inner, 0.03, send)
+    ranks = Simulation(LAYERS, compressor, 2)
+    for _ in range(3):
+        gradients, seen = ranks.gradients(), watched(ranks)
+        step = ranks.pipelines[0].step
+        p = [[p_of(ranks, gradients, r, i) for i in range(len(LAYERS))] for r in range(2)]
+        ranks.step(gradients)
+        for rank in range(2):
+            for i, spec in enumerate(LAYERS):
+                c = p[rank][i]
+                chosen = np.array(select(inner, c, step=step).indices[0], dtype=np.int64)
+                k = min(max(round(0.03 * spec.size), 1), len(chosen))
+                top = np.argsort(-np.abs(c[chosen]), kind="stable")[:k]
+                for name, part in ((TOTAL, c), (KEPT, c[chosen]), (KEPT_BY_CANDIDATE, c[chosen][top])):
+                    expected = np.square(part.astype(np.float64)).sum()
+                    assert seen[rank].of(name)[i] == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@by_name
+def test_the_candidate_is_the_largest_of_what_was_selected(inner):
+    spec = [LayerSpec("w", (500,))]
+    ranks = Simulation(spec, Graded(inner, 0.03), 1)
+    for step in range(4):
+        gradients = ranks.gradients()
+        p = p_of(ranks, gradients, 0, 0)
+        mean = ranks.step(gradients).mean(0)
+        sent = np.flatnonzero(mean)
+        assert len(sent) == 15
+        assert set(sent) <= set(select(inner, p, step=step).indices[0])
+        assert is_top(p, sent.tolist())
+        assert mean[sent].tobytes() == p[sent].tobytes()
+        left = np.where(mean != 0, 0, p)
+        assert ranks.pipelines[0].residuals.first.value(0).tobytes() == left.tobytes()
+
+
+def test_fewer_than_the_candidate_wants_may_be_selected():
+    gradient = np.zeros(100, np.float32)
+    gradient[[3, 50]] = 1, -2
+    ranks = Simulation([LayerSpec("w", (100,))], Graded(DGC(0.2, momentum_factor=0.0, sample=1.0), 0.1), 2)
+    # Zeros reach a threshold of zero, and are sent for what they are.
+    assert ranks.step([[gradient], [gradient]]).mean(0).tolist() == gradient.tolist()
+
+
+def test_a_candidate_beyond_the_density_is_the_selection():
+    wide, direct = (Simulation(LAYERS, c, 2) for c in (Graded(TopK(0.05), 0.5), TopK(0.05)))
+    assert same_bytes(wide.step().mean(0), direct.step().mean(0))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_dense_is_the_allreduce_of_gradients_and_residuals(world: int):
+    layers = [LayerSpec("a", (40, 13)), LayerSpec("b", (77,))]
+    ranks = Simulation(layers, Graded(TopK(0.1), 0.02, "dense"), world)
+    plain = Simulation(layers, Identity(), world)
+    generator = np.random.default_rng(0)
+    gradients = ranks.gradients()
+    for pipeline in ranks.pipelines:
+        for i in range(2):
+            pipeline.residuals.first.value(i)[:] = generator.standard_normal(layers[i].size)
+    p = [[p_of(ranks, gradients, r, i) for i in range(2)] for r in range(world)]
+    want, got = plain.step(p).all_means(), ranks.step(gradients).all_means()
+    assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))
+    assert not any(ranks.owed(i).any() for i in range(2))
+
+
+@pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
+def test_momentum_starts_again_where_it_was_sent(send: str):
+    spec = [LayerSpec("w", (200,))]
+    ranks = Simulation(spec, Graded(DGC(0.1, momentum_factor=0.5, sample=1.0), 0.02, send), 1)
+    gradients = ranks.gradients()
+    mean = ranks.step(gradients).mean(0)
+    momentum = ranks.pipelines[0].fields[MOMENTUM].value(0)
+    assert np.count_nonzero(mean) == {"candidate": 4, "minimum": 20, "dense": 200}[send]
+    assert momentum.tolist() == np.where(mean != 0, 0, gradients[0][0]).tolist()
+
+
+def test_without_the_mask_a_dense_step_is_one_of_momentum():
+    spec = [LayerSpec("w", (50,))]
+    plain = Simulation(spec, MomentumCorrection(Identity(), 0.5), 2)
+    ranks = Simulation(spec, Graded(DGC(0.1, momentum_factor=0.5, mask=False), 0.02, "dense"), 2)
+    for _ in range(3):
+        assert same_bytes(ranks.step().mean(0), plain.step().mean(0))
+
+
+def test_nothing_is_selected_that_nobody_asked_for(monkeypatch):
+    monkeypatch.setattr(TopK, "select", lambda *_: pytest.fail("selected"))
+    ranks = Simulation(LAYERS, Graded(TopK(0.1), 0.02, "dense"), 2)
+    ranks.step()
+    # At a factor of one there is nothing to select either.
+    everything = Simulation(LAYERS, Graded(TopK(1.0), 1.0, "dense"), 2)
+    seen = watched(everything)
+    everything.step()
+    for noted in seen:
+        assert noted.of(TOTAL).tolist() == noted.of(KEPT).tolist() == noted.of(KEPT_BY_CANDIDATE).tolist()
+        assert noted.of(TOTAL)[0] > 0
+
+
+@pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
+@by_name
+def test_both_bodies_give_the_same_bytes(inner, send: str):
+    found = []
+    for body in ("native", "reference"):
+        with kernels.use(body):
+            ranks = Simulation(LAYERS, Graded(inner, 0.05, send), 2)
+            seen = watched(ranks)
+            means = [m.tobytes() for _ in range(3) for m in ranks.step().all_means()]
+            notes = [s.of(n).tobytes() for s in seen for n in (TOTAL, KEPT, KEPT_BY_CANDIDATE)]
+            found.append((means, notes, ranks.state()))
+    assert found[0] == found[1]
+
+
+def test_a_value_that_is_not_finite_shows_in_what_is_noted():
+    ranks = Simulation(LAYERS, Graded(TopK(0.2), 0.05), 2)
+    gradients, seen = ranks.gradients(), watched(ranks)
+    gradients[1][0][7] = np.nan
+    ranks.step(gradients)
+    assert np.isnan(seen[1].of(TOTAL)[0])
+    assert np.isfinite(seen[0].of(TOTAL)).all()
+
+
+def test_bytes_are_those_of_what_is_sent():
+    def sent(compressor):
+        group = Simulation(LAYERS[:1], compressor, 2).pipelines[0].layout.buckets[0].groups[0]
+        return group.compressor.wire_bytes(group).tolist()
+
+    assert sent(Graded(TopK(0.2), 0.03)) == sent(TopK(0.03))
+    assert sent(Graded(TopK(0.2), 0.03, "minimum")) == sent(TopK(0.2))
+    assert sent(Graded(TopK(0.2), 0.03, "dense")) == [4 * 520]
+
+
+def test_it_goes_inside_of_wrappers():
+    wrapped = LocalClip(ErrorFeedback(TopK(0.5), decay=0.9), 2.0)
+    assert graded(wrapped, 0.1, 0.02, "minimum") == LocalClip(
+        ErrorFeedback(Graded(TopK(0.1), 0.02, "minimum"), decay=0.9), 2.0
+    )
+    again = graded(Graded(TopK(0.5), 0.3, "dense"), 0.1, 0.02, "candidate")
+    assert again == Graded(TopK(0.1), 0.02)
+
+
+@pytest.mark.parametrize(
+    "inner", [Quantize(4), RandomK(0.1), Threshold(0.5), ErrorFeedback(TopK(0.1)), Identity()], ids=repr
+)
+def test_what_has_no_selection_of_its_own_by_density_is_refused(inner):
+    with pytest.raises(ConfigError, match="graded takes"):
+        Graded(inner)
+
+
+@pytest.mark.parametrize("candidate", [0, -0.1, 1.5, True, "0.1", None, float("nan")])
+def test_candidates_that_cannot_be(candidate):
+    with pytest.raises(ConfigError, match="density"):
+        Graded(TopK(0.1), candidate)
+
+
+@pytest.mark.parametrize("send", ["all", None, 1, ""])
+def test_only_three_things_can_be_sent(send):
+    with pytest.raises(ConfigError, match="send must be"):
+        Graded(TopK(0.1), 0.01, send)
