@@ -1,0 +1,193 @@
+"""Algorithm 1 of 003 without the training around it: from gains and seconds to the factor of the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Doubles = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+#: The number of the factor 1.
+DENSE = 0
+
+
+class Search:
+    """Independent searches, one per row: a row is the model, or one of its layers.
+
+    ``factors``: ascending, 1 first; rows hold numbers of factors. ``first``: the number of the least factor. Attributes
+    ``minimum``, ``candidate``: theta_min and theta_c; ``sent``: what the step sends that comes next. ``steps[row, k]``:
+    steps that sent factor k. ``throughput[row, k]``: T, NaN where there is none.
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[float],
+        first: int,
+        world: int,
+        rows: int,
+        *,
+        epsilon: float,
+        window: int,
+        omega: float,
+    ) -> None:
+        self.factors = tuple(factors)
+        self.world = world
+        self.epsilon, self.window, self.omega = epsilon, window, omega
+        self.minimum: Numbers = np.full(rows, first, dtype=np.int64)
+        self.candidate: Numbers = self.minimum.copy()
+        self.sent: Numbers = np.full(rows, DENSE, dtype=np.int64)
+        shape = (rows, len(self.factors))
+        self.steps: Numbers = np.zeros(shape, dtype=np.int64)
+        self.throughput: Doubles = np.full(shape, np.nan)
+        self.taken = 0  # steps that counted
+        # delta = sums / weights; both decay, so that few samples are as good a mean as many.
+        self._sums: Doubles = np.zeros(shape)
+        self._weights: Doubles = np.zeros(shape)
+        self._seconds: list[float] = []  # of the window
+        self._timed: list[Numbers] = []  # what these steps sent
+
+    @property
+    def gains(self) -> Doubles:
+        """delta by row and factor; NaN where it was never measured."""
+        gains = np.full(self._sums.shape, np.nan)
+        np.divide(self._sums, self._weights, out=gains, where=self._weights > 0)
+        gains[:, DENSE] = 1.0
+        return gains
+
+    def time(self, seconds: float, sent: Numbers) -> None:
+        """An iteration in which ``sent`` was sent took so long, in the mean over ranks."""
+        self._seconds.append(seconds)
+        self._timed.append(sent)
+
+    def step(self, total: Doubles, kept: Doubles, kept_by_candidate: Doubles) -> bool:
+        """A step is done: squared norms by row, sums over ranks (lines 6 to 9, 27). Returns whether a window ended.
+
+        ``sent`` then holds what the next step sends (lines 11 to 25). Nothing happens unless all are finite; a row with
+        nothing in it has no gain.
+        """
+        if not all(np.isfinite(part).all() for part in (total, kept, kept_by_candidate)) or not total.any():
+            return False
+        rows = np.flatnonzero(total > 0)
+        self._average(rows, self.minimum, kept / np.where(total > 0, total, 1))
+        apart = rows[self.minimum[rows] != self.candidate[rows]]
+        self._average(apart, self.candidate, kept_by_candidate / np.where(total > 0, total, 1))
+        self.steps[np.arange(len(self.sent)), self.sent] += 1
+        self.taken += 1
+        ended = self.taken % self.window == 0
+        if ended:
+            for row in range(len(self.sent)):
+                self._check(row)
+            self._seconds, self._timed = [], []
+        self._decide()
+        return ended
+
+    def _average(self, rows: Numbers, factors: Numbers, gains: Doubles) -> None:
+        newest = min(1.0, self.world / 100)
+        at = (rows, factors[rows])
+        self._sums[at] = (1 - newest) * self._sums[at] + newest * gains[rows]
+        self._weights[at] = (1 - newest) * self._weights[at] + newest
+
+    def _decide(self) -> None:
+        gains, rows = self.gains, np.arange(len(self.sent))
+        fallback = np.where(gains[rows, self.minimum] >= self.epsilon, self.minimum, DENSE)
+        self.sent = np.where(gains[rows, self.candidate] >= self.epsilon, self.candidate, fallback)
+
+    def _check(self, row: int) -> None:
+        """Lines 33 to 39, of one row."""
+        gains, throughput = self.gains[row], self.throughput[row]
+        sent = np.array([one[row] for one in self._timed], dtype=np.int64)
+        for factor in np.unique(sent).tolist():
+            seconds = np.median(np.array(self._seconds)[sent == factor])
+            throughput[factor] = gains[factor] * self.world / seconds
+        least, candidate = int(self.minimum[row]), int(self.candidate[row])
+        if abs(gains[least] - gains[candidate]) <= self.omega * gains[least]:
+            self.minimum[row] = candidate
+        self.candidate[row] = min(candidate + 1, len(self.factors) - 1)
+        known = np.flatnonzero(~np.isnan(throughput))
+        if len(known) < 2:
+            return
+        second, best = known[np.argsort(throughput[known], kind="stable")[-2:]].tolist()
+        if abs(throughput[best] - throughput[second]) <= self.omega * throughput[second]:
+            ideal = min(best, second)
+            self.candidate[row] = ideal
+            self.minimum[row] = min(int(self.minimum[row]), ideal)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state(self, names: Sequence[str]) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts; rows by name, factors by value."""
+        return {
+            "taken": self.taken,
+            "seconds": list(self._seconds),
+            "rows": {name: self._row(row) for row, name in enumerate(names)},
+        }
+
+    def _row(self, row: int) -> dict[str, Any]:
+        known = np.flatnonzero((self._weights[row] > 0) | (self.steps[row] > 0)).tolist()
+        return {
+            "minimum": self.factors[self.minimum[row]],
+            "candidate": self.factors[self.candidate[row]],
+            "sent": self.factors[self.sent[row]],
+            "timed": [self.factors[one[row]] for one in self._timed],
+            "factors": [
+                [
+                    self.factors[k],
+                    int(self.steps[row, k]),
+                    float(self._sums[row, k]),
+                    float(self._weights[row, k]),
+                    None if np.isnan(self.throughput[row, k]) else float(self.throughput[row, k]),
+                ]
+                for k in known
+            ],
+        }
+
+    def restore(self, names: Sequence[str], state: Mapping[str, Any]) -> None:
+        """Go on from there. Rows that are new, or that name factors which are none here, begin anew.
+
+        KeyError, TypeError or ValueError for what is no state, before anything changes.
+        """
+        numbers = {factor: k for k, factor in enumerate(self.factors)}
+        seconds = [float(one) for one in state["seconds"]]
+        taken = int(state["taken"])
+        rows = {row: _Row(state["rows"][name]) for row, name in enumerate(names) if name in state["rows"]}
+        if any(len(one.timed) != len(seconds) for one in rows.values()):
+            raise ValueError("a window of other lengths")
+        rows = {row: one for row, one in rows.items() if one.values <= numbers.keys()}
+        self.taken = taken
+        for row, one in rows.items():
+            self.minimum[row], self.candidate[row] = numbers[one.minimum], numbers[one.candidate]
+            self.sent[row] = numbers[one.sent]
+            for factor, steps, total, weight, throughput in one.factors:
+                k = numbers[factor]
+                self.steps[row, k], self._sums[row, k], self._weights[row, k] = steps, total, weight
+                self.throughput[row, k] = throughput
+        self._seconds, self._timed = [], []
+        if len(rows) == len(names):
+            self._seconds = seconds
+            self._timed = [
+                np.array([numbers[rows[row].timed[i]] for row in range(len(names))], dtype=np.int64)
+                for i in range(len(seconds))
+            ]
+
+
+class _Row:
+    """A saved row, read strictly."""
+
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        self.minimum, self.candidate = float(saved["minimum"]), float(saved["candidate"])
+        self.sent = float(saved["sent"])
+        self.timed = [float(one) for one in saved["timed"]]
+        self.factors = [
+            (float(factor), int(steps), float(total), float(weight), np.nan if t is None else float(t))
+            for factor, steps, total, weight, t in saved["factors"]
+        ]
+
+    @property
+    def values(self) -> set[float]:
+        """Every factor that it names."""
+        named = {self.minimum, self.candidate, self.sent, *self.timed}
+        return named | {factor for factor, *_ in self.factors}
