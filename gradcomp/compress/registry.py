@@ -6,7 +6,7 @@ Other packages may add compressors under the entry point group ``gradcomp.compre
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -130,6 +130,8 @@ def from_string(text: str) -> Compressor:
         raise ConfigError(f"{text!r}: {error}") from error
 
 
+# Plans name a few compressors many times. Of 4 and 4.0 one may be impossible: hence typed.
+@lru_cache(maxsize=4096, typed=True)
 def at_level(family: str, level: Level) -> Compressor:
     """The compressor that a plan's assignment means."""
     return from_string(family).with_level(level)

@@ -49,10 +49,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Canonical text: equal plans give equal text."""
-        rows = [[a.layer, a.compressor, a.level] for a in self.assignments]
-        return json.dumps(
-            {"version": self.version, "assignments": rows}, sort_keys=True, separators=(",", ":")
-        )
+        return _begin(self.assignments) + _end(self.version)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -68,7 +65,7 @@ class Plan:
 
     def digest(self, layers: Sequence[LayerSpec]) -> bytes:
         """SHA-256 over the plan and the manifest of the layers."""
-        return hashlib.sha256((self.to_json() + manifest(layers)).encode()).digest()
+        return Fingerprint(self.assignments, layers).digest(self.version)
 
     def check_covers(self, layers: Iterable[LayerSpec]) -> None:
         """Raise ConfigError unless the plan assigns exactly these layers."""
@@ -79,6 +76,30 @@ class Plan:
                 f"plan does not fit the layers: without assignment {sorted(names - planned)}, "
                 f"unknown {sorted(planned - names)}"
             )
+
+
+class Fingerprint:
+    """What the digests of all versions of a plan have in common, so that one more costs little."""
+
+    def __init__(self, assignments: Sequence[Assignment], layers: Sequence[LayerSpec]) -> None:
+        self._begun = hashlib.sha256(_begin(assignments).encode())
+        self._manifest = manifest(layers)
+
+    def digest(self, version: int) -> bytes:
+        """:meth:`Plan.digest` of the plan with this version."""
+        hashed = self._begun.copy()
+        hashed.update((_end(version) + self._manifest).encode())
+        return hashed.digest()
+
+
+def _begin(assignments: Sequence[Assignment]) -> str:
+    """Canonical text of a plan up to its version: keys are sorted."""
+    rows = [[a.layer, a.compressor, a.level] for a in assignments]
+    return f'{{"assignments":{json.dumps(rows, separators=(",", ":"))}'
+
+
+def _end(version: int) -> str:
+    return f',"version":{version}}}'
 
 
 def _assignment(layer: Any, compressor: Any, level: Any) -> Assignment:

@@ -23,12 +23,13 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.header import PRESENT, SPARSE, Ballot, Stamp
 from gradcomp.core.layers import LayerSpec, check_unique
-from gradcomp.core.plan import Plan
+from gradcomp.core.plan import Fingerprint, Plan
 from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
+from gradcomp.pipeline.arrangement import Arrangement, Arrangements
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
@@ -150,6 +151,7 @@ class Pipeline:
         self._running: Generator[Waiting, None, None] | None = None
         self._position = (0, 0)
         self._stale = True
+        self._arrangements = Arrangements()
         if pilot is not None and pilot.setting.first_step == 0:
             self.plan = replace(pilot.plan(plan), version=plan.version)
         self.layout = self._relayout()
@@ -246,6 +248,7 @@ class Pipeline:
         """Lay out for the next step now, if the last one changed what that depends on; second residuals move along."""
         if self._stale:
             self.layout = self._relayout()
+        self._arrangements.age(self.step)
 
     def restore(
         self,
@@ -526,44 +529,51 @@ class Pipeline:
 
     def _relayout(self) -> Layout:
         """Buckets and their programs for the current plan, order, cold and sparse layers; state moves along."""
-        order = [i for i in self.order if i not in self.sparse]
+        order = tuple(i for i in self.order if i not in self.sparse)
+        key = (self.plan.assignments, order, self.cold)
+        found = self._arrangements.get(key, self.step, lambda: self._arrange(order))
+        self._programs = found.programs
+        self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
+        self.residuals.grow(found.sizes)
+        self.fields.arrange(found.fields)
+        # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
+        self._keeps_residual = np.array(found.sizes) > 0
+        self.residuals.own(found.ranges, self.transport.size)
+        self._travels, self._sent_bytes = found.travels, found.sent_bytes
+        self._dense_bytes = found.dense_bytes
+        self.laid_out_plan = self.plan
+        self._stale = False
+        return found.layout
+
+    def _arrange(self, order: Sequence[int]) -> Arrangement:
         layout = build_layout(self.layers, self.plan, order, self.cold, self.config.slice_elements)
         rank, world = self.transport.rank, self.transport.size
-        digest = self.plan.digest(self.layers)
-        self._check = zlib.crc32(digest + np.array(order, dtype="<i4").tobytes())
         context = Context(Draw(self.config.seed, 0, rank), world)
-        self._programs = [
-            BucketProgram(bucket, rank, world, context, self._reduction) for bucket in layout.buckets
-        ]
-        sizes = layout.residual_sizes(self.layers)
-        self.residuals.grow(sizes)
+        programs = [BucketProgram(bucket, rank, world, context, self._reduction) for bucket in layout.buckets]
         compressors = compressors_of(self.layers, self.plan)
-        self.fields.arrange(
-            [c.fields(layer, self.config.seed) for c, layer in zip(compressors, self.layers, strict=True)]
-        )
-        # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
-        self._keeps_residual = np.array(sizes) > 0
         ranges: list[Range] = []
-        for program in self._programs:
+        for program in programs:
             if program.reduction is not None:
                 first = len(ranges)
                 ranges += program.reduction.ranges
                 program.reduction.assign(range(first, len(ranges)))
-        self.residuals.own(ranges, world)
         pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
-        self._travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
-        self._sent_bytes = np.array(
-            [
-                sum(sent_bytes(group, self._scheme, self._topology) for group in bucket.groups)
-                for bucket in layout.buckets
-            ],
-            dtype=np.float64,
+        sent = [
+            sum(sent_bytes(group, self._scheme, self._topology) for group in bucket.groups)
+            for bucket in layout.buckets
+        ]
+        return Arrangement(
+            layout,
+            programs,
+            Fingerprint(self.plan.assignments, self.layers),
+            np.array(order, dtype="<i4").tobytes(),
+            layout.residual_sizes(self.layers),
+            [c.fields(layer, self.config.seed) for c, layer in zip(compressors, self.layers, strict=True)],
+            ranges,
+            2 * sum(self.layers[i].nbytes for i in order) * (world - 1) // world,
+            tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T),
+            np.array(sent, dtype=np.float64),
         )
-        self.laid_out_plan = self.plan
-        dense = sum(self.layers[i].nbytes for i in order)
-        self._dense_bytes = 2 * dense * (world - 1) // world
-        self._stale = False
-        return layout
 
     def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
         """The configured reduction, or the cheapest, for one bucket."""
