@@ -19,6 +19,7 @@ from gradcomp.compress.dgc import DGC
 from gradcomp.compress.global_topk import GlobalTopK
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.low_rank import clamped_rank, matrix_shape
+from gradcomp.compress.narrow import narrow
 from gradcomp.compress.powersgd import PowerSGD
 from gradcomp.compress.round_trip import round_trip, round_trip_bytes
 from gradcomp.compress.sparse import Sparse, elements_at
@@ -27,7 +28,7 @@ from gradcomp.compress.topk import TopK
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import selection
-from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.codec import Draw, Sizes
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
 Floats = npt.NDArray[np.float32]
@@ -49,12 +50,13 @@ def errors(
 
     - Coded (casts, quantisers, signs): the layer is encoded, once per choice, with draws from the seed.
     - TopK, CLTk: the norm of what is not among the k largest, for all densities in one go. GlobalTopK and DGC too:
-      as if the layer were the model, and as if the sample gave the exact threshold.
+      as if the layer were the model, and as if the sample gave the exact threshold. Selected values that are coded
+      lose more: they are coded for every density, and narrowed from one density to the next.
     - PowerSGD, BestRank: sqrt(sum over i > r of s_i^2), by the singular values or by 5 power steps (thesis, appendix
       B.2), whichever is cheaper for the shape and the largest rank; for all ranks in one go. PowerSGD's own first step
       would lose more; its warm start comes as near as the power steps do.
     - SpectralAtomo: by the singular values, with draws from the seed.
-    - All others, and these with selected values that are not exact: a round trip for each.
+    - All others: a round trip for each.
 
     A quantiser that draws is measured by one draw. Nothing is shared with what trains; kernels, sorting and LAPACK run
     without the interpreter's lock. Equal on one machine for equal arguments; across machines up to rounding and LAPACK.
@@ -113,9 +115,9 @@ def _measure_of(choice: Compressor) -> _Measure:
     """How a compressor is measured. Types are compared exactly: a subclass may select or send something else."""
     if isinstance(choice, Coded) and type(choice).exchange is Coded.exchange:
         return _by_code
-    if isinstance(choice, Sparse) and not choice.values.is_exact:
-        return _by_round_trip
-    return _MEASURES.get(type(choice), _by_round_trip)
+    measure = _MEASURES.get(type(choice), _by_round_trip)
+    coded = measure is _by_magnitude and isinstance(choice, Sparse) and not choice.values.is_exact
+    return _by_coded_magnitude if coded else measure
 
 
 def _by_code(choices: Sequence[Coded], subject: _Subject) -> Doubles:
@@ -123,9 +125,28 @@ def _by_code(choices: Sequence[Coded], subject: _Subject) -> Doubles:
 
 
 def _by_magnitude(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Doubles:
+    return magnitudes.rest_norms(subject.values, _counts(choices, subject), subject.budget)
+
+
+def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: _Subject) -> Doubles:
+    counts, name = _counts(choices, subject), subject.layer.name
+    most = int(counts.max())
+    # The rest, and two selections while one is made from the other.
+    subject.budget.require(4 * subject.layer.size + 24 * most)
+    found = magnitudes.rest_norms(subject.values, counts, subject.budget)
+    chosen = magnitudes.largest_of(subject.values, most, np.empty_like(subject.values))
+    for i in np.argsort(-counts, kind="stable").tolist():
+        chosen = narrow(chosen, counts[i : i + 1])
+        selected = LayerSpec(name, (len(chosen.values),))
+        lost = code_errors([choices[i].values], selected, chosen.values, subject.seed, subject.budget)
+        found[i] = np.hypot(found[i], lost[0])
+    return found
+
+
+def _counts(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Sizes:
+    """How many elements each choice selects."""
     size = np.array([subject.layer.size])
-    counts = np.concatenate([elements_at(choice.density, size) for choice in choices])
-    return magnitudes.rest_norms(subject.values, counts, subject.budget)
+    return np.concatenate([elements_at(choice.density, size) for choice in choices])
 
 
 def _by_rank(choices: Sequence[PowerSGD | BestRank], subject: _Subject) -> Doubles:
@@ -144,7 +165,7 @@ def _by_atoms(choices: Sequence[SpectralAtomo], subject: _Subject) -> Doubles:
     if ranks.any():
         matrix = subject.values.reshape(matrix_shape(subject.layer.shape))
         subject.budget.require(spectra.product_bytes(matrix.shape))
-        sigma = np.sqrt(spectra.squared_singular_values(matrix))
+        sigma = np.sqrt(spectra.squared_singular_values(matrix)[::-1])
         hashes, draw = np.array([subject.layer.hash], np.uint32), Draw(subject.seed, 0, 0)
         for i, (choice, rank) in enumerate(zip(choices, ranks.tolist(), strict=True)):
             if not rank:
@@ -162,16 +183,16 @@ def _ranks(
 
 
 def _by_round_trip(choices: Sequence[Compressor], subject: _Subject) -> Doubles:
-    found = np.empty(len(choices))
-    for i, choice in enumerate(choices):
-        subject.budget.require(round_trip_bytes(choice, subject.layer))
-        given = round_trip(choice, subject.layer, subject.values, subject.seed)
-        if given is None:
-            found[i] = np.inf
-        else:
-            np.subtract(subject.values, given, out=given)
-            found[i] = np.sqrt(_energy(given))
-    return found
+    subject.budget.require(max(round_trip_bytes(choice, subject.layer) for choice in choices))
+    return np.array([_lost_on_the_way(choice, subject) for choice in choices])
+
+
+def _lost_on_the_way(choice: Compressor, subject: _Subject) -> float:
+    given = round_trip(choice, subject.layer, subject.values, subject.seed)
+    if given is None:
+        return np.inf
+    np.subtract(subject.values, given, out=given)
+    return float(np.sqrt(_energy(given)))
 
 
 _MEASURES: dict[type[Compressor], _Measure] = {

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.budget import Budget
+from gradcomp.compress.payload import Selection
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
@@ -67,15 +68,31 @@ def _counting_bytes(size: int, levels: int) -> int:
     return 4 * 8 * _BINS + 2 * 8 * levels * _SPLIT + _PIECE_BYTES * min(size, _PIECE)
 
 
+def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
+    """The elements of largest magnitude, ties by lower index; ``rest`` becomes the values without them.
+
+    Args:
+        values: float32, flat, contiguous, finite.
+        count: 0..n.
+        rest: float32, n elements, written.
+    """
+    table = np.zeros(1, SEGMENT)
+    table["gradient"], table["shadow"] = values.ctypes.data, rest.ctypes.data
+    table["length"], table["dtype"] = len(values), FLOAT32
+    chosen, flags = Selection.room(np.array([count])), np.zeros(1, np.uint8)
+    places = chosen.counts, chosen.offsets
+    selection.select_top(
+        table, flags, np.ones(1, np.float32), *places, chosen.indices, chosen.values, decay=1.0
+    )
+    selection.put(table, chosen.offsets, chosen.counts, chosen.indices, np.zeros_like(chosen.values))
+    return chosen
+
+
 def _by_selecting(values: Floats, counts: Sizes) -> Doubles:
     """Energies of the rest; ``counts`` ascend."""
     largest = int(counts.max(initial=0))
     rest = np.empty_like(values)
-    table = _row(values, rest)
-    begin, number, flags = np.zeros(1, np.int64), np.array([largest]), np.zeros(1, np.uint8)
-    indices, chosen = np.empty(largest, np.uint32), np.empty(largest, np.float32)
-    selection.select_top(table, flags, np.ones(1, np.float32), number, begin, indices, chosen, decay=1.0)
-    selection.put(table, begin, number, indices, np.zeros_like(chosen))
+    chosen = largest_of(values, largest, rest).values
     np.abs(chosen, out=chosen)
     chosen.sort()
 
@@ -89,13 +106,6 @@ def _by_selecting(values: Floats, counts: Sizes) -> Doubles:
     energies = np.empty(len(parts))
     selection.squares(parts, energies)
     return np.cumsum(energies)[::-1]
-
-
-def _row(gradient: Floats, shadow: Floats) -> npt.NDArray[np.void]:
-    table = np.zeros(1, SEGMENT)
-    table["gradient"], table["shadow"] = gradient.ctypes.data, shadow.ctypes.data
-    table["length"], table["dtype"] = len(gradient), FLOAT32
-    return table
 
 
 def _by_counting(values: Floats, counts: Sizes) -> Doubles:

@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
+from gradcomp.compress.sparse import Sparse
+from gradcomp.compress.summed import Summed
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw, Group
@@ -59,9 +61,14 @@ def round_trip(
 
 
 def round_trip_bytes(compressor: Compressor, layer: LayerSpec) -> int:
-    """Memory that a round trip takes, roughly: what comes back, what was contributed, and the payload three times."""
+    """Memory that a round trip takes, roughly.
+
+    What comes back, what was contributed, three times the payload; selected elements and what their coding lost, twice.
+    """
+    group = _group(compressor, layer)
     arrays = 2 if compressor.contributes else 1
-    return 4 * arrays * layer.size + 3 * int(compressor.wire_bytes(_group(compressor, layer)).sum())
+    selected = int(compressor.limits(group.table).sum()) if isinstance(compressor, Sparse | Summed) else 0
+    return 4 * arrays * layer.size + 3 * int(compressor.wire_bytes(group).sum()) + 24 * selected
 
 
 def _group(compressor: Compressor, layer: LayerSpec) -> Group:

@@ -62,14 +62,14 @@ def product_is_cheaper(shape: tuple[int, ...], largest_rank: int) -> bool:
 
     With k = min(n, m) and b the largest rank, in the time of a multiplication and addition of the product:
 
-        by the product    n m k + 3 k^3        (the product, float64; its eigenvalues), if k is at most 128
-        by power steps    n m (30 + 15 b)      (10 products with b columns, float32; their orthogonalisation)
+        by the product    n m k + 3 k^3             (the product, float64; its eigenvalues), if k is at most 128
+        by power steps    n m (30 + 15 b) + 10^7    (10 products with b columns, float32, orthogonalisation; calls)
 
     The paper's rule is O(n m k) against the sum over ranks of O(n m r); here one run serves all ranks.
     """
     n, m = shape
     k = min(n, m)
-    return k <= _LAPACK_SIDE and n * m * k + 3 * k**3 <= n * m * (30 + 15 * largest_rank)
+    return k <= _LAPACK_SIDE and n * m * k + 3 * k**3 <= n * m * (30 + 15 * largest_rank) + 10**7
 
 
 def product_bytes(shape: tuple[int, ...]) -> int:
@@ -80,7 +80,7 @@ def product_bytes(shape: tuple[int, ...]) -> int:
 
 def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
     n, m = shape
-    return 4 * n * m + 4 * columns * (n + m) + 40 * columns * m  # the latter for random numbers
+    return 4 * n * m + 4 * columns * (n + m) + 128 * columns * m  # the latter for random numbers
 
 
 # --- by the product -----------------------------------------------------------------------------------------
