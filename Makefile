@@ -23,7 +23,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
-BENCHES := bench-codec bench-selection bench-lowrank bench-ratios bench-step bench-reductions bench-hierarchy \
+BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
            bench-shm bench-transports bench-scaling bench-convergence bench-program
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
@@ -147,6 +147,9 @@ bench-selection: $(STAMP)/package
 # NumPy's product, beside which the kernels are measured, has one thread too.
 bench-lowrank: $(STAMP)/package
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/lowrank.py $(ARGS)
+
+bench-errors: $(STAMP)/package
+	$(BIN)/python benchmarks/error_tables.py $(ARGS)
 
 bench-ratios: $(STAMP)/package
 	$(BIN)/python benchmarks/ratios.py $(ARGS)

@@ -145,8 +145,8 @@ def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: _Su
 
 def _counts(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Sizes:
     """How many elements each choice selects."""
-    size = np.array([subject.layer.size])
-    return np.concatenate([elements_at(choice.density, size) for choice in choices])
+    densities = np.array([choice.density for choice in choices], dtype=np.float64)
+    return elements_at(densities, np.full(len(choices), subject.layer.size))
 
 
 def _by_rank(choices: Sequence[PowerSGD | BestRank], subject: _Subject) -> Doubles:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.compress.base import Coded, Compressor
 from gradcomp.compress.cast import Cast
@@ -24,7 +25,7 @@ def check_density(density: Level) -> None:
         raise ConfigError(f"density must be in (0, 1], got {density!r}")
 
 
-def elements_at(density: float, lengths: Sizes) -> Sizes:
+def elements_at(density: float | npt.NDArray[np.float64], lengths: Sizes) -> Sizes:
     """How many elements a density means: round(density n), at least one of a layer that has any."""
     counts = np.rint(density * lengths).astype(np.int64)
     limited: Sizes = np.minimum(np.maximum(counts, 1), lengths)

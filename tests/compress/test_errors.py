@@ -39,6 +39,7 @@ from gradcomp import (
     TopK,
     Warmup,
 )
+from gradcomp import kernels
 from gradcomp.compress import code_errors, magnitudes, spectra
 from gradcomp.compress.budget import Budget
 from gradcomp.compress.errors import errors
@@ -461,6 +462,14 @@ def test_the_seed_decides_what_is_drawn():
     first, second = (errors(choices, MATRIX, values, seed) for seed in (1, 2))
     assert (first != second).tolist() == [True, True, True, False]
     np.testing.assert_array_equal(first, errors(choices, MATRIX, values, 1))
+
+
+def test_both_bodies_measure_the_same():
+    values = gradient(MATRIX)
+    choices = [Quantize(3), TopK(0.1), PowerSGD(3), RedSync(0.1), TopK(0.2, values=Quantize(4)), RandomK(0.1)]
+    with kernels.use("reference"):
+        expected = lost(MATRIX, values, *choices)
+    np.testing.assert_allclose(lost(MATRIX, values, *choices), expected, rtol=1e-4)
 
 
 def test_threads_do_not_disturb_each_other():
