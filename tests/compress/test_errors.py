@@ -38,8 +38,8 @@ from gradcomp import (
     TernGrad,
     TopK,
     Warmup,
+    kernels,
 )
-from gradcomp import kernels
 from gradcomp.compress import code_errors, magnitudes, spectra
 from gradcomp.compress.budget import Budget
 from gradcomp.compress.errors import errors
