@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.control.base import Doubles
-from gradcomp.control.choice import Choice, check_positive
+from gradcomp.control.checks import check_positive
 from gradcomp.control.ladders import keeping_silent
-from gradcomp.control.menu import Menu
+from gradcomp.control.menu import Candidate, Menu
 from gradcomp.control.periodic import Decision, Seen
 from gradcomp.control.two_levels import TwoLevels
 
@@ -71,7 +71,7 @@ class Accordion(TwoLevels):
         check_positive("eta", self.eta)
 
     @property
-    def start(self) -> Choice:
+    def start(self) -> Candidate:
         """Low compression: the first period is critical."""
         return self.low
 

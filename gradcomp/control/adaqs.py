@@ -9,9 +9,9 @@ import numpy as np
 
 from gradcomp.compress import Compressor
 from gradcomp.control.base import Doubles
-from gradcomp.control.choice import Choice, checked
+from gradcomp.control.checks import checked
 from gradcomp.control.ladders import keeping_silent
-from gradcomp.control.menu import Menu
+from gradcomp.control.menu import Candidate, Menu
 from gradcomp.control.periodic import Decision, Seen
 from gradcomp.control.two_levels import TwoLevels
 from gradcomp.core.errors import ConfigError
@@ -62,11 +62,11 @@ class AdaQS(TwoLevels):
         self.candidates()
 
     @property
-    def start(self) -> Choice:
+    def start(self) -> Candidate:
         """High compression."""
         return self.high
 
-    def candidates(self) -> list[Choice]:
+    def candidates(self) -> list[Candidate]:
         """From ``low`` to ``high``: levels that double."""
         low, high = checked(self.low, "low"), checked(self.high, "high")
         if isinstance(low, Compressor) or isinstance(high, Compressor):
@@ -75,7 +75,7 @@ class AdaQS(TwoLevels):
             raise ConfigError(
                 f"high must be a level above 0 and below low, whose compression is lower, got {high!r} and {low!r}"
             )
-        levels: list[Choice] = []
+        levels: list[Candidate] = []
         while high < low:
             levels.insert(0, high)
             high = 2 * high

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.control.base import Doubles
-from gradcomp.control.choice import check_count, check_positive
+from gradcomp.control.checks import check_count, check_positive
 from gradcomp.control.kmeans import clusters_of
 from gradcomp.control.ladders import (
     Numbers,

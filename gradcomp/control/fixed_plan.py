@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from gradcomp.compress import Compressor, at_level
 from gradcomp.control.base import Controller, Pilot, Setting
-from gradcomp.control.choice import Choice, applied, checked, text
+from gradcomp.control.checks import checked, text
+from gradcomp.control.menu import Candidate, resolve
 from gradcomp.control.timetable import Timetable
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.plan import Plan
@@ -58,7 +59,7 @@ def choices_by_name(entries: tuple[Entry, ...], setting: Setting, what: str) -> 
     for name, (number, compressor) in own.items():
         entry = next((entry for entry in entries if entry.matches(name)), None)
         if entry is not None:
-            choices[number] = applied(entry.choice, compressor)
+            choices[number] = resolve(compressor, entry.choice)
     return choices
 
 
@@ -94,7 +95,7 @@ class FixedPlan(Controller):
 
     name: ClassVar[str] = "fixed_plan"
 
-    plan: str | os.PathLike[str] | Mapping[str, Choice] | Plan
+    plan: str | os.PathLike[str] | Mapping[str, Candidate] | Plan
     entries: tuple[Entry, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

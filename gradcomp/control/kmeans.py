@@ -8,13 +8,13 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.control.base import Doubles
-from gradcomp.control.choice import check_count, check_positive
+from gradcomp.control.checks import check_count, check_positive
 from gradcomp.control.ladders import Numbers, check_levels, fallback, linear_map
 from gradcomp.control.menu import Candidates, Menu
 from gradcomp.control.periodic import Decision, Periodic, Seen
 
 #: Starts, of which the best is taken, and steps of each, at most.
-_STARTS, _STEPS = 10, 300
+_STARTS, _STEPS = 20, 300
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _standardised(values: Doubles) -> Doubles:
 
 
 def kmeans(points: Doubles, k: int, seed: int = 0) -> Numbers:
-    """Lloyd's algorithm from k-means++ starts, the best of ten: the cluster of every point; none is empty.
+    """Lloyd's algorithm from greedy k-means++ starts, the best of several: the cluster of every point; none is empty.
 
     The same for the same points. ``k``: at most as many clusters, fewer if there are fewer different points.
     """
@@ -114,34 +114,44 @@ def kmeans(points: Doubles, k: int, seed: int = 0) -> Numbers:
     best, least = np.zeros(len(points), dtype=np.int64), np.inf
     for _ in range(_STARTS):
         labels = _lloyd(points, _spread(points, k, random))
-        centres = np.array([points[labels == j].mean(0) for j in range(k)])
-        inertia = float(((points - centres[labels]) ** 2).sum())
+        inertia = float(((points - _means(points, labels, k)[labels]) ** 2).sum())
         if inertia < least:
             best, least = labels, inertia
     return best
 
 
 def _spread(points: Doubles, k: int, random: np.random.Generator) -> Doubles:
-    """k-means++: every further centre is drawn with the squared distance to the nearest one so far."""
+    """k-means++: of a few points, drawn with the squared distance to the nearest centre, the one that leaves least."""
     centres = [points[random.integers(len(points))]]
+    distance = ((points - centres[0]) ** 2).sum(1)
     while len(centres) < k:
-        distance = ((points[:, None] - np.array(centres)) ** 2).sum(2).min(1)
-        centres.append(points[random.choice(len(points), p=distance / distance.sum())])
+        drawn = random.choice(len(points), size=2 + int(np.log(k)), p=distance / distance.sum())
+        left = np.minimum(distance, ((points - points[drawn, None]) ** 2).sum(2))
+        best = int(left.sum(1).argmin())
+        centres.append(points[drawn[best]])
+        distance = left[best]
     return np.array(centres)
 
 
 def _lloyd(points: Doubles, centres: Doubles) -> Numbers:
     """Points to the nearest centre, centres to the mean of their points, until nothing moves."""
+    k, each = len(centres), np.arange(len(points))
     labels = np.full(len(points), -1, dtype=np.int64)
     for _ in range(_STEPS):
         distance = ((points[:, None] - centres) ** 2).sum(2)
         nearest = distance.argmin(1)
-        for j in range(len(centres)):
-            if not (nearest == j).any():  # a centre that lost its points takes the one farthest from its own
-                crowded = np.bincount(nearest, minlength=len(centres))[nearest] > 1
-                nearest[np.where(crowded, distance[np.arange(len(points)), nearest], -1).argmax()] = j
+        for j in np.flatnonzero(np.bincount(nearest, minlength=k) == 0):
+            # A centre that lost its points takes the one that is farthest from its own.
+            crowded = np.bincount(nearest, minlength=k)[nearest] > 1
+            nearest[np.where(crowded, distance[each, nearest], -1.0).argmax()] = j
         if np.array_equal(nearest, labels):
             break
         labels = nearest
-        centres = np.array([points[labels == j].mean(0) for j in range(len(centres))])
+        centres = _means(points, labels, k)
     return labels
+
+
+def _means(points: Doubles, labels: Numbers, k: int) -> Doubles:
+    sums = np.stack([np.bincount(labels, column, minlength=k) for column in points.T], axis=1)
+    means: Doubles = sums / np.bincount(labels, minlength=k)[:, None]
+    return means

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.control.choice import checked
+from gradcomp.control.checks import checked
 from gradcomp.control.menu import Candidates, Menu
 from gradcomp.control.periodic import Decision, Seen
 from gradcomp.core.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.control.base import Doubles
-from gradcomp.control.choice import check_positive
+from gradcomp.control.checks import check_positive
 from gradcomp.control.ladders import check_levels, fallback, linear_map
 from gradcomp.control.menu import Candidates, Menu
 from gradcomp.control.periodic import Decision, Periodic, Seen

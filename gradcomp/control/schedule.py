@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradcomp.control.base import Controller, Pilot, Setting
-from gradcomp.control.choice import Choice, checked, text
+from gradcomp.control.checks import checked, text
 from gradcomp.control.fixed_plan import Entry, choices_by_name, entries_of
+from gradcomp.control.menu import Candidate
 from gradcomp.control.timetable import Timetable
 from gradcomp.core.errors import ConfigError
 
@@ -36,7 +37,7 @@ class Schedule(Controller):
 
     name: ClassVar[str] = "schedule"
 
-    steps: Mapping[int, Choice | Mapping[str, Choice]]
+    steps: Mapping[int, Candidate | Mapping[str, Candidate]]
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, Mapping) or not self.steps:

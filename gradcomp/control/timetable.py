@@ -33,8 +33,10 @@ class Timetable(Pilot):
         """Take what holds for the next step."""
         number = step.number + 1 - self.setting.first_step
         before, self.choices = self.choices, self._at(number)
-        self.reason = f"step {number} of {self.name}"
-        return self.choices != before
+        changed = self.choices != before
+        if changed:
+            self.reason = f"its step {number}"
+        return changed
 
     def shared_state(self) -> dict[str, Any]:
         """The choices in force, by layer name."""

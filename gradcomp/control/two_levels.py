@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from gradcomp.compress import Compressor
 from gradcomp.control.base import Pilot, Setting
-from gradcomp.control.choice import Choice, applied, checked
+from gradcomp.control.checks import checked
 from gradcomp.control.ladders import bytes_of
-from gradcomp.control.menu import Menu, make_menu
+from gradcomp.control.menu import Candidate, Menu, make_menu, resolve
 from gradcomp.control.periodic import Periodic, PeriodicPilot
 from gradcomp.core.errors import ConfigError
 
@@ -22,8 +22,8 @@ class TwoLevels(Periodic):
     """
 
     every_steps: int = field(kw_only=True)
-    low: Choice
-    high: Choice
+    low: Candidate
+    high: Candidate
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,17 +37,17 @@ class TwoLevels(Periodic):
 
     @property
     @abstractmethod
-    def start(self) -> Choice:
+    def start(self) -> Candidate:
         """What layers travel as until the first decision."""
 
-    def candidates(self) -> list[Choice]:
+    def candidates(self) -> list[Candidate]:
         """``low``, then ``high``."""
         return [self.low, self.high]
 
     def menu(self, setting: Setting) -> Menu:
         """The candidates, with :attr:`start` for a reference. ConfigError if low compression sends less than high."""
         begin = checked(self.start, "start")
-        own = [None if c is None else applied(begin, c) for c in setting.compressors]
+        own = [None if c is None else resolve(c, begin) for c in setting.compressors]
         menu = make_menu(setting.layers, own, self.candidates(), setting.scheme, setting.topology)
         sent = [bytes_of(menu, row) for row in range(len(menu.choices))]
         if sum(s[0] for s in sent) < sum(s[-1] for s in sent):

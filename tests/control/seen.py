@@ -55,6 +55,7 @@ def seen_by(
         np.ones(rows) if deviation is None else np.array(deviation, dtype=np.float64),
         errors if controller.needs_errors else None,
         np.zeros(rows),
+        np.zeros(rows),
         np.zeros(rows, dtype=np.int64),
         menu.reference.copy() if current is None else np.array(current, dtype=np.int64),
         controller.begin_memory(menu) if memory is None else np.array(memory, dtype=np.float64),

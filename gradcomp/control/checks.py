@@ -1,4 +1,4 @@
-"""One choice, as users write it: a level of the layer's own compressor, or a compressor of any family."""
+"""Checks of what users give to controllers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 from gradcomp.compress import Compressor, from_string
 from gradcomp.core.errors import ConfigError
 
-#: A level, a compressor, or the string form of one.
-Choice = int | float | Compressor | str
-
 
 def checked(choice: Any, what: str) -> int | float | Compressor:
-    """The choice with its string form parsed; ``what`` it is for, in errors."""
+    """A level, or a compressor of any family, also from its string form; ``what`` it is for, in errors."""
     if isinstance(choice, str):
         choice = from_string(choice)
     if isinstance(choice, Compressor):
@@ -28,11 +25,6 @@ def checked(choice: Any, what: str) -> int | float | Compressor:
 def text(choice: int | float | Compressor) -> str | int | float:
     """The choice as JSON holds it: the inverse of :func:`checked`."""
     return choice.to_string() if isinstance(choice, Compressor) else choice
-
-
-def applied(choice: int | float | Compressor, own: Compressor) -> Compressor:
-    """What a layer travels as whose own compressor is ``own``; ConfigError for an impossible level."""
-    return choice if isinstance(choice, Compressor) else own.with_level(choice)
 
 
 def check_positive(name: str, value: Any) -> None:

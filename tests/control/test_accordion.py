@@ -1,0 +1,127 @@
+"""Accordion: low compression first, high once norms settle, low again when they jump."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from control.seen import chosen, seen_by, setting
+from loudest import LAYERS, levels
+from simulation import Simulation
+
+from gradcomp import ConfigError, LayerSpec, PowerSGD, Quantize, TopK, Warmup
+from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
+
+RULE = Accordion(8, 2, every_steps=3)
+
+
+def test_critical_is_a_change_of_eta_or_more_in_either_direction():
+    previous = np.array([10.0, 10.0, 10.0, 10.0, 10.0])
+    now = np.array([15.0, 14.99, 5.0, 5.01, 10.0])
+    assert critical(previous, now, 0.5).tolist() == [True, False, True, False, False]
+
+
+def test_the_first_period_is_critical():
+    assert critical(np.full(3, NEVER), np.array([0.0, 1e-30, 1e30]), 0.5).all()
+
+
+def test_extremes():
+    previous = np.array([0.0, 0.0, 1e300, 1e-300, 5.0])
+    now = np.array([0.0, 1.0, 1e-300, 1e300, 5.0])
+    assert critical(previous, now, 0.5).tolist() == [False, True, True, True, False]
+    assert not critical(np.array([5.0]), np.array([5.0]), 1e-12).any()
+
+
+def test_norms_of_layers_without_gradient_stay():
+    assert remembered(np.array([3.0, NEVER, 3.0]), np.array([0.0, 0.0, 4.0])).tolist() == [3.0, NEVER, 4.0]
+
+
+def test_it_goes_high_when_norms_settle_and_back_when_they_jump():
+    seen = seen_by(RULE, [64, 64], [1.0, 1.0])
+    found = []
+    for norms in ([1, 1], [1, 1], [1.1, 2], [1, 2], [9, 2]):
+        seen = seen_by(RULE, [64, 64], norms, current=seen.current, memory=seen.memory)
+        decision = RULE.decide(seen)
+        seen = seen_by(RULE, [64, 64], norms, current=decision.choices, memory=decision.memory)
+        found.append(chosen(seen, decision.choices))
+    assert found == [[8, 8], [2, 2], [2, 8], [2, 2], [8, 2]]
+
+
+def test_silent_layers_keep_their_choice_and_norm():
+    seen = seen_by(RULE, [64, 64], [0.0, 0.0], current=[1, 0], memory=[3.0, NEVER])
+    decision = RULE.decide(seen)
+    assert decision.choices.tolist() == [1, 0]
+    assert decision.memory.tolist() == [3.0, NEVER]
+
+
+def test_compressors_of_any_family_may_be_the_levels():
+    rule = Accordion(PowerSGD(4), "topk:density=0.01", every_steps=3)
+    assert [c.to_string() for c in rule.menu(setting([640])).choices[0]] == [
+        PowerSGD(4).to_string(),
+        TopK(0.01).to_string(),
+    ]
+
+
+def test_a_matrix_that_is_sent_exactly_under_both_ranks_has_one_choice():
+    rule = Accordion(8, 4, every_steps=3)
+    seen = seen_by(rule, [64, 6400], [1.0, 1.0], own=PowerSGD(16), memory=[1.0, 1.0])
+    decision = rule.decide(seen)
+    assert len(seen.menu.choices[0]) == 1
+    assert chosen(seen, decision.choices)[1] == 4
+
+
+@pytest.mark.parametrize("warm_up", [0, 4])
+def test_layers_begin_at_low_compression(warm_up):
+    compression = Warmup(Quantize(4, 32), warm_up) if warm_up else Quantize(4, 32)
+    ranks = Simulation(LAYERS, compression, 2, controller=Accordion(8, 2, every_steps=50))
+    for step in range(warm_up + 3):
+        assert levels(ranks) == ([None] * 5 if step < warm_up else [8, 8, 8, 8, None])
+        ranks.step().all_means()
+
+
+def test_norms_decide_in_a_run():
+    layers = [LayerSpec("steady", (8, 8)), LayerSpec("jumps", (8, 8))]
+    ranks = Simulation(layers, Quantize(4, 32), 2, controller=Accordion(8, 2, every_steps=5))
+    found = []
+    for step in range(25):
+        gradients = ranks.gradients()
+        for rank in gradients:
+            rank[0][:] = 1.0
+            rank[1][:] = 4.0 if 10 <= step < 15 else 1.0
+        ranks.step(gradients).all_means()
+        found.append(tuple(levels(ranks)))
+    assert list(dict.fromkeys(found)) == [(8, 8), (2, 2), (2, 8)]
+    # Period 2 (steps 5 to 9) settles, 3 jumps up, 4 down again.
+    assert found[9] == (8, 8)
+    assert found[13] == (2, 2)
+    assert found[19] == found[23] == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"low": 4, "high": 4}, "differ"),
+        ({"low": 4, "high": "quantize:bits=2"}, "both"),
+        ({"low": True, "high": 2}, "low"),
+        ({"low": 4, "high": float("nan")}, "high"),
+        ({"low": 4, "high": None}, "high"),
+        ({"low": 4, "high": "nothing"}, "unknown"),
+        ({"low": 8, "high": 2, "eta": 0}, "eta"),
+        ({"low": 8, "high": 2, "eta": float("inf")}, "eta"),
+        ({"low": 8, "high": 2, "eta": True}, "eta"),
+        ({"low": 8, "high": 2, "every_steps": 0}, "every_steps"),
+    ],
+)
+def test_bad_input(given, words):
+    with pytest.raises(ConfigError, match=words):
+        Accordion(**{"every_steps": 3, **given})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_levels_the_wrong_way_round(world):
+    with pytest.raises(ConfigError, match="exchange them"):
+        Accordion(2, 8, every_steps=3).begin(setting([64], world=world))
+
+
+def test_a_level_that_layers_cannot_take():
+    with pytest.raises(ConfigError, match="bits"):
+        Accordion(99, 2, every_steps=3).begin(setting([64]))

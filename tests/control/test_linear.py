@@ -1,0 +1,91 @@
+"""Linear: the smaller the norm for the size, the more compression, in equal distances."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from control.seen import chosen, seen_by
+
+from gradcomp import ConfigError
+from gradcomp.control.ladders import total_error
+from gradcomp.control.linear import Linear
+
+
+def test_levels_follow_the_order_of_norm_by_size():
+    rule = Linear(5, levels=[2, 3, 4, 5, 6])
+    seen = seen_by(rule, [64, 640, 64, 6400, 64], [3.0, 1.0, 2.0, 1.0, 9.0])
+    assert chosen(seen, rule.decide(seen).choices) == [5, 3, 4, 2, 6]
+
+
+def test_levels_are_interpolated():
+    rule = Linear(5, levels=[2, 4, 8])
+    seen = seen_by(rule, [64] * 7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    assert chosen(seen, rule.decide(seen).choices) == [2, 2, 4, 4, 4, 8, 8]
+
+
+def test_more_levels_than_layers_are_skipped():
+    rule = Linear(5, levels=list(range(1, 9)))
+    seen = seen_by(rule, [64] * 3, [1.0, 2.0, 3.0])
+    found = chosen(seen, rule.decide(seen).choices)
+    assert found[0] == 1
+    assert found[2] == 8
+    assert found[1] in (4, 5)
+
+
+def test_equal_layers_keep_their_order():
+    rule = Linear(5, levels=[2, 4, 8])
+    seen = seen_by(rule, [64] * 3, [1.0] * 3)
+    assert chosen(seen, rule.decide(seen).choices) == [2, 4, 8]
+
+
+def test_one_layer_takes_the_reference():
+    rule = Linear(5, levels=[2, 4, 8])
+    seen = seen_by(rule, [64], [1.0], current=[0])
+    assert chosen(seen, rule.decide(seen).choices) == [4]
+
+
+def test_one_level_leaves_nothing_to_choose():
+    rule = Linear(5, levels=[4])
+    seen = seen_by(rule, [64] * 3, [1.0, 2.0, 3.0])
+    assert chosen(seen, rule.decide(seen).choices) == [4, 4, 4]
+
+
+def test_silent_layers_do_not_count():
+    rule = Linear(5, levels=[2, 4, 8])
+    seen = seen_by(rule, [64] * 4, [0.0, 1.0, 2.0, 3.0], current=[2, 0, 0, 0])
+    assert chosen(seen, rule.decide(seen).choices) == [8, 2, 4, 8]
+
+
+def test_extreme_norms_keep_their_order():
+    rule = Linear(5, levels=[2, 4, 8])
+    seen = seen_by(rule, [64] * 3, [1e300, 1e-300, 1.0])
+    assert chosen(seen, rule.decide(seen).choices) == [8, 2, 4]
+
+
+def test_errors_are_measured_only_for_a_budget():
+    assert not Linear(5).needs_errors
+    assert Linear(5, alpha=1.0).needs_errors
+
+
+def test_a_budget_is_kept():
+    rule = Linear(5, levels=[2, 4, 8], alpha=1.0)
+    seen = seen_by(rule, [64] * 6, np.arange(1.0, 7.0))
+    without = Linear(5, levels=[2, 4, 8]).decide(seen)
+    budget = total_error(seen, seen.menu.reference)
+    assert total_error(seen, without.choices) > budget
+    assert total_error(seen, rule.decide(seen).choices) <= budget
+
+
+def test_nothing_within_the_budget_is_warned_about(caplog):
+    rule = Linear(5, levels=[2, 4], alpha=0.5)
+    seen = seen_by(rule, [64] * 2, [1.0, 2.0])
+    decision = rule.decide(seen)
+    assert chosen(seen, decision.choices) == [4, 4]
+    assert decision.memory.tolist() == [1.0]
+    assert "linear: nothing loses at most 0.5 times" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [{"levels": []}, {"alpha": 0.0}, {"alpha": float("inf")}, {"alpha": "1"}])
+def test_bad_input(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        Linear(5, **bad)

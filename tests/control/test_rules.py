@@ -1,0 +1,126 @@
+"""Every simple controller: plans are equal on all ranks whatever takes how long, and runs resume bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from late import Late
+from loudest import LAYERS as SMALL
+from loudest import levels
+from simulation import Simulation
+
+from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
+from gradcomp.control.accordion import Accordion
+from gradcomp.control.adaqs import AdaQS
+from gradcomp.control.bayes import Bayes
+from gradcomp.control.fixed_plan import FixedPlan
+from gradcomp.control.kmeans import KMeans
+from gradcomp.control.linear import Linear
+from gradcomp.control.periodic import PeriodicPilot
+from gradcomp.control.schedule import Schedule
+from gradcomp.pipeline.snapshot import restore, snapshot
+
+LAYERS = [*SMALL, LayerSpec("f", (40, 50))]
+
+#: Controllers that change levels while these runs last.
+CHANGING = {
+    "accordion": Accordion(8, 2, eta=3.0, every_steps=4),
+    "adaqs": AdaQS(8, 1, factor=0.9, every_steps=4),
+    "kmeans": KMeans(4, levels=[2, 4, 8], alpha=1e6),
+    "linear": Linear(4, levels=[2, 4, 8]),
+    "schedule": Schedule({3: 8, 9: {"a": 2}, 17: TopK(0.1)}),
+}
+if importlib.util.find_spec("optuna") is not None:
+    CHANGING["bayes"] = Bayes(4, levels=[2, 3, 4, 8], alpha=1.5, trials=6)
+
+
+def drawn(ranks: Simulation, step: int):
+    """Gradients whose norms, order and noise change now and then; the large layer is always quiet."""
+    era = step // 15
+    gradients = ranks.gradients(absent=[3] if step % 5 == 2 else [])
+    for rank in gradients:
+        for i, gradient in enumerate(rank):
+            if gradient is not None and gradient.size:
+                norm = 4.0 ** ((i + era) % 3) if i < 5 else 0.01 * 3 ** (era % 2)
+                noise = gradient / np.linalg.norm(gradient.astype(np.float32))
+                mean = (0.1 if era % 2 else 1.0) / np.sqrt(gradient.size)
+                gradient[:] = (norm * (noise + mean)).astype(gradient.dtype)
+    return gradients
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", CHANGING)
+def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
+    ranks = Simulation(
+        LAYERS, Quantize(4, 32), world, shuffle=True, delay=0.3, slice_elements=500,
+        controller=CHANGING[name], background=Late(world),
+    )  # fmt: skip
+    found = []
+    for step in range(60):
+        ranks.step(drawn(ranks, step)).all_means()
+        found.append(tuple(levels(ranks)))
+    if world > 1 or name != "bayes":  # alone, a rank sends nothing that it could save
+        assert len(set(found)) >= 2
+    assert all(plan[4] is None for plan in found)
+
+
+@pytest.mark.parametrize("at", [5, 6, 7, 8, 11])
+@pytest.mark.parametrize("name", CHANGING)
+def test_resumed_is_uninterrupted(name, at, monkeypatch):
+    finish = PeriodicPilot.finish  # all but the clock
+    monkeypatch.setattr(
+        PeriodicPilot, "finish", lambda pilot, step: finish(pilot, replace(step, wire=0 * step.wire))
+    )
+
+    def job():
+        return Simulation(LAYERS, Quantize(4, 32, rounding="nearest"), 2, controller=CHANGING[name])
+
+    whole, first, second = job(), job(), job()
+    gradients = [drawn(whole, step) for step in range(22)]
+    for step in range(at):
+        first.step(gradients[step])
+    for a, b in zip(first.pipelines, second.pipelines, strict=True):
+        restore(b, snapshot(a))
+    for step, these in enumerate(gradients):
+        expected = whole.step(these).all_means()
+        if step >= at:
+            found = second.step(these).all_means()
+            assert [None if a is None else a.tobytes() for a in found] == [
+                None if a is None else a.tobytes() for a in expected
+            ]
+            assert levels(second) == levels(whole)
+            for a, b in zip(second.pipelines, whole.pipelines, strict=True):
+                assert json.dumps(a.pilot.shared_state()) == json.dumps(b.pilot.shared_state())
+    assert whole.pipelines[0].plan.version >= 1
+
+
+@pytest.mark.parametrize("own", [PowerSGD(4), TopK(0.05)])
+def test_ranks_and_densities_are_levels_too(own):
+    ends = (8, 2) if isinstance(own, PowerSGD) else (0.1, 0.01)
+    for controller in (Accordion(*ends, every_steps=3), AdaQS(*ends, every_steps=3), KMeans(3), Linear(3)):
+        ranks = Simulation(LAYERS, own, 2, controller=controller)
+        for step in range(10):
+            ranks.step(drawn(ranks, step)).all_means()
+            levels(ranks)
+
+
+def test_string_forms_tell_ranks_apart_that_were_given_different_things():
+    controllers = [
+        *CHANGING.values(),
+        Accordion(8, 2, eta=0.4, every_steps=4),
+        Accordion(8, 3, eta=3.0, every_steps=4),
+        Accordion(Quantize(8), Quantize(2), eta=3.0, every_steps=4),
+        AdaQS(8, 1, factor=0.8, every_steps=4),
+        KMeans(4, levels=[2, 4, 8], alpha=2.0),
+        KMeans(4, levels=[Quantize(2), Quantize(4)], alpha=1e6),
+        Linear(4, levels=[2, 4]),
+        Linear(4, levels=[2, 4, 8], alpha=1.0),
+        FixedPlan({"*": 4}),
+        FixedPlan({"*": 8}),
+    ]
+    forms = {c.to_string() for c in controllers}
+    assert len(forms) == len(controllers)
