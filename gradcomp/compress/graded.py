@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.identity import Identity
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather, Observations, Sum
 from gradcomp.compress.payload import Selection, SparseFormat
 from gradcomp.compress.sparse import ByDensity, Sparse, check_density, elements_at, scatter_payloads, settle
@@ -68,6 +69,15 @@ class Graded(Wrapper):
         check_density(self.candidate)
         if self.send not in (CANDIDATE, MINIMUM, DENSE):
             raise ConfigError(f"send must be candidate, minimum or dense, got {self.send!r}")
+
+    def bare(self) -> Compressor:
+        """What is sent: by itself, the second selection of a threshold's is one by size."""
+        if self.send == DENSE:
+            return Identity()
+        inner = self._inner
+        return inner.bare().with_level(
+            min(self.candidate, inner.density) if self.send == CANDIDATE else inner.density
+        )
 
     def wire_bytes(self, group: Group) -> Sizes:
         """Of what is sent."""

@@ -5,6 +5,7 @@ from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.base import Controller, Pilot, Setting, Step
 from gradcomp.control.bayes import Bayes
 from gradcomp.control.fixed_plan import FixedPlan
+from gradcomp.control.gravac import GraVAC
 from gradcomp.control.kmeans import KMeans
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.linear import Linear
@@ -19,6 +20,7 @@ __all__ = [
     "Controller",
     "Decision",
     "FixedPlan",
+    "GraVAC",
     "KMeans",
     "LGreCo",
     "Linear",

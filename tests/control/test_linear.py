@@ -69,7 +69,7 @@ def test_errors_are_measured_only_for_a_budget():
 
 def test_a_budget_is_kept():
     rule = Linear(5, levels=[2, 4, 8], alpha=1.0)
-    seen = seen_by(rule, [64] * 6, np.arange(1.0, 7.0))
+    seen = seen_by(rule, [64] * 6, np.linspace(1.0, 1.5, 6))
     without = Linear(5, levels=[2, 4, 8]).decide(seen)
     budget = total_error(seen, seen.menu.reference)
     assert total_error(seen, without.choices) > budget
