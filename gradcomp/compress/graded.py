@@ -14,6 +14,7 @@ from gradcomp.compress.identity import Identity
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather, Observations, Sum
 from gradcomp.compress.payload import Selection, SparseFormat
 from gradcomp.compress.sparse import ByDensity, Sparse, check_density, elements_at, scatter_payloads, settle
+from gradcomp.compress.topk import TopK
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
@@ -71,13 +72,11 @@ class Graded(Wrapper):
             raise ConfigError(f"send must be candidate, minimum or dense, got {self.send!r}")
 
     def bare(self) -> Compressor:
-        """What is sent: by itself, the second selection of a threshold's is one by size."""
+        """What is sent. The candidate is a top k: of elements that a threshold selected, the largest are sent."""
         if self.send == DENSE:
             return Identity()
         inner = self._inner
-        return inner.bare().with_level(
-            min(self.candidate, inner.density) if self.send == CANDIDATE else inner.density
-        )
+        return inner.bare() if self.send == MINIMUM else TopK(self.candidate, values=inner.values)
 
     def wire_bytes(self, group: Group) -> Sizes:
         """Of what is sent."""

@@ -52,11 +52,17 @@ class GraVACPilot(Pilot):
         self._row_of = np.arange(len(names)) if per_layer else np.zeros(len(names), dtype=np.int64)
         self._compressors: dict[tuple[int, Choice], Compressor] = {}
         self._assignments: dict[tuple[int, Choice], Assignment] = {}
+        self._ended = False  # whether a window ended with the last step
         self._in_force = False  # whether what was chosen has been announced
         self._seconds = 0.0  # of the last iteration but one, on this rank; 0: not known
         self._untimed: list[Numbers] = []  # what the last two iterations sent
         self._vector: Doubles = np.zeros(0)
         self._choose()  # ConfigError for layers that it cannot choose for
+
+    @property
+    def notable(self) -> bool:
+        """At the end of a window: between two of them plans go back and forth."""
+        return self._ended
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -82,7 +88,7 @@ class GraVACPilot(Pilot):
         self._untimed = [*self._untimed, self.search.sent][-2:]
         least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
         before = self.search.sent
-        ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
+        ended = self._ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
         if ended:
             self.reason = self._account(step.number, least, candidate)
         changed = not self._in_force or not (

@@ -29,6 +29,9 @@ BUILT_IN: tuple[type[Controller], ...] = (
     FixedPlan,
 )
 
+#: Fields that hold a path, whose slashes separate nothing.
+_PATHS = frozenset({"plan"})
+
 
 def controller_from_string(text: str) -> Controller:
     """Parse a string form; brackets hold compressors and controllers, slashes separate several values.
@@ -48,7 +51,7 @@ def controller_from_string(text: str) -> Controller:
             raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
         if key in arguments:
             raise ConfigError(f"{text!r}: {key} is given twice")
-        arguments[key] = value_of(value, _nested)
+        arguments[key] = value if key in _PATHS else value_of(value, _nested)
     try:
         return kind(**arguments)
     except TypeError as error:

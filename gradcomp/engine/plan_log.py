@@ -21,6 +21,7 @@ class PlanLog:
     ) -> None:
         self._pipeline = pipeline
         self._version = -1
+        self._notable = True  # whether the plan of the next step is
         self._began = (0, 0)  # steps and bytes when the plan took effect
         self._reached = (0, 0)  # the same after the last step
         self._journal = journal
@@ -32,7 +33,7 @@ class PlanLog:
         pipeline = self._pipeline
         statistics, version = pipeline.statistics, pipeline.laid_out_plan.version
         pilot = pipeline.pilot
-        if version != self._version and (pilot is None or pilot.notable or self._version < 0):
+        if version != self._version and (self._notable or self._version < 0):
             step = pipeline.step - 1
             self._end(step)
             if pilot is not None:
@@ -43,6 +44,7 @@ class PlanLog:
                     self._journal.choice(step, pilot.reason)
             self._version, self._began = version, self._reached
         self._reached = (statistics.steps, statistics.wire_bytes)
+        self._notable = pilot is None or pilot.notable
 
     def _end(self, step: int) -> None:
         steps = self._reached[0] - self._began[0]

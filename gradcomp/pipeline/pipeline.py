@@ -313,6 +313,8 @@ class Pipeline:
             flights.insert(0, started)
             while flights and not self.config.overlap:
                 yield from self._advance(flights)
+        if pilot is not None and not self._programs:  # every layer is sparse
+            self._contribute(pilot)
         while flights:
             yield from self._advance(flights)
 

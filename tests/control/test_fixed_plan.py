@@ -11,7 +11,7 @@ from loudest import LAYERS, levels
 from simulation import Simulation
 
 from gradcomp import Assignment, ConfigError, LayerSpec, Plan, Quantize, TopK, Warmup
-from gradcomp.control import Setting
+from gradcomp.control import Setting, controller_from_string
 from gradcomp.control.fixed_plan import FixedPlan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
@@ -53,6 +53,11 @@ def test_a_file_a_text_and_a_mapping_are_the_same(tmp_path):
     plans = [FixedPlan(mapping), FixedPlan(path), FixedPlan(str(path)), FixedPlan(json.dumps(mapping))]
     assert len({plan.to_string() for plan in plans}) == 1
     assert all(begin(plan.plan) == begin(mapping) for plan in plans)
+
+
+def test_a_string_form_names_the_file(tmp_path):
+    (path := tmp_path / "plan.json").write_text('{"*": 2}')
+    assert controller_from_string(f"fixed_plan:plan={path}").to_string() == FixedPlan({"*": 2}).to_string()
 
 
 def test_other_contents_have_another_string_form(tmp_path):

@@ -100,8 +100,13 @@ def test_resumed_is_uninterrupted(name, at, monkeypatch):
 
 @pytest.mark.parametrize("own", [PowerSGD(4), TopK(0.05)])
 def test_ranks_and_densities_are_levels_too(own):
-    ends = (8, 2) if isinstance(own, PowerSGD) else (0.1, 0.01)
-    for controller in (Accordion(*ends, every_steps=3), AdaQS(*ends, every_steps=3), KMeans(3), Linear(3)):
+    some = [8, 4, 2] if isinstance(own, PowerSGD) else [0.1, 0.05, 0.01]
+    for controller in (
+        Accordion(some[0], some[-1], every_steps=3),
+        AdaQS(some[0], some[-1], every_steps=3),
+        KMeans(3, levels=some),
+        Linear(3, levels=some),
+    ):
         ranks = Simulation(LAYERS, own, 2, controller=controller)
         for step in range(10):
             ranks.step(drawn(ranks, step)).all_means()
