@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from gradcomp.control.base import Doubles
-from gradcomp.control.checks import check_count, check_positive
-from gradcomp.control.ladders import Numbers, check_levels, fallback, linear_map
-from gradcomp.control.menu import Candidates, Menu
-from gradcomp.control.periodic import Decision, Periodic, Seen
+from gradcomp.control.checks import check_count
+from gradcomp.control.grouped import Grouped
+from gradcomp.control.periodic import Numbers, Seen
 
 #: Starts, of which the best is taken, and steps of each, at most.
 _STARTS, _STEPS = 20, 300
 
 
 @dataclass(frozen=True)
-class KMeans(Periodic):
+class KMeans(Grouped):
     """Clusters of layers by size and gradient; the larger and quieter a cluster, the more it is compressed.
 
     With G_l the gradient of layer l added up over a period, every layer is a point
@@ -26,24 +26,25 @@ class KMeans(Periodic):
         (log size_l, log ||G_l||),    each coordinate standardised over the layers.
 
     k-means puts them into k clusters with centroids C. Sorted by norm(C) - size(C), the first cluster gets the most
-    compression that there is, the last the least, and those in between levels in equal distances. While
+    compression that there is, the last the least, and those in between levels in equal distances. The budget is
 
-        Σ_l ||G_l - decompress(compress(G_l))||  >  alpha · (the same sum at the reference)
+        Σ_l ||G_l - decompress(compress(G_l))||  <=  alpha · (the same sum at the reference)
 
-    the cluster with the most compression, of several the one that comes last in the order, goes one level back. If
-    nothing meets the budget, layers take the reference, and one warning says so. So they do, without one, where the
-    reference meets it with fewer bytes.
+    While it is not met, the cluster with the most compression, of several the last in that order, goes one level back;
+    if that does not help, layers take the reference, and one warning says so. Then, as long as it is met, the cluster
+    with the least compression, of several the first, goes one level on. Where the reference meets the budget with fewer
+    bytes, it is the reference.
 
     Args:
         every_steps: steps in a period.
         levels: what layers may travel as, by default 000's range around the layer's own level. Compressors instead of
             levels vary more than one knob: ``[Quantize(2, bucket_size=1024), Quantize(4, bucket_size=512)]``.
-        alpha: the budget, relative to the reference; above 0.
+        alpha: the budget, relative to the reference; above 0. None: none, only Algorithm 3.1.
         clusters: k; by default the number of levels. Never more than there are different layers.
         window: add up only the last so many steps of a period; by default all of them.
         memory_bytes: cap on what is held for sums, on every rank.
 
-    Wire: twice a period a sum over ranks of float64: 4 numbers per layer and one per level; then 1 per layer.
+    Wire: twice a period a sum over ranks of float64: per layer 4 numbers and, with a budget, one per level; then 1.
 
     State: whether the warning was given; the sums of :class:`Periodic`.
 
@@ -51,40 +52,24 @@ class KMeans(Periodic):
         ConfigError: no levels, or a level that layers cannot take; alpha is not above 0, clusters not at least 1.
 
     Source: 002, Algorithm 3.1 and section 3.6 (CGX). Differences: logarithms, standardised, since sizes and norms have
-    no common scale; the norm of all of G and not of its top values; how the budget is met, which the paper leaves open.
-    One cluster, so one layer, takes the reference.
+    no common scale; the norm of all of G and not of its top values; how the budget is met, which the paper leaves open
+    (without the way on, sensitive layers would keep the least compression, whatever it costs); a single cluster begins
+    at the reference.
     """
 
     name: ClassVar[str] = "kmeans"
-    needs_errors = True
 
-    levels: Candidates | None = None
-    alpha: float = 1.0
+    alpha: float | None = 1.0
     clusters: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_levels(self.levels)
-        check_positive("alpha", self.alpha)
         if self.clusters is not None:
             check_count("clusters", self.clusters)
 
-    def candidates(self) -> Candidates | None:
-        """As given."""
-        return self.levels
-
-    def begin_memory(self, menu: Menu) -> Doubles:
-        """No warning yet."""
-        return np.zeros(1)
-
-    def decide(self, seen: Seen) -> Decision:
-        """Algorithm 3.1, then back to the budget."""
-        rows = np.flatnonzero(~seen.silent)
-        groups = clusters_of(seen, rows, self.clusters or seen.menu.width)
-        choices = linear_map(seen, groups, self.alpha)
-        if choices is None:
-            return fallback(seen, self.name, self.alpha)
-        return Decision(choices, seen.memory, f"clusters of {', '.join(str(len(g)) for g in groups)} layers")
+    def groups(self, seen: Seen) -> Sequence[Numbers]:
+        """Algorithm 3.1 up to the order of the clusters."""
+        return clusters_of(seen, np.flatnonzero(~seen.silent), self.clusters or seen.menu.width)
 
 
 def clusters_of(seen: Seen, rows: Numbers, k: int) -> list[Numbers]:

@@ -65,38 +65,77 @@ def keeping_silent(seen: Seen, choices: Numbers) -> Numbers:
     return kept
 
 
+class Rungs:
+    """Groups of rows on their ladders, the most sensitive group first; rows of no group keep ``choices``."""
+
+    def __init__(self, menu: Menu, choices: Numbers, groups: Sequence[Numbers]) -> None:
+        self.choices = choices.copy()
+        self._groups = groups
+        self._ladders = ladders(menu)
+        self._last = np.array([len(ladder) - 1 for ladder in self._ladders], dtype=np.int64)
+        self._at = np.array(
+            [int(np.flatnonzero(ladder == k)[0]) for ladder, k in zip(self._ladders, choices, strict=True)]
+        )
+        #: By group, from 0 for the least compression to 1 for the most.
+        self.height = np.array([self._height(rows) for rows in groups])
+        #: Groups that have a choice.
+        self.movable = np.array([self._last[rows].any() for rows in groups])
+
+    def _height(self, rows: Numbers) -> float:
+        return float((self._at[rows] / np.maximum(self._last[rows], 1)).max())
+
+    def put(self, group: int, at: Numbers) -> None:
+        """A group's rows on these rungs, or on the nearest that they have."""
+        rows = self._groups[group]
+        self._at[rows] = np.clip(at, 0, self._last[rows])
+        self.height[group] = self._height(rows)
+        self.choices[rows] = [self._ladders[row][self._at[row]] for row in rows]
+
+    def spread(self) -> None:
+        """Levels in equal distances, from the least compression to the most; a single group stays."""
+        count = len(self._groups)
+        for j, rows in enumerate(self._groups if count > 1 else ()):
+            self.put(j, np.floor(j / (count - 1) * self._last[rows] + 0.5).astype(np.int64))
+
+    def move(self, group: int, by: int) -> Numbers:
+        """So many rungs to more compression; where the rows were, for :meth:`put`."""
+        before: Numbers = self._at[self._groups[group]]
+        self.put(group, before + by)
+        return before
+
+
 def linear_map(seen: Seen, groups: Sequence[Numbers], alpha: float | None) -> Numbers | None:
     """Levels that go linearly from the least compression, of the first group, to the most, of the last.
 
     Of a ladder of n rungs, the layers of group j of k (from 0) take rung round(j (n-1) / (k-1)); a single group takes
-    the reference. While the total error is above ``alpha`` times the reference's, the group with the most compression,
-    of several the first, goes one rung back; None if that ends at the least compression for all. Where the reference
-    meets the budget with fewer bytes, it is the reference. Layers of which nothing was seen keep their choice.
+    the reference. With ``alpha``, the total error is brought to alpha times the reference's, without exchanging groups:
+
+    - while it is above, the group with the most compression, of several the first, goes one rung back; None if that
+      ends at the least compression for all;
+    - then, as long as it is not above, the group with the least compression, of several the last, goes one rung on;
+    - where the reference meets the budget with fewer bytes, it is the reference.
+
+    Layers of which nothing was seen keep their choice.
     """
     reference = keeping_silent(seen, seen.menu.reference)
-    rungs = ladders(seen.menu)
-    last = np.array([len(ladder) - 1 for ladder in rungs])
-    at = np.array([int(np.flatnonzero(ladder == k)[0]) for ladder, k in zip(rungs, reference, strict=True)])
-    if len(groups) > 1:
-        for j, rows in enumerate(groups):
-            at[rows] = np.floor(j / (len(groups) - 1) * last[rows] + 0.5)
-    height = np.array([(at[rows] / np.maximum(last[rows], 1)).max() for rows in groups])
-    choices = reference.copy()
-    for rows in groups:
-        choices[rows] = [rungs[row][at[row]] for row in rows]
-    if alpha is None:
-        return choices
+    rungs = Rungs(seen.menu, reference, groups)
+    rungs.spread()
+    if alpha is None or not groups:
+        return rungs.choices
     budget = alpha * total_error(seen, reference)
-    while total_error(seen, choices) > budget:
-        most = int(np.argmax(height))
-        if not height[most]:
+    while total_error(seen, rungs.choices) > budget:
+        most = int(np.argmax(rungs.height))
+        if not rungs.height[most]:
             return None
-        rows = groups[most]
-        at[rows] = np.maximum(at[rows] - 1, 0)
-        height[most] = (at[rows] / np.maximum(last[rows], 1)).max()
-        choices[rows] = [rungs[row][at[row]] for row in rows]
-    cheaper = total_bytes(seen, reference) < total_bytes(seen, choices)
-    return reference if alpha >= 1 and cheaper else choices
+        rungs.move(most, -1)
+    while (free := np.flatnonzero(rungs.movable & (rungs.height < 1))).size:
+        least = int(free[::-1][np.argmin(rungs.height[free[::-1]])])
+        before = rungs.move(least, 1)
+        if total_error(seen, rungs.choices) > budget:
+            rungs.put(least, before)
+            break
+    cheaper = total_bytes(seen, reference) < total_bytes(seen, rungs.choices)
+    return reference if alpha >= 1 and cheaper else rungs.choices
 
 
 def fallback(seen: Seen, name: str, alpha: float) -> Decision:

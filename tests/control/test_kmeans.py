@@ -52,18 +52,20 @@ def test_the_same_points_give_the_same_clusters():
 def test_large_quiet_layers_are_compressed_most():
     sizes = [64, 64, 6400, 6400, 640, 640]
     seen = seen_by(KMeans(5, levels=[2, 4, 8]), sizes, [9.0, 8.0, 0.1, 0.11, 1.0, 1.1])
-    assert chosen(seen, KMeans(5, levels=[2, 4, 8], alpha=1e9).decide(seen).choices) == [8, 8, 2, 2, 4, 4]
+    assert chosen(seen, KMeans(5, levels=[2, 4, 8], alpha=None).decide(seen).choices) == [8, 8, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
     ("alpha", "expected"),
     [
+        (3.1, [3, 3, 2, 2]),
+        (2.1, [4, 4, 3, 2]),  # the one with the least compression goes on: 0.5
         (1.8, [8, 4, 3, 2]),  # errors 2^-8 + 2^-4 + 2^-3 + 2^-2 = 0.44, the reference's are 0.25
         (1.3, [8, 4, 3, 3]),  # the one with the most compression goes back first: 0.32
         (1.1, [8, 4, 4, 3]),  # of two, the more sensitive: 0.25390625
     ],
 )
-def test_over_the_budget_the_most_compressed_go_back_first(alpha, expected):
+def test_the_budget_is_met_from_both_ends(alpha, expected):
     rule = KMeans(5, levels=[2, 3, 4, 8], alpha=alpha)
     seen = seen_by(rule, [64, 640, 6400, 64000], [1.0] * 4)
     assert chosen(seen, rule.decide(seen).choices) == expected
@@ -105,7 +107,7 @@ def test_nothing_within_the_budget_warns_once(caplog):
 
 
 def test_silent_layers_keep_their_choice():
-    rule = KMeans(5, levels=[2, 4, 8], alpha=1e9)
+    rule = KMeans(5, levels=[2, 4, 8], alpha=None)
     seen = seen_by(rule, [64, 6400, 640], [1.0, 1.0, 0.0], current=[1, 1, 0])
     assert chosen(seen, rule.decide(seen).choices) == [8, 2, 2]
     nothing = seen_by(rule, [64, 6400], [0.0, 0.0], current=[0, 2])
@@ -121,21 +123,21 @@ def test_layers_that_are_all_alike_take_the_reference(sizes):
 
 def test_bucket_sizes_are_a_second_level():
     choices = [Quantize(2, 1024), Quantize(4, 512), Quantize(8, 64)]
-    rule = KMeans(5, levels=choices, alpha=1e9)
+    rule = KMeans(5, levels=choices, alpha=None)
     seen = seen_by(rule, [6400, 640, 64], [1.0, 1.0, 1.0], own=Quantize(4, 512))
     found = rule.decide(seen).choices
     assert [seen.menu.choices[row][k] for row, k in enumerate(found)] == choices
 
 
 def test_fewer_clusters_than_levels_are_spread_over_them():
-    rule = KMeans(5, levels=list(range(1, 9)), alpha=1e9, clusters=2)
+    rule = KMeans(5, levels=list(range(1, 9)), alpha=None, clusters=2)
     seen = seen_by(rule, [64, 65, 6400, 6401], [1.0, 1.0, 1.0, 1.0])
     assert chosen(seen, rule.decide(seen).choices) == [8, 8, 1, 1]
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_world_of_one_decides_the_same_way(world):
-    rule = KMeans(5, levels=[2, 4, 8], alpha=1e9)
+    rule = KMeans(5, levels=[2, 4, 8], alpha=None)
     seen = seen_by(rule, [64, 640, 6400], [1.0, 1.0, 1.0], world=world)
     assert chosen(seen, rule.decide(seen).choices) == [8, 4, 2]
 

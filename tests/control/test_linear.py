@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from control.seen import chosen, seen_by
 
-from gradcomp import ConfigError
+from gradcomp import ConfigError, PowerSGD
 from gradcomp.control.ladders import total_error
 from gradcomp.control.linear import Linear
 
@@ -74,6 +74,17 @@ def test_a_budget_is_kept():
     budget = total_error(seen, seen.menu.reference)
     assert total_error(seen, without.choices) > budget
     assert total_error(seen, rule.decide(seen).choices) <= budget
+
+
+@pytest.mark.parametrize("alpha", [0.6, 1.0, 1.7, 100.0])
+def test_layers_with_fewer_choices_take_part(alpha):
+    # A matrix of 8 by 8 is sent as it is at rank 4 already: one choice.
+    rule = Linear(5, levels=[2, 4, 8, 16], alpha=alpha)
+    seen = seen_by(rule, [64, 640, 6400, 64], [1.0, 2.0, 3.0, 0.1], own=PowerSGD(4))
+    assert [len(choices) for choices in seen.menu.choices] == [2, 3, 3, 2]
+    decision = rule.decide(seen)
+    assert not decision.memory[0]
+    assert total_error(seen, decision.choices) <= alpha * total_error(seen, seen.menu.reference)
 
 
 def test_nothing_within_the_budget_is_warned_about(caplog):
