@@ -1,4 +1,4 @@
-"""From layers and their compressors to the table of a group."""
+"""From layers and their compressors to buckets, and to the table of a group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from gradcomp.kernels.codec import Group
 from gradcomp.kernels.segments import DTYPES, SEGMENT
 
 _DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
+
+#: So many elements that an allreduce adds take the room of one that is encoded: without a codec to overlap with the
+#: wire, large messages are faster.
+SUMMED_PER_CODED = 4
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,62 @@ def group_of(
         first.follows_rate,
         first.momentum > 0 or first.clip_norm is not None,
     )
+
+
+def pack(
+    layers: Sequence[LayerSpec],
+    compressors: Sequence[Compressor],
+    order: Sequence[int],
+    cold: frozenset[int],
+    bucket_elements: int,
+) -> list[list[Piece]]:
+    """What every bucket holds, of the layers numbered in ``order``; those in ``cold`` come last.
+
+    Buckets are filled in order up to ``bucket_elements``, four times that for layers that an allreduce adds; a layer
+    that does not fit is cut where its compressor allows it. Layers whose compressor wants the whole model at once share
+    one bucket, behind those of the others.
+    """
+    hot = [i for i in order if i not in cold]
+    together = [i for i in hot if compressors[i].whole_model]
+    buckets = _fill(layers, compressors, [i for i in hot if i not in together], bucket_elements)
+    if together:
+        buckets.append([Piece(i, 0, layers[i].size) for i in together])
+    return buckets + _fill(layers, compressors, [i for i in order if i in cold], bucket_elements)
+
+
+def by_family(
+    pieces: Sequence[Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
+) -> list[list[Piece]]:
+    """The pieces of a bucket, those of one family and dtype together: its groups."""
+    families: dict[tuple[str, str], list[Piece]] = {}
+    for piece in pieces:
+        key = (compressors[piece.layer].family_string(), layers[piece.layer].dtype)
+        families.setdefault(key, []).append(piece)
+    return list(families.values())
+
+
+def _fill(
+    layers: Sequence[LayerSpec], compressors: Sequence[Compressor], part: Sequence[int], capacity: int
+) -> list[list[Piece]]:
+    buckets: list[list[Piece]] = []
+    current: list[Piece] = []
+    room = full = capacity * SUMMED_PER_CODED
+    for i in part:
+        cut = compressors[i].cut_elements(layers[i])
+        share = 1 if compressors[i].is_summed(layers[i]) else SUMMED_PER_CODED
+        at, size = 0, layers[i].size
+        while True:
+            left = size - at
+            fits = max(room, 0) // share
+            take = left if left <= fits else fits // cut * cut
+            if left and not take and not current:
+                take = min(left, cut)  # a bucket of its own for a cut that is larger than the capacity
+            if take or not left:
+                current.append(Piece(i, at, take))
+                at += take
+                room -= take * share
+            if at >= size:
+                break
+            buckets.append(current)
+            current, room = [], full
+    return [*buckets, current] if current else buckets

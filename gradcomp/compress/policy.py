@@ -17,6 +17,9 @@ from gradcomp.core.plan import Assignment, Plan
 #: How a layer travels that is not worth compressing, beside layers that are.
 EXACT = Cast("float32")
 
+#: What ``compression="auto"`` chooses from, from least to most compression: see :class:`gradcomp.control.auto.Auto`.
+AUTO_CHOICES = ("none", "bf16", "quantize:bits=8", "quantize:bits=4")
+
 #: (step, version) -> the plan that begins at that step, if one does.
 Schedule = Callable[[int, int], Plan | None]
 
@@ -63,6 +66,11 @@ class Policy:
         if dense.momentum or dense.clip_norm is not None:
             return dense
         return EXACT if any(c.reduces for c in self.compressors) else Identity()
+
+    @property
+    def title(self) -> str:
+        """What is named in logs: the default's string form."""
+        return self.default.to_string()
 
     @property
     def compressors(self) -> list[Compressor]:
@@ -115,8 +123,22 @@ def resolve(compression: Compressor | str) -> Compressor:
     return compression
 
 
+@dataclass(frozen=True)
+class Automatic(Policy):
+    """``compression="auto"``: a controller chooses how layers travel that are worth compressing, at most like this."""
+
+    default: Compressor = field(default_factory=lambda: from_string(AUTO_CHOICES[-1]))
+
+    @property
+    def title(self) -> str:
+        """As the user wrote it."""
+        return "auto"
+
+
 def as_policy(compression: Policy | Compressor | str) -> Policy:
     """What the user passed as ``compression=``, as a policy."""
+    if compression == "auto":
+        return Automatic()
     return compression if isinstance(compression, Policy) else Policy(resolve(compression))
 
 

@@ -43,6 +43,7 @@ class Setting:
 
     ``compressors[i]``: what layer i travels under once warm-ups are over, None if it is not up for choice: excluded,
     exact or float64. ``first_step``: the step from which the controller decides. ``seed``: of all random draws.
+    ``slice_elements``: of one bucket, as configured.
     """
 
     layers: Sequence[LayerSpec]
@@ -53,6 +54,7 @@ class Setting:
     seed: int = 0
     first_step: int = 0
     background: Background = at_once
+    slice_elements: int = 1 << 20
 
     @property
     def world(self) -> int:

@@ -118,6 +118,7 @@ class Exchanger:
                     config.seed,
                     steering.first_step,
                     in_background,
+                    config.slice_elements,
                 )
             )
         between_hosts = config.reduction == AUTO and len(topology.leaders) > 1

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcomp.compress import Compressor, Identity, at_level
-from gradcomp.compress.groups import Piece, group_of
+from gradcomp.compress.groups import Piece, by_family, group_of, pack
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.kernels.codec import Group, Sizes
-
-#: So many elements that an allreduce adds take the room of one that is encoded: without a codec to overlap with the
-#: wire, large messages are faster.
-SUMMED_PER_CODED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +63,12 @@ def build_layout(
     cold: frozenset[int],
     bucket_elements: int,
 ) -> Layout:
-    """Lay out the layers numbered in ``order``; those in ``cold`` come last.
+    """Lay out the layers numbered in ``order``; those in ``cold`` come last. See :func:`gradcomp.compress.groups.pack`.
 
-    Buckets are filled in order up to ``bucket_elements``, four times that for layers that an allreduce adds; a layer
-    that does not fit is cut where its compressor allows it. Layers whose compressor wants the whole model at once share
-    one bucket, behind those of the others. A layer missing from ``order`` does not travel (sparse
-    gradients go another way).
+    A layer missing from ``order`` does not travel (sparse gradients go another way).
     """
     compressors = compressors_of(layers, plan)
-    hot = [i for i in order if i not in cold]
-    together = [i for i in hot if compressors[i].whole_model]
-    buckets = _fill(layers, compressors, [i for i in hot if i not in together], bucket_elements)
-    if together:
-        buckets.append([Piece(i, 0, layers[i].size) for i in together])
-    buckets += _fill(layers, compressors, [i for i in order if i in cold], bucket_elements)
+    buckets = pack(layers, compressors, order, cold, bucket_elements)
     if len(buckets) > 0xFFFF:
         raise ConfigError(
             f"{len(buckets)} buckets; raise slice_elements (at most 65535 buckets are possible)"
@@ -105,33 +93,6 @@ def compressors_of(layers: Sequence[LayerSpec], plan: Plan) -> list[Compressor]:
     return compressors
 
 
-def _fill(
-    layers: Sequence[LayerSpec], compressors: Sequence[Compressor], part: Sequence[int], capacity: int
-) -> list[list[Piece]]:
-    buckets: list[list[Piece]] = []
-    current: list[Piece] = []
-    room = full = capacity * SUMMED_PER_CODED
-    for i in part:
-        cut = compressors[i].cut_elements(layers[i])
-        share = 1 if compressors[i].is_summed(layers[i]) else SUMMED_PER_CODED
-        at, size = 0, layers[i].size
-        while True:
-            left = size - at
-            fits = max(room, 0) // share
-            take = left if left <= fits else fits // cut * cut
-            if left and not take and not current:
-                take = min(left, cut)  # a bucket of its own for a cut that is larger than the capacity
-            if take or not left:
-                current.append(Piece(i, at, take))
-                at += take
-                room -= take * share
-            if at >= size:
-                break
-            buckets.append(current)
-            current, room = [], full
-    return [*buckets, current] if current else buckets
-
-
 def _bucket(
     number: int, pieces: Sequence[Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
 ) -> Bucket:
@@ -140,14 +101,11 @@ def _bucket(
             f"{len(pieces)} layers in one bucket; lower slice_elements (at most 65535 are possible)"
         )
     slots = {layer: slot for slot, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
-    families: dict[tuple[str, str], list[Piece]] = {}
-    for piece in pieces:
-        key = (compressors[piece.layer].family_string(), layers[piece.layer].dtype)
-        families.setdefault(key, []).append(piece)
-    groups = [group_of(members, layers, compressors) for members in families.values()]
+    families = by_family(pieces, layers, compressors)
+    groups = [group_of(members, layers, compressors) for members in families]
     return Bucket(
         number,
         np.array(list(slots), dtype=np.int64),
         tuple(groups),
-        tuple(np.array([slots[p.layer] for p in members], dtype=np.int64) for members in families.values()),
+        tuple(np.array([slots[p.layer] for p in members], dtype=np.int64) for members in families),
     )

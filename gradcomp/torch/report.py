@@ -36,7 +36,7 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
     why = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     logger.info(
         "%s over %d layers: %.1f%% of %.2f MB compressed; exact: %s; state %.2f MB; %d buckets",
-        policy.default.to_string(),
+        policy.title,
         len(pipeline.layers),
         100 * compressed / total,
         total / 1e6,

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 
 from gradcomp.compress import Policy
+from gradcomp.compress.policy import Automatic
 from gradcomp.control import Controller, controller_from_string
+from gradcomp.control.auto import Auto
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -63,6 +65,13 @@ def propose(
     policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None
 ) -> Proposal:
     """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
+    if isinstance(policy, Automatic):
+        if controller is not None:
+            raise ConfigError(
+                'compression="auto" is a controller: for one with settings of your own give compression=, the most '
+                "that it may compress, and controller=Auto(...)"
+            )
+        controller = Auto()
     if isinstance(controller, str):
         controller = controller_from_string(controller)
     if controller is not None and not isinstance(controller, Controller):
@@ -108,7 +117,7 @@ def start(
         topology=state.topology.among(ranks),
         arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
         steering=proposal.steering,
-        compression=proposal.policy.default.to_string(),
+        compression=proposal.policy.title,
     )
     state.exchangers.append(exchanger)
     banner(exchanger, proposal.policy)

@@ -1,0 +1,85 @@
+"""Auto: the least compression that hides the communication on this network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradcomp.compress import Compressor
+from gradcomp.compress.policy import AUTO_CHOICES, resolve
+from gradcomp.control.autopilot import AutoPilot, Limits
+from gradcomp.control.base import Controller, Setting
+from gradcomp.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Auto(Controller):
+    """Take the least compression that hides the communication; on a network that is fast enough, none.
+
+    The run starts under the first choice. After the first steps, ``warmup_steps`` steps tell when gradients are ready
+    and how long a step computes; the slowest rank counts. Meanwhile each choice's codec is timed on another thread. The
+    link is then measured, and for each choice the step is predicted (:mod:`gradcomp.control.forecast`). Taken is the
+    choice with the shortest predicted step among those up to the first whose exposed communication is at most
+    ``hidden`` of the time that the step computes; among all, if nothing hides it. A choice that compresses more must
+    shorten the predicted step by more than 2%.
+
+    Every ``check_every`` steps ranks compare their step times with those that followed the choice. If the mean over
+    ranks of their median differs by more than the share ``drift``, steps and link are measured anew, and the choice is
+    made again.
+
+    A choice applies to every layer that is up for choice; excluded layers stay exact.
+
+    Args:
+        choices: compressors or string forms, from least to most compression. The default ends at 4 bits, at which the
+            papers recover the accuracy of training without compression on all their models (000 and 002); choose
+            more only where you know that it does no harm.
+        warmup_steps: steps to observe before a choice.
+        hidden: share of the computing time that exposed communication may take.
+        drift: relative change of the step time after which the choice is made again.
+        check_every: steps between two looks at the step time.
+
+    Wire: for each choice, one probe of the link between steps (6 messages of 1 KiB and of 1 MiB a rank), a sum over
+    ranks of N (2 + buckets + 2 choices) float64, and one of choices + 2; one float64 for each look at the step time.
+    State: a few numbers, and the times of the steps that are being observed.
+    Errors: ConfigError for no choice, an unknown, repeated or scheduled one, or one that brings momentum or clipping;
+    numbers that are not positive.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    choices: Sequence[Compressor | str] = AUTO_CHOICES
+    warmup_steps: int = 10
+    hidden: float = 0.05
+    drift: float = 0.3
+    check_every: int = 100
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choices, str | Compressor) or not self.choices:
+            raise ConfigError(
+                f"choices must be a list of one or more compressors or string forms, got {self.choices!r}"
+            )
+        resolved = tuple(map(resolve, self.choices))
+        if len(set(resolved)) < len(resolved):
+            raise ConfigError(f"a choice is given twice: {', '.join(c.to_string() for c in resolved)}")
+        for choice in resolved:
+            if choice.changes or choice.momentum or choice.clip_norm is not None:
+                raise ConfigError(
+                    f"{choice.to_string()} cannot be one of several choices: it has a schedule, momentum or clipping"
+                )
+        object.__setattr__(self, "choices", resolved)
+        for name in ("warmup_steps", "check_every"):
+            steps = getattr(self, name)
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {steps!r}")
+        for name in ("hidden", "drift"):
+            share = getattr(self, name)
+            number = isinstance(share, int | float) and not isinstance(share, bool)
+            if not number or not 0 < share < math.inf:
+                raise ConfigError(f"{name} must be a positive number, got {share!r}")
+
+    def begin(self, setting: Setting) -> AutoPilot:
+        """See :class:`AutoPilot`."""
+        limits = Limits(self.warmup_steps, self.hidden, self.drift, self.check_every)
+        return AutoPilot(self.name, tuple(map(resolve, self.choices)), limits, setting)

@@ -1,0 +1,290 @@
+"""How long a step will take under a choice: alpha and beta of the link, along the pipeline's order of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import Compressor, Identity
+from gradcomp.compress.groups import Piece, by_family, group_of, pack
+from gradcomp.compress.messages import Broadcast, Context, Gather, Reduce
+from gradcomp.compress.policy import EXACT
+from gradcomp.control.base import Setting
+from gradcomp.core.header import ByteHeader
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.scheme import AUTO, Scheme
+from gradcomp.core.topology import Topology
+from gradcomp.kernels.codec import Draw
+from gradcomp.reduce import Part
+from gradcomp.reduce.costs import Cost, Load, Network, cheapest, cost, load_of
+
+Doubles = npt.NDArray[np.float64]
+
+#: A change must shorten the predicted step by more than this share of it.
+_MARGIN = 0.02
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes of float32 a second that a compressor encodes, and decodes."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """One collective: seconds that it takes the link, and seconds that pass until its last byte has arrived."""
+
+    busy: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Trip:
+    """One bucket: its layers, the collectives that follow one another, and seconds of encoding and decoding."""
+
+    layers: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    coding: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is exchanged in a step, and by whom.
+
+    ``order``: the layers that travel, as buckets are filled. ``ready``: by layer, seconds from the end of the last
+    exchange until its gradient is there on every rank. ``controlled``: the layers that take the choice; the others are
+    exact.
+    """
+
+    layers: Sequence[LayerSpec]
+    order: Sequence[int]
+    ready: Doubles
+    controlled: frozenset[int]
+    slice_elements: int
+    scheme: Scheme
+    topology: Topology
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step that exchanges nothing."""
+        return max((float(self.ready[i]) for i in self.order), default=0.0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of a step, and what of them would be gone if communication took no time."""
+
+    step: float
+    exposed: float
+
+
+def forecast(job: Job, choice: Compressor, rates: Rates, network: Network) -> Forecast:
+    """The step under a choice.
+
+    step = E + sum over buckets of their coding; E: when the last collective ends, see :func:`last_end`; exposed = E -
+    compute. With one round a bucket and no latency, E is the roofline max over k of (t_k + seconds of buckets k ...
+    last), t_k being the time at which bucket k is complete. Coding counts in full: it shares the cores with backward.
+
+    Left out: processor time of the transport; rounds behind a compressor's first, whose bytes count in the first;
+    bytes that data decide about count as the most that they can be.
+    """
+    trips = plan_trips(job, choice, rates, network)
+    complete = [max((float(job.ready[i]) for i in trip.layers), default=0.0) for trip in trips]
+    end = max(last_end(complete, [trip.rounds for trip in trips]), job.compute)
+    return Forecast(end + sum(trip.coding for trip in trips), end - job.compute)
+
+
+def last_end(complete: Sequence[float], rounds: Sequence[Sequence[Round]]) -> float:
+    """When the last collective is over, in the pipeline's order of ticks.
+
+    ``complete[k]``: when bucket k may begin; ``rounds[k]``: its collectives. Tick t issues the first round of bucket t
+    once that is complete, and then the next round of each bucket under way, the newest first, when its last one is
+    over. The link serves collectives in the order in which they are issued; latencies overlap.
+    """
+    now = free = 0.0
+    under_way: list[tuple[int, int, float]] = []  # bucket, round, end; newest first
+
+    def issue(bucket: int, number: int) -> tuple[int, int, float]:
+        nonlocal free
+        one = rounds[bucket][number]
+        free = max(free, now) + one.busy
+        return bucket, number, free + one.latency
+
+    def advance() -> None:
+        nonlocal now
+        still = []
+        for bucket, number, end in under_way:
+            now = max(now, end)
+            if number + 1 < len(rounds[bucket]):
+                still.append(issue(bucket, number + 1))
+        under_way[:] = still
+
+    for bucket, ready in enumerate(complete):
+        now = max(now, ready)
+        started = [issue(bucket, 0)] if rounds[bucket] else []
+        advance()
+        under_way[:0] = started
+    while under_way:
+        advance()
+    return now
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a decision is made from.
+
+    ``position``: by layer, the bucket that it ends in, -1 if it does not travel. ``seconds``: from the end of the last
+    exchange to the opening of this one, and to the completeness of each bucket on the slowest rank. ``rates``: by
+    choice, of the slowest rank.
+    """
+
+    position: Sequence[int]
+    seconds: Sequence[float]
+    rates: Sequence[Rates]
+    network: Network
+
+
+def decide(
+    setting: Setting, choices: Sequence[Compressor], current: int, observed: Observed, hidden: float
+) -> list[float]:
+    """The number of the choice; seconds that a step computes, and exposes under it; seconds of a step under each."""
+    order = order_of(observed.position)
+    job = Job(
+        setting.layers,
+        order,
+        np.zeros(len(setting.layers)),
+        frozenset(setting.controlled),
+        setting.slice_elements,
+        setting.scheme,
+        setting.topology,
+    )
+    here = pack(job.layers, assignment(job, choices[current]), order, frozenset(), job.slice_elements)
+    job = replace(
+        job, ready=layer_readiness(here, len(job.layers), observed.seconds[0], observed.seconds[1:])
+    )
+    found = [forecast(job, c, r, observed.network) for c, r in zip(choices, observed.rates, strict=True)]
+    chosen = choose(found, job.compute, current, hidden)
+    return [float(chosen), job.compute, found[chosen].exposed, *(one.step for one in found)]
+
+
+def choose(forecasts: Sequence[Forecast], compute: float, current: int, hidden: float) -> int:
+    """The choice that is to be in force, of those listed from least to most compression.
+
+    The candidates are those up to the first whose exposed time is at most ``hidden`` of ``compute``; all, if there is
+    none. The one with the shortest step is taken, among equals the one that compresses less. But ``current`` stays,
+    unless the step becomes shorter by more than 2%, or less compression hides the communication too.
+    """
+    hides = [one.exposed <= hidden * compute for one in forecasts]
+    last = hides.index(True) if any(hides) else len(hides) - 1
+    steps = [one.step for one in forecasts]
+    best = min(range(last + 1), key=steps.__getitem__)
+    gains = steps[best] < (1 - _MARGIN) * steps[current]
+    return best if gains or (best < current and hides[best]) else current
+
+
+# --- what travels, and how -----------------------------------------------------------------------------------
+
+
+def assignment(job: Job, choice: Compressor) -> list[Compressor]:
+    """Every layer's compressor: those that are not controlled ride along exactly, as under ``Policy.exact``."""
+    exact = EXACT if choice.reduces else Identity()
+    return [
+        choice if i in job.controlled else Identity() if layer.dtype == "float64" else exact
+        for i, layer in enumerate(job.layers)
+    ]
+
+
+def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> list[Trip]:
+    """The buckets that the choice makes, in order."""
+    compressors = assignment(job, choice)
+    buckets = pack(job.layers, compressors, job.order, frozenset(), job.slice_elements)
+    context = Context(Draw(0, 0, 0), job.topology.world)
+    network = replace(network, encode_rate=rates.encode, decode_rate=rates.decode)
+    trips = []
+    for pieces in buckets:
+        layers = tuple(dict.fromkeys(piece.layer for piece in pieces))
+        parts: list[Part] = []
+        ways: list[tuple[list[Round], float]] = []
+        for members in by_family(pieces, job.layers, compressors):
+            group = group_of(members, job.layers, compressors)
+            first = next(group.compressor.exchange(group, context))
+            if isinstance(first, Reduce):
+                parts.append(Part(first.codec, group, np.zeros(len(members), dtype=np.int64)))
+                continue
+            load = Load(float(group.compressor.wire_bytes(group).sum()), 4.0 * group.elements)
+            several = isinstance(first, Gather | Broadcast)
+            # A ring is what an allreduce is; gathered payloads go straight to everyone.
+            rounds, coding = _way(
+                cost(_ALL_TO_ALL if several else _RING, load, job.topology), load, job, network
+            )
+            fused = [Round(sum(r.busy for r in rounds), sum(r.latency for r in rounds))] if rounds else []
+            if several and not first.fixed and fused:
+                fused.insert(0, Round(0.0, fused[0].latency))  # sizes go first
+            ways.append((fused, coding))
+        if parts:
+            scheme = job.scheme
+            if scheme.name == AUTO:
+                scheme = cheapest(parts, len(layers), job.topology, network)
+            exact = load_of(scheme, parts, len(layers))
+            load = Load(exact.payload, exact.dense, ByteHeader.size(len(layers)))
+            ways.append(_way(cost(scheme, load, job.topology), load, job, network))
+        trips.append(Trip(layers, _side_by_side([rounds for rounds, _ in ways]), sum(c for _, c in ways)))
+    return trips
+
+
+_RING, _ALL_TO_ALL = Scheme("ring"), Scheme("all_to_all")
+
+
+def _way(one: Cost, load: Load, job: Job, network: Network) -> tuple[list[Round], float]:
+    """Rounds on the wire, and seconds of coding: as ``costs.predict`` adds them up."""
+    hosts = np.asarray(job.topology.hosts)
+    bare = replace(network, alpha=0.0, local_alpha=0.0)
+    known: dict[int, Round] = {}  # a ring repeats one flow
+    for flow in one.flows:
+        if id(flow) not in known:
+            busy = flow.seconds(hosts, bare)
+            known[id(flow)] = Round(busy, flow.seconds(hosts, network) - busy)
+    coding = load.dense * (one.encoded / network.encode_rate + one.decoded / network.decode_rate)
+    return [known[id(flow)] for flow in one.flows], coding
+
+
+def _side_by_side(ways: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
+    """Groups of a bucket in lock step: bytes add up, latencies overlap."""
+    together = zip_longest(*ways)
+    return tuple(
+        Round(sum(r.busy for r in rounds if r), max(r.latency for r in rounds if r)) for rounds in together
+    )
+
+
+# --- when layers are ready -----------------------------------------------------------------------------------
+
+
+def order_of(position: Sequence[int]) -> list[int]:
+    """Layers by the last bucket that they travel in, without those of -1; within a bucket as backward goes."""
+    return sorted((i for i, bucket in enumerate(position) if bucket >= 0), key=lambda i: (position[i], -i))
+
+
+def layer_readiness(
+    buckets: Sequence[Sequence[Piece]], layers: int, opened: float, complete: Sequence[float]
+) -> Doubles:
+    """When each layer's gradient is there, from when the buckets were complete; 0 for those that do not travel.
+
+    That is known of the last layer of a bucket. The others get theirs in proportion to the elements before them.
+    """
+    ready: dict[int, float] = {}
+    before = opened
+    for number, pieces in enumerate(buckets):
+        after = max(before, complete[min(number, len(complete) - 1)])
+        total, done = sum(piece.length for piece in pieces), 0
+        for piece in pieces:
+            done += piece.length
+            # A layer that goes on in the next bucket is the last of this one.
+            ready.setdefault(piece.layer, before + (after - before) * (done / total if total else 1.0))
+        before = after
+    return np.array([ready.get(i, 0.0) for i in range(layers)])

@@ -1,0 +1,83 @@
+"""How fast compressors are on this machine."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import Compressor
+from gradcomp.compress.groups import Piece, group_of
+from gradcomp.compress.messages import Context, Exchange, Gather, Message, Reduce, Reply, Sum
+from gradcomp.control.forecast import Rates
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.state import Fields
+from gradcomp.kernels.codec import Draw
+
+Bytes = npt.NDArray[np.uint8]
+
+_LAYER = LayerSpec("probe", (512, 512))
+_REPEATS, _PATIENCE_SECONDS = 6, 0.5
+_LEAST = 1e-9  # seconds: nothing takes no time
+
+
+def measure_rates(compressor: Compressor) -> Rates:
+    """Bytes of float32 a second, encoded and decoded, in exchanges of a matrix of 1 MiB by one rank alone.
+
+    The shortest of 6 counts, since the machine trains meanwhile; of fewer if they take more than half a second. What
+    messages are made with is encoding, all else is decoding. Memory: 5 MiB and the payload.
+    """
+    group = group_of([Piece(0, 0, _LAYER.size)], [_LAYER], [compressor])
+    values = np.random.default_rng(0).standard_normal(_LAYER.size).astype(np.float32)
+    output, residual, shadow = (np.zeros_like(values) for _ in range(3))
+    group.table["gradient"], group.table["output"] = values.ctypes.data, output.ctypes.data
+    if group.feedback or compressor.contributes:
+        group.table["shadow"] = shadow.ctypes.data
+    if group.feedback:
+        group.table["residual"] = residual.ctypes.data
+    fields = Fields(1)
+    fields.arrange([compressor.fields(_LAYER, 0)])
+    context = Context(Draw(0, 0, 0), 1, fields=fields)
+    seconds: list[tuple[float, float]] = []
+    deadline = perf_counter() + _PATIENCE_SECONDS
+    while len(seconds) < _REPEATS and (not seconds or perf_counter() < deadline):
+        seconds.append(_seconds(compressor.exchange(group, context), context))
+    encode, decode = np.maximum(np.array(seconds).min(axis=0), _LEAST).tolist()
+    return Rates(values.nbytes / encode, values.nbytes / decode)
+
+
+def _seconds(exchange: Exchange, context: Context) -> tuple[float, float]:
+    """Of one exchange, in messages and around them."""
+    inside, begin = 0.0, perf_counter()
+    try:
+        message = next(exchange)
+        while True:
+            answer, seconds = _answer(message, context)
+            inside += seconds
+            message = exchange.send(answer)
+    except StopIteration:
+        return inside, perf_counter() - begin - inside
+
+
+def _answer(message: Message, context: Context) -> tuple[Reply, float]:
+    """What the pipeline would answer if there were one rank, and how long it took to make what would be sent."""
+    if isinstance(message, Reduce):
+        codec, group = message.codec, message.group
+        payload = np.empty(int(codec.wire_bytes(group.table).sum()), dtype=np.uint8)
+        flags: Bytes = np.zeros(len(group.table), dtype=np.uint8)
+        begin = perf_counter()
+        codec.encode(group.inputs, payload, flags, context.draw)
+        seconds = perf_counter() - begin
+        codec.decode(group.table, payload, flags)
+        return Reply(flags), seconds
+    if isinstance(message, Sum):
+        summand = np.empty(message.length, dtype=message.dtype)
+        begin = perf_counter()
+        flags = message.write(summand)
+        return Reply(flags, summand), perf_counter() - begin
+    room = np.empty(message.max_bytes, dtype=np.uint8)
+    begin = perf_counter()
+    flags, used = message.write(room)
+    seconds = perf_counter() - begin
+    return Reply(flags, [room[:used]] if isinstance(message, Gather) else room[:used]), seconds
