@@ -36,6 +36,7 @@ from gradcomp.compress import (
 from gradcomp.control import (
     Accordion,
     AdaQS,
+    Auto,
     Bayes,
     Controller,
     FixedPlan,
@@ -65,6 +66,7 @@ __all__ = [
     "AdaComp",
     "AdaQS",
     "Assignment",
+    "Auto",
     "Bayes",
     "BestRank",
     "CLTk",

@@ -2,6 +2,7 @@
 
 from gradcomp.control.accordion import Accordion
 from gradcomp.control.adaqs import AdaQS
+from gradcomp.control.auto import Auto
 from gradcomp.control.base import Controller, Pilot, Setting, Step
 from gradcomp.control.bayes import Bayes
 from gradcomp.control.fixed_plan import FixedPlan
@@ -9,13 +10,15 @@ from gradcomp.control.gravac import GraVAC
 from gradcomp.control.kmeans import KMeans
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.linear import Linear
-from gradcomp.control.periodic import Decision, Periodic, Seen
+from gradcomp.control.periodic import Periodic
 from gradcomp.control.registry import controller_from_string
 from gradcomp.control.schedule import Schedule
+from gradcomp.control.seen import Decision, Seen
 
 __all__ = [
     "Accordion",
     "AdaQS",
+    "Auto",
     "Bayes",
     "Controller",
     "Decision",

@@ -12,7 +12,7 @@ from gradcomp.control.base import Doubles
 from gradcomp.control.checks import check_positive
 from gradcomp.control.ladders import keeping_silent
 from gradcomp.control.menu import Candidate, Menu
-from gradcomp.control.periodic import Decision, Seen
+from gradcomp.control.seen import Decision, Seen
 from gradcomp.control.two_levels import TwoLevels
 
 #: In place of a norm: there was no period yet.

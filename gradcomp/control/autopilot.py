@@ -71,7 +71,7 @@ class AutoPilot(Pilot):
         self.compressors = tuple(compressors)
         self.limits = limits
         self.clock: Callable[[], float] = perf_counter
-        self.phase = Phase.OBSERVE if setting.controlled else Phase.IDLE
+        self.phase = Phase.OBSERVE if self._has_a_choice else Phase.IDLE
         self.begun = setting.first_step + SETTLING_STEPS  # the first step that is observed
         self.current = 0
         self.decisions = 0
@@ -88,6 +88,10 @@ class AutoPilot(Pilot):
         self._ended: float | None = None  # when the last exchange did
         self._between: float | None = None  # seconds from then to the opening of this one
         self._choose()
+
+    @property
+    def _has_a_choice(self) -> bool:
+        return bool(self.setting.controlled) and self.setting.world > 1
 
     @property
     def nbytes(self) -> int:
@@ -182,8 +186,6 @@ class AutoPilot(Pilot):
     def _places(self, step: Step) -> list[int]:
         """The bucket that each layer ends in, -1 for sparse ones, which travel in none."""
         travels = (step.sent > 0) | np.array([layer.size == 0 for layer in self.setting.layers])
-        if self.setting.world == 1:
-            travels[:] = True
         return [int(place) for place in np.where(travels, step.position, -1)]
 
     def _again(self, begun: int) -> None:
@@ -371,7 +373,7 @@ class AutoPilot(Pilot):
         width = 1 if phase is Phase.CRUISE else 1 + max(buckets, 0)
         self._rows = list(times[: len(times) // width * width].reshape(-1, width))
         same &= choice in known and len(predicted) in (0, len(known)) and places.keys() in (set(), set(names))
-        if not self.setting.controlled:
+        if not self._has_a_choice:
             self.phase = Phase.IDLE
         elif same and self._can_go_on(phase):
             self.phase = phase

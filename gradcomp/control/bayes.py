@@ -22,7 +22,8 @@ from gradcomp.control.ladders import (
     total_error,
 )
 from gradcomp.control.menu import Candidates, Menu
-from gradcomp.control.periodic import Decision, Periodic, Seen
+from gradcomp.control.periodic import Periodic
+from gradcomp.control.seen import Decision, Seen
 from gradcomp.core.errors import ConfigError
 
 #: Times the most bytes: what an assignment counts at most that is over the budget.

@@ -287,4 +287,6 @@ def layer_readiness(
             # A layer that goes on in the next bucket is the last of this one.
             ready.setdefault(piece.layer, before + (after - before) * (done / total if total else 1.0))
         before = after
+    if buckets:
+        ready[buckets[-1][-1].layer] = max(before, *complete)
     return np.array([ready.get(i, 0.0) for i in range(layers)])

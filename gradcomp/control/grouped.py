@@ -12,7 +12,8 @@ from gradcomp.control.base import Doubles
 from gradcomp.control.checks import check_positive
 from gradcomp.control.ladders import check_levels, fallback, linear_map
 from gradcomp.control.menu import Candidates, Menu
-from gradcomp.control.periodic import Decision, Numbers, Periodic, Seen
+from gradcomp.control.periodic import Periodic
+from gradcomp.control.seen import Decision, Numbers, Seen
 
 
 @dataclass(frozen=True)

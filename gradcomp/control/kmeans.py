@@ -11,7 +11,7 @@ import numpy as np
 from gradcomp.control.base import Doubles
 from gradcomp.control.checks import check_count
 from gradcomp.control.grouped import Grouped
-from gradcomp.control.periodic import Numbers, Seen
+from gradcomp.control.seen import Numbers, Seen
 
 #: Starts, of which the best is taken, and steps of each, at most.
 _STARTS, _STEPS = 20, 300

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.control.checks import checked
 from gradcomp.control.menu import Candidates, Menu
-from gradcomp.control.periodic import Decision, Seen
+from gradcomp.control.seen import Decision, Seen
 from gradcomp.core.errors import ConfigError
 
 logger = logging.getLogger("gradcomp")

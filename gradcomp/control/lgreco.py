@@ -12,7 +12,8 @@ from gradcomp.compress import Compressor
 from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
 from gradcomp.control.base import Doubles, Setting
 from gradcomp.control.menu import Candidates, Menu, default_levels, make_menu, resolve
-from gradcomp.control.periodic import Decision, Numbers, Periodic, Seen
+from gradcomp.control.periodic import Periodic
+from gradcomp.control.seen import Decision, Numbers, Seen
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import program
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.control.grouped import Grouped
-from gradcomp.control.periodic import Numbers, Seen
+from gradcomp.control.seen import Numbers, Seen
 
 
 @dataclass(frozen=True)

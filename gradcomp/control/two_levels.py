@@ -10,7 +10,8 @@ from gradcomp.control.base import Pilot, Setting
 from gradcomp.control.checks import checked
 from gradcomp.control.ladders import bytes_of
 from gradcomp.control.menu import Candidate, Menu, make_menu, resolve
-from gradcomp.control.periodic import Periodic, PeriodicPilot
+from gradcomp.control.periodic import Periodic
+from gradcomp.control.periodic_pilot import PeriodicPilot
 from gradcomp.core.errors import ConfigError
 
 

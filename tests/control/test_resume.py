@@ -11,7 +11,7 @@ from loudest import LAYERS, Loudest, levels
 from simulation import Simulation
 
 from gradcomp import Quantize
-from gradcomp.control.periodic import PeriodicPilot, Phase
+from gradcomp.control.periodic_pilot import PeriodicPilot, Phase
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.snapshot import Shared, merge, restore, snapshot
 

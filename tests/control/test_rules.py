@@ -20,7 +20,7 @@ from gradcomp.control.bayes import Bayes
 from gradcomp.control.fixed_plan import FixedPlan
 from gradcomp.control.kmeans import KMeans
 from gradcomp.control.linear import Linear
-from gradcomp.control.periodic import PeriodicPilot
+from gradcomp.control.periodic_pilot import PeriodicPilot
 from gradcomp.control.schedule import Schedule
 from gradcomp.pipeline.snapshot import restore, snapshot
 

@@ -1,0 +1,485 @@
+"""Auto: it decides once all ranks have seen enough, for all ranks alike, and again when the network changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from batch import on_ranks
+from simulation import Simulation
+
+from gradcomp import ConfigError, LayerSpec, Policy, Quantize, StateError, Warmup
+from gradcomp.compress.policy import AUTO_CHOICES, Automatic, as_policy
+from gradcomp.control import rates
+from gradcomp.control.auto import Auto
+from gradcomp.control.autopilot import SETTLING_STEPS, AutoPilot, Phase
+from gradcomp.control.forecast import Rates
+from gradcomp.core.topology import Topology
+from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
+from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.reduce.costs import Network
+
+LAYERS = [
+    LayerSpec("a", (64, 64)),
+    LayerSpec("bias", (64,), kind="bias"),
+    LayerSpec("b", (64, 128)),
+    LayerSpec("d", (9,), "float64"),
+]
+SPEEDS = {"none": 8e9, "cast": 8e9, "quantize": 5e9}
+
+
+class Times:
+    """What clocks show, in place of real ones: of rank r, an exchange that ends ``exposed`` seconds after backward."""
+
+    def __init__(self) -> None:
+        self.step = 0.010
+        self.beta = 1e-6
+        self.asked = 0
+
+    def network(self) -> Network:
+        self.asked += 1
+        return Network(1e-6, self.beta, 1e9, 1e9)
+
+
+@pytest.fixture
+def times(monkeypatch) -> Times:
+    """Steps take 10 ms but for what tests say; rank r needs r ms longer; codecs have the speeds above."""
+    shown = Times()
+    finish, begin = AutoPilot.finish, AutoPilot.begin
+
+    def timed_begin(pilot, step):
+        pilot.clock = lambda: (
+            0.0 if pilot._ended is None else pilot._ended + 0.004 + 0.001 * pilot.setting.rank
+        )
+        begin(pilot, step)
+        pilot.clock = lambda: 100.0 * step
+
+    def timed_finish(pilot, step):
+        ready = np.linspace(0.006, 0.001, len(step.ready))[::-1]
+        return finish(pilot, replace(step, seconds=shown.step, ready=ready))
+
+    monkeypatch.setattr(AutoPilot, "begin", timed_begin)
+    monkeypatch.setattr(AutoPilot, "finish", timed_finish)
+    monkeypatch.setattr(rates, "measure_rates", lambda c: Rates(SPEEDS[c.name], SPEEDS[c.name]))
+    return shown
+
+
+def job(controller: Auto | None = None, world: int = 2, **options) -> Simulation:
+    topology = Topology(tuple(range(world)))
+    policy = Automatic()
+    return Simulation(
+        LAYERS, policy, world, controller=controller or Auto(warmup_steps=4, check_every=10), topology=topology,
+        **options,
+    )  # fmt: skip
+
+
+def step(ranks: Simulation, times: Times, gradients=None):
+    """What an exchanger does: measure if it is asked for, then exchange."""
+    pilots = [p.pilot for p in ranks.pipelines]
+    wishes = {pilot.wants_network for pilot in pilots}
+    assert len(wishes) == 1
+    if wishes.pop():
+        network = times.network()
+        for pilot in pilots:
+            pilot.hear(network)
+    outcome = ranks.step(gradients)
+    plans = {p.plan.to_json() for p in ranks.pipelines}
+    assert len(plans) == 1
+    return outcome
+
+
+def travels(ranks: Simulation) -> list[str]:
+    return [
+        f"{a.compressor.partition(':')[0]} {a.level or ''}".strip()
+        for a in ranks.pipelines[0].plan.assignments
+    ]
+
+
+def run(ranks: Simulation, times: Times, count: int) -> None:
+    for _ in range(count):
+        step(ranks, times)
+
+
+def phase(ranks: Simulation) -> Phase:
+    phases = {p.pilot.phase for p in ranks.pipelines}
+    assert len(phases) == 1
+    return phases.pop()
+
+
+# --- decisions ----------------------------------------------------------------------------------------------
+
+
+def test_it_starts_without_compression(times):
+    ranks = job()
+    assert travels(ranks) == ["none"] * 4
+    run(ranks, times, SETTLING_STEPS + 4)
+    assert travels(ranks) == ["none"] * 4
+    assert times.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("beta", "expected"),
+    [
+        (1e-12, ["none"] * 4),
+        (1e-6, ["quantize 4", "cast", "quantize 4", "none"]),  # the bias rides along as float32
+        (1.6e-8, ["cast", "cast", "cast", "none"]),
+    ],
+)
+def test_it_takes_what_hides_the_link(times, beta, expected):
+    times.beta = beta
+    ranks = job()
+    run(ranks, times, SETTLING_STEPS + 4 + 6)
+    assert phase(ranks) is Phase.CRUISE
+    assert times.asked == 1
+    assert travels(ranks) == expected
+    if expected[0] == "cast":
+        assert "bfloat16" in ranks.pipelines[0].plan.assignments[0].compressor
+
+
+def test_every_rank_knows_why(times):
+    times.beta = 8e-8
+    ranks = job()
+    run(ranks, times, 20)
+    reasons = {p.pilot.reason for p in ranks.pipelines}
+    assert len(reasons) == 1
+    reason = reasons.pop()
+    # The slowest rank computes for 5 + 6 ms.
+    assert "link 0.1 Gbit/s, 0.00 ms; compute 11.0 ms" in reason
+    assert reason.startswith("quantize 4 bits: 1")
+    assert "(none 1" in reason
+    assert ranks.pipelines[0].pilot.predicted[3] == pytest.approx(0.0111, rel=0.05)
+
+
+def test_a_decision_that_changes_nothing_is_logged_too(times, caplog):
+    times.beta = 1e-12
+    ranks = job()
+    with caplog.at_level(logging.INFO, "gradcomp"):
+        run(ranks, times, 30)
+    (line,) = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
+    assert "auto stays with none: 11.0 ms a step predicted, 0.0 of them exposed (bfloat16" in line
+    assert ranks.pipelines[0].plan.version == 0
+
+
+def test_uncompressed_means_are_those_of_none(times):
+    times.beta = 1e-12
+    auto = job(world=3)
+    plain = Simulation(LAYERS, Policy("none"), 3)
+    for _ in range(20):
+        gradients = plain.gradients()
+        expected = plain.step(gradients).all_means()
+        found = step(auto, times, gradients).all_means()
+        assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
+    assert [p.plan.assignments for p in auto.pipelines] == [p.plan.assignments for p in plain.pipelines]
+
+
+class Late:
+    """A background whose work is done after a random number of looks."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def __call__(self, work):
+        looks, result = [self.random.randrange(12)], Future()
+        result.set_result(work())
+        future = Future()
+        future.done = lambda: looks.append(looks.pop() - 1) or looks[0] < 0
+        future.result = result.result
+        future.exception = result.exception
+        return future
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_plans_agree_in_every_step_whatever_is_late(times, world):
+    ranks = job(Auto(warmup_steps=3, check_every=5), world, shuffle=True, delay=0.3, background=Late(world))
+    seen = []
+    for number in range(120):
+        times.beta = 1e-6 if number < 60 else 1e-12
+        times.step = 0.010 if number < 60 else 0.005
+        step(ranks, times).all_means()
+        seen.append(tuple(travels(ranks)))
+        phase(ranks)
+    # Alone a rank sends nothing, and stays as it is.
+    assert len(dict.fromkeys(seen)) == (1 if world == 1 else 2)
+    assert seen[-1] == ("none",) * 4
+    assert ranks.pipelines[0].plan.version == (0 if world == 1 else 2)
+
+
+def test_it_begins_when_the_warm_up_has_ended(times):
+    warm = Policy(Warmup(Quantize(4), 10))
+    ranks = Simulation(
+        LAYERS, warm, 2, controller=Auto(warmup_steps=3), topology=Topology((0, 1)), slice_elements=1 << 20
+    )
+    run(ranks, times, 10 + SETTLING_STEPS + 3)
+    assert times.asked == 0
+    run(ranks, times, 6)
+    assert travels(ranks)[0] == "quantize 4"
+
+
+def test_what_is_not_up_for_choice_is_left_alone(times):
+    policy = Policy(Quantize(4), overrides={"a": Quantize(2), "b": "none"})
+    ranks = Simulation(LAYERS, policy, 2, controller=Auto(warmup_steps=3), topology=Topology((0, 1)))
+    assert travels(ranks) == ["none"] * 4
+    run(ranks, times, 20)
+    assert travels(ranks) == ["quantize 4", "cast", "cast", "none"]
+
+
+def test_with_nothing_to_choose_it_is_idle(times):
+    ranks = Simulation(LAYERS[1:2], Automatic(), 2, controller=Auto(warmup_steps=1))
+    run(ranks, times, 15)
+    assert times.asked == 0
+    assert phase(ranks) is Phase.IDLE
+
+
+# --- drift --------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_drift_make_it_measure_and_choose_again(times):
+    ranks = job()
+    run(ranks, times, 40)
+    assert (times.asked, travels(ranks)[0]) == (1, "quantize 4")
+    times.step, times.beta = 0.0125, 1e-12  # 25%: not enough
+    run(ranks, times, 30)
+    assert times.asked == 1
+    times.step = 0.0135
+    run(ranks, times, 30)
+    assert (times.asked, travels(ranks)[0]) == (2, "none")
+    assert ranks.pipelines[0].pilot.baseline == pytest.approx(0.0135)
+
+
+def test_faster_steps_are_a_drift_as_well(times):
+    ranks = job()
+    run(ranks, times, 40)
+    times.step = 0.006
+    run(ranks, times, 30)
+    assert times.asked == 2
+
+
+def test_a_slow_step_now_and_then_is_none(times):
+    ranks = job()
+    for number in range(100):
+        times.step = 1.0 if number % 4 == 0 else 0.010
+        step(ranks, times)
+    assert times.asked == 1
+
+
+def test_buckets_that_change_while_it_observes_make_it_begin_anew(times):
+    ranks = job()
+    absent = [[None if i == 2 else g for i, g in enumerate(rank)] for rank in ranks.gradients()]
+    for number in range(SETTLING_STEPS + 4):
+        step(ranks, times, absent if number >= SETTLING_STEPS - 1 else None)
+    assert ranks.pipelines[0].cold
+    pilot = ranks.pipelines[0].pilot
+    assert pilot.phase is Phase.OBSERVE
+    assert pilot.begun > SETTLING_STEPS
+    run(ranks, times, 14)
+    assert times.asked == 1
+
+
+# --- state --------------------------------------------------------------------------------------------------
+
+
+def through_files(states, directory):
+    """As a checkpoint holds them."""
+    files = tuple(write_rank(directory, state, "0" * 16) for state in states)
+    manifest = Manifest.from_text(Manifest(states[0].shared, files).to_text())
+    return [read_rank(directory, manifest, rank) for rank in range(len(states))]
+
+
+@pytest.mark.parametrize("at", [1, 7, 9, 10, 11, 12, 13, 14, 16, 21, 30, 35])
+def test_resumed_is_uninterrupted_bit_for_bit(at, times, tmp_path):
+    whole, first, second = job(world=3), job(world=3), job(world=3)
+    gradients = [whole.gradients() for _ in range(60)]
+
+    def conditions(number: int) -> None:
+        times.step = 0.010 if number < 26 else 0.020
+        times.beta = 1e-6 if number < 26 else 3e-9
+
+    for number in range(at):
+        conditions(number)
+        step(first, times, gradients[number])
+    for pipeline, state in zip(
+        second.pipelines, through_files([snapshot(p) for p in first.pipelines], tmp_path), strict=True
+    ):
+        restore(pipeline, state)
+    for number, drawn in enumerate(gradients):
+        conditions(number)
+        expected = step(whole, times, drawn).all_means()
+        if number >= at:
+            found = step(second, times, drawn).all_means()
+            assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
+            assert travels(second) == travels(whole)
+            for a, b in zip(second.pipelines, whole.pipelines, strict=True):
+                assert json.dumps(a.pilot.shared_state()) == json.dumps(b.pilot.shared_state())
+    assert whole.pipelines[0].pilot.decisions == 2
+    assert whole.pipelines[0].plan.version == 2
+
+
+def test_the_saved_phases_are_all_of_them(times):
+    ranks, phases = job(), set()
+    for _ in range(30):
+        step(ranks, times)
+        phases.add(Phase[snapshot(ranks.pipelines[0]).shared.control["state"]["phase"]])
+    # The table is shared in the step before which the link is measured.
+    assert phases == set(Phase) - {Phase.IDLE, Phase.SHARE}
+
+
+@pytest.mark.parametrize("at", [8, 12, 13, 30])
+@pytest.mark.parametrize("world", [1, 3])
+def test_among_other_ranks_the_choice_is_kept_and_measured_anew(times, at, world):
+    old, new = job(), job(world=world)
+    run(old, times, at)
+    states = [snapshot(p) for p in old.pipelines]
+    for rank, pipeline in enumerate(new.pipelines):
+        restore(pipeline, merge(states, rank, world))
+    assert travels(new) == travels(old)
+    asked = times.asked
+    run(new, times, SETTLING_STEPS + 4 + 6)
+    assert times.asked == asked + (world > 1)
+    assert phase(new) is (Phase.CRUISE if world > 1 else Phase.IDLE)
+
+
+def test_a_choice_that_is_no_more_gives_way_to_the_first(times):
+    old, new = job(), job(Auto(("none", "bf16"), warmup_steps=3))
+    run(old, times, 30)
+    for pilot, saved in zip(
+        [p.pilot for p in new.pipelines], [p.pilot.shared_state() for p in old.pipelines], strict=True
+    ):
+        pilot.restore(saved, {})
+        assert pilot.current == 0
+        assert pilot.phase is Phase.OBSERVE
+
+
+@pytest.mark.parametrize("phase_name", [p.name for p in Phase])
+def test_a_state_with_nothing_in_it_begins_anew(times, phase_name):
+    ranks = job()
+    pilot = ranks.pipelines[0].pilot
+    pilot.restore({**pilot.shared_state(), "phase": phase_name}, {})
+    assert pilot.phase is (Phase.CRUISE if phase_name == "CRUISE" else Phase.OBSERVE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"phase": "NOWHERE"}, {"begun": "x"}, {"network": {"alpha": 1}}, {"position": 3}, {"table": "t"}],
+)
+def test_a_state_that_is_none_is_refused(times, wrong):
+    pilot = job().pipelines[0].pilot
+    with pytest.raises(StateError, match="not a state of auto"):
+        pilot.restore({**pilot.shared_state(), **wrong}, {})
+    with pytest.raises(StateError, match="not a state of auto"):
+        pilot.restore({}, {})
+
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+def test_the_default_ends_at_four_bits():
+    assert [c.to_string() for c in Auto().choices] == [c.to_string() for c in Auto(AUTO_CHOICES).choices]
+    assert Auto().choices[-1] == Quantize(4) == Automatic().default
+    assert "quantize:bits=4" in Auto().to_string()
+
+
+def test_auto_is_a_policy():
+    policy = as_policy("auto")
+    assert isinstance(policy, Automatic)
+    assert policy.title == "auto"
+    assert [c is not None for c in policy.adjustable(LAYERS)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("choices", [(), "none", Quantize(4), ("none", "nonsense"), ("none", 4), ("none", "none"),
+                                     ("none", Warmup(Quantize(4), 10)), ("none", "dgc:density=0.01")])  # fmt: skip
+def test_choices_that_cannot_be(choices):
+    with pytest.raises(ConfigError):
+        Auto(choices)
+
+
+@pytest.mark.parametrize("name", ["warmup_steps", "check_every"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "5", None])
+def test_steps_that_cannot_be(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Auto(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["hidden", "drift"])
+@pytest.mark.parametrize("value", [0, -0.1, float("nan"), float("inf"), True, "0.1", None])
+def test_shares_that_cannot_be(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Auto(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *AUTO_CHOICES,
+        "topk:density=0.01",
+        "powersgd:rank=4",
+        "quantize:bits=4,rounding=nearest",
+        "global_topk:density=0.01",
+        "clt_k:density=0.01",
+    ],
+)
+def test_rates_are_measured_of_any_compressor(text, monkeypatch):
+    from gradcomp.compress import from_string
+
+    monkeypatch.setattr(rates, "_REPEATS", 1)
+    found = rates.measure_rates(from_string(text))
+    assert 1e5 < found.encode < 1e13
+    assert 1e5 < found.decode < 1e13
+
+
+# --- on processes -------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, log_level="info")
+def test_a_model_trains_under_auto():
+    import torch
+
+    import gradcomp.torch as gc
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("gradcomp").addHandler(handler)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    optimizer = gc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression="auto"
+    )
+    inputs, targets = torch.randn(32, 64), torch.randint(0, 8, (32,))
+    losses = []
+    for _ in range(SETTLING_STEPS + 10 + 20):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    pilot = optimizer._exchanger_or_none().pipeline.pilot
+    assert pilot.decisions == 1
+    assert all(seconds > 0 for seconds in pilot.predicted)
+    both = gc.allgather_object(
+        (pilot.reason, pilot.current, optimizer._exchanger_or_none().pipeline.plan.to_json())
+    )
+    assert both[0] == both[1]
+    said = [line for line in lines if pilot.reason in line]
+    assert len(said) == (1 if gc.rank() == 0 else 0)
+
+
+@on_ranks(2, log_level="info")
+def test_auto_is_a_controller_of_its_own():
+    import torch
+
+    import gradcomp.torch as gc
+
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="is a controller"):
+        gc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            compression="auto",
+            controller=Auto(),
+        )
