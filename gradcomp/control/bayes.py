@@ -50,8 +50,8 @@ class Bayes(Periodic):
         levels: what layers may travel as, levels or compressors; by default 000's range around the layer's own level.
         alpha: the budget, relative to the reference; above 0.
         trials: assignments to try in every period.
-        clusters: levels to search for at most; None for one per layer.
         seed: of the search, whose result is a function of it and of the period's table.
+        clusters: levels to search for at most; None for one per layer.
         window: add up only the last so many steps of a period; by default all of them.
         memory_bytes: cap on what is held for sums, on every rank.
 
@@ -74,8 +74,8 @@ class Bayes(Periodic):
     levels: Candidates | None = None
     alpha: float = 1.0
     trials: int = 64
-    clusters: int | None = 12
     seed: int = 0
+    clusters: int | None = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()
