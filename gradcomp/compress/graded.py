@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -133,9 +132,9 @@ class Graded(Wrapper):
         inner = self._inner
         if self.send == MINIMUM:
             return inner.format(table)
-        return SparseFormat(table, self._wanted(table), inner.fixed, inner.indices, inner.values)
+        return SparseFormat(table, self.wanted(table), inner.fixed, inner.indices, inner.values)
 
-    def _wanted(self, table: Table) -> Sizes:
+    def wanted(self, table: Table) -> Sizes:
         """k_c of each row."""
         wanted: Sizes = np.minimum(
             elements_at(self.candidate, table["length"].astype(np.int64)), table["bits"]
@@ -147,14 +146,12 @@ class Graded(Wrapper):
         assert isinstance(self.inner, Sparse), "checked"
         return self.inner
 
-    def _levels(self, group: Group) -> _Levels:
+    def _levels(self, group: Group) -> Levels:
         """Working memory, made once for a group."""
-        return group.scratch.once(
-            "levels", lambda: _Levels(group, self._inner, self._inner.limits(group.table), self._wanted)
-        )
+        return group.scratch.once("levels", lambda: Levels(group, self._inner, self.wanted(group.table)))
 
     def _select(
-        self, levels: _Levels, places: Addresses, group: Group, context: Context, flags: Bytes
+        self, levels: Levels, places: Addresses, group: Group, context: Context, flags: Bytes
     ) -> None:
         """Write p to ``places``, and select from it what is to be sent or looked at."""
         levels.group.inputs[:] = group.inputs
@@ -173,15 +170,15 @@ class Graded(Wrapper):
             levels.note(watcher)
 
 
-class _Levels:
+class Levels:
     """Both selections of a group, and what is needed to make the second from the first."""
 
-    def __init__(self, group: Group, inner: Sparse, limits: Sizes, wanted: Callable[[Table], Sizes]) -> None:
+    def __init__(self, group: Group, inner: Sparse, wanted: Sizes) -> None:
         self.group = replace(group, compressor=inner, table=group.table.copy(), scratch=Scratch())
-        self.minimum = Selection.room(limits)
-        self._wanted = wanted(group.table)
-        self.everything = bool((self._wanted == group.table["length"]).all())
-        self._top = Selection.room(self._wanted)  # whose indices count within the first selection
+        self.minimum = Selection.room(inner.limits(group.table))
+        self.everything = bool((wanted == group.table["length"]).all())
+        self._wanted = wanted
+        self._top = Selection.room(wanted)  # whose indices count within the first selection
         self._indices = np.zeros_like(self._top.indices)
         rows = len(group.table)
         self._ones = np.ones(rows, dtype=np.float32)
