@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +10,7 @@ from gradcomp.compress import Compressor
 from gradcomp.compress.policy import AUTO_CHOICES, resolve
 from gradcomp.control.autopilot import AutoPilot, Limits
 from gradcomp.control.base import Controller, Setting
+from gradcomp.control.checks import check_count, check_positive
 from gradcomp.core.errors import ConfigError
 
 
@@ -69,15 +69,10 @@ class Auto(Controller):
                     f"{choice.to_string()} cannot be one of several choices: it has a schedule, momentum or clipping"
                 )
         object.__setattr__(self, "choices", resolved)
-        for name in ("warmup_steps", "check_every"):
-            steps = getattr(self, name)
-            if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {steps!r}")
-        for name in ("hidden", "drift"):
-            share = getattr(self, name)
-            number = isinstance(share, int | float) and not isinstance(share, bool)
-            if not number or not 0 < share < math.inf:
-                raise ConfigError(f"{name} must be a positive number, got {share!r}")
+        check_count("warmup_steps", self.warmup_steps)
+        check_count("check_every", self.check_every)
+        check_positive("hidden", self.hidden)
+        check_positive("drift", self.drift)
 
     def begin(self, setting: Setting) -> AutoPilot:
         """See :class:`AutoPilot`."""

@@ -280,7 +280,7 @@ class AutoPilot(Pilot):
         seconds = self.predicted[self.current]
         return (
             f"{names[self.current]}: {1e3 * seconds:.1f} ms a step predicted, {1e3 * exposed:.1f} of them exposed"
-            f"{f' ({others})' if others else ''}; link {8e-9 / beta:.3g} Gbit/s, {1e3 * alpha:.2f} ms; "
+            f"{f', against {others}' if others else ''}; link {8e-9 / beta:.3g} Gbit/s, {1e3 * alpha:.2f} ms; "
             f"compute {1e3 * compute:.1f} ms"
         )
 

@@ -9,13 +9,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress import Compressor, at_level, from_string
+from gradcomp.compress import Compressor, from_string
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.low_rank import LowRank, clamped_rank
 from gradcomp.compress.messages import Context, Gather, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.plan import Level, Plan
+from gradcomp.core.plan import Level
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw, Group
@@ -30,35 +30,50 @@ Candidate: TypeAlias = "Level | Compressor | str"
 Candidates = Sequence[Candidate]
 
 
-def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> float:
-    """Bytes that one rank sends for a group in one step, in the mean over ranks, without headers.
+def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
+    """Bytes that one rank sends for each segment in one step, in the mean over ranks, without headers.
 
     Sums and codes of d bytes: as the reduction's formula, 2 d (N-1)/N for most. Gathered payloads: d (N-1), and where
     data decide about d, the most that it can be.
     """
     world = topology.world
-    payload = int(group.compressor.wire_bytes(group).sum())
+    payload = group.compressor.wire_bytes(group).astype(np.float64)
     first = next(group.compressor.exchange(group, Context(Draw(0, 0, 0), world)))
     if isinstance(first, Gather):
-        return float(payload * (world - 1))
+        gathered: Doubles = payload * (world - 1)
+        return gathered
     if isinstance(first, Reduce):
         scheme = Scheme("sra") if scheme.name == AUTO else scheme
-        return float(cost(scheme, Load(payload, 4 * group.elements), topology).bytes_sent().mean())
-    return 2.0 * payload * (world - 1) / world
+        # Linear in both: what a byte of each costs is asked for once.
+        of_payload, of_dense = (
+            float(cost(scheme, Load(*unit), topology).bytes_sent().mean())
+            for unit in ((1.0, 0.0), (0.0, 1.0))
+        )
+        sent: Doubles = of_payload * payload + of_dense * 4.0 * group.table["length"]
+        return sent
+    added: Doubles = 2.0 * payload * (world - 1) / world
+    return added
+
+
+def bytes_of_choices(
+    choices: Sequence[Compressor], layer: LayerSpec, scheme: Scheme, topology: Topology
+) -> Doubles:
+    """The same for a layer under each choice."""
+    found = np.zeros(len(choices))
+    families: dict[str, list[int]] = {}
+    for k, choice in enumerate(choices):
+        families.setdefault(choice.family_string(), []).append(k)
+    for members in families.values():
+        # As many layers like this one, each at its own level.
+        pieces = [Piece(row, 0, layer.size) for row in range(len(members))]
+        group = group_of(pieces, [layer] * len(members), [choices[k] for k in members])
+        found[members] = sent_bytes(group, scheme, topology)
+    return found
 
 
 def layer_bytes(compressor: Compressor, layer: LayerSpec, scheme: Scheme, topology: Topology) -> float:
-    """The same for one layer."""
-    return sent_bytes(group_of([Piece(0, 0, layer.size)], [layer], [compressor]), scheme, topology)
-
-
-def plan_bytes(layers: Sequence[LayerSpec], plan: Plan, scheme: Scheme, topology: Topology) -> float:
-    """Bytes that one rank sends per step under a plan, in the mean over ranks, without headers."""
-    assigned = [plan.by_layer[layer.name] for layer in layers]
-    return sum(
-        layer_bytes(at_level(a.compressor, a.level), layer, scheme, topology)
-        for a, layer in zip(assigned, layers, strict=True)
-    )
+    """The same for one choice."""
+    return float(bytes_of_choices([compressor], layer, scheme, topology)[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +117,22 @@ def make_menu(
     ConfigError for a candidate that no layer can take, an empty list, or levels around which the layer's own does not
     lie.
     """
-    numbers = [i for i, compressor in enumerate(compressors) if compressor is not None]
-    rows = [choices_of(layers[i], own, candidates) for i in numbers if (own := compressors[i]) is not None]
-    width = max(map(len, rows), default=1)
-    costs = np.full((len(rows), width), np.inf)
-    for row, (i, choices) in enumerate(zip(numbers, rows, strict=True)):
-        costs[row, : len(choices)] = [layer_bytes(c, layers[i], scheme, topology) for c in choices]
+    numbers, rows, sent = [], [], []
+    known: dict[object, tuple[tuple[Compressor, ...], Doubles]] = {}  # layers of one shape have one row
+    for number, own in enumerate(compressors):
+        if own is None:
+            continue
+        layer = layers[number]
+        key = (layer.shape, layer.dtype, own)
+        if key not in known:
+            choices = choices_of(layer, own, candidates)
+            known[key] = (choices, bytes_of_choices(choices, layer, scheme, topology))
+        numbers.append(number)
+        rows.append(known[key][0])
+        sent.append(known[key][1])
+    costs = np.full((len(rows), max(map(len, rows), default=1)), np.inf)
+    for row, of_choices in enumerate(sent):
+        costs[row, : len(of_choices)] = of_choices
     return Menu(
         np.array(numbers, dtype=np.int64),
         tuple(layers[i] for i in numbers),
@@ -130,17 +155,16 @@ def choices_of(
     else:
         levels = candidates
         _check_candidates(own, levels)
-    choices: list[Compressor] = []
+    choices: dict[Compressor, None] = {}
     sent_exactly = False
     for candidate in levels:
         choice = resolve(own, candidate)
         # All ranks at which a matrix is sent as it is are one choice.
         exact = isinstance(choice, LowRank) and not clamped_rank(layer.shape, choice.rank)
-        if choice not in choices and not (exact and sent_exactly):
-            choices.append(choice)
+        if not (exact and sent_exactly):
+            choices[choice] = None
         sent_exactly |= exact
-    if own not in choices:
-        choices.append(own)
+    choices.setdefault(own)
     return tuple(choices)
 
 

@@ -98,7 +98,8 @@ class PeriodicPilot(Pilot):
         start = (
             self.begun if self.phase is Phase.GATHER else self.begun + every
         )  # of the period that is adding up
-        self._adding = start <= step and start + every - step <= (self.controller.window or every)
+        end = start + every  # late work does not make it longer
+        self._adding = max(start, end - (self.controller.window or every)) <= step < end
 
     def _start(self) -> None:
         """The background work that the phase needs, if it needs any on this rank."""

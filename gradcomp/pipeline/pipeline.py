@@ -561,7 +561,7 @@ class Pipeline:
                 program.reduction.assign(range(first, len(ranges)))
         pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
         sent = [
-            sum(sent_bytes(group, self._scheme, self._topology) for group in bucket.groups)
+            sum(float(sent_bytes(group, self._scheme, self._topology).sum()) for group in bucket.groups)
             for bucket in layout.buckets
         ]
         return Arrangement(

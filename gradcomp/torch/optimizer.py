@@ -55,7 +55,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any ``torch.optim.Optimizer``; changed in place.
         named_parameters: as ``model.named_parameters()``; without it, names are positions and patterns cannot match.
-        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
+            least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
         backward_passes_per_step: gradients are summed over so many passes before they are exchanged.
         op: ``Average`` or ``Sum`` over ranks.
         gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.

@@ -94,6 +94,12 @@ class Readers:
         exchanger = self._exchanger_or_none()
         return None if exchanger is None else exchanger.pipeline.plan
 
+    def plan_reason(self) -> str:
+        """Why the controller chose the plan, in one line; empty without one, and where it only tells rank 0."""
+        exchanger = self._exchanger_or_none()
+        pilot = None if exchanger is None else exchanger.pipeline.pilot
+        return "" if pilot is None else pilot.reason
+
     def trace_spans(self) -> tuple[Span, ...]:
         """The last spans: ready, queue, encode, wire, reduce, decode, per bucket."""
         exchanger = self._exchanger_or_none()
@@ -124,7 +130,9 @@ class Reporter:
         if self._steps == VERDICT_STEPS:
             latency = self._exchanger.probe(PROBE_BYTES[0])
             rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
-            self._log(self._verdict(rate))
+            pilot = self._pipeline.pilot
+            chosen = f"; {pilot.name}: {pilot.reason}" if pilot is not None and pilot.reason else ""
+            self._log(self._verdict(rate) + chosen)
         if self._every and self._steps % self._every == 0:
             self._periodic()
 
