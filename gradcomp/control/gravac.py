@@ -22,7 +22,7 @@ class GraVAC(Controller):
     p = g + e;  g_min = C(p, theta_min);  g_c = C(g_min, theta_c / theta_min), both in every step
     delta(theta) = EWMA of sum |g_theta|^2 / sum |p|^2, sums over ranks and layers, one average per factor
     the next step sends g_c if delta(theta_c) >= epsilon, else g_min if delta(theta_min) >= epsilon, else p
-    T(theta) = delta(theta) N / median iteration seconds of the window's steps that sent theta; delta(1) = 1
+    T(theta) = delta(theta) x the median of N / iteration seconds over the window's steps that sent theta; delta(1) = 1
 
     Every ``window`` steps: theta_min <- theta_c if their gains are within ``omega``, relative to delta(theta_min); then
     theta_c <- the next candidate; then, if the two largest T are within ``omega``, theta_c <- theta_ideal, the lower

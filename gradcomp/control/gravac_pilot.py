@@ -55,7 +55,7 @@ class GraVACPilot(Pilot):
         self._ended = False  # whether a window ended with the last step
         self._in_force = False  # whether what was chosen has been announced
         self._seconds = 0.0  # of the last iteration but one, on this rank; 0: not known
-        self._untimed: list[Numbers] = []  # what the last two iterations sent
+        self._untimed: list[Numbers | None] = []  # what the last two iterations sent, if it counts
         self._vector: Doubles = np.zeros(0)
         self._choose()  # ConfigError for layers that it cannot choose for
 
@@ -81,11 +81,12 @@ class GraVACPilot(Pilot):
         """Take in times and gains, and choose for the next step."""
         assert step.sums is not None, "every rank contributed"
         seconds, known = step.sums[:_TIMES].tolist()
-        if len(self._untimed) == 2 and known == self.setting.world:
+        if len(self._untimed) == 2 and known == self.setting.world and self._untimed[0] is not None:
             self.search.time(seconds / known, self._untimed[0])
         # float32 is what a checkpoint keeps of it.
         self._seconds = float(np.float32(step.seconds))
-        self._untimed = [*self._untimed, self.search.sent][-2:]
+        # What was sent before there was a gain nobody chose, and beginnings are slow.
+        self._untimed = [*self._untimed, self.search.sent if self.search.taken else None][-2:]
         least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
         before = self.search.sent
         ended = self._ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
@@ -105,15 +106,15 @@ class GraVACPilot(Pilot):
         """What a window came to, of the first row, and of how many more."""
         search = self.search
         gains, factors = search.gains[0], search.factors
-        measured = {
+        measured = [
             f"{factors[k]:g}x {search.throughput[0, k]:.4g}"
             for k in np.flatnonzero(~np.isnan(search.throughput[0])).tolist()
-        }
+        ]
         more = f", and {len(self._names) - 1} more" if len(self._names) > 1 else ""
         return (
             f"window ends at step {step}: {self._names[0]}{more}: "
             f"gains {gains[least[0]]:.3f} at {factors[least[0]]:g}x, {gains[candidate[0]]:.3f} at "
-            f"{factors[candidate[0]]:g}x; throughputs {', '.join(sorted(measured)) or 'unknown'}; "
+            f"{factors[candidate[0]]:g}x; throughputs {', '.join(measured) or 'unknown'}; "
             f"now {factors[search.minimum[0]]:g}x to {factors[search.candidate[0]]:g}x"
         )
 
@@ -210,7 +211,9 @@ class GraVACPilot(Pilot):
         return {
             "search": self.search.state(self._names),
             "untimed": [
-                {name: factors[k] for name, k in zip(self._names, sent.tolist(), strict=True)}
+                None
+                if sent is None
+                else {name: factors[k] for name, k in zip(self._names, sent.tolist(), strict=True)}
                 for sent in self._untimed
             ],
             "in_force": self._in_force,
@@ -230,17 +233,20 @@ class GraVACPilot(Pilot):
             numbers = {factor: k for k, factor in enumerate(self.search.factors)}
             # A plan for other layers does not say how these travel.
             in_force = bool(shared["in_force"]) and list(shared["layers"]) == self._layer_names
-            untimed = [{str(name): float(f) for name, f in one.items()} for one in shared["untimed"]]
+            untimed = [
+                None if one is None else {str(name): float(f) for name, f in one.items()}
+                for one in shared["untimed"]
+            ]
             seconds = [float(value[0]) for value in own.get(_SECONDS, {}).values()]
             self.search.restore(self._names, shared["search"])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise StateError(f"not a state of {self.name}: {error!r}") from error
-        whole = all(one.keys() == set(self._names) and set(one.values()) <= numbers.keys() for one in untimed)
-        self._untimed = (
-            [np.array([numbers[one[name]] for name in self._names], dtype=np.int64) for one in untimed]
-            if whole
-            else []
-        )
-        self._seconds = seconds[0] if whole and seconds else 0.0
+        self._untimed = [
+            np.array([numbers[one[name]] for name in self._names], dtype=np.int64)
+            if one is not None and one.keys() == set(self._names) and set(one.values()) <= numbers.keys()
+            else None
+            for one in untimed
+        ]
+        self._seconds = seconds[0] if seconds else 0.0
         self._in_force = in_force
         self._choose()

@@ -101,8 +101,8 @@ class Search:
         gains, throughput = self.gains[row], self.throughput[row]
         sent = np.array([one[row] for one in self._timed], dtype=np.int64)
         for factor in np.unique(sent).tolist():
-            seconds = np.median(np.array(self._seconds)[sent == factor])
-            throughput[factor] = gains[factor] * self.world / seconds
+            systems = self.world / np.array(self._seconds)[sent == factor]
+            throughput[factor] = gains[factor] * np.median(systems)
         least, candidate = int(self.minimum[row]), int(self.candidate[row])
         if abs(gains[least] - gains[candidate]) <= self.omega * gains[least]:
             self.minimum[row] = candidate

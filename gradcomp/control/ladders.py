@@ -110,8 +110,8 @@ def linear_map(seen: Seen, groups: Sequence[Numbers], alpha: float | None) -> Nu
     Of a ladder of n rungs, the layers of group j of k (from 0) take rung round(j (n-1) / (k-1)); a single group takes
     the reference. With ``alpha``, the total error is brought to alpha times the reference's, without exchanging groups:
 
-    - while it is above, the group with the most compression, of several the first, goes one rung back; None if that
-      ends at the least compression for all;
+    - while it is above, the group with the most compression, of several the first, goes one rung back; if that ends at
+      the least compression for all, it is the reference where that meets the budget, else None;
     - then, as long as it is not above, the group with the least compression, of several the last, goes one rung on;
     - where the reference meets the budget with fewer bytes, it is the reference.
 
@@ -126,7 +126,7 @@ def linear_map(seen: Seen, groups: Sequence[Numbers], alpha: float | None) -> Nu
     while total_error(seen, rungs.choices) > budget:
         most = int(np.argmax(rungs.height))
         if not rungs.height[most]:
-            return None
+            return reference if alpha >= 1 else None
         rungs.move(most, -1)
     while (free := np.flatnonzero(rungs.movable & (rungs.height < 1))).size:
         least = int(free[::-1][np.argmin(rungs.height[free[::-1]])])

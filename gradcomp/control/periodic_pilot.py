@@ -52,7 +52,7 @@ class PeriodicPilot(Pilot):
         self.controller = controller
         self.menu = controller.menu(setting)
         self.phase = Phase.GATHER
-        self.begun = setting.first_step  # the step in which the period begins
+        self.begun = setting.first_step  # the step in which the period that adds up began
         self.current = self.menu.reference.copy()
         self.memory = controller.begin_memory(self.menu)
         self._columns = _COLUMNS + (self.menu.width if controller.needs_errors else 0)
@@ -89,17 +89,15 @@ class PeriodicPilot(Pilot):
     # -- while a step runs -------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Close the period when its time has come; what it added up includes the last accepted step."""
-        if self.phase is Phase.GATHER and step - self.begun >= self.controller.every_steps:
+        """Close the period when its time has come, and begin the next; sums include the last accepted step."""
+        every = self.controller.every_steps
+        if self.phase is Phase.GATHER and step - self.begun >= every:
             self._taken = self._sums.take()
+            self.begun = step
             self.phase = Phase.MEASURE
             self._start()
-        every = self.controller.every_steps
-        start = (
-            self.begun if self.phase is Phase.GATHER else self.begun + every
-        )  # of the period that is adding up
-        end = start + every  # late work does not make it longer
-        self._adding = max(start, end - (self.controller.window or every)) <= step < end
+        end = self.begun + every  # late work does not make a period longer
+        self._adding = max(self.begun, end - (self.controller.window or every)) <= step < end
 
     def _start(self) -> None:
         """The background work that the phase needs, if it needs any on this rank."""
@@ -204,7 +202,7 @@ class PeriodicPilot(Pilot):
         if np.isnan(sums).any() or np.isinf(table[:, :_COLUMNS]).any():
             if self.setting.rank == 0:
                 logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
-            self._again()
+            self.phase = Phase.GATHER
             return
         losses = None
         if self.controller.needs_errors:
@@ -243,7 +241,7 @@ class PeriodicPilot(Pilot):
         self._work = None
         self._seen = None
         self._choose()
-        self._again()
+        self.phase = Phase.GATHER
         return not np.array_equal(before, self.current)
 
     def _choose(self) -> None:
@@ -251,11 +249,6 @@ class PeriodicPilot(Pilot):
             number: self.menu.choices[row][int(self.current[row])]
             for row, number in enumerate(self.menu.layers.tolist())
         }
-
-    def _again(self) -> None:
-        """The next period, which began when the last one ended."""
-        self.phase = Phase.GATHER
-        self.begun += self.controller.every_steps
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -324,9 +317,7 @@ class PeriodicPilot(Pilot):
             whole &= phase is Phase.GATHER or all(i in self._taken for i in self._own)
         if not whole:
             self._taken = {}
-            if phase is not Phase.GATHER:
-                self._again()
-            return
+            return  # the period that has begun goes on
         self.phase = phase
         if table is not None:
             self._seen = self._from_table(int(shared["seen"]["step"]), table)

@@ -60,7 +60,7 @@ def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
         controller=CHANGING[name], background=Late(world),
     )  # fmt: skip
     found = []
-    for step in range(60):
+    for step in range(80):
         ranks.step(drawn(ranks, step)).all_means()
         found.append(tuple(levels(ranks)))
     if world > 1 or name != "bayes":  # alone, a rank sends nothing that it could save

@@ -1,0 +1,652 @@
+"""GraVAC: Algorithm 1 of 003 as it is read here, and the same plan on all ranks in every step."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from loudest import Loudest
+from simulation import SPARSE, Simulation, true_mean
+
+from gradcomp import (
+    DGC,
+    ConfigError,
+    Identity,
+    LayerSpec,
+    Policy,
+    Quantize,
+    RandomK,
+    RedSync,
+    SIDCo,
+    StateError,
+    TopK,
+    Warmup,
+)
+from gradcomp.compress import at_level
+from gradcomp.control.gravac import GraVAC
+from gradcomp.control.gravac_search import Search
+from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
+from gradcomp.pipeline.snapshot import merge, restore, snapshot
+
+LAYERS = [
+    LayerSpec("a", (40, 13)),
+    LayerSpec("none", (0,)),
+    LayerSpec("b", (300,), "float16"),
+    LayerSpec("c", (90,)),
+    LayerSpec("double", (9,), "float64"),
+]
+SMALL = GraVAC(2, 16, epsilon=0.6, window=7, omega=0.05)
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_the_papers():
+    assert GraVAC().candidates == (10, 20, 40, 160, 1000)
+    assert GraVAC(10, 2000, policy="geometric").candidates == (10, 20, 40, 80, 160, 320, 640, 1280, 2000)
+    assert GraVAC(1.5, 50, policy="geometric").candidates == (1.5, 3, 6, 12, 24, 48, 50)
+    assert GraVAC(10, 10).candidates == (10,)
+    assert GraVAC(1, 4).candidates == (1, 2, 4)
+    assert GraVAC(1, 1e300).candidates[-1] == 1e300
+
+
+# --- Algorithm 1, line by line ----------------------------------------------------------------------------------------
+
+
+class Literal:
+    """Algorithm 1 with scalars, dictionaries and whole histories; comments are its line numbers."""
+
+    def __init__(self, controller: GraVAC, world: int) -> None:
+        self.candidates = controller.candidates
+        self.epsilon, self.window, self.omega = controller.epsilon, controller.window, controller.omega
+        self.world = world
+        self.theta_min = self.theta_c = self.candidates[0]
+        self.samples: dict[float, list[float]] = {}
+        self.t_compress: dict[float, float] = {}
+        self.t_sys: dict[float, list[float]] = {}  # of the window
+        self.send = 1.0
+        self.i = 0
+
+    def delta(self, theta: float) -> float:
+        """EWMA by its definition: weights w (1 - w)^age, divided by their sum."""
+        if theta == 1:
+            return 1.0
+        newest = min(1.0, self.world / 100)
+        kept = self.samples.get(theta, [])
+        weights = [newest * (1 - newest) ** age for age in range(len(kept))][::-1]
+        return sum(w * x for w, x in zip(weights, kept, strict=True)) / sum(weights) if kept else float("nan")
+
+    def timed(self, theta: float, t_iter: float) -> None:
+        self.t_sys.setdefault(theta, []).append(self.world / t_iter)  # 29
+
+    def iteration(self, gain) -> None:
+        self.i += 1
+        for theta in {self.theta_min, self.theta_c}:
+            self.samples.setdefault(theta, []).append(gain(theta))  # 7, 9
+        if self.i % self.window == 0:  # 32
+            for theta, speeds in self.t_sys.items():
+                self.t_compress[theta] = statistics.median(speeds) * self.delta(theta)  # 30
+            self.t_sys = {}
+            delta_min, delta_c = self.delta(self.theta_min), self.delta(self.theta_c)
+            if self.omega >= abs(delta_min - delta_c) / delta_min:  # 34, before 33
+                self.theta_min = self.theta_c  # 35
+            above = [theta for theta in self.candidates if theta > self.theta_c]
+            self.theta_c = above[0] if above else self.candidates[-1]  # 33
+            ct = sorted((t, theta) for theta, t in self.t_compress.items())  # 36
+            if len(ct) >= 2 and abs((ct[-1][0] - ct[-2][0]) / ct[-2][0]) <= self.omega:  # 37
+                theta_ideal = min(ct[-1][1], ct[-2][1])  # 38
+                self.theta_c = theta_ideal  # 39
+                self.theta_min = min(self.theta_min, theta_ideal)
+        if self.delta(self.theta_c) >= self.epsilon:  # 11
+            self.send = self.theta_c
+        elif self.delta(self.theta_min) >= self.epsilon:  # 16
+            self.send = self.theta_min
+        else:  # 21
+            self.send = 1.0
+
+
+def search_of(controller: GraVAC, world: int, rows: int = 1) -> Search:
+    factors = (1.0, *(f for f in controller.candidates if f > 1))
+    return Search(
+        factors,
+        factors.index(float(controller.minimum)),
+        world,
+        rows,
+        epsilon=controller.epsilon,
+        window=controller.window,
+        omega=controller.omega,
+    )
+
+
+def chosen(search: Search, row: int = 0) -> tuple[float, float, float]:
+    """theta_min, theta_c, and what is sent next."""
+    return tuple(search.factors[k[row]] for k in (search.minimum, search.candidate, search.sent))
+
+
+@pytest.mark.parametrize("world", [1, 8, 60, 250])
+@pytest.mark.parametrize("seed", range(8))
+def test_decisions_are_those_of_the_algorithm(world: int, seed: int):
+    draw = np.random.default_rng(seed)
+    controller = GraVAC(
+        float(draw.choice([1, 2, 10])),
+        float(draw.choice([30, 1000])),
+        float(draw.choice([0.3, 0.7, 0.95])),
+        window=int(draw.integers(1, 9)),
+        omega=float(draw.choice([0, 0.02, 0.3])),
+        policy=str(draw.choice(["exponential", "geometric"])),
+    )
+    literal, search = Literal(controller, world), search_of(controller, world)
+    exponents = draw.uniform(0.01, 0.4, 250)
+    seen = set()
+    for i in range(250):
+        exponent = exponents[i // 40 * 40] * draw.uniform(0.7, 1.4)
+
+        def gain(theta, exponent=exponent):
+            return float(theta) ** -exponent
+
+        if i:
+            t_iter = (0.2 + 1 / literal.send) * draw.uniform(0.98, 1.02)
+            literal.timed(literal.send, t_iter)
+            search.time(t_iter, search.sent)
+        least, candidate, _ = chosen(search)
+        size = draw.uniform(1, 1e6)
+        search.step(*(np.array([size * g]) for g in (1, gain(least), gain(candidate))))
+        literal.iteration(gain)
+        assert chosen(search) == (literal.theta_min, literal.theta_c, literal.send), f"iteration {i + 1}"
+        seen.add(literal.send)
+    assert int(search.steps.sum()) == 250
+    assert seen <= set(search.factors)
+
+
+def test_the_scripts_reach_everything():
+    """The comparison above would show little if all of its runs stayed where they began."""
+    controller = GraVAC(10, 1000, 0.7, window=5)
+    search, sent = search_of(controller, 50), []
+    for i in range(200):
+        flat = 40 <= i < 80 or i >= 160
+        least, candidate, _ = chosen(search)
+        gains = [theta ** (-1.0 if flat else -0.04) for theta in (1, least, candidate)]
+        search.time(1 / search.factors[search.sent[0]], search.sent)
+        search.step(*(np.array([g]) for g in gains))
+        sent.append(chosen(search)[2])
+    assert set(sent) == {1, 10, 20, 40, 160, 1000}
+
+
+def run(search: Search, steps: int, gain, seconds=lambda theta: 1.0) -> None:
+    for _ in range(steps):
+        least, candidate, sent = chosen(search)
+        search.time(seconds(sent), search.sent)
+        search.step(np.ones(1), np.array([gain(least)]), np.array([gain(candidate)]))
+
+
+def test_the_first_step_is_dense_and_measures():
+    search = search_of(GraVAC(), 4)
+    assert chosen(search) == (10, 10, 1)
+    run(search, 1, lambda theta: 0.8)
+    assert chosen(search) == (10, 10, 10)
+
+
+def test_it_falls_back_to_the_minimum_and_then_to_dense():
+    gains = {10: 0.8, 20: 0.5}
+    search = search_of(GraVAC(window=3, maximum=20), 100)
+    run(search, 4, gains.get)
+    assert chosen(search) == (10, 20, 10)
+    gains[10] = 0.6
+    run(search, 1, gains.get)
+    assert chosen(search) == (10, 20, 1)
+    gains[20], gains[10] = 0.7, 0.9
+    run(search, 1, gains.get)
+    assert chosen(search) == (10, 20, 20), "a gain of epsilon is enough"
+
+
+def test_the_minimum_follows_where_nothing_more_is_lost():
+    search = search_of(GraVAC(window=4), 100)
+    run(search, 8, lambda theta: 0.99, seconds=lambda theta: 1 / theta)
+    assert chosen(search) == (20, 40, 20), "nothing is known of the new candidate yet"
+    run(search, 1, lambda theta: 0.99, seconds=lambda theta: 1 / theta)
+    assert chosen(search) == (20, 40, 40)
+
+
+def test_it_scales_up_to_the_maximum_and_stays_there():
+    search = search_of(GraVAC(window=4), 100)
+    run(search, 60, lambda theta: 1 - theta / 4000, seconds=lambda theta: 1 / theta)
+    assert chosen(search)[1:] == (1000, 1000)
+
+
+def falling(theta: float) -> float:
+    """More than omega is lost from each candidate to the next but the last."""
+    return 0.95 * theta**-0.02
+
+
+def test_it_stops_where_throughput_is_saturated():
+    # 003, section IV-B: those of 1280 and 2000 lie within omega, so it stays at 1280.
+    controller = GraVAC(10, 2000, window=4, policy="geometric")
+    search = search_of(controller, 100)
+    run(search, 200, falling, seconds=lambda theta: 1 / min(theta, 1290))
+    assert chosen(search) == (10, 1280, 1280)
+
+
+@pytest.mark.parametrize("seconds_at_40", [0.98, 0.99])
+def test_the_ideal_factor_is_the_lower_one_whichever_is_faster(seconds_at_40):
+    search = search_of(GraVAC(10, 40, window=2), 100)
+    run(search, 40, falling, seconds={1: 9, 10: 3, 20: 1.0, 40: seconds_at_40}.get)
+    assert chosen(search) == (10, 20, 20)
+    assert (search.throughput[0, 2] > search.throughput[0, 3]) == (seconds_at_40 == 0.99)
+
+
+def test_an_ideal_factor_below_the_minimum_lowers_it():
+    search = search_of(GraVAC(10, 40, window=2), 100)
+    run(search, 4, lambda theta: 0.9, seconds=lambda theta: 1 / theta)
+    assert chosen(search)[:2] == (20, 40)
+    search.throughput[0] = [0.5, 100, np.nan, 100.5]  # 10 and 40 are alike, and the best
+    run(search, 2, lambda theta: 0.1, seconds=lambda theta: 100)
+    assert chosen(search)[:2] == (10, 10)
+
+
+def test_what_is_not_finite_leaves_no_trace():
+    search = search_of(GraVAC(window=2), 100, rows=2)
+    good = np.array([1.0, 2.0])
+    search.step(good, good / 2, good / 3)
+    before = json.dumps(search.state(["x", "y"]))
+    for bad in (np.nan, np.inf):
+        for at in range(3):
+            parts = [good.copy() for _ in range(3)]
+            parts[at][1] = bad
+            assert not search.step(*parts)
+    assert not search.step(np.zeros(2), np.zeros(2), np.zeros(2))
+    assert json.dumps(search.state(["x", "y"])) == before
+
+
+def test_a_row_with_nothing_in_it_has_no_gain():
+    search = search_of(GraVAC(window=2), 100, rows=2)
+    for _ in range(5):
+        search.step(np.array([1.0, 0.0]), np.array([0.9, 0.0]), np.array([0.8, 0.0]))
+    assert chosen(search, 0)[2] > 1
+    assert chosen(search, 1)[2] == 1
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def scripted(monkeypatch, seconds) -> None:
+    """Iterations take ``seconds(rank, number)``."""
+    real = Pipeline._step_for_pilot
+
+    def step_for_pilot(pipeline, *arguments):
+        step = real(pipeline, *arguments)
+        last = step.number - 1
+        return replace(step, seconds=seconds(pipeline.transport.rank, last) if last >= 0 else 0.0)
+
+    monkeypatch.setattr(Pipeline, "_step_for_pilot", step_for_pilot)
+
+
+def wild(rank: int, number: int) -> float:
+    """Another time on every rank in every iteration, the same in every run."""
+    return random.Random(1000 * number + rank).uniform(0.5, 3)
+
+
+def drawn(ranks: Simulation, step: int, **options):
+    """Gradients of which a few elements are nearly everything, or in which all are alike: gains go up and down."""
+    gradients = ranks.gradients(**options)
+    peaked = step % 24 >= 8
+    for rank in gradients:
+        for i, g in enumerate(rank):
+            if isinstance(g, np.ndarray) and g.size > 9:
+                g[:] = np.sign(g)
+                if peaked:
+                    g[(step + i) % 5 :: 19] *= 30
+    return gradients
+
+
+def plans(ranks: Simulation) -> list:
+    """The plan's compressors; all ranks must have the same."""
+    texts = {p.plan.to_json() for p in ranks.pipelines}
+    assert len(texts) == 1
+    return [at_level(a.compressor, a.level) for a in ranks.pipelines[0].plan.assignments]
+
+
+def sends(ranks: Simulation) -> list[str]:
+    return [getattr(c, "send", "exact") for c in plans(ranks)]
+
+
+EXACT, SAMPLED, HALVED = TopK(0.5), DGC(momentum_factor=0.0), RedSync(0.5)
+
+
+@pytest.mark.parametrize("per_layer", [False, True], ids=["model", "layers"])
+@pytest.mark.parametrize(
+    ("world", "compressor"),
+    [(1, EXACT), (2, EXACT), (3, EXACT), (7, EXACT), (1, HALVED), (3, HALVED), (2, SAMPLED), (3, SAMPLED)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_plans_and_means_agree_and_nothing_is_lost(world, per_layer, compressor, monkeypatch):
+    scripted(monkeypatch, wild)
+    monkeypatch.setattr(Search, "_average", heavy(Search._average))
+    ranks = Simulation(
+        LAYERS, compressor, world, seed=world, shuffle=True, delay=0.3, slice_elements=200,
+        controller=replace(SMALL, per_layer=per_layer),
+    )  # fmt: skip
+    missing = [np.zeros(layer.size) for layer in LAYERS]
+    seen = set()
+    for step in range(40):
+        gradients = drawn(ranks, step)
+        seen.update(sends(ranks))
+        means = ranks.step(gradients).all_means()
+        for i in (0, 3):
+            missing[i] += true_mean(gradients, i) - means[i].astype(np.float64)
+            np.testing.assert_allclose(missing[i], ranks.owed(i), atol=2e-4)
+    plans(ranks)
+    assert seen == {"candidate", "minimum", "dense", "exact"}
+    searches = [json.dumps(p.pilot.shared_state()) for p in ranks.pipelines]
+    assert len(set(searches)) == 1
+
+
+def heavy(average):
+    """A few ranks give the newest sample little weight; here it has much, so that plans change often."""
+
+    def averaged(search, *arguments):
+        search.world, world = 40, search.world
+        try:
+            average(search, *arguments)
+        finally:
+            search.world = world
+
+    return averaged
+
+
+def test_200_steps_with_random_delays_on_every_rank(monkeypatch):
+    scripted(monkeypatch, wild)
+    monkeypatch.setattr(Search, "_average", heavy(Search._average))
+    ranks = Simulation(LAYERS, DGC(0.5), 3, shuffle=True, delay=0.2, controller=SMALL)
+    versions = []
+    for step in range(200):
+        ranks.step(drawn(ranks, step))
+        plans(ranks)
+        versions.append(ranks.pipelines[0].plan.version)
+    assert max(np.diff(versions)) == 1
+    assert versions[-1] > 30
+    pilot = ranks.pipelines[0].pilot
+    assert sum(pilot.steps_by_factor.values()) == 200
+
+
+def test_a_layer_chooses_by_itself():
+    layers = [LayerSpec("peaked", (500,)), LayerSpec("flat", (500,))]
+    ranks = Simulation(layers, TopK(0.5), 2, controller=replace(SMALL, per_layer=True))
+    for _ in range(6):
+        gradients = [[np.ones(500, np.float32), np.ones(500, np.float32)] for _ in range(2)]
+        for rank in gradients:
+            rank[0][::100] = 50
+        ranks.step(gradients)
+    assert sends(ranks) == ["candidate", "dense"]
+
+
+def test_gains_are_those_of_the_sums_over_ranks():
+    ranks = Simulation(LAYERS[:1], TopK(0.5), 3, controller=SMALL)
+    gradients = [[g * (r + 1) for g in rank] for r, rank in enumerate(ranks.gradients())]
+    ranks.step(gradients)
+    squares = [np.sort(np.square(rank[0].astype(np.float64)))[::-1] for rank in gradients]
+    expected = sum(s[:260].sum() for s in squares) / sum(s.sum() for s in squares)
+    search = ranks.pipelines[0].pilot.search
+    assert search.gains[0, 1] == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_time_of_an_iteration_belongs_to_what_it_sent(monkeypatch):
+    cost = {"dense": 8.0, "minimum": 2.0, "candidate": 1.0}
+    sent = {}
+    scripted(monkeypatch, lambda rank, number: cost[sent[number]] * (1 + rank))
+    monkeypatch.setattr(Search, "_average", heavy(Search._average))
+    taken = []
+    time = Search.time
+    monkeypatch.setattr(
+        Search,
+        "time",
+        lambda search, seconds, what: (taken.append((seconds, what[0])), time(search, seconds, what)),
+    )
+    ranks = Simulation(LAYERS[:1], TopK(0.5), 3, controller=replace(SMALL, window=1000))
+    for pipeline in ranks.pipelines:
+        pipeline.pilot.search.candidate[:] = 2  # so that it differs from the minimum
+    for step in range(60):
+        sent[step] = "dense" if step == 0 else sends(ranks)[0]
+        ranks.step(drawn(ranks, step))
+    assert set(sent.values()) == set(cost)
+    names = ["dense", "minimum", "candidate"]
+    # Three ranks take once, twice and three times as long. The first step, which nobody chose, does not count.
+    expected = [(2 * cost[sent[i]], names.index(sent[i])) for i in range(1, 58)]
+    assert taken[::3] == expected
+
+
+def test_a_step_that_is_not_finite_is_skipped(monkeypatch):
+    scripted(monkeypatch, lambda rank, number: 1.0)
+    clean, ranks = (Simulation(LAYERS, TopK(0.5), 2, controller=SMALL) for _ in range(2))
+    for step in range(12):
+        gradients = drawn(clean, step)
+        clean.step(gradients)
+        if step in (0, 3, 6):
+            bad = [[g.copy() for g in rank] for rank in gradients]
+            bad[step % 2][0][5] = np.nan if step else np.inf
+            before = ranks.pipelines[0].pilot.search.state(["*"])["rows"]["*"]
+            assert not ranks.step(bad).result.finite
+            after = ranks.pipelines[0].pilot.search.state(["*"])["rows"]["*"]
+            assert {**after, "timed": 0} == {**before, "timed": 0}
+        ranks.step(gradients)
+    a, b = (s.pipelines[0].pilot.search for s in (clean, ranks))
+    assert a.gains.tobytes() == b.gains.tobytes()
+    assert np.array_equal(a.steps, b.steps)
+
+
+def test_absent_and_sparse_layers_do_no_harm():
+    ranks = Simulation(LAYERS, TopK(0.5), 3, shuffle=True, controller=replace(SMALL, per_layer=True))
+    for step in range(12):
+        gradients = drawn(ranks, step, absent=[0] if step % 3 else [])
+        if step > 5:
+            for rank in gradients:
+                rank[3] = SPARSE
+        ranks.step(gradients)
+        plans(ranks)
+    assert ranks.pipelines[0].sparse == {3}
+
+
+def test_it_begins_when_the_warm_up_has_ended():
+    ranks = Simulation(LAYERS, Warmup(TopK(0.5), 6), 2, controller=SMALL)
+    for step in range(12):
+        assert (sends(ranks)[0] == "exact") == (step < 6)
+        ranks.step(drawn(ranks, 20))
+    assert ranks.pipelines[0].pilot.search.taken == 6
+
+
+def test_a_minimum_of_one_is_dense():
+    ranks = Simulation(LAYERS, TopK(0.5), 2, controller=GraVAC(1, 4, epsilon=0.5, window=3))
+    found = []
+    for _ in range(5):
+        found.append(plans(ranks)[0])
+        ranks.step(drawn(ranks, 20))
+    assert [c.send for c in found] == ["dense"] * 3 + ["dense", "candidate"]
+    assert found[4].candidate == 0.5
+
+
+@pytest.mark.parametrize("per_layer", [False, True], ids=["model", "layers"])
+def test_what_was_sent_is_counted(per_layer):
+    layers = [LayerSpec("a", (400,)), LayerSpec("b", (100,))]
+    ranks = Simulation(layers, TopK(0.5), 3, controller=replace(SMALL, per_layer=per_layer))
+    pilot, floats, sent = ranks.pipelines[0].pilot, 0, 0.0
+    for step in range(30):
+        for compressor, layer in zip(plans(ranks), layers, strict=True):
+            share = {"dense": 1.0, "minimum": compressor.level, "candidate": compressor.candidate}[
+                compressor.send
+            ]
+            floats += round(share * layer.size)
+        before = pilot.bytes_sent
+        ranks.step(drawn(ranks, step))
+        sent += pilot.bytes_sent - before
+    assert pilot.floats_sent == floats
+    assert pilot.dense_floats == 30 * 500
+    assert pilot.dense_bytes == pytest.approx(30 * 500 * 4 * 2 * 2 / 3)
+    assert 0 < sent == pytest.approx(pilot.bytes_sent)
+    assert set(pilot.steps_by_factor) <= {1, 2, 4, 8, 16}
+    assert sum(pilot.steps_by_factor.values()) == 30 * (2 if per_layer else 1)
+
+
+def test_the_end_of_a_window_is_explained():
+    ranks = Simulation(LAYERS, TopK(0.5), 2, controller=SMALL)
+    for step in range(7):
+        assert ranks.pipelines[0].pilot.reason == ""
+        ranks.step(drawn(ranks, step))
+    reason = ranks.pipelines[0].pilot.reason
+    assert reason.startswith("window ends at step 6: *: gains ")
+    assert "now 2x to " in reason
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def through_files(states, directory):
+    """As a checkpoint holds them."""
+    files = tuple(write_rank(directory, state, "0" * 16) for state in states)
+    manifest = Manifest.from_text(Manifest(states[0].shared, files).to_text())
+    return [read_rank(directory, manifest, rank) for rank in range(len(states))]
+
+
+@pytest.mark.parametrize("per_layer", [False, True], ids=["model", "layers"])
+@pytest.mark.parametrize("at", [0, 1, 2, 7, 13])
+def test_resumed_is_uninterrupted_bit_for_bit(at: int, per_layer: bool, tmp_path, monkeypatch):
+    scripted(monkeypatch, wild)
+    monkeypatch.setattr(Search, "_average", heavy(Search._average))
+    controller = replace(SMALL, per_layer=per_layer)
+    whole, first, second = (Simulation(LAYERS, DGC(0.5), 3, controller=controller) for _ in range(3))
+    gradients = [drawn(whole, step) for step in range(24)]
+    for step in range(at):
+        first.step(gradients[step])
+    for pipeline, state in zip(
+        second.pipelines, through_files([snapshot(p) for p in first.pipelines], tmp_path), strict=True
+    ):
+        restore(pipeline, state)
+    for step, each in enumerate(gradients):
+        expected = whole.step(each).all_means()
+        if step >= at:
+            found = second.step(each).all_means()
+            assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
+            assert plans(second) == plans(whole)
+            assert second.pipelines[0].plan.version == whole.pipelines[0].plan.version
+            for a, b in zip(second.pipelines, whole.pipelines, strict=True):
+                assert json.dumps(a.pilot.shared_state()) == json.dumps(b.pilot.shared_state())
+    assert second.state() == whole.state()
+    assert whole.pipelines[0].pilot.search.taken == 24
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_another_number_of_ranks_goes_on(world: int):
+    old, new = (Simulation(LAYERS, TopK(0.5), w, controller=SMALL) for w in (3, world))
+    for step in range(9):
+        old.step(drawn(old, step))
+    states = [snapshot(p) for p in old.pipelines]
+    for rank, pipeline in enumerate(new.pipelines):
+        restore(pipeline, merge(states, rank, world))
+    before, after = old.pipelines[0].pilot.search, new.pipelines[-1].pilot.search
+    assert chosen(before) == chosen(after)
+    assert before.gains.tobytes() == after.gains.tobytes()
+    for step in range(9, 20):
+        new.step(drawn(new, step))
+        plans(new)
+    assert after.taken == 20
+
+
+def test_from_another_controllers_state_it_begins_anew(caplog):
+    old = Simulation(LAYERS, TopK(0.5), 2, controller=Loudest(3))
+    new = Simulation(LAYERS, TopK(0.5), 2, controller=SMALL)
+    old.step()
+    for a, b in zip(old.pipelines, new.pipelines, strict=True):
+        restore(b, snapshot(a))
+    assert "begins anew" in caplog.text
+    assert set(sends(new)) == {"exact"}
+    for step in range(3):
+        new.step(drawn(new, 20))
+        assert (sends(new)[0] == "exact") is False, f"step {step}"
+    assert new.pipelines[0].pilot.search.taken == 2
+
+
+def test_factors_that_are_none_here_begin_anew():
+    old, new = (Simulation(LAYERS, TopK(0.5), 1, controller=c) for c in (SMALL, GraVAC(3, 12)))
+    for step in range(9):
+        old.step(drawn(old, step))
+    pilot = new.pipelines[0].pilot
+    pilot.restore(old.pipelines[0].pilot.shared_state(), {})
+    assert chosen(pilot.search) == (3, 3, 1)
+    new.step(drawn(new, 20))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.pop("search"),
+        lambda s: s.update(search=3),
+        lambda s: s["search"].update(seconds=["x"]),
+        lambda s: s["search"].update(seconds=[1.0] * 99),
+        lambda s: s["search"]["rows"]["*"].pop("minimum"),
+        lambda s: s["search"]["rows"]["*"].update(factors=[[1]]),
+        lambda s: s.update(untimed=[7]),
+        lambda s: s.pop("layers"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(change):
+    ranks = Simulation(LAYERS, TopK(0.5), 1, controller=SMALL)
+    for step in range(5):
+        ranks.step(drawn(ranks, step))
+    pilot = ranks.pipelines[0].pilot
+    state = json.loads(json.dumps(pilot.shared_state()))
+    change(state)
+    with pytest.raises(StateError, match="not a state of gravac"):
+        pilot.restore(state, {})
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "minimum": [{"minimum": m} for m in (0.5, 0, -3, "10", None, True, float("nan"), float("inf"))],
+    "maximum": [{"maximum": m} for m in (9, float("inf"), "1000", None)],
+    "epsilon": [{"epsilon": e} for e in (0, -0.1, 1.01, float("nan"), None, True)],
+    "window": [{"window": w} for w in (0, -5, 1.5, True, "5", None)],
+    "omega": [{"omega": o} for o in (-0.01, float("nan"), None)],
+    "policy": [{"policy": p} for p in ("linear", None, 2)],
+    "per_layer": [{"per_layer": p} for p in (1, None, "yes")],
+}
+
+
+@pytest.mark.parametrize(("word", "arguments"), [(w, a) for w, rows in BAD.items() for a in rows])
+def test_settings_that_cannot_be(word, arguments):
+    with pytest.raises(ConfigError, match=word):
+        GraVAC(**arguments)
+
+
+@pytest.mark.parametrize("compressor", [Quantize(4), RandomK(0.1)], ids=lambda c: c.name)
+def test_compressors_without_a_selection_by_density_are_refused(compressor):
+    with pytest.raises(ConfigError, match="graded takes"):
+        Simulation(LAYERS, compressor, 2, controller=SMALL)
+
+
+def test_one_such_layer_is_enough():
+    mixed = Policy(TopK(0.1), overrides={"c": Quantize(4)})
+    with pytest.raises(ConfigError, match="quantize"):
+        Simulation(LAYERS, mixed, 2, controller=SMALL)
+
+
+def test_there_must_be_something_to_choose():
+    with pytest.raises(ConfigError, match="no layer"):
+        Simulation(LAYERS, Identity(), 2, controller=SMALL)
+
+
+def test_others_that_select_by_density_work():
+    ranks = Simulation(LAYERS, SIDCo(0.5), 2, controller=SMALL)
+    for step in range(10):
+        ranks.step(drawn(ranks, step)).all_means()
+        plans(ranks)
+
+
+def test_the_string_form_names_everything():
+    text = GraVAC(5, 50, 0.9, 100, 0.02, "geometric", True).to_string()
+    assert text == (
+        "gravac(minimum=5, maximum=50, epsilon=0.9, window=100, omega=0.02, policy=geometric, per_layer=True)"
+    )
