@@ -24,7 +24,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
-           bench-shm bench-transports bench-scaling bench-convergence bench-program
+           bench-shm bench-transports bench-scaling bench-convergence bench-program bench-multilevel bench-adaptive
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -144,6 +144,9 @@ bench-codec: $(STAMP)/package
 bench-selection: $(STAMP)/package
 	$(BIN)/python benchmarks/selection.py $(ARGS)
 
+bench-multilevel: $(STAMP)/package
+	$(BIN)/python benchmarks/multilevel.py $(ARGS)
+
 # NumPy's product, beside which the kernels are measured, has one thread too.
 bench-lowrank: $(STAMP)/package
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/lowrank.py $(ARGS)
@@ -176,6 +179,9 @@ bench-scaling: $(STAMP)/package
 
 bench-convergence: $(STAMP)/package $(STAMP)/extra-demo
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
+bench-adaptive: $(STAMP)/package $(STAMP)/extra-demo $(STAMP)/extra-bayes
+	$(BIN)/python benchmarks/adaptive.py $(ARGS)
 
 bench-program: $(STAMP)/package
 	$(BIN)/python benchmarks/program.py $(ARGS)

@@ -14,6 +14,8 @@ Columns
     overhead    processor time of the controller (gradients added up, error tables, program) over training time, the
                 larger of the ranks'; the bar is 1%
     plans       changes of plan in the run, of the first seed
+    factors     GraVAC: share of the steps that sent each factor, 1 being dense; "floats" is the paper's volume, without
+                indices. GraVAC is compared with uncompressed training
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         if run["task"] == task:
             by_row.setdefault(run["row"], {})[run["seed"]] = run
-    known = {arm.key: arm for arm in arms(task, [f.key for f in FAMILIES], _every_controller(task))}
+    known = {arm.key: arm for arm in arms(task, [f.key for f in FAMILIES], _every_controller())}
     rows = []
     for key in sorted(by_row, key=list(known).index):
         arm, own = known[key], by_row[key]
@@ -137,16 +139,16 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "target": arm.family.target if arm.family and key.endswith("-lgreco") else None,
                 "overhead": max(own[s]["overhead"] for s in seeds),
                 "plans": len(own[seeds[0]].get("plans", [])),
+                "factors": own[seeds[0]].get("factors"),
+                "fewer_floats": own[seeds[0]].get("fewer_floats"),
             }
         )
     return rows
 
 
-def _every_controller(task: str) -> list[str]:
-    every = arms(
-        task, [FAMILIES[0].key], [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs"]
-    )
-    return [arm.key.partition("-")[2] for arm in every]
+def _every_controller() -> list[str]:
+    names = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs"]
+    return [*names, UNIFORM]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
@@ -169,14 +171,23 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                     bar,
                     f"{100 * row['overhead']:.2f}" if adaptive else None,
                     row["plans"] if adaptive else None,
+                    _factors(row),
                 ]
             )
         headers = [
             f"{task}: row", f"{METRICS[task][0]} by seed", "worse by %", "bytes per step", "fewer", "bar", "overhead %",
-            "plans",
+            "plans", "steps by factor",
         ]  # fmt: skip
         tables.append(report.table(headers, cells))
     return "\n\n".join(tables)
+
+
+def _factors(row: dict[str, Any]) -> str | None:
+    if not row["factors"]:
+        return None
+    total = sum(row["factors"].values())
+    shares = ", ".join(f"{factor}x {count / total:.0%}" for factor, count in row["factors"].items())
+    return f"{shares}; floats {row['fewer_floats']:.1f}x fewer"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

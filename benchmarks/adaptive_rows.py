@@ -74,8 +74,28 @@ class Arm:
     family: Family | None = None
 
 
+#: GraVAC's compressors; the density that they come with is not used, and no momentum beside the optimizer's.
+GRAVAC = {"topk": "topk", "dgc": "dgc:momentum_factor=0", "redsync": "redsync"}
+EPSILONS = (0.7, 0.9)
+
+
+def gravac_arms(task: str) -> list[Arm]:
+    """GraVAC over its compressors; the paper's candidates, with windows for runs that are ten times shorter."""
+    window = {LSTM: 100, RESNET: 156}[task]
+    return [
+        Arm(
+            f"gravac-{name}-{epsilon:g}",
+            f"GraVAC, {name}, epsilon {epsilon:g}",
+            form,
+            f"gravac:minimum=10,maximum=1000,epsilon={epsilon:g},window={window}",
+        )
+        for name, form in GRAVAC.items()
+        for epsilon in EPSILONS
+    ]
+
+
 def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list[Arm]:
-    """The rows of a task: uncompressed first, then by family uniform and what was asked for."""
+    """The rows of a task: uncompressed first, then by family uniform and what was asked for; last GraVAC's."""
     every = EVERY[task]
     rows = [Arm(DENSE, "uncompressed", "none", "")]
     for family in FAMILIES:
@@ -101,8 +121,8 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
             for name, form in forms.items()
             if name == UNIFORM or name in controllers
         ]
-    return rows
+    return rows + (gravac_arms(task) if "gravac" in controllers else [])
 
 
 #: What a run without ``--controllers`` compares.
-DEFAULT = ("lgreco", "kmeans", "linear", "bayes", "accordion", "lgreco-accordion", "hybrid")
+DEFAULT = ("lgreco", "kmeans", "linear", "bayes", "accordion", "lgreco-accordion", "hybrid", "gravac")

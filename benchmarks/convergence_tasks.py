@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import statistics
 import time
@@ -20,6 +21,8 @@ from gradcomp import Compressor
 LSTM_VOCABULARY, LSTM_WIDTH, LSTM_TEST_WORDS = 4_000, 128, 60_000
 #: gradcomp measures the wire once, after this many steps: those bytes are no step's.
 PROBE_STEPS = 50
+#: Parts of a run whose bytes are told apart.
+CURVE = 50
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -
 
     import gradcomp.torch as gc
     from gradcomp.compress.registry import from_string
+    from gradcomp.control.gravac_pilot import GraVACPilot
 
     compressor = from_string(compression)
     share_work(job, compressor, rate)
@@ -178,11 +182,20 @@ def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -
     half = min(half, job.steps - 1)
     first = counted[half - 1] if half else (0, 0)
     wire, dense = (now - then for now, then in zip(counted[-1], first, strict=True))
-    adaptive: dict[str, Any] = {"run_bytes_per_step": counted[-1][0] / job.steps}
+    sent_by = [0, *(wire for wire, _ in counted)]
+    ends = [job.steps * part // CURVE for part in range(CURVE + 1)]
+    adaptive: dict[str, Any] = {
+        "run_bytes_per_step": counted[-1][0] / job.steps,
+        "bytes_over_time": [(sent_by[b] - sent_by[a]) / max(b - a, 1) for a, b in itertools.pairwise(ends)],
+    }
     exchanger = optimizer._exchanger_or_none()
     pilot = None if exchanger is None else exchanger.pipeline.pilot
     if controller and pilot is not None:
         adaptive["spent_seconds"] = dict(getattr(pilot, "spent", {}))
+        if isinstance(pilot, GraVACPilot):
+            adaptive["factors"] = {f"{factor:g}": count for factor, count in pilot.steps_by_factor.items()}
+            adaptive["fewer_floats"] = pilot.dense_floats / max(pilot.floats_sent, 1)
+            plans = plans[-1:]  # they go back and forth
         adaptive["plans"] = [
             [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans
         ]

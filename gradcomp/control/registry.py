@@ -8,9 +8,11 @@ from typing import Any
 from gradcomp.compress import from_string
 from gradcomp.control.accordion import Accordion
 from gradcomp.control.adaqs import AdaQS
+from gradcomp.control.auto import Auto
 from gradcomp.control.base import Controller
 from gradcomp.control.bayes import Bayes
 from gradcomp.control.fixed_plan import FixedPlan
+from gradcomp.control.gravac import GraVAC
 from gradcomp.control.kmeans import KMeans
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.linear import Linear
@@ -20,6 +22,7 @@ from gradcomp.core.forms import outside_brackets, split, value_of
 
 BUILT_IN: tuple[type[Controller], ...] = (
     LGreCo,
+    GraVAC,
     Accordion,
     KMeans,
     Linear,
@@ -27,6 +30,7 @@ BUILT_IN: tuple[type[Controller], ...] = (
     AdaQS,
     Schedule,
     FixedPlan,
+    Auto,
 )
 
 #: Fields that hold a path, whose slashes separate nothing.

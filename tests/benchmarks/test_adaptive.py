@@ -1,0 +1,58 @@
+"""The controllers' benchmark: its rows parse, its verdicts follow from runs."""
+
+from __future__ import annotations
+
+import pytest
+from adaptive import evaluate, show
+from adaptive_rows import DEFAULT, FAMILIES, TASKS, arms
+
+from gradcomp.compress import from_string
+from gradcomp.control import controller_from_string
+
+EVERYTHING = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs"]
+FAMILY_KEYS = [family.key for family in FAMILIES]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_row_is_one_of_its_own_and_can_be_run(task):
+    rows = arms(task, FAMILY_KEYS, EVERYTHING)
+    keys = [arm.key for arm in rows]
+    assert len(set(keys)) == len(keys)
+    assert len(rows) == 1 + 3 * (len(EVERYTHING)) + 6
+    for arm in rows:
+        from_string(arm.compression)
+        if arm.controller:
+            controller_from_string(arm.controller)
+
+
+def run(row: str, seed: int, metric: float, sent: float, **more):
+    return {"task": "resnet", "row": row, "seed": seed, "metric": metric, "run_bytes_per_step": sent, "ratio": 10.0,
+            "overhead": 0.005, "plans": [[0, []], [9, []]], **more}  # fmt: skip
+
+
+def test_a_row_is_compared_with_its_familys_uniform_level_seed_by_seed():
+    runs = [
+        run("none", 0, 0.62, 100.0),
+        *(run("density-uniform", seed, 0.60, 10.0) for seed in (0, 1)),
+        run("density-lgreco", 0, 0.61, 5.0),
+        run("density-lgreco", 1, 0.57, 4.0),
+        run("density-kmeans", 2, 0.57, 4.0),
+        run("gravac-topk-0.7", 0, 0.31, 20.0, factors={"1": 10, "10": 30}, fewer_floats=3.25),
+    ]
+    rows = {row["row"]: row for row in evaluate("resnet", runs)}
+    assert rows.keys() == {
+        "none",
+        "density-uniform",
+        "density-lgreco",
+        "gravac-topk-0.7",
+    }  # kmeans has no pair
+    lgreco = rows["density-lgreco"]
+    assert lgreco["seeds"] == [0, 1]
+    assert lgreco["fewer"] == pytest.approx((2 + 2.5) / 2)
+    assert lgreco["mean_worse"] == pytest.approx((-1 / 60 + 3 / 60) / 2)
+    assert lgreco["target"] == 2.0
+    assert rows["gravac-topk-0.7"]["fewer"] == 5.0
+    assert rows["gravac-topk-0.7"]["mean_worse"] == pytest.approx(0.5)
+    table = show(list(rows.values()))
+    assert "2: met" in table
+    assert "1x 25%, 10x 75%; floats 3.2x fewer" in table
