@@ -27,7 +27,7 @@ def test_every_row_is_one_of_its_own_and_can_be_run(task):
 
 def run(row: str, seed: int, metric: float, sent: float, **more):
     return {"task": "resnet", "row": row, "seed": seed, "metric": metric, "run_bytes_per_step": sent, "ratio": 10.0,
-            "overhead": 0.005, "plans": [[0, []], [9, []]], **more}  # fmt: skip
+            "overhead": 0.005, "adding": 0.01, "plans": [[0, []], [9, []]], **more}  # fmt: skip
 
 
 def test_a_row_is_compared_with_its_familys_uniform_level_seed_by_seed():

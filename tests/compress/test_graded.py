@@ -33,6 +33,7 @@ LAYERS = [
     LayerSpec("a", (40, 13)),
     LayerSpec("none", (0,)),
     LayerSpec("half", (300,), "float16"),
+    LayerSpec("brain", (60,), "bfloat16"),
     LayerSpec("one", (1,)),
 ]
 INNER = [TopK(0.2), DGC(0.2, momentum_factor=0.0, sample=0.5), RedSync(0.2), SIDCo(0.2)]
@@ -58,6 +59,16 @@ def watched(ranks: Simulation) -> list[Observations]:
 def p_of(ranks: Simulation, gradients, rank: int, layer: int) -> np.ndarray:
     e = ranks.pipelines[rank].residuals.first.value(layer)
     return gradients[rank][layer].astype(np.float32) + e
+
+
+def next_value(pipeline, layer: int) -> np.ndarray:
+    """What a step writes over: the residual of the step before the last one."""
+    rows = pipeline.residuals.first
+    flip = np.arange(len(LAYERS)) == layer
+    rows.commit(flip[: len(rows.lengths)])
+    value = rows.value(layer)
+    rows.commit(flip[: len(rows.lengths)])
+    return value
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -123,11 +134,16 @@ def test_the_candidate_is_the_largest_of_what_was_selected(inner):
 
 
 def test_fewer_than_the_candidate_wants_may_be_selected():
-    gradient = np.zeros(100, np.float32)
-    gradient[[3, 50]] = 1, -2
-    ranks = Simulation([LayerSpec("w", (100,))], Graded(DGC(0.2, momentum_factor=0.0, sample=1.0), 0.1), 2)
-    # Zeros reach a threshold of zero, and are sent for what they are.
-    assert ranks.step([[gradient], [gradient]]).mean(0).tolist() == gradient.tolist()
+    # The sample sees even elements only, and its threshold lets half of what is wanted through.
+    gradient = np.full(500, 1e-3, np.float32)
+    gradient[::2] = 1 + np.arange(250)
+    inner = DGC(0.2, momentum_factor=0.0, sample=0.5)
+    few, all_of_them = (Simulation([LayerSpec("w", (500,))], c, 2) for c in (Graded(inner, 0.18), inner))
+    seen = watched(few)
+    mean = few.step([[gradient], [gradient]]).mean(0)
+    assert np.count_nonzero(mean) == 50
+    assert same_bytes(mean, all_of_them.step([[gradient], [gradient]]).mean(0))
+    assert seen[0].of(KEPT_BY_CANDIDATE)[0] == seen[0].of(KEPT)[0] > 0
 
 
 def test_a_candidate_beyond_the_density_is_the_selection():
@@ -144,7 +160,8 @@ def test_dense_is_the_allreduce_of_gradients_and_residuals(world: int):
     gradients = ranks.gradients()
     for pipeline in ranks.pipelines:
         for i in range(2):
-            pipeline.residuals.first.value(i)[:] = generator.standard_normal(layers[i].size)
+            for value in (pipeline.residuals.first.value(i), next_value(pipeline, i)):
+                value[:] = generator.standard_normal(layers[i].size)
     p = [[p_of(ranks, gradients, r, i) for i in range(2)] for r in range(world)]
     want, got = plain.step(p).all_means(), ranks.step(gradients).all_means()
     assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))

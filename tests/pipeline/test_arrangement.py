@@ -105,7 +105,9 @@ def test_the_digest_is_that_of_the_whole_text(version: int):
     plan = plan_for(LAYERS, PLANS[1], version)
     text = plan.to_json() + manifest(LAYERS)
     assert plan.digest(LAYERS) == hashlib.sha256(text.encode()).digest()
-    assert Fingerprint(plan.assignments, LAYERS).digest(version) == plan.digest(LAYERS)
+    fingerprint = Fingerprint(plan.assignments, LAYERS)
+    assert fingerprint.digest(version + 1) != plan.digest(LAYERS)
+    assert fingerprint.digest(version) == plan.digest(LAYERS)
     assert Plan.from_json(plan.to_json()) == plan
 
 
