@@ -25,8 +25,10 @@ class Auto(Controller):
     ``hidden`` of the time that the step computes; among all, if nothing hides it. A choice that compresses more must
     shorten the predicted step by more than 2%.
 
-    Every ``check_every`` steps ranks compare their step times with those that followed the choice. If the mean over
-    ranks of their median differs by more than the share ``drift``, steps and link are measured anew, and the choice is
+    What a prediction cannot know, a busy core for one, shows in the steps that follow: if their median is longer than
+    before a choice that compresses more, or by more than ``hidden`` + 2% than before one that compresses less, the
+    choice before comes back. Every ``check_every`` steps ranks compare their step times with those. If the mean over
+    ranks of the median differs by more than the share ``drift``, steps and link are measured anew, and the choice is
     made again.
 
     A choice applies to every layer that is up for choice; excluded layers stay exact.
@@ -41,10 +43,10 @@ class Auto(Controller):
         check_every: steps between two looks at the step time.
 
     Wire: for each choice, one probe of the link between steps (6 messages of 1 KiB and of 1 MiB a rank), a sum over
-    ranks of N (2 + buckets + 2 choices) float64, and one of choices + 2; one float64 for each look at the step time.
+    ranks of N (2 + buckets + 2 choices) float64, and one of 3 + choices; one float64 for each look at the step time.
     State: a few numbers, and the times of the steps that are being observed.
     Errors: ConfigError for no choice, an unknown, repeated or scheduled one, or one that brings momentum or clipping;
-    numbers that are not positive.
+    numbers that are not positive; layers whose own compressor brings momentum or clipping.
     """
 
     name: ClassVar[str] = "auto"
@@ -76,5 +78,10 @@ class Auto(Controller):
 
     def begin(self, setting: Setting) -> AutoPilot:
         """See :class:`AutoPilot`."""
+        own = [c for c in setting.compressors if c is not None and (c.momentum or c.clip_norm is not None)]
+        if own:
+            raise ConfigError(
+                f"{own[0].to_string()} brings momentum or clipping, which would be lost with it"
+            )
         limits = Limits(self.warmup_steps, self.hidden, self.drift, self.check_every)
         return AutoPilot(self.name, tuple(map(resolve, self.choices)), limits, setting)

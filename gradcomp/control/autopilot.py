@@ -18,7 +18,7 @@ from gradcomp.compress import Compressor, Identity
 from gradcomp.compress.policy import EXACT
 from gradcomp.control import rates
 from gradcomp.control.base import Doubles, Pilot, Setting, Step
-from gradcomp.control.forecast import Observed, Rates, decide
+from gradcomp.control.forecast import MARGIN, Observed, Rates, decide
 from gradcomp.core.errors import StateError
 from gradcomp.core.levels import level_text, short_name
 from gradcomp.core.plan import Assignment, Plan
@@ -78,6 +78,9 @@ class AutoPilot(Pilot):
         self.predicted: list[float] = []
         self.network: Network | None = None
         self.baseline: float | None = None  # step time under the choice
+        self.before: tuple[int, float] | None = (
+            None  # the choice before, and its step time, until it was compared
+        )
         self._step = 0
         self._position: list[int] | None = None  # by layer, the bucket it ends in, -1 if it does not travel
         self._buckets = 0
@@ -158,13 +161,13 @@ class AutoPilot(Pilot):
             assert step.sums is not None, "all ranks contributed"
             return self._take_choice(step, step.sums)
         elif self.phase is Phase.CRUISE:
-            self._watch(step)
+            return self._watch(step)
         return False
 
     # -- observe -----------------------------------------------------------------------------------------------
 
     def _observe(self, step: Step) -> None:
-        """One row a step: seconds from the end of the last exchange to the opening, and to each bucket's completeness.
+        """One row a step: its seconds, and those from the end of the last exchange to the opening and to each bucket.
 
         Ranks end an exchange together, so that this is the time on which they all agree. Buckets that change begin
         the observation anew.
@@ -179,8 +182,10 @@ class AutoPilot(Pilot):
             self._again(step.number + 1)
             return
         self._position, self._buckets = position, len(step.ready)
-        if self._between is not None and step.number < self.begun + self.limits.warmup_steps:
-            times = self._between + np.concatenate([[0.0], step.ready])
+        known = self._between is not None and step.seconds > 0
+        if known and step.number < self.begun + self.limits.warmup_steps:
+            opened = np.float64(self._between)
+            times = np.concatenate([[step.seconds, opened], opened + step.ready])
             self._rows.append(times.astype(np.float32))
 
     def _places(self, step: Step) -> list[int]:
@@ -195,14 +200,14 @@ class AutoPilot(Pilot):
 
     @property
     def _width(self) -> int:
-        """Columns of the table: the opening, the buckets, and two rates of each choice."""
-        return 1 + self._buckets + 2 * len(self.compressors)
+        """Columns of the table: the step, the opening, the buckets, and two rates of each choice."""
+        return 2 + self._buckets + 2 * len(self.compressors)
 
     def _row(self) -> Doubles:
         """This rank's row; NaN where it observed nothing."""
         assert self._rates is not None, "begun with the first step that was observed"
         measured = [(one.encode, one.decode) for one in self._rates.result()]
-        times = _median(self._rows, 1 + self._buckets)
+        times = _median(self._rows, 2 + self._buckets)
         return np.concatenate([times, np.array(measured, dtype=np.float64).reshape(-1)])
 
     # -- decide ------------------------------------------------------------------------------------------------
@@ -226,11 +231,11 @@ class AutoPilot(Pilot):
         assert self._table is not None, "it was shared"
         assert self._position is not None, "it was noted with the first step that was observed"
         assert self.network is not None, "it was heard before the table was shared"
-        columns = 1 + self._buckets
+        columns = 2 + self._buckets
         speeds = self._table[:, columns:].min(axis=0).reshape(-1, 2).tolist()
         observed = Observed(
             self._position,
-            self._table[:, :columns].max(axis=0).tolist(),
+            self._table[:, 1:columns].max(axis=0).tolist(),
             [Rates(*pair) for pair in speeds],
             self.network,
         )
@@ -240,17 +245,25 @@ class AutoPilot(Pilot):
         )
 
     def _take_choice(self, step: Step, sums: Doubles) -> bool:
-        before, self.current = self.current, int(sums[0])
+        assert self._table is not None, "it was shared"
+        seconds = sum(self._table[:, 0].tolist()) / self.setting.world
+        before, chosen = self.current, int(sums[0])
         self.predicted = sums[3:].tolist()
         self._decision, self._table = None, None
         self.decisions += 1
+        self._adopt(chosen, step)
         self.reason = self._explain(float(sums[1]), float(sums[2]))
+        if before == chosen and self.setting.rank == 0:
+            logger.info("step %d: %s stays with %s", step.number, self.name, self.reason)  # no plan says it
+        self.before = None if before == chosen else (before, seconds)
+        return before != chosen
+
+    def _adopt(self, choice: int, step: Step) -> None:
+        """Go on under a choice, which is compared with nothing yet."""
+        self.current = choice
         self._choose()
         self.phase, self.begun = Phase.CRUISE, step.number + _BEHIND_STEPS
-        self.baseline = None
-        if before == self.current and self.setting.rank == 0:
-            logger.info("step %d: %s stays with %s", step.number, self.name, self.reason)  # no plan says it
-        return before != self.current
+        self.baseline, self.before, self._rows = None, None, []
 
     def _choose(self) -> None:
         choice = self.compressors[self.current]
@@ -291,31 +304,45 @@ class AutoPilot(Pilot):
         since = step - self.begun - self.limits.warmup_steps
         return since >= 0 and since % self.limits.check_every == 0
 
-    def _watch(self, step: Step) -> None:
+    def _watch(self, step: Step) -> bool:
         """Step times since the last look; what a rank that just began has not seen is skipped."""
         if self._looks(step.number):
             assert step.sums is not None, "all ranks contributed"
             self._rows = []
             seconds = float(step.sums[0])
-            if math.isfinite(seconds) and self.baseline is None:
-                self.baseline = seconds
-            elif math.isfinite(seconds) and self._drifted(seconds):
-                if self.setting.rank == 0:
-                    logger.info(
-                        "step %d: %s measures anew: %.1f ms a step, %.1f after the last choice",
-                        step.number,
-                        self.name,
-                        1e3 * seconds,
-                        1e3 * (self.baseline or 0.0),
-                    )
-                self._again(step.number + 1)
-                return
-        if step.number >= self.begun and step.seconds > 0:
+            if math.isfinite(seconds) and self._looked(step, seconds):
+                return True
+        if self.phase is Phase.CRUISE and step.number >= self.begun and step.seconds > 0:
             self._rows.append(np.array([step.seconds], dtype=np.float32))
+        return False
 
-    def _drifted(self, seconds: float) -> bool:
-        assert self.baseline is not None, "taken at the first look"
-        return abs(seconds - self.baseline) > self.limits.drift * self.baseline
+    def _looked(self, step: Step, seconds: float) -> bool:
+        """What a step takes by now: the baseline, a drift, or more than before the choice. Whether that is undone."""
+        if self.before is not None:
+            choice, limit = self.before
+            if seconds > limit * (1 if choice < self.current else 1 + self.limits.hidden + MARGIN):
+                names, now = _names(self.compressors), self.current
+                self.reason = (
+                    f"{names[choice]}: back to {1e3 * limit:.1f} ms a step, {names[now]} takes {1e3 * seconds:.1f}, "
+                    f"{1e3 * self.predicted[now]:.1f} were predicted"
+                )
+                self._adopt(choice, step)
+                self.baseline = limit  # should it not be reached again, something else has changed as well
+                return True
+            self.before = None
+        if self.baseline is None:
+            self.baseline = seconds
+        elif abs(seconds - self.baseline) > self.limits.drift * self.baseline:
+            if self.setting.rank == 0:
+                logger.info(
+                    "step %d: %s measures anew: %.1f ms a step, %.1f after the last choice",
+                    step.number,
+                    self.name,
+                    1e3 * seconds,
+                    1e3 * self.baseline,
+                )
+            self._again(step.number + 1)
+        return False
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -332,6 +359,9 @@ class AutoPilot(Pilot):
             "reason": self.reason,
             "network": None if self.network is None else asdict(self.network),
             "baseline": self.baseline,
+            "before": None
+            if self.before is None
+            else [self.compressors[self.before[0]].to_string(), self.before[1]],
             "buckets": self._buckets,
             "position": None if self._position is None else dict(zip(names, self._position, strict=True)),
             "table": None if self._table is None else self._table.tolist(),
@@ -356,21 +386,25 @@ class AutoPilot(Pilot):
             predicted, reason = [float(s) for s in shared["predicted"]], str(shared["reason"])
             network = None if shared["network"] is None else Network(**shared["network"])
             baseline = None if shared["baseline"] is None else float(shared["baseline"])
+            earlier = (
+                None if shared["before"] is None else (str(shared["before"][0]), float(shared["before"][1]))
+            )
             places = {str(name): int(place) for name, place in (shared["position"] or {}).items()}
             table = None if shared["table"] is None else np.array(shared["table"], dtype=np.float64)
             same = int(shared["world"]) == self.setting.world
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise StateError(f"not a state of {self.name}: {error!r}") from error
         known = [compressor.to_string() for compressor in self.compressors]
         self.current = known.index(choice) if choice in known else 0
         self._choose()
         self._ended, self._rates = None, None
+        self.before = (known.index(earlier[0]), earlier[1]) if earlier and earlier[0] in known else None
         self.decisions, self.reason = decisions, reason
         self.network, self.baseline, self.begun = network, baseline, begun
         self.predicted, self._buckets, self._table = predicted, buckets, table
         self._position = [places.get(name, -1) for name in names] if places else None
         times = np.array(own.get("times", {}).get(names[0], np.zeros(0)), dtype=np.float32)
-        width = 1 if phase is Phase.CRUISE else 1 + max(buckets, 0)
+        width = 1 if phase is Phase.CRUISE else 2 + max(buckets, 0)
         self._rows = list(times[: len(times) // width * width].reshape(-1, width))
         same &= choice in known and len(predicted) in (0, len(known)) and places.keys() in (set(), set(names))
         if not self._has_a_choice:

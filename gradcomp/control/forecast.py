@@ -25,7 +25,7 @@ from gradcomp.reduce.costs import Cost, Load, Network, cheapest, cost, load_of
 Doubles = npt.NDArray[np.float64]
 
 #: A change must shorten the predicted step by more than this share of it.
-_MARGIN = 0.02
+MARGIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def choose(forecasts: Sequence[Forecast], compute: float, current: int, hidden: 
     last = hides.index(True) if any(hides) else len(hides) - 1
     steps = [one.step for one in forecasts]
     best = min(range(last + 1), key=steps.__getitem__)
-    gains = steps[best] < (1 - _MARGIN) * steps[current]
+    gains = steps[best] < (1 - MARGIN) * steps[current]
     return best if gains or (best < current and hides[best]) else current
 
 

@@ -280,6 +280,66 @@ def test_buckets_that_change_while_it_observes_make_it_begin_anew(times):
     assert times.asked == 1
 
 
+# --- what predictions do not know -----------------------------------------------------------------------------
+
+
+def run_under(ranks: Simulation, times: Times, count: int, under: dict[str, float]) -> None:
+    """Steps as long as the choice in force makes them."""
+    for _ in range(count):
+        times.step = under[travels(ranks)[0]]
+        step(ranks, times)
+
+
+DECIDED = SETTLING_STEPS + 4 + 6
+
+
+def test_a_choice_that_turns_out_slower_is_taken_back(times):
+    ranks, under = job(), {"none": 0.020, "quantize 4": 0.025}
+    run_under(ranks, times, DECIDED, under)
+    assert travels(ranks)[0] == "quantize 4"
+    run_under(ranks, times, 8, under)
+    assert travels(ranks) == ["none"] * 4
+    reasons = {p.pilot.reason for p in ranks.pipelines}
+    assert reasons == {
+        f"none: back to 20.0 ms a step, quantize 4 bits takes 25.0, {predicted(ranks, 3)} were predicted"
+    }
+    run_under(ranks, times, 60, under)
+    assert travels(ranks) == ["none"] * 4
+    assert (ranks.pipelines[0].pilot.decisions, times.asked) == (1, 1)
+
+
+def predicted(ranks: Simulation, choice: int) -> str:
+    return f"{1e3 * ranks.pipelines[0].pilot.predicted[choice]:.1f}"
+
+
+def test_one_that_is_no_slower_stays(times):
+    ranks = job()
+    run_under(ranks, times, 60, {"none": 0.020, "quantize 4": 0.020})
+    assert travels(ranks)[0] == "quantize 4"
+
+
+@pytest.mark.parametrize(("slower", "stays"), [(1.06, True), (1.2, False)])
+def test_less_compression_may_cost_what_hides(times, slower, stays):
+    ranks, under = job(), {"none": 0.030, "quantize 4": 0.020}
+    run_under(ranks, times, 40, under)
+    times.beta = 1e-12
+    under["quantize 4"] = 0.013  # a drift
+    under["none"] = 0.013 * slower
+    run_under(ranks, times, 21, under)
+    assert (times.asked, travels(ranks)[0]) == (2, "none")
+    run_under(ranks, times, 20, under)
+    assert travels(ranks)[0] == ("none" if stays else "quantize 4")
+
+
+def test_what_comes_back_slower_has_another_reason(times):
+    """The link has become slower for both: measured anew, it asks for 4 bits again."""
+    ranks = job()
+    run_under(ranks, times, DECIDED, {"none": 0.020, "quantize 4": 0.025})
+    run_under(ranks, times, 50, {"none": 0.100, "quantize 4": 0.025})
+    assert times.asked == 2
+    assert travels(ranks)[0] == "quantize 4"
+
+
 # --- state --------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +455,11 @@ def test_auto_is_a_policy():
 def test_choices_that_cannot_be(choices):
     with pytest.raises(ConfigError):
         Auto(choices)
+
+
+def test_momentum_must_not_come_and_go():
+    with pytest.raises(ConfigError, match="momentum"):
+        Simulation(LAYERS, Policy("dgc:density=0.01"), 2, controller=Auto())
 
 
 @pytest.mark.parametrize("name", ["warmup_steps", "check_every"])

@@ -80,6 +80,18 @@ def test_one_coded_bucket_takes_what_the_reduction_costs():
     assert forecast(job, Quantize(4), Rates(1e6, 2e6), link(1e-6, 0.01)).step == pytest.approx(0.5 + expected)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "cheapest"), [("hierarchical", "hierarchical"), ("tree", "tree"), ("auto", "hierarchical")]
+)
+def test_any_reduction_among_any_hosts(scheme, cheapest):
+    topology, network = Topology((0, 0, 1, 1)), Network(1e-4, 1e-6, math.inf, math.inf, 1e-6, 1e-11)
+    job = replace(job_of([LayerSpec("w", (1 << 16,))], [0.0]), scheme=Scheme(scheme), topology=topology)
+    (trip,) = plan_trips(job, Quantize(4), ENDLESS, network)
+    load = Load((1 << 15) + 8 * (1 << 7), 4 << 16, 25)
+    expected = predict(Scheme(cheapest), load, topology, network)
+    assert sum(one.busy + one.latency for one in trip.rounds) == pytest.approx(expected)
+
+
 def test_gathered_payloads_go_to_everyone():
     layer = LayerSpec("w", (64, 64))
     job = job_of([layer], [0.0], world=5)
