@@ -107,6 +107,7 @@ class Context:
     ``scale`` multiplies gradients before, ``unscale`` the results after; ``decay`` multiplies residuals; ``divisor``
     turns a sum over ranks into the result: the number of ranks, or 1 where the user asked for sums. ``fields`` is the
     state that compressors keep by layer, beside residuals. ``observations`` is there if a controller looks on.
+    ``servers``: how many ranks, before those counted by ``world`` and ``draw``, only serve, for messages of errors.
     """
 
     draw: Draw
@@ -118,6 +119,7 @@ class Context:
     rate_ratio: float = 1.0
     fields: Fields | None = None
     observations: Observations | None = None
+    servers: int = 0
 
     def of(self, group: Group) -> Context:
         """The context as the group sees it: a prepared gradient is scaled already."""

@@ -164,7 +164,7 @@ def scatter_payloads(
     counts = np.empty((world, rows), dtype=np.int64)
     for rank, payload in enumerate(payloads):
         offsets[rank] = begins + rank * total
-        form.decode(payload, Selection(offsets[rank], counts[rank], found, values), rank)
+        form.decode(payload, Selection(offsets[rank], counts[rank], found, values), context.servers + rank)
     flags = flags.copy()
     indices.scatter_mean(
         group.table, flags, offsets, counts, found, values, divisor=context.divisor, scale=context.unscale

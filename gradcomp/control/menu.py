@@ -34,13 +34,14 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     """Bytes that one rank sends for each segment in one step, in the mean over ranks, without headers.
 
     Sums and codes of d bytes: as the reduction's formula, 2 d (N-1)/N for most. Gathered payloads: d (N-1), and where
-    data decide about d, the most that it can be.
+    data decide about d, the most that it can be; nothing from ranks that only serve.
     """
     world = topology.world
     payload = group.compressor.wire_bytes(group).astype(np.float64)
     first = next(group.compressor.exchange(group, Context(Draw(0, 0, 0), world)))
     if isinstance(first, Gather):
-        gathered: Doubles = payload * (world - 1)
+        senders = world - scheme.serving(world)
+        gathered: Doubles = payload * (world - 1) * senders / world
         return gathered
     if isinstance(first, Reduce):
         scheme = Scheme("sra") if scheme.name == AUTO else scheme

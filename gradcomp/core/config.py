@@ -68,7 +68,8 @@ class Config:
         "sra",
         "How codes are added over ranks: see the page on algorithms; auto takes the cheapest.",
         _is_reduction,
-        f"one of {', '.join(NAMES)} and {AUTO}; parameter_server:servers=2 for two servers",
+        f"one of {', '.join(NAMES)} and {AUTO}; parameter_server:servers=2 for two servers, "
+        "parameter_server:servers=2,dedicated=true for two that do not train",
         shared=True,
     )
     reorder: bool = _setting(

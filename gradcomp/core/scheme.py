@@ -1,4 +1,4 @@
-"""How reductions are named in settings: ``"ring"``, ``"parameter_server:servers=2"``."""
+"""How reductions are named in settings: ``"ring"``, ``"parameter_server:servers=2,dedicated=true"``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,31 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Scheme:
-    """A reduction and what there is to choose about it: the number of servers of a parameter server."""
+    """A reduction and what there is to choose about it: of a parameter server, how many serve, and whether they train.
+
+    ``dedicated``: the first ``servers`` ranks only serve.
+    """
 
     name: str
     servers: int = 1
+    dedicated: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}:servers={self.servers}" if self.servers != 1 else self.name
+        options = [f"servers={self.servers}"] * (self.servers != 1) + ["dedicated=true"] * self.dedicated
+        return f"{self.name}:{','.join(options)}" if options else self.name
+
+    def serving(self, world: int) -> int:
+        """How many of so many ranks, the first ones, only serve. Alone, a rank trains whatever the setting.
+
+        ConfigError if nobody would be left to train.
+        """
+        if not self.dedicated or world == 1:
+            return 0
+        if self.servers >= world:
+            raise ConfigError(
+                f"{self.name}:servers={self.servers} needs 1 to {world - 1} dedicated servers among {world} ranks"
+            )
+        return self.servers
 
 
 def parse(text: str) -> Scheme:
@@ -29,12 +47,17 @@ def parse(text: str) -> Scheme:
     name, _, options = text.partition(":")
     if name not in (*NAMES, AUTO):
         raise ConfigError(f"no reduction is named {name!r}; there are {', '.join(NAMES)} and {AUTO}")
-    servers = 1
-    if options or text.endswith(":"):
-        key, _, value = options.partition("=")
-        if name != "parameter_server" or key != "servers":
-            raise ConfigError(f"reduction {text!r}: only parameter_server has an option, servers=1 or more")
-        if not (value.isascii() and value.isdecimal() and int(value) > 0):
-            raise ConfigError(f"reduction {text!r}: servers must be a whole number of at least 1")
-        servers = int(value)
-    return Scheme(name, servers)
+    given: dict[str, str] = {}
+    for option in options.split(",") if options or text.endswith(":") else ():
+        key, _, value = option.partition("=")
+        if name != "parameter_server" or key not in ("servers", "dedicated") or key in given:
+            raise ConfigError(
+                f"reduction {text!r}: only parameter_server has options, servers=1 or more and dedicated=true"
+            )
+        given[key] = value
+    servers, dedicated = given.get("servers", "1"), given.get("dedicated", "false")
+    if not (servers.isascii() and servers.isdecimal() and int(servers) > 0):
+        raise ConfigError(f"reduction {text!r}: servers must be a whole number of at least 1")
+    if dedicated not in ("true", "false"):
+        raise ConfigError(f"reduction {text!r}: dedicated must be true or false")
+    return Scheme(name, int(servers), dedicated == "true")

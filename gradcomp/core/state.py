@@ -162,6 +162,29 @@ class Residuals:
         self.second = fresh
         self._range_layers = np.array([r.layer for r in ranges], dtype=np.int64)
 
+    def take_over(self, layers: Indices, held: Floats, world: int) -> None:
+        """Of what others held of ``layers``, N-fold and one behind the other, take what this rank owns.
+
+        Its own first residual, which was a part of that, starts again from zero.
+        """
+        begins = self._begins(layers)
+        for row, owned in enumerate(self.ranges):
+            at = begins.get(owned.layer, 0) + owned.start  # an empty layer has a range, of nothing
+            self.second.value(row)[:] += held[at : at + owned.length] / np.float32(world)
+        for layer in layers.tolist():
+            self.first.value(layer)[:] = 0
+
+    def add(self, layers: Indices, held: Floats, wanted: npt.NDArray[np.bool_]) -> None:
+        """Add what others held of ``layers[wanted]`` to this rank's first residuals."""
+        begins = self._begins(layers)
+        for layer in layers[wanted].tolist():
+            value = self.first.value(layer)
+            value += held[begins[layer] : begins[layer] + len(value)]
+
+    def _begins(self, layers: Indices) -> dict[int, int]:
+        sizes = self.first.lengths[layers]
+        return dict(zip(layers.tolist(), (np.cumsum(sizes) - sizes).tolist(), strict=True))
+
 
 #: Makes a layer's first value of a field from the one that it had, which may be empty or of another length.
 Begin = Callable[[Floats], Floats]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 
+import numpy as np
+
 from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
 from gradcomp.core.header import NONFINITE, Ballot
+from gradcomp.kernels.codec import Sizes
 from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce import Binding, Part, Reduction
@@ -28,6 +31,7 @@ class BucketProgram:
         self.bucket = bucket
         self._rank = rank
         self._world = world
+        self._servers = context.servers
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
         # Whether a generator reduces is the same in every step, and asking for its first message has no effect.
@@ -41,6 +45,12 @@ class BucketProgram:
                 if isinstance(message, Reduce)
             ]
             self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
+
+    @property
+    def owned_layers(self) -> Sizes:
+        """Layers whose reduction may keep a second residual."""
+        groups = [self.bucket.groups[g].layers for g in self._reduced if self.bucket.groups[g].feedback]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *groups])
 
     def run(
         self, call: Call, context: Context, binding: Binding, ballot: Ballot
@@ -96,7 +106,9 @@ class BucketProgram:
     def _fused_gather(self, number: int, gathers: Mapping[int, Gather | Broadcast]) -> FusedGather:
         key = (number, *((g, message.max_bytes, message.fixed) for g, message in gathers.items()))
         if key not in self._gathers:
-            self._gathers[key] = FusedGather(self.bucket, number, gathers, self._rank, self._world)
+            self._gathers[key] = FusedGather(
+                self.bucket, number, gathers, self._rank, self._world, self._servers
+            )
         return self._gathers[key]
 
 

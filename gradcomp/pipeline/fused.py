@@ -86,6 +86,7 @@ class FusedGather:
     """Payloads for everybody: gathered from all ranks, or broadcast by one; one part per rank, behind a header.
 
     A part holds the payloads in the order of the groups. Where sizes depend on data, a round of sizes comes first.
+    The first ``servers`` ranks send votes only, and compressors do not know of them.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class FusedGather:
         messages: Mapping[int, Gather | Broadcast],
         rank: int,
         world: int,
+        servers: int = 0,
     ) -> None:
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._servers = rank, world, servers
         self._most = {g: message.max_bytes for g, message in messages.items()}
         self._varying = [g for g, message in messages.items() if not message.fixed]
         self._layers = len(bucket.layers)
@@ -118,9 +120,12 @@ class FusedGather:
         with at.binding.span("encode"):
             for column, (g, message) in enumerate(messages.items()):
                 at.bind_sources(g)
-                room = self._room[g][: most[self._rank, column]]
+                # What a server writes, of nothing, does not leave it; writing also settles residuals.
+                serves = self._rank < self._servers and isinstance(message, Gather)
+                limit = int(most[self._rank, column])
+                room = self._room[g] if serves else self._room[g][:limit]
                 flags, count = message.write(room)
-                used[g] = min(count, len(room))
+                used[g] = min(count, limit)
                 states[at.bucket.slots[g][flags != 0]] |= NONFINITE
         sizes = most
         if self._varying:
@@ -137,16 +142,20 @@ class FusedGather:
                 for a, n in zip(begins.tolist(), sizes[:, column].tolist(), strict=True)
             ]
             message = messages[g]
-            data = payloads[message.root] if isinstance(message, Broadcast) else payloads
+            if isinstance(message, Broadcast):
+                data: Any = payloads[self._servers + message.root]
+            else:
+                data = payloads[self._servers :]
             replies[g] = Reply(at.flags(g), data)
         return replies
 
     def _most_by_rank(self, messages: Mapping[int, Gather | Broadcast]) -> npt.NDArray[np.int64]:
-        """The most bytes of every rank's payload of every group: none where another rank broadcasts."""
+        """The most bytes of every rank's payload of every group: none of servers, and where another rank broadcasts."""
         most = np.tile(np.array(list(self._most.values()), dtype=np.int64), (self._world, 1))
         for column, message in enumerate(messages.values()):
             if isinstance(message, Broadcast):
-                most[np.arange(self._world) != message.root, column] = 0
+                most[np.arange(self._world) != self._servers + message.root, column] = 0
+        most[: self._servers] = 0
         return most
 
     def _announce(

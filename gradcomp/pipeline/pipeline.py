@@ -88,6 +88,9 @@ class Pipeline:
     with a step and a version, the plan that begins then; the same on all ranks. ``topology``: who shares a host; by
     default all do. ``network``: measured constants, the same on all ranks; ``reduction="auto"`` needs them where there
     are several hosts. Apart from the inbox, methods are called by one thread at a time.
+
+    Where the scheme has dedicated servers, the first ranks only serve: they hand in nothing, and what is averaged,
+    drawn and voted on is the others', as if there were no more ranks than those.
     """
 
     def __init__(
@@ -132,6 +135,10 @@ class Pipeline:
         self._order_step = order_step
         self._schedule = schedule
         self._scheme = parse(config.reduction)
+        #: How many ranks, the first ones, only serve; and how many train.
+        self.servers = self._scheme.serving(transport.size)
+        self.trainers = transport.size - self.servers
+        self._handing_over = False  # servers have to tell each other what they no longer own
         self._topology = topology or Topology.one_host(transport.size)
         self._network = network
         self.pilot = pilot
@@ -152,6 +159,7 @@ class Pipeline:
         self._position = (0, 0)
         self._stale = True
         self._arrangements = Arrangements()
+        assert pilot is None or not self.servers, "the frontend refuses controllers beside dedicated servers"
         if pilot is not None and pilot.setting.first_step == 0:
             self.plan = replace(pilot.plan(plan), version=plan.version)
         self.layout = self._relayout()
@@ -167,6 +175,11 @@ class Pipeline:
     def position(self) -> tuple[int, int, int]:
         """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
         return (self.step, *self._position)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank only serves."""
+        return self.transport.rank < self.servers
 
     @property
     def predicted_bytes(self) -> float:
@@ -293,6 +306,9 @@ class Pipeline:
         self._follow_schedule()
         pilot = self._steering
         ready = 1 if self._next_plan is not None or (pilot is not None and pilot.ready) else 0
+        ready *= not self.serves
+        if self._handing_over:
+            yield from self._hand_over()
         while not self.config.overlap and not self.inbox.flushed:
             yield Waiting.LAYERS
         for program in self._programs:
@@ -321,7 +337,7 @@ class Pipeline:
         states = np.zeros(count, dtype=np.uint8)
         for layers, ballot in votes:
             states[layers] |= ballot.states
-        all_ready = bool(votes) and votes[0][1].ready == self.transport.size
+        all_ready = bool(votes) and votes[0][1].ready == self.trainers
         yield from self._finish(states, all_ready)
 
     def _contribute(self, pilot: Pilot) -> None:
@@ -350,10 +366,10 @@ class Pipeline:
     def _start(
         self, program: BucketProgram, ballot: Ballot, ready: int
     ) -> Generator[list[Operation], None, None]:
-        draw = Draw(self.config.seed, self.step & 0xFFFFFFFF, self.transport.rank)
+        draw = self._draw(self.step)
         stamp = Stamp(self._check, self.step, program.bucket.number)
         states = self.inbox.states[program.bucket.layers]
-        world = self.transport.size
+        world = self.trainers
         scale = 1.0 / self._scale
         ratio = self.rate / self._open_rate if self.rate and self._open_rate else 1.0
         divisor = float(world) if self._average else 1.0
@@ -378,7 +394,14 @@ class Pipeline:
                 self._steering.accumulate(table, group.layers, scale)
         # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
         call = Call(
-            stamp, draw, states, ready, world, scale, self._scale * (1 if self._average else world), ratio
+            stamp,
+            draw,
+            states,
+            ready,
+            self.transport.size,
+            scale,
+            self._scale * (1 if self._average else world),
+            ratio,
         )
         context = Context(
             draw,
@@ -389,6 +412,7 @@ class Pipeline:
             rate_ratio=ratio,
             fields=self.fields,
             observations=self._observations,
+            servers=self.servers,
         )
         return program.run(call, context, memory, ballot)
 
@@ -486,17 +510,22 @@ class Pipeline:
         )
 
     def _agree_on_order(self) -> Generator[Waiting, None, None]:
-        """Everyone takes the order in which rank 0's gradients arrived; what did not arrive keeps its place behind."""
+        """Everyone takes the order in which the first rank's gradients arrived, of those that have any.
+
+        What did not arrive keeps its place behind.
+        """
         count = len(self.layers)
         order = np.zeros(count, dtype="<i4")
-        if self.transport.rank == 0:
+        if self.transport.rank == self.servers:
             arrived = self.inbox.arrivals
             rest = sorted(set(range(count)) - set(arrived))
             order[:] = arrived + rest
-        counts = [order.nbytes] + [0] * (self.transport.size - 1)
+        counts = [order.nbytes * (rank == self.servers) for rank in range(self.transport.size)]
         yield from self._collective(AllGather(order.view(np.uint8), counts))
         if not np.array_equal(np.sort(order), np.arange(count)):
-            raise WireFormatError("rank 0 sent an order that is not a permutation of the layers")
+            raise WireFormatError(
+                f"rank {self.servers} sent an order that is not a permutation of the layers"
+            )
         if order.tolist() != self.order:
             self.order = order.tolist()
             self._stale = True
@@ -540,7 +569,8 @@ class Pipeline:
         self.fields.arrange(found.fields)
         # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
         self._keeps_residual = np.array(found.sizes) > 0
-        self.residuals.own(found.ranges, self.transport.size)
+        self.residuals.own(found.ranges, self.trainers)
+        self._handing_over = self.servers > 0 and self.step > 0 and bool(self._keeps_residual.any())
         self._travels, self._sent_bytes = found.travels, found.sent_bytes
         self._dense_bytes = found.dense_bytes
         self.laid_out_plan = self.plan
@@ -550,7 +580,7 @@ class Pipeline:
     def _arrange(self, order: Sequence[int]) -> Arrangement:
         layout = build_layout(self.layers, self.plan, order, self.cold, self.config.slice_elements)
         rank, world = self.transport.rank, self.transport.size
-        context = Context(Draw(self.config.seed, 0, rank), world)
+        context = Context(self._draw(0), self.trainers, servers=self.servers)
         programs = [BucketProgram(bucket, rank, world, context, self._reduction) for bucket in layout.buckets]
         compressors = compressors_of(self.layers, self.plan)
         ranges: list[Range] = []
@@ -576,6 +606,26 @@ class Pipeline:
             tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T),
             np.array(sent, dtype=np.float64),
         )
+
+    def _draw(self, step: int) -> Draw:
+        """Where this rank's draws are: those who train count from 0, then those who serve."""
+        number = (self.transport.rank - self.servers) % self.transport.size
+        return Draw(self.config.seed, step & 0xFFFFFFFF, number)
+
+    def _hand_over(self) -> Generator[Waiting, None, None]:
+        """What dedicated servers no longer own goes, exactly, to who does now: they have nothing else to send it with.
+
+        What no server owns any more becomes a part of the first trainer's residual.
+        """
+        layers = np.flatnonzero(self._keeps_residual)
+        held = self.residuals.first.load(layers) * np.float32(self.serves)
+        yield from self._collective(AllReduce(held))
+        if self.serves:
+            self.residuals.take_over(layers, held, self.trainers)
+        elif self.transport.rank == self.servers:
+            owned = [program.owned_layers for program in self._programs]
+            self.residuals.add(layers, held, np.isin(layers, np.concatenate(owned), invert=True))
+        self._handing_over = False
 
     def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
         """The configured reduction, or the cheapest, for one bucket."""

@@ -119,7 +119,8 @@ def load_of(scheme: Scheme, parts: Sequence[Part], layers: int) -> Load:
 def cost(scheme: Scheme, load: Load, topology: Topology) -> Cost:
     """What one execution takes for this load among these ranks."""
     if scheme.name == "parameter_server":
-        return _served(load, topology, scheme.servers)
+        servers = scheme.servers if topology.world > 1 else 1
+        return _served(load, topology, servers, scheme.serving(topology.world))
     return _COSTS[scheme.name](load, topology)
 
 
@@ -170,11 +171,14 @@ def _sra(load: Load, topology: Topology) -> Cost:
     return _served(load, topology, topology.world)
 
 
-def _served(load: Load, topology: Topology, servers: int) -> Cost:
+def _served(load: Load, topology: Topology, servers: int, silent: int = 0) -> Cost:
+    """The first ``silent`` ranks add nothing."""
     world = topology.world
-    up = _to_owners(topology, range(world), dict(enumerate(load.chunks(servers).tolist())))
-    flows = [up, up.back()] if world > 1 else []
-    return Cost(flows, 2, 1 + 1 / servers, world / servers + 1)
+    owned = dict(enumerate(load.chunks(servers).tolist()))
+    up = _to_owners(topology, range(silent, world), owned)
+    down = _to_owners(topology, range(world), owned).back()
+    flows = [up, down] if world > 1 else []
+    return Cost(flows, 2, 1 + 1 / servers, (world - silent) / servers + 1)
 
 
 def _ring(load: Load, topology: Topology) -> Cost:
@@ -258,7 +262,7 @@ def _to_owners(topology: Topology, ranks: Sequence[int], owned: dict[int, float]
         people * (sizes.sum() - owned_here),
         sizes * (people.sum() - people_here),
         people * (owned_here - sizes),
-        sizes * (people_here - 1),
+        sizes * (people_here - people),
     )
 
 

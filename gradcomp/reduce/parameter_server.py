@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.reduce.base import Part
@@ -14,18 +15,32 @@ class ParameterServer(ScatterReduceAllgather):
 
     Scatter-reduce-allgather is the case in which all ranks serve, and this is its code: the mean is the same, byte for
     byte. A server's header of the second round carries all states and the number of ready ranks, for workers meet
-    nobody else. Servers train as well.
+    nobody else. Servers train as well, unless they are ``dedicated``: then they have nothing to add and no vote, send
+    nothing in the first round, and the mean is that of the other N-S ranks without them, byte for byte.
 
     Rounds: 2. Bytes per rank: d up for a payload of d bytes, without the chunk that a server owns, and from a server
-    (N-1) d/S, plus a header per message. Encodes on the longest path: 2. State: the second residual of the owned
-    ranges, on servers, for groups with feedback.
-    Errors: ConfigError for more servers than ranks.
+    (N-1) d/S, plus a header per message; from a dedicated server only the latter. Encodes on the longest path: 2.
+    State: the second residual of the owned ranges, on servers, for groups with feedback.
+    Errors: ConfigError for more servers than ranks; that somebody must be left to train, :class:`Scheme` sees to.
     Source: thesis, section 2.2.1. Differs: what comes back is the mean gradient, not the model.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, rank: int, world: int, servers: int = 1) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        layers: int,
+        rank: int,
+        world: int,
+        servers: int = 1,
+        *,
+        dedicated: bool = False,
+    ) -> None:
         if not 1 <= servers <= world:
             raise ConfigError(
                 f"parameter_server:servers={servers} needs 1 to {world} servers among {world} ranks"
             )
-        super().__init__(parts, layers, rank, world, Roles.of(world, servers))
+        roles = Roles.of(world, servers)
+        if dedicated:
+            voters = [0] * servers + [1] * (world - servers)
+            roles = replace(roles, voters=voters, silent=servers)
+        super().__init__(parts, layers, rank, world, roles)

@@ -46,6 +46,7 @@ def make(
     if scheme.name == "parameter_server":
         # Alone, a rank serves itself, whatever the setting of the jobs that have more.
         servers = scheme.servers if topology.world > 1 else 1
-        return ParameterServer(parts, layers, rank, topology.world, servers)
+        dedicated = scheme.serving(topology.world) > 0
+        return ParameterServer(parts, layers, rank, topology.world, servers, dedicated=dedicated)
     assert scheme.name == "hierarchical", f"{scheme} is to be resolved by the caller"
     return Hierarchical(parts, layers, rank, topology, turn)

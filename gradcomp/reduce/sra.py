@@ -22,13 +22,15 @@ class Roles:
 
     ``ranks``: those that have something to add, in the order in which it is added. ``owners``: how many of them, the
     first ones, own a chunk. ``voters[i]``: the number of ranks whose contributions ``ranks[i]`` brings, and whose
-    votes. ``first_round``: what the scatter's headers say.
+    votes. ``first_round``: what the scatter's headers say. ``silent``: how many of the ranks, the first ones, have
+    nothing to add after all, and are not waited for in the scatter.
     """
 
     ranks: Sequence[int]
     owners: int
     voters: Sequence[int]
     first_round: int = 0
+    silent: int = 0
 
     @staticmethod
     def of(world: int, owners: int) -> Roles:
@@ -64,19 +66,21 @@ class ScatterReduceAllgather(Reduction):
         self._relays = roles.owners < world
         self._chunks = chunks = Chunks(parts, layers, roles.owners)
         self._owns = me < roles.owners
+        self._adds = me >= roles.silent
         own_bytes = chunks.sizes[me] if self._owns else 0
         others = len(roles.ranks) - 1
         self.rounds = 2 if others else 0
-        self.bytes_sent = sum(chunks.sizes) - own_bytes + others * own_bytes
+        self.bytes_sent = (sum(chunks.sizes) - own_bytes) * self._adds + others * own_bytes
 
         # To send: the other owners' chunks in order, then our own, which does not travel.
-        order = [j for j in range(roles.owners) if j != me] + [me] * self._owns
-        ends = np.cumsum([chunks.sizes[j] for j in order]).tolist()
-        self._sent_at = dict(zip(order, [0, *ends[:-1]], strict=True))
-        self._send: Bytes = np.zeros(sum(chunks.sizes), dtype=np.uint8)
-        self._recv: Bytes = np.zeros((others, own_bytes), dtype=np.uint8)
+        order = [j for j in range(roles.owners) if j != me] + [me] * self._owns if self._adds else []
+        begins = np.cumsum([0, *(chunks.sizes[j] for j in order)]).tolist()[:-1]
+        self._sent_at = dict(zip(order, begins, strict=True))
+        self._send: Bytes = np.zeros(sum(chunks.sizes) * self._adds, dtype=np.uint8)
+        heard = others - roles.silent + (not self._adds)
+        self._recv: Bytes = np.zeros((heard, own_bytes), dtype=np.uint8)
         self.mean = Mean(chunks)
-        self._encode = chunks.inputs([self._sent_at[j] for j in range(roles.owners)])
+        self._encode = chunks.inputs([self._sent_at[j] for j in range(roles.owners)]) if self._adds else []
         self._reduce = chunks.only(me) if self._owns else []
         self.ranges = [
             Range(int(layer), int(row["start"]), int(row["length"]))
@@ -104,7 +108,9 @@ class ScatterReduceAllgather(Reduction):
         """Both rounds, without the decoding: then ``mean`` and the ballot are the same wherever this ran."""
         first = self._roles.first_round
         with binding.span("encode"):
-            states = encode(self._parts, self._encode, self._send, call, binding)
+            states = call.states
+            if self._adds:
+                states = encode(self._parts, self._encode, self._send, call, binding)
             self._chunks.header.stamp(call.stamp, first, call.ready)
             for j, at in self._sent_at.items():
                 self._chunks.header.write(self._send[at:], j, states)
@@ -126,7 +132,7 @@ class ScatterReduceAllgather(Reduction):
     def _scatter(self) -> Operation:
         """Chunks to their owners."""
         ranks, sizes = self._roles.ranks, self._chunks.sizes
-        others = [rank for i, rank in enumerate(ranks) if i != self._me]
+        others = [rank for i, rank in enumerate(ranks) if i != self._me and i >= self._roles.silent]
         if self._relays:
             sends = [
                 (ranks[j], self._send[at : at + sizes[j]]) for j, at in self._sent_at.items() if j != self._me
@@ -153,6 +159,8 @@ class ScatterReduceAllgather(Reduction):
         received = iter(self._recv)
         payloads = []
         for i, sender in enumerate(self._roles.ranks):
+            if i < self._roles.silent:
+                continue
             if i == self._me:
                 payloads.append(self._send[self._sent_at[i] :])
                 continue
