@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.topology import Topology
 from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.background import in_background
+from gradcomp.engine.cues import DONE, STEP, Cues
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
 from gradcomp.engine.plan_log import PlanLog
@@ -145,6 +146,12 @@ class Exchanger:
         self._opened = False
         self._aside: Handle | None = None  # a collective between steps
         self._asides = 0
+        self._cues: Cues | None = None
+        if self._pipeline.servers:
+            self._cues = Cues(transport, self._pipeline.servers)
+        self._cue: Handle | None = None  # a trainer's, of the step that is open
+        self._last_cue = 0  # given by a trainer, heard by a server
+        self._cued = False  # to a step that has not been opened
         self._error: GradcompError | None = None
         self._closed = False
         self._aborted = False  # by this rank: the others may be left in a collective
@@ -175,13 +182,19 @@ class Exchanger:
         return self._error
 
     def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
-        """Begin an exchange; see :meth:`Pipeline.open`."""
+        """Begin an exchange; see :meth:`Pipeline.open`. A server does when it has been told to, by :meth:`listen`."""
         self._check()
+        if self._pipeline.serves and not self._cued:
+            raise StateError("this rank only serves: it calls opt.serve(), and has no gradients of its own")
         pilot = self._pipeline.pilot
         if pilot is not None and pilot.wants_network:
             pilot.hear(measure(self._transport, pilot.setting.topology, self._settle))
         self._pipeline.open(scale, rate)
         self._asides = 0
+        self._cued = False
+        if self._cues is not None and not self._pipeline.serves:
+            self._last_cue = STEP
+            self._cue = self._cues.give(STEP, self._pipeline.step)
         self._begin()
         self._opened = True
 
@@ -248,6 +261,42 @@ class Exchanger:
         self._done.clear()
         if self._error is not None:  # it came in between: nobody would set this again
             self._done.set()
+
+    def listen(self) -> bool:
+        """On a server, between steps, blocking: whether the trainers begin a step, or are done for now."""
+        self._check()
+        assert self._cues is not None, "only servers listen"
+        self._settle(self._cues.listen())
+        self._last_cue = self._cues.heard(self._pipeline.step)
+        self._cued = self._last_cue == STEP
+        return self._cued
+
+    def dismiss(self) -> None:
+        """On a trainer, between steps, blocking: tell the servers that there is no further step for now."""
+        self._check()
+        if self._pipeline.serves:
+            raise StateError("this rank only serves: those who train say when they are done")
+        if self._cues is not None:
+            self._last_cue = DONE
+            self._settle(self._cues.give(DONE, self._pipeline.step))
+
+    def part(self, seconds: float) -> None:
+        """The program ends in good order: trainers dismiss the servers, and servers listen, for so long at most."""
+        if self._cues is None or self._last_cue == DONE or self._opened or self._error is not None:
+            return
+        serves, step = self._pipeline.serves, self._pipeline.step
+        deadline = monotonic() + seconds
+        try:
+            handle = self._cues.listen() if serves else self._cues.give(DONE, step)
+            while not handle.poll():
+                if monotonic() > deadline or self._error is not None:
+                    self._aborted = True  # the collective may never end
+                    return
+                sleep(1e-3)
+            if serves and self._cues.heard(step) == STEP:
+                self.abort(f"rank {self._transport.rank} only serves, and ended without opt.serve()")
+        except GradcompError as error:
+            logger.debug("parting: %s", error)
 
     def fingerprint(self, digests: npt.NDArray[np.uint32]) -> None:
         """Collective, between steps: raise StateError naming the first layer whose digest differs between ranks."""
@@ -322,6 +371,8 @@ class Exchanger:
             return Waiting.NOTHING
         try:
             waiting = self._pipeline.poll() if aside is None else _poll(aside)
+            if waiting is Waiting.NOTHING and self._cue is not None:
+                waiting = _poll(self._cue)
         except GradcompError as error:
             self._fail(error)
             return Waiting.NOTHING
@@ -330,6 +381,7 @@ class Exchanger:
             self._fail(StateError(f"the engine met a bug: {error!r}"))
             return Waiting.NOTHING
         if waiting is Waiting.NOTHING:
+            self._cue = None
             self._done.set()
         if waiting is not Waiting.WIRE or self._pipeline.advances != self._seen_advances:
             self._seen_advances = self._pipeline.advances

@@ -168,8 +168,14 @@ class Keeper:
 
     def snapshot(self) -> Snapshot:
         """This rank's state. Local."""
+        self.refuse_servers("saving the compression state")
         self.settle()
         return snapshot(self.pipeline, self._unit)
+
+    def refuse_servers(self, what: str) -> None:
+        """ConfigError if some ranks only serve: these answer steps, and nothing else. Local."""
+        if self._exchanger is not None and self._exchanger.pipeline.servers:
+            raise ConfigError(f"{what} does not work with dedicated servers, which answer nothing but steps")
 
     def check(self, state: Snapshot) -> None:
         """Raise StateError if the state does not fit. Local."""
@@ -177,6 +183,7 @@ class Keeper:
 
     def restore(self, state: Snapshot) -> None:
         """Go on from ``state``. Local."""
+        self.refuse_servers("loading a compression state")
         self.settle()
         restore(self.pipeline, state, self._unit)
         self.awaited, self._restored = False, True
@@ -302,6 +309,8 @@ class _Talk:
     def __init__(self, name: str, opt: Any) -> None:
         self._name = name
         keeper = _keeper_or_none(opt)
+        if keeper is not None:
+            keeper.refuse_servers(name)
         self._channel = channel_of(current().everyone if keeper is None else keeper.ranks)
         self.rank = 0 if self._channel is None else self._channel.rank
         self.size = 1 if self._channel is None else self._channel.size

@@ -29,6 +29,7 @@ from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.process_sets import members
 from gradcomp.torch.report import Readers, Reporter
 from gradcomp.torch.runtime import Ranks
+from gradcomp.torch.serving import refuse_servers
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
 from gradcomp.transport.base import Transport
 
@@ -79,6 +80,9 @@ def ddp_comm_hook(
 
     def validate() -> tuple[Named, Proposal]:
         policy = as_policy(compression)
+        refuse_servers(
+            state.config.reduction, len(ranks), "DistributedDataParallel, in which all ranks train,"
+        )
         if following := [c.to_string() for c in policy.compressors if c.follows_rate]:
             raise ConfigError(
                 f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"

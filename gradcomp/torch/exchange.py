@@ -247,6 +247,13 @@ class GradientExchange:
         self._result = result
         return result
 
+    def serve(self) -> bool:
+        """Exchange a step of those who train, with nothing to add; False if they are done for now."""
+        if not self.exchanger.listen():
+            return False
+        self.finish()
+        return True
+
     def _flush(self) -> None:
         """Submit what is left of the window; nothing more will come."""
         if not self.exchanger.is_open:

@@ -25,6 +25,7 @@ from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.process_sets import Members, members
 from gradcomp.torch.report import Readers, Reporter
 from gradcomp.torch.runtime import Ranks
+from gradcomp.torch.serving import Serving, refuse_servers, serving
 from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -67,7 +68,7 @@ def DistributedOptimizer(
             dimension of a DeviceMesh. Only they call this.
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
             ``"ring"``, ``"tree"``, ``"all_to_all"``, ``"gather"``, ``"parameter_server"``, ``"hierarchical"`` or
-            ``"auto"``.
+            ``"auto"``. With ``"parameter_server:dedicated=true"`` rank 0 only serves: it calls ``serve()``.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
 
@@ -172,17 +173,23 @@ def _build(
         if isinstance(optimizer, Distributed) and before is None:
             raise StateError("this optimizer is already a DistributedOptimizer")
         policy, timing = arguments.check()
+        serving(reduction, len(ranks))
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(policy, named, 0 if before is None else before.keeper.step, arguments.controller)
+        if proposal.controller is not None:
+            refuse_servers(
+                reduction, len(ranks), "a controller, which judges by gradients that servers do not have,"
+            )
         return timing, named, frozen, proposal
 
+    reduction = arguments.reduction or state.config.reduction
     (timing, named, frozen, proposal), transport = validate_together(state, ranks, validate)
     exchange = GradientExchange(
         [p for _, p in named],
         [n for n, _ in named],
         timing,
         sparse_as_dense=arguments.sparse_as_dense,
-        divisor=float(len(ranks)) if arguments.op is Average else 1.0,
+        divisor=float(len(ranks) - serving(reduction, len(ranks))) if arguments.op is Average else 1.0,
         predivide=arguments.predivide,
         grad_scaler=arguments.grad_scaler,
         rate=lambda: float(optimizer.param_groups[0].get("lr", 0.0)),
@@ -241,7 +248,7 @@ def _settle(exchange: GradientExchange) -> None:
         )
 
 
-class Distributed(Readers):
+class Distributed(Serving, Readers):
     """The methods that a distributed optimizer has beside, or instead of, those of its class."""
 
     _gradcomp: Core
@@ -322,8 +329,11 @@ class Distributed(Readers):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, collectively: all ranks add the same. Residuals of the others are kept.
 
-        ``param_group["names"]`` may name them; else their position does.
+        ``param_group["names"]`` may name them; else their position does. ConfigError where some ranks only serve.
         """
+        wrapped: Core | None = self.__dict__.get("_gradcomp")
+        if wrapped is not None:
+            wrapped.keeper.refuse_servers("add_param_group()")
         names = param_group.pop("names", None)
         super().add_param_group(param_group)  # type: ignore[misc]
         core: Core | None = self.__dict__.get("_gradcomp")

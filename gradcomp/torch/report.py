@@ -44,6 +44,8 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
         (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
         len(pipeline.layout.buckets),
     )
+    if pipeline.servers:
+        logger.info("the first %d of %d ranks only serve", pipeline.servers, pipeline.transport.size)
     compressors = compressors_of(pipeline.layers, pipeline.plan)
     remarks = [
         f"{layer.name}: {remark}"
@@ -113,7 +115,10 @@ class Readers:
 
 
 class Reporter:
-    """Rank 0's log lines. Statistics are local or already reduced; the one collective is the probe after 50 steps."""
+    """Log lines, of the first rank that trains.
+
+    Statistics are local or already reduced; the one collective is the probe after 50 steps.
+    """
 
     def __init__(self, exchanger: Exchanger, config: Config) -> None:
         self._exchanger = exchanger
@@ -137,7 +142,7 @@ class Reporter:
             self._periodic()
 
     def _log(self, line: str) -> None:
-        if self._pipeline.transport.rank == 0:
+        if self._pipeline.transport.rank == self._pipeline.servers:
             logger.info(line)
 
     def _periodic(self) -> None:

@@ -183,11 +183,19 @@ def shutdown() -> None:
     orderly = failed is None and not any(channel.failed for channel in runtime.channels.values())
     orderly = orderly and all(exchanger.error is None for exchanger in runtime.exchangers)
     if orderly and runtime.size > 1:
+        for exchanger in runtime.exchangers:
+            exchanger.part(FAREWELL_SECONDS)
         _farewell(runtime.group(runtime.everyone))
     runtime.engine.stop()
     for exchanger in runtime.exchangers:
         exchanger.close()
     _release(runtime, orderly)
+
+
+def leave_first() -> None:
+    """Let :func:`shutdown` run at exit before what engines that were started since ``init`` do: it still needs them."""
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
 
 
 def _release(runtime: Runtime, orderly: bool) -> None:

@@ -23,7 +23,7 @@ from gradcomp.engine.agreement import agree
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.torch.layers import Named, spec
 from gradcomp.torch.report import Reporter, banner
-from gradcomp.torch.runtime import Ranks, Runtime
+from gradcomp.torch.runtime import Ranks, Runtime, leave_first
 from gradcomp.torch.transports import make_transport
 from gradcomp.transport.base import Transport
 
@@ -120,6 +120,8 @@ def start(
         compression=proposal.policy.title,
     )
     state.exchangers.append(exchanger)
+    if exchanger.pipeline.servers:
+        leave_first()  # servers wait to hear of the end, and MPI's would be before it
     banner(exchanger, proposal.policy)
     return exchanger, Reporter(exchanger, config)
 

@@ -1,0 +1,58 @@
+"""What the first trainer tells those who only serve, and what they do not believe."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradcomp import TransportError, WireFormatError
+from gradcomp.engine.cues import DONE, STEP, Cues
+from gradcomp.transport.inprocess import World
+
+SERVERS, WORLD = 2, 5
+
+
+def told(cue: int, step: int, tamper=None) -> tuple[list[Cues], World]:
+    """All ranks have issued their part of one cue."""
+    world = World(WORLD, tamper=tamper)
+    cues = [Cues(transport, SERVERS) for transport in world.transports()]
+    handles = [one.listen() if rank < SERVERS else one.give(cue, step) for rank, one in enumerate(cues)]
+    assert all(handle.poll() for handle in handles)
+    return cues, world
+
+
+@pytest.mark.parametrize("cue", [STEP, DONE])
+@pytest.mark.parametrize("step", [0, 7, 2**32 + 5])
+def test_every_server_hears_what_the_first_trainer_says(cue: int, step: int):
+    sent = []
+    cues, _ = told(cue, step, lambda source, to, word: (sent.append((source, to, len(word))), word)[1])
+    assert [one.heard(step) for one in cues[:SERVERS]] == [cue, cue]
+    assert sent == [(SERVERS, 0, 8), (SERVERS, 1, 8)]
+    assert [one._transport.bytes_sent for one in cues] == [0, 0, 16, 0, 0]
+
+
+@pytest.mark.parametrize("byte", range(8))
+def test_a_cue_that_is_none_is_refused(byte: int):
+    def change(source: int, to: int, word: np.ndarray) -> np.ndarray:
+        word[byte] ^= 0x10
+        return word
+
+    cues, _ = told(STEP, 3, change)
+    for one in cues[:SERVERS]:
+        with pytest.raises(WireFormatError, match=r"rank 2 sent .* as the cue to step 3"):
+            one.heard(3)
+
+
+def test_a_cue_to_another_step_is_refused():
+    cues, _ = told(STEP, 4)
+    with pytest.raises(WireFormatError, match="as the cue to step 5"):
+        cues[0].heard(5)
+
+
+def test_a_cue_of_another_length_does_not_arrive():
+    world = World(WORLD, tamper=lambda source, to, word: word[:-1])
+    cues = [Cues(transport, SERVERS) for transport in world.transports()]
+    handles = [one.listen() if rank < SERVERS else one.give(STEP, 0) for rank, one in enumerate(cues)]
+    for handle in handles:
+        with pytest.raises(TransportError, match="sent 7 bytes"):
+            handle.poll()
