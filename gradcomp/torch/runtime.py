@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic, sleep
@@ -118,19 +119,21 @@ _runtime: Runtime | None = None
 _generation = 0  # init after shutdown must not read what the last job published
 
 
-def init(process_group: Any = None, **settings: Any) -> None:
+def init(process_group: Any = None, *, process_sets: Iterable[Any] = (), **settings: Any) -> None:
     """Join the job. Collective; a second call is allowed and changes nothing.
 
     Under torchrun, mpirun, horovodrun or Slurm the ranks find each other by the launcher's environment; a plain
     ``python`` is a world of one. With torch.distributed already initialised, its default group's ranks, or those of
     ``process_group``, are used; gradcomp never runs its own collectives on that group.
 
-    ``settings``: the fields of :class:`gradcomp.Config`; see the configuration page. Raises ConfigError for a bad
+    ``process_sets``: those that will have optimizers of their own, as lists of ranks or :class:`ProcessSet`; only the
+    horovod transport needs to be told, for Horovod's sets are made by all ranks together. ``settings``: the fields of
+    :class:`gradcomp.Config`; see the configuration page. Raises ConfigError for a bad
     setting or a half-set launch environment, TransportError if the ranks do not meet in time.
     """
     global _runtime, _generation
     if _runtime is not None:
-        if settings or process_group is not None:
+        if settings or process_group is not None or process_sets:
             raise StateError(
                 "gradcomp is already initialised; call shutdown() before init() with other settings"
             )
@@ -151,7 +154,7 @@ def init(process_group: Any = None, **settings: Any) -> None:
     runtime = Runtime(launch, config, ranks, owns and dist.is_initialized())
     if runtime.size > 1:
         try:
-            _introduce(runtime)
+            _introduce(runtime, sorted(_members(one, runtime.size) for one in process_sets))
         except BaseException:
             _release(runtime, orderly=True)
             raise
@@ -208,27 +211,48 @@ def _release(runtime: Runtime, orderly: bool) -> None:
         dist.destroy_process_group()
 
 
-def _introduce(runtime: Runtime) -> None:
-    """The ranks tell each other which host they are on, for places and topology, and which transport they will use."""
-    own = json.dumps([runtime.launch.host, runtime.config.transport])
+def _members(process_set: Any, size: int) -> Ranks:
+    """The ranks of a process set that :func:`init` was given."""
+    given = getattr(process_set, "ranks", process_set)
+    ranks = list(given) if isinstance(given, Iterable) else []
+    if not ranks or len(set(ranks)) < len(ranks) or not all(type(r) is int and 0 <= r < size for r in ranks):
+        raise ConfigError(f"process_sets: {given!r} is not a list of some of the ranks 0 .. {size - 1}")
+    return tuple(sorted(ranks))
+
+
+def _introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
+    """The ranks tell each other which host they are on, for places and topology, and which transport they will use.
+
+    Then the process sets are made that all ranks must make together.
+    """
+    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets)])
     told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
-    transports = [transport for _, transport in told]
+    transports = [transport for _, transport, _ in told]
     if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
         raise ConfigError(
             f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
             "all ranks need the same one"
         )
-    hosts = [host for host, _ in told]
+    if others := [rank for rank, (_, _, sets) in enumerate(told) if sets != told[0][2]]:
+        raise ConfigError(
+            f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks name them all"
+        )
+    hosts = [host for host, _, _ in told]
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+    if process_sets and runtime.config.transport == "horovod":
+        from gradcomp.transport.horovod import process_set  # an engine, imported when it is asked for
+
+        for ranks in process_sets:
+            process_set([runtime.ranks[rank] for rank in ranks])
 
 
-def _introduction(part: bytes) -> tuple[str, str]:
+def _introduction(part: bytes) -> tuple[str, str, str]:
     try:
-        host, transport = json.loads(part)
+        host, transport, process_sets = json.loads(part)
     except (ValueError, TypeError) as error:
         raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
-    return str(host), str(transport)
+    return str(host), str(transport), str(process_sets)
 
 
 def _farewell(group: TorchTransport) -> None:

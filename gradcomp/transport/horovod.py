@@ -5,7 +5,7 @@ everything else here. Its background thread makes the calls that all ranks have 
 operation has a name that the ranks count alike.
 
 **Some ranks.** Horovod's process sets are made by all ranks of the job together, those outside too: call
-:func:`process_set` on all of them, then construct the transport on the members.
+:func:`process_set` on all of them, as ``gc.init(process_sets=...)`` does, then construct the transport on the members.
 
 **Failure.** If a rank ends, Horovod fails every operation on the others, without saying which rank it was, or it ends
 their processes, by an exception on its thread that nobody catches. Once failed, it is of no more use.
@@ -129,7 +129,10 @@ class HorovodTransport(Transport):
         if hvd.rank() not in members:
             raise ConfigError(f"rank {hvd.rank()} is not one of {list(members)}")
         if members != tuple(range(hvd.size())) and members not in _sets:
-            raise ConfigError(f"call process_set({list(members)}) on all ranks of the job first")
+            raise ConfigError(
+                f"call process_set({list(members)}) on all ranks of the job first, or let all of them name the set in "
+                "gc.init(process_sets=...)"
+            )
         self._set = process_set(members)
         self.rank = members.index(hvd.rank())
         self.size = len(members)

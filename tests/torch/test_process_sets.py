@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
+import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
+from launching import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from transport_engines import no_horovod, under_horovodrun
 
 import gradcomp.torch as gc
+from gradcomp.torch import runtime
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -187,3 +192,63 @@ def test_what_is_no_process_set_is_refused():
 def test_places_on_the_hosts():
     assert (gc.local_rank(), gc.local_size()) == (gc.rank(), 4)
     assert (gc.cross_rank(), gc.cross_size()) == (0, 1)
+
+
+# --- sets that init() is told of ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [[], [0, 0], [-1], [0, 4], [True], 3, "01", None])
+def test_a_set_that_is_none_is_refused(given):
+    with pytest.raises(gc.ConfigError, match=r"is not a list of some of the ranks 0 \.\. 3"):
+        runtime._members(given, 4)
+
+
+def test_a_set_may_be_a_list_or_a_process_set():
+    assert runtime._members([3, 1], 4) == runtime._members(gc.ProcessSet([1, 3]), 4) == (1, 3)
+
+
+def test_ranks_that_name_other_sets_are_refused():
+    def program():
+        import os
+
+        import gradcomp.torch as gc
+
+        sets = [[[0, 1], [1]], [[1, 0]]][int(os.environ["RANK"])]
+        gc.init(process_sets=sets, timeout_seconds=20)
+
+    for end in run_ranks(program, 2):
+        assert end.returncode != 0
+        assert "rank 0 has process_sets=[(0, 1), (1,)], rank 1 has [(0, 1)]" in end.stderr
+
+
+@pytest.mark.skipif(bool(no_horovod()), reason=no_horovod())
+def test_over_horovod_the_sets_that_init_was_told_of_train():
+    def program():
+        import pytest
+        import torch
+
+        import gradcomp.torch as gc
+
+        gc.init(transport="horovod", process_sets=[gc.ProcessSet([2, 3]), [0, 1]], timeout_seconds=30)
+        torch.manual_seed(0)
+        net = torch.nn.Linear(40, 30)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        half = gc.ProcessSet([0, 1] if gc.rank() < 2 else [2, 3])
+        names = net.named_parameters()
+        opt = gc.DistributedOptimizer(sgd, names, "quantize:bits=4", process_set=half)
+        data = torch.Generator().manual_seed(gc.rank())
+        for _ in range(3):
+            opt.zero_grad()
+            net(torch.randn(8, 40, generator=data)).square().mean().backward()
+            opt.step()
+        found = gc.allgather(torch.cat([p.detach().reshape(-1) for p in net.parameters()])[None])
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[2], found[3])
+        assert not torch.equal(found[0], found[2])
+        with pytest.raises(gc.ConfigError, match=r"name the set in gc.init|is not a member"):
+            gc.DistributedOptimizer(
+                torch.optim.SGD(net.parameters(), lr=0.1), process_set=gc.ProcessSet([0, 2])
+            )
+
+    (end,) = under_horovodrun(textwrap.dedent(inspect.getsource(program)) + "\nprogram()\n", 4)
+    assert end.returncode == 0, end.stdout + end.stderr
