@@ -15,9 +15,9 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.messages import Context, Observations
+from gradcomp.compress.messages import Context
 from gradcomp.compress.policy import Schedule
-from gradcomp.control.base import Pilot, Step
+from gradcomp.control.base import Pilot
 from gradcomp.control.menu import sent_bytes
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
@@ -34,6 +34,7 @@ from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
 from gradcomp.pipeline.memory import Allocate, StepMemory
+from gradcomp.pipeline.steering import Steering
 from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Call
 from gradcomp.reduce.costs import Network, cheapest
@@ -141,10 +142,7 @@ class Pipeline:
         self._handing_over = False  # servers have to tell each other what they no longer own
         self._topology = topology or Topology.one_host(transport.size)
         self._network = network
-        self.pilot = pilot
-        self._steering: Pilot | None = None  # the pilot, in steps in which it decides
-        self._observations: Observations | None = None
-        self._contribution: tuple[Handle, npt.NDArray[np.float64]] | None = None
+        self._steering = Steering(pilot, len(layers))
         assert self._topology.world == transport.size, f"{self._topology} is not of {transport.size} ranks"
         if self._scheme.name == AUTO and network is None and len(self._topology.leaders) > 1:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
@@ -182,9 +180,14 @@ class Pipeline:
         return self.transport.rank < self.servers
 
     @property
+    def pilot(self) -> Pilot | None:
+        """The controller's, if there is one."""
+        return self._steering.pilot
+
+    @property
     def predicted_bytes(self) -> float:
         """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
-        return float(self._sent_bytes.sum())
+        return float(self._laid_out.sent_bytes.sum())
 
     def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
@@ -199,15 +202,8 @@ class Pipeline:
         self._scale, self._open_rate = scale, rate
         self.inbox.open(self.layout)
         self._position = (0, -1)
-        before, self._opened_at = self._opened_at, perf_counter()
-        self._since = self._opened_at - before if before else 0.0
-        self._wire_seconds = np.zeros(len(self.layout.buckets))
-        pilot = self.pilot
-        self._steering = pilot if pilot is not None and self.step >= pilot.setting.first_step else None
-        self._observations = None
-        if self._steering is not None:
-            self._observations = Observations(len(self.layers))
-            self._steering.begin(self.step)
+        self._opened_at = perf_counter()
+        self._steering.open(self.step, self._opened_at, len(self.layout.buckets))
         self._running = self._run()
 
     def poll(self) -> Waiting:
@@ -232,8 +228,7 @@ class Pipeline:
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
             self.rate = self._open_rate
-            if self._steering is not None:
-                self._steering.commit(result.present)
+            self._steering.commit(result.present)
         else:
             self.statistics.skipped_steps += 1
         return result.finite
@@ -249,7 +244,7 @@ class Pipeline:
 
         StateError where a pilot decides about plans.
         """
-        if self.pilot is not None and self.step >= self.pilot.setting.first_step:
+        if self._steering.decides(self.step):
             raise StateError("a controller decides about plans here")
         plan.check_covers(self.layers)
         if plan.version != self.plan.version + 1:
@@ -304,8 +299,7 @@ class Pipeline:
         votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
         flights: list[_Flight] = []  # newest first
         self._follow_schedule()
-        pilot = self._steering
-        ready = 1 if self._next_plan is not None or (pilot is not None and pilot.ready) else 0
+        ready = 1 if self._next_plan is not None or self._steering.ready else 0
         ready *= not self.serves
         if self._handing_over:
             yield from self._hand_over()
@@ -323,14 +317,14 @@ class Pipeline:
             votes.append((program.bucket.layers, ballot))
             started = _Flight(number, self._start(program, ballot, ready))
             self._issue(started)
-            if pilot is not None and number == len(self._programs) - 1:
-                self._contribute(pilot)
+            if number == len(self._programs) - 1:
+                self._steering.contribute(self.step, self.transport)
             yield from self._advance(flights)
             flights.insert(0, started)
             while flights and not self.config.overlap:
                 yield from self._advance(flights)
-        if pilot is not None and not self._programs:  # every layer is sparse
-            self._contribute(pilot)
+        if not self._programs:  # every layer is sparse
+            self._steering.contribute(self.step, self.transport)
         while flights:
             yield from self._advance(flights)
 
@@ -339,14 +333,6 @@ class Pipeline:
             states[layers] |= ballot.states
         all_ready = bool(votes) and votes[0][1].ready == self.trainers
         yield from self._finish(states, all_ready)
-
-    def _contribute(self, pilot: Pilot) -> None:
-        """Every bucket is encoded: what the pilots add up travels beside the last ones."""
-        assert self._observations is not None, "made when the step was opened"
-        pilot.observe(self._observations)
-        vector = pilot.contribution(self.step)
-        if vector is not None:
-            self._contribution = (AllReduce(vector).issue(self.transport), vector)
 
     def _follow_schedule(self) -> None:
         """Propose what is to begin at the next step: all ranks do, in the same step.
@@ -387,11 +373,7 @@ class Pipeline:
             self.trace,
             self.statistics,
         )
-        if self._steering is not None and self._steering.accumulates:
-            for group in program.bucket.groups:
-                table = group.table.copy()
-                memory.gradients(table, group.layers)
-                self._steering.accumulate(table, group.layers, scale)
+        self._steering.start(program.bucket.groups, memory, scale)
         # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
         call = Call(
             stamp,
@@ -411,7 +393,7 @@ class Pipeline:
             divisor,
             rate_ratio=ratio,
             fields=self.fields,
-            observations=self._observations,
+            observations=self._steering.observations,
             servers=self.servers,
         )
         return program.run(call, context, memory, ballot)
@@ -437,16 +419,14 @@ class Pipeline:
             self.advances += 1
             self.trace.add("wire", self.step, flight.number, flight.issued, now)
             self.statistics.wire_seconds += now - flight.issued
-            self._wire_seconds[flight.number] += now - flight.issued
+            self._steering.landed(flight.number, now - flight.issued)
             if not self._issue(flight):
                 flights.remove(flight)
                 if self._landed is not None:
                     self._landed(self.layout.buckets[flight.number])
 
     def _collective(self, operation: Operation) -> Generator[Waiting, None, None]:
-        handle = operation.issue(self.transport)
-        while not handle.poll():
-            yield Waiting.WIRE
+        yield from _completed(operation.issue(self.transport))
 
     def _finish(self, states: npt.NDArray[np.uint8], all_ready: bool) -> Generator[Waiting, None, None]:
         """Draw the conclusions that every rank draws from the same votes."""
@@ -461,11 +441,15 @@ class Pipeline:
         if newly_sparse:
             self.sparse |= newly_sparse
             self._stale = True
-        if all_ready and (self._next_plan is not None or self._steering is None):
+        if all_ready and (self._next_plan is not None or not self._steering.decides(self.step)):
             yield from self._swap_plan()
             all_ready = False
-        if self.pilot is not None:
-            yield from self._steer(self.pilot, all_ready)
+        if self._steering.sums is not None:
+            yield from _completed(self._steering.sums)
+        if self._steering.conclude(self.step, all_ready, self._laid_out, self.inbox.completed):
+            assert self.pilot is not None, "who chose"
+            self.plan = self.pilot.plan(self.plan)
+            self._stale = True
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
         self.statistics.dense_bytes += self._dense_bytes
@@ -477,37 +461,6 @@ class Pipeline:
         self.inbox.release()
         self.result = StepResult(self.step, present, sparse, nonfinite)
         self.step += 1
-
-    def _steer(self, pilot: Pilot, agreed: bool) -> Generator[Waiting, None, None]:
-        """Let the pilot draw its conclusions; what it chose is in force from the next step on."""
-        changed = self.step + 1 == pilot.setting.first_step and bool(pilot.choices)
-        if self._steering is not None:
-            sums = None
-            if self._contribution is not None:
-                handle, sums = self._contribution
-                while not handle.poll():
-                    yield Waiting.WIRE
-                self._contribution = None
-            changed = pilot.finish(self._step_for_pilot(agreed, sums))
-        if changed:
-            self.plan = pilot.plan(self.plan)
-            self._stale = True
-
-    def _step_for_pilot(self, agreed: bool, sums: npt.NDArray[np.float64] | None) -> Step:
-        layers, buckets = self._travels
-        count = len(self.layers)
-        position = np.zeros(count, dtype=np.int64)
-        np.maximum.at(position, layers, buckets)
-        return Step(
-            self.step,
-            agreed,
-            sums,
-            self._since,
-            np.bincount(layers, self._wire_seconds[buckets], count).astype(np.float64),
-            np.bincount(layers, self._sent_bytes[buckets], count).astype(np.float64),
-            np.array(self.inbox.completed) - self._opened_at,
-            position,
-        )
 
     def _agree_on_order(self) -> Generator[Waiting, None, None]:
         """Everyone takes the order in which the first rank's gradients arrived, of those that have any.
@@ -571,7 +524,7 @@ class Pipeline:
         self._keeps_residual = np.array(found.sizes) > 0
         self.residuals.own(found.ranges, self.trainers)
         self._handing_over = self.servers > 0 and self.step > 0 and bool(self._keeps_residual.any())
-        self._travels, self._sent_bytes = found.travels, found.sent_bytes
+        self._laid_out = found
         self._dense_bytes = found.dense_bytes
         self.laid_out_plan = self.plan
         self._stale = False
@@ -633,3 +586,8 @@ class Pipeline:
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
         return make(scheme, parts, layers, self.transport.rank, self._topology, bucket)
+
+
+def _completed(handle: Handle) -> Generator[Waiting, None, None]:
+    while not handle.poll():
+        yield Waiting.WIRE

@@ -28,8 +28,8 @@ from gradcomp import (
 )
 from gradcomp.compress import at_level
 from gradcomp.control.gravac import GraVAC
+from gradcomp.control.gravac_pilot import GraVACPilot
 from gradcomp.control.gravac_search import Search
-from gradcomp.pipeline import Pipeline
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
 
@@ -275,14 +275,13 @@ def test_a_row_with_nothing_in_it_has_no_gain():
 
 def scripted(monkeypatch, seconds) -> None:
     """Iterations take ``seconds(rank, number)``."""
-    real = Pipeline._step_for_pilot
+    real = GraVACPilot.finish
 
-    def step_for_pilot(pipeline, *arguments):
-        step = real(pipeline, *arguments)
+    def finish(pilot, step):
         last = step.number - 1
-        return replace(step, seconds=seconds(pipeline.transport.rank, last) if last >= 0 else 0.0)
+        return real(pilot, replace(step, seconds=seconds(pilot.setting.rank, last) if last >= 0 else 0.0))
 
-    monkeypatch.setattr(Pipeline, "_step_for_pilot", step_for_pilot)
+    monkeypatch.setattr(GraVACPilot, "finish", finish)
 
 
 def wild(rank: int, number: int) -> float:

@@ -1,0 +1,99 @@
+"""A controller's pilot beside its pipeline: asked and told at fixed places of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.messages import Observations
+from gradcomp.control.base import Doubles, Pilot, Step
+from gradcomp.kernels.codec import Group
+from gradcomp.pipeline.arrangement import Arrangement
+from gradcomp.pipeline.memory import StepMemory
+from gradcomp.transport.base import AllReduce, Handle, Transport
+
+
+class Steering:
+    """What one rank's pipeline does for a pilot; nothing where there is none, or before its first step."""
+
+    def __init__(self, pilot: Pilot | None, layers: int) -> None:
+        self.pilot = pilot
+        self.observations: Observations | None = None
+        self._layers = layers
+        self._active: Pilot | None = None
+        self._summed: tuple[Handle, Doubles] | None = None
+        self._opened_at = 0.0
+        self._since = 0.0
+        self._wire = np.zeros(0)
+
+    def decides(self, step: int) -> bool:
+        """Whether plans are the pilot's from this step on."""
+        return self.pilot is not None and step >= self.pilot.setting.first_step
+
+    @property
+    def ready(self) -> bool:
+        """This rank's vote."""
+        return self._active is not None and self._active.ready
+
+    def open(self, step: int, now: float, buckets: int) -> None:
+        """A step opens."""
+        self._since = now - self._opened_at if self._opened_at else 0.0
+        self._opened_at = now
+        self._wire = np.zeros(buckets)
+        self._active = self.pilot if self.decides(step) else None
+        self.observations = None
+        if self._active is not None:
+            self.observations = Observations(self._layers)
+            self._active.begin(step)
+
+    def start(self, groups: Sequence[Group], memory: StepMemory, scale: float) -> None:
+        """A bucket is about to be encoded."""
+        if self._active is None or not self._active.accumulates:
+            return
+        for group in groups:
+            table = group.table.copy()
+            memory.gradients(table, group.layers)
+            self._active.accumulate(table, group.layers, scale)
+
+    def contribute(self, step: int, transport: Transport) -> None:
+        """Every bucket is encoded: what pilots add up travels beside the last ones."""
+        if self._active is None:
+            return
+        assert self.observations is not None, "made when the step was opened"
+        self._active.observe(self.observations)
+        vector = self._active.contribution(step)
+        if vector is not None:
+            self._summed = (AllReduce(vector).issue(transport), vector)
+
+    def landed(self, bucket: int, seconds: float) -> None:
+        """A round of the bucket took so long on the wire."""
+        self._wire[bucket] += seconds
+
+    @property
+    def sums(self) -> Handle | None:
+        """What has to be complete before :meth:`conclude`."""
+        return None if self._summed is None else self._summed[0]
+
+    def conclude(self, step: int, agreed: bool, laid_out: Arrangement, completed: Sequence[float]) -> bool:
+        """The step is done: whether the pilot has other choices for the next one."""
+        sums, self._summed = self._summed, None
+        if self._active is None:
+            # What it chose before its time begins with it.
+            return self.pilot is not None and self.decides(step + 1) and bool(self.pilot.choices)
+        layers, buckets = laid_out.travels
+        position: npt.NDArray[np.int64] = np.zeros(self._layers, dtype=np.int64)
+        np.maximum.at(position, layers, buckets)
+        wire, sent = (
+            np.bincount(layers, of[buckets], self._layers).astype(np.float64)
+            for of in (self._wire, laid_out.sent_bytes)
+        )
+        ready = np.array(completed) - self._opened_at
+        summed = None if sums is None else sums[1]
+        return self._active.finish(Step(step, agreed, summed, self._since, wire, sent, ready, position))
+
+    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+        """The step was accepted."""
+        if self._active is not None:
+            self._active.commit(present)
