@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import random
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from batch import on_ranks
+from late import Late
 from simulation import Simulation
 
 from gradcomp import ConfigError, LayerSpec, Policy, Quantize, StateError, Warmup
@@ -175,22 +174,6 @@ def test_uncompressed_means_are_those_of_none(times):
         found = step(auto, times, gradients).all_means()
         assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
     assert [p.plan.assignments for p in auto.pipelines] == [p.plan.assignments for p in plain.pipelines]
-
-
-class Late:
-    """A background whose work is done after a random number of looks."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def __call__(self, work):
-        looks, result = [self.random.randrange(12)], Future()
-        result.set_result(work())
-        future = Future()
-        future.done = lambda: looks.append(looks.pop() - 1) or looks[0] < 0
-        future.result = result.result
-        future.exception = result.exception
-        return future
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
