@@ -48,7 +48,7 @@ def watched(ranks: Simulation) -> list[Observations]:
         start = type(pipeline)._start
 
         def noting(*arguments, pipeline=pipeline, seen=seen, start=start):
-            pipeline._observations = seen
+            pipeline._steering.observations = seen
             return start(pipeline, *arguments)
 
         pipeline._start = noting
