@@ -119,7 +119,8 @@ class TestHosts:
     def test_the_command_cleans_up_when_interrupted(self, number):
         script = Path(hosts.__file__)
         command = [sys.executable, str(script), "--link", "unshaped", "--", "sleep", "600"]
-        process = subprocess.Popen(command)
+        # Where the tests run in the background of a shell, interrupts are ignored, and that is inherited.
+        process = subprocess.Popen(["env", "--default-signal=INT", *command])
         wait_until(lambda: len(own_namespaces(process.pid)) == 3)
         time.sleep(0.3)
         process.send_signal(number)
@@ -129,7 +130,8 @@ class TestHosts:
     def test_what_a_killed_process_left_is_removed_by_the_next(self):
         script = Path(hosts.__file__)
         command = [sys.executable, str(script), "--link", "unshaped", "--", "sleep", "600"]
-        process = subprocess.Popen(command)
+        # Where the tests run in the background of a shell, interrupts are ignored, and that is inherited.
+        process = subprocess.Popen(["env", "--default-signal=INT", *command])
         wait_until(lambda: len(own_namespaces(process.pid)) == 3)
         process.kill()
         process.wait()

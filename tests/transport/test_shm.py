@@ -188,12 +188,10 @@ def test_polls_do_not_block() -> None:
     with shm_transports(2) as (first, second):
         arrays = [np.ones(4_000_000, np.float32) for _ in range(2)]
         handles = [rank.allreduce(array) for rank, array in zip((first, second), arrays, strict=True)]
-        longest = 0.0
+        polls = 0
         while not all(handle.poll() for handle in handles):
-            before = time.thread_time()
-            handles[0].poll()
-            longest = max(longest, time.thread_time() - before)
-        assert longest < 1e-3
+            polls += 1
+        assert polls > 10  # one that waited for the end would have been the last
 
 
 def test_waiting_takes_no_processor_time() -> None:
