@@ -144,7 +144,7 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "target": arm.family.target if arm.family and key.endswith("-lgreco") else None,
                 "overhead": max(own[s]["overhead"] for s in seeds),
                 "adding": max(own[s]["adding"] for s in seeds),
-                "plans": len(own[seeds[0]].get("plans", [])),
+                "plans": None if "factors" in own[seeds[0]] else len(own[seeds[0]].get("plans", [])),
                 "factors": own[seeds[0]].get("factors"),
                 "fewer_floats": own[seeds[0]].get("fewer_floats"),
             }
