@@ -34,6 +34,7 @@ import report
 from adaptive_rows import DEFAULT, DENSE, FAMILIES, RESNET, TASKS, UNIFORM, Arm, arms
 from convergence_rows import METRICS
 from convergence_tasks import Settings
+from options import add_training, check_training
 
 Run = dict[str, Any]
 
@@ -202,27 +203,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", choices=TASKS, action="append", help="some tasks only (default: all)")
+    add_training(parser, TASKS)
     parser.add_argument("--families", default=",".join(f.key for f in FAMILIES))
     parser.add_argument("--controllers", default=",".join(DEFAULT))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--link", choices=hosts.LINKS, help="hosts of network namespaces with such links")
-    parser.add_argument("--lstm-steps", type=int, default=1000)
-    parser.add_argument("--resnet-epochs", type=int, default=18)
-    parser.add_argument(
-        "--data", type=Path, help="a text file (default: the text of Python's standard library)"
-    )
-    parser.add_argument("--cifar", type=Path, help="CIFAR-10 as .npz; without it there is no ResNet")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
     options = parser.parse_args(arguments)
+    check_training(parser, options)
     if options.task is None:
         options.task = [task for task in TASKS if task != RESNET or options.cifar is not None]
-    if RESNET in options.task and options.cifar is None:
-        parser.error("--task resnet needs --cifar")
-    if options.resume and options.json is None:
-        parser.error("--resume needs --json")
     return options
 
 

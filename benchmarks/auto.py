@@ -29,6 +29,7 @@ from typing import Any
 import hosts
 import models
 import report
+from options import add_timing
 from step_rank import BATCH, LENGTH, make_trainer, run_block
 from step_rows import Row
 
@@ -158,23 +159,13 @@ def link_names(text: str) -> list[str]:
     return names
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--links", type=link_names, default=["100mbit", "1gbit", "unshaped"],
                         help=f"comma-separated: {', '.join(hosts.LINKS)} (default: all)")  # fmt: skip
-    parser.add_argument("--ranks", type=positive, default=2, help="hosts, one rank each (default: 2)")
-    parser.add_argument("--blocks", type=positive, default=5, help="blocks per row (default: 5)")
-    parser.add_argument("--steps", type=positive, default=6, help="timed steps per block (default: 6)")
-    parser.add_argument("--warmup", type=positive, default=2, help="untimed steps before them (default: 2)")
+    add_timing(parser, blocks=5, steps=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--task", help=argparse.SUPPRESS)

@@ -54,6 +54,7 @@ import report
 from convergence_results import BAR, Run, as_it_must, evaluate, merge, show
 from convergence_rows import METRICS, RESNET, TASKS, Arm, choose
 from convergence_tasks import Settings, load, make_job, train
+from options import add_training, check_training
 
 #: The other ranks' time to say what they know, once one has failed.
 GRACE_SECONDS = 10.0
@@ -217,33 +218,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", choices=TASKS, action="append", help="some tasks only (default: all)")
+    add_training(parser, TASKS)
     parser.add_argument("--rows", help="some rows only, comma-separated; see convergence_rows.py")
-    parser.add_argument("--seeds", type=int, default=3, help="pairs (default: 3)")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--link", choices=hosts.LINKS, help="hosts of network namespaces with such links")
     parser.add_argument("--digits-epochs", type=int, default=60)
-    parser.add_argument("--lstm-steps", type=int, default=1000)
-    parser.add_argument("--resnet-epochs", type=int, default=18)
     parser.add_argument("--compression", action="append", default=[], help="a further row, in string form")
-    parser.add_argument(
-        "--data", type=Path, help="a text file (default: the text of Python's standard library)"
-    )
-    parser.add_argument("--cifar", type=Path, help="CIFAR-10 as .npz; without it there is no ResNet")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
     parser.add_argument("--merge", type=Path, nargs="+", help="run nothing: the table of these files' runs")
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    for name in ("data", "cifar"):
-        path = getattr(options, name)
-        if path is not None and not path.is_file():
-            parser.error(f"--{name}: there is no file {path}")
-    if options.task and RESNET in options.task and options.cifar is None:
-        parser.error("--task resnet needs --cifar")
-    if options.resume and options.json is None:
-        parser.error("--resume needs --json")
+    check_training(parser, options)
     return options
 
 

@@ -48,6 +48,7 @@ from typing import Any
 import compressions
 import hosts
 import report
+from options import add_timing
 from step_rank import BATCH, LENGTH, Task, run_rank
 from step_results import bars, evaluate, judge, show
 from step_rows import ROWS, Row, choose
@@ -125,13 +126,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -139,10 +133,7 @@ def main() -> int:
     parser.add_argument(
         "--link", choices=hosts.LINKS, default="1gbit", help="rate of the links (default: 1gbit)"
     )
-    parser.add_argument("--ranks", type=positive, default=2, help="hosts, one rank each (default: 2)")
-    parser.add_argument("--blocks", type=positive, default=10, help="blocks per row (default: 10)")
-    parser.add_argument("--steps", type=positive, default=8, help="timed steps per block (default: 8)")
-    parser.add_argument("--warmup", type=positive, default=2, help="untimed steps before them (default: 2)")
+    add_timing(parser, blocks=10, steps=8)
     parser.add_argument(
         "--rows",
         help=f"comma-separated: {', '.join(row.key for row in ROWS)} "

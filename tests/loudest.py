@@ -25,7 +25,10 @@ class Loudest(Periodic):
     """The more of the norm a layer has, the more bits; remembers how often it was asked, and by what."""
 
     name: ClassVar[str] = "loudest"
-    needs_errors = True
+
+    @property
+    def needs_errors(self):
+        return True
 
     def begin_memory(self, menu):
         return np.zeros(2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
-from typing import Any
 
 from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
@@ -41,7 +40,7 @@ from gradcomp.compress.topk import TopK
 from gradcomp.compress.unbiased_rank import UnbiasedRank
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.forms import outside_brackets, split, value_of
+from gradcomp.core.forms import arguments_of, split, value_of
 from gradcomp.core.plan import Level
 
 BUILT_IN: tuple[type[Compressor], ...] = (
@@ -108,24 +107,16 @@ def from_string(text: str) -> Compressor:
             f"unknown compression {name!r}; known: {', '.join(sorted([*registered(), *_SHORT]))}"
         )
     fields = {f.name for f in dataclasses.fields(kind)} - {"inner"}
-    arguments: dict[str, Any] = {}
     if issubclass(kind, Wrapper) != (inner is not None):
         raise ConfigError(
             f"{text!r}: {name} wraps another compressor: {name}[topk:density=0.01]"
             if inner is None
             else f"{text!r}: {name} wraps nothing"
         )
-    if inner is not None:
-        arguments["inner"] = from_string(inner)
-    for item in filter(None, outside_brackets(rest)):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or key not in fields:
-            raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
-        if key in arguments:
-            raise ConfigError(f"{text!r}: {key} is given twice")
-        arguments[key] = value_of(value, from_string)
+    wrapped = {} if inner is None else {"inner": from_string(inner)}
+    arguments = arguments_of(text, rest, fields, lambda _, value: value_of(value, from_string))
     try:
-        return kind(**arguments)
+        return kind(**wrapped, **arguments)
     except TypeError as error:
         raise ConfigError(f"{text!r}: {error}") from error
 

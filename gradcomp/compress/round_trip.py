@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from time import perf_counter
+
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
 from gradcomp.compress.sparse import Sparse
 from gradcomp.compress.summed import Summed
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw, Group
-from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
-Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
@@ -52,7 +54,7 @@ def round_trip(
     try:
         message = next(exchange)
         while True:
-            reply = _answer(message, context)
+            reply, _ = answer(message, context)
             flags |= reply.flags
             message = exchange.send(Reply(flags.copy(), reply.data))
     except StopIteration as end:
@@ -72,34 +74,34 @@ def round_trip_bytes(compressor: Compressor, layer: LayerSpec) -> int:
 
 
 def _group(compressor: Compressor, layer: LayerSpec) -> Group:
-    table = np.zeros(1, dtype=SEGMENT)
-    table["length"], table["layer"], table["dtype"] = layer.size, layer.hash, FLOAT32
-    compressor.fill(table, compressor.level)
-    return Group(compressor, table, np.zeros(1, dtype=np.int64), False, shapes=(layer.shape,))
+    spec = replace(layer, dtype="float32")
+    return replace(group_of([Piece(0, 0, layer.size)], [spec], [compressor]), feedback=False, prepared=False)
 
 
-def _answer(message: Message, context: Context) -> Reply:
-    """What the pipeline would answer, were there one rank."""
+def answer(message: Message, context: Context) -> tuple[Reply, float]:
+    """What the pipeline would answer, were there one rank, and the seconds in which it made what it would send."""
+    if isinstance(message, Reduce):
+        return _coded(message, context)
     if isinstance(message, Sum):
         summand = np.zeros(message.length, dtype=message.dtype)
-        return Reply(message.write(summand), summand)
-    if isinstance(message, Reduce):
-        return Reply(_coded(message, context))
+        begin = perf_counter()
+        flags = message.write(summand)
+        return Reply(flags, summand), perf_counter() - begin
+    assert isinstance(message, Gather | Broadcast), f"there is no message {message!r}"
     room = np.empty(message.max_bytes, dtype=np.uint8)
+    begin = perf_counter()
     flags, used = message.write(room)
+    seconds = perf_counter() - begin
     payload = room[:used]
-    if isinstance(message, Gather):
-        return Reply(flags, [payload])
-    assert isinstance(message, Broadcast), f"there is no message {message!r}"
-    return Reply(flags, payload)
+    return Reply(flags, [payload] if isinstance(message, Gather) else payload), seconds
 
 
-def _coded(message: Reduce, context: Context) -> Bytes:
+def _coded(message: Reduce, context: Context) -> tuple[Reply, float]:
     codec, group = message.codec, message.group
     payload = np.empty(int(codec.wire_bytes(group.table).sum()), dtype=np.uint8)
     flags = np.zeros(len(group.table), dtype=np.uint8)
-    table = group.inputs.copy()
-    table["shadow"] = 0
-    codec.encode(table, payload, flags, context.draw)
+    begin = perf_counter()
+    codec.encode(group.inputs, payload, flags, context.draw)
+    seconds = perf_counter() - begin
     codec.decode(group.table, payload, flags)
-    return flags
+    return Reply(flags), seconds

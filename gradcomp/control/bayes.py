@@ -69,7 +69,6 @@ class Bayes(Periodic):
     """
 
     name: ClassVar[str] = "bayes"
-    needs_errors = True
 
     levels: Candidates | None = None
     alpha: float = 1.0
@@ -88,6 +87,11 @@ class Bayes(Periodic):
             raise ConfigError(f"seed must be a whole number from 0 to 2^32 - 1, got {self.seed!r}")
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError("Bayes needs Optuna: pip install 'gradcomp[bayes]'")
+
+    @property
+    def needs_errors(self) -> bool:
+        """Yes."""
+        return True
 
     def candidates(self) -> Candidates | None:
         """As given."""

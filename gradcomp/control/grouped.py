@@ -28,7 +28,11 @@ class Grouped(Periodic):
         check_levels(self.levels)
         if self.alpha is not None:
             check_positive("alpha", self.alpha)
-        object.__setattr__(self, "needs_errors", self.alpha is not None)
+
+    @property
+    def needs_errors(self) -> bool:
+        """For a budget."""
+        return self.alpha is not None
 
     def candidates(self) -> Candidates | None:
         """As given."""

@@ -11,6 +11,7 @@ import numpy as np
 from gradcomp.compress import Compressor
 from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
 from gradcomp.control.base import Doubles, Setting
+from gradcomp.control.checks import check_count, check_positive
 from gradcomp.control.menu import Candidates, Menu, default_levels, make_menu, resolve
 from gradcomp.control.periodic import Periodic
 from gradcomp.control.seen import Decision, Numbers, Seen
@@ -22,6 +23,7 @@ logger = logging.getLogger("gradcomp")
 #: Weight of older periods when coefficients of time are fitted.
 _MEMORY = 0.5
 
+_MOST_BUCKETS = 10**6
 _OBJECTIVES = ("bytes", "time", "position")
 _METRICS = ("norm", "squared")
 
@@ -56,7 +58,6 @@ class LGreCo(Periodic):
     """
 
     name: ClassVar[str] = "lgreco"
-    needs_errors = True
 
     levels: Candidates | None = None
     alpha: float = 1.0
@@ -67,18 +68,21 @@ class LGreCo(Periodic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
-        if not number or not 0 < self.alpha < np.inf:
-            raise ConfigError(f"alpha must be a positive number, got {self.alpha!r}")
-        whole = isinstance(self.buckets, int) and not isinstance(self.buckets, bool)
-        if not whole or not 0 < self.buckets <= 10**6:
-            raise ConfigError(f"buckets must be a whole number from 1 to 1000000, got {self.buckets!r}")
+        check_positive("alpha", self.alpha)
+        check_count("buckets", self.buckets)
+        if self.buckets > _MOST_BUCKETS:
+            raise ConfigError(f"buckets must be at most {_MOST_BUCKETS}, got {self.buckets!r}")
         if self.objective not in _OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {self.objective!r}")
         if self.metric not in _METRICS:
             raise ConfigError(f"metric must be one of {', '.join(_METRICS)}, got {self.metric!r}")
         if self.accordion is not None and not isinstance(self.accordion, Accordion):
             raise ConfigError(f"accordion must be an Accordion, got {self.accordion!r}")
+
+    @property
+    def needs_errors(self) -> bool:
+        """Yes."""
+        return True
 
     def candidates(self) -> Candidates | None:
         """``levels``."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gradcomp.control.base import Controller, Doubles, Pilot, Setting
+from gradcomp.control.checks import check_count
 from gradcomp.control.menu import Candidates, Menu, make_menu
 from gradcomp.control.periodic_pilot import PeriodicPilot
 from gradcomp.control.seen import Decision, Seen
-from gradcomp.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ class Periodic(Controller):
     def __post_init__(self) -> None:
         for name in ("every_steps", "window", "memory_bytes"):
             value = getattr(self, name)
-            optional = name != "every_steps" and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if name == "every_steps" or value is not None:
+                check_count(name, value)
 
-    #: Whether decisions need what every choice loses.
-    needs_errors = False
+    @property
+    def needs_errors(self) -> bool:
+        """Whether decisions need what every choice loses."""
+        return False
 
     def candidates(self) -> Candidates | None:
         """What layers may travel as; None for the default ranges."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from time import thread_time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,9 @@ from gradcomp.control.accumulators import Accumulators, Floats, share_out
 from gradcomp.control.base import Doubles, Pilot, Setting, Step
 from gradcomp.control.seen import Decision, Numbers, Seen
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Table
+from gradcomp.kernels.segments import SEGMENT
 
 if TYPE_CHECKING:
     from gradcomp.control.periodic import Periodic
@@ -27,10 +29,10 @@ logger = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
 
-#: Columns of the table that ranks add up, before those of the errors.
-_NORM, _MEAN, _DEVIATION, _COLUMNS = range(4)
+#: Columns of the table that ranks add up, before those of the errors: norm, mean, deviation.
+_COLUMNS = 3
 
-#: Columns of a saved :class:`Seen`, before those of the errors; what stands for infinity there.
+#: Columns of a saved :class:`Seen`, before those of the errors: these, wire, sent, position; what stands for infinity.
 _SEEN, _ENDLESS = 6, 1e300
 
 
@@ -55,7 +57,8 @@ class PeriodicPilot(Pilot):
         self.begun = setting.first_step  # the step in which the period that adds up began
         self.current = self.menu.reference.copy()
         self.memory = controller.begin_memory(self.menu)
-        self._columns = _COLUMNS + (self.menu.width if controller.needs_errors else 0)
+        self._has_errors = controller.needs_errors
+        self._columns = _COLUMNS + (self.menu.width if self._has_errors else 0)
         sizes = {int(i): s.size for i, s in zip(self.menu.layers, self.menu.specs, strict=True)}
         owners = share_out(sizes, setting.world)
         self._own = [i for i in sizes if owners[i] == setting.rank and sizes[i]]
@@ -177,16 +180,14 @@ class PeriodicPilot(Pilot):
     def _measure(self, taken: Mapping[int, Floats], memory_bytes: int | None) -> Doubles:
         """This rank's rows of the table: zeros for the layers of others."""
         table = np.zeros((len(self.menu.layers), self._columns))
-        for row, number in enumerate(self.menu.layers.tolist()):
-            if number not in taken:
-                continue
-            values = taken[number]
+        rows = [row for row, number in enumerate(self.menu.layers.tolist()) if number in taken]
+        measured = [taken[int(self.menu.layers[row])] for row in rows]
+        squares = _squares(measured)
+        for row, values, square in zip(rows, measured, squares.tolist(), strict=True):
             mean = float(values.mean(dtype=np.float64))
-            square = float(np.dot(values, values)) if len(values) < 1 << 12 else _squares(values)
-            table[row, _NORM] = np.sqrt(square)
-            table[row, _MEAN] = mean
-            table[row, _DEVIATION] = np.sqrt(max(square / len(values) - mean * mean, 0.0))
-            if self.controller.needs_errors:
+            deviation = np.sqrt(max(square / len(values) - mean * mean, 0.0))
+            table[row, :_COLUMNS] = np.sqrt(square), mean, deviation
+            if self._has_errors:
                 choices, spec = self.menu.choices[row], self.menu.specs[row]
                 table[row, _COLUMNS : _COLUMNS + len(choices)] = errors(
                     choices, spec, values, self.setting.seed, memory_bytes=memory_bytes
@@ -204,21 +205,12 @@ class PeriodicPilot(Pilot):
                 logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
             self.phase = Phase.GATHER
             return
-        losses = None
-        if self.controller.needs_errors:
-            losses = np.where(np.isinf(self.menu.costs), np.inf, table[:, _COLUMNS:])
-        self._seen = Seen(
+        layers = self.menu.layers
+        about = [sums[rows * self._columns :], self._sent[layers], step.position[layers].astype(np.float64)]
+        self._seen = self._see(
             step.number,
-            self.menu,
-            table[:, _NORM],
-            table[:, _MEAN],
-            table[:, _DEVIATION],
-            losses,
-            sums[rows * self._columns :],
-            self._sent[self.menu.layers],
-            step.position[self.menu.layers],
-            self.current,
-            self.memory,
+            [*table[:, :_COLUMNS].T, *about],
+            np.where(np.isinf(self.menu.costs), np.inf, table[:, _COLUMNS:]) if self._has_errors else None,
         )
         self._wire, self._sent = np.zeros_like(self._wire), np.zeros_like(self._sent)
         self.phase = Phase.DECIDE
@@ -240,11 +232,12 @@ class PeriodicPilot(Pilot):
         self.memory = sums[rows:].copy()
         self._work = None
         self._seen = None
-        self._choose()
+        self.choose()
         self.phase = Phase.GATHER
         return not np.array_equal(before, self.current)
 
-    def _choose(self) -> None:
+    def choose(self) -> None:
+        """Let :attr:`choices` be those in force."""
         self.choices = {
             number: self.menu.choices[row][int(self.current[row])]
             for row, number in enumerate(self.menu.layers.tolist())
@@ -299,7 +292,7 @@ class PeriodicPilot(Pilot):
         for row, spec in enumerate(self.menu.specs):
             found = self.menu.find(row, *chosen[spec.name]) if spec.name in chosen else None
             self.current[row] = self.menu.reference[row] if found is None else found
-        self._choose()
+        self.choose()
         names = {
             spec.name: int(number) for number, spec in zip(self.menu.layers, self.menu.specs, strict=True)
         }
@@ -309,7 +302,7 @@ class PeriodicPilot(Pilot):
             self._sent[number] = sent.get(name, 0.0)
             if name in own.get("wire", {}):
                 self._wire[number] = own["wire"][name].reshape(-1)[0]
-        width = _SEEN + (self.menu.width if self.controller.needs_errors else 0)
+        width = _SEEN + (self.menu.width if self._has_errors else 0)
         whole = same and chosen.keys() == names.keys()
         if phase is Phase.DECIDE or phase is Phase.ANNOUNCE:
             whole &= table is not None and table.shape == (len(names), width)
@@ -336,15 +329,18 @@ class PeriodicPilot(Pilot):
                 self._taken[layer] = np.array(value, dtype=np.float32).reshape(-1)
 
     def _from_table(self, step: int, table: Doubles) -> Seen:
-        norm, mean, deviation, wire, sent, position = table[:, :_SEEN].T
         losses = np.where(table[:, _SEEN:] >= _ENDLESS, np.inf, table[:, _SEEN:])
+        return self._see(step, list(table[:, :_SEEN].T), losses if self._has_errors else None)
+
+    def _see(self, step: int, columns: Sequence[Doubles], losses: Doubles | None) -> Seen:
+        norm, mean, deviation, wire, sent, position = columns
         return Seen(
             step,
             self.menu,
             norm,
             mean,
             deviation,
-            losses if self.controller.needs_errors else None,
+            losses,
             wire,
             sent,
             position.astype(np.int64),
@@ -360,8 +356,11 @@ def _to_table(seen: Seen) -> Doubles:
     return np.concatenate([np.stack(columns, axis=1), losses], axis=1)
 
 
-def _squares(values: Floats) -> float:
-    """Sum of squares in float64, in pieces that stay in the cache."""
-    return float(
-        sum(np.square(values[i : i + 65536], dtype=np.float64).sum() for i in range(0, len(values), 65536))
-    )
+def _squares(arrays: Sequence[Floats]) -> Doubles:
+    """Sums of squares, in one call."""
+    table = np.zeros(len(arrays), dtype=SEGMENT)
+    table["gradient"] = [values.ctypes.data for values in arrays]
+    table["length"] = [len(values) for values in arrays]
+    found = np.zeros(len(arrays))
+    selection.squares(table, found)
+    return found

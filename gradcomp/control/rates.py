@@ -5,17 +5,15 @@ from __future__ import annotations
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.compress.messages import Context, Exchange, Gather, Message, Reduce, Reply, Sum
+from gradcomp.compress.messages import Context, Exchange
+from gradcomp.compress.round_trip import answer
 from gradcomp.control.forecast import Rates
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
-
-Bytes = npt.NDArray[np.uint8]
 
 _LAYER = LayerSpec("probe", (512, 512))
 _REPEATS, _PATIENCE_SECONDS = 6, 0.5
@@ -53,31 +51,8 @@ def _seconds(exchange: Exchange, context: Context) -> tuple[float, float]:
     try:
         message = next(exchange)
         while True:
-            answer, seconds = _answer(message, context)
+            reply, seconds = answer(message, context)
             inside += seconds
-            message = exchange.send(answer)
+            message = exchange.send(reply)
     except StopIteration:
         return inside, perf_counter() - begin - inside
-
-
-def _answer(message: Message, context: Context) -> tuple[Reply, float]:
-    """What the pipeline would answer if there were one rank, and how long it took to make what would be sent."""
-    if isinstance(message, Reduce):
-        codec, group = message.codec, message.group
-        payload = np.empty(int(codec.wire_bytes(group.table).sum()), dtype=np.uint8)
-        flags: Bytes = np.zeros(len(group.table), dtype=np.uint8)
-        begin = perf_counter()
-        codec.encode(group.inputs, payload, flags, context.draw)
-        seconds = perf_counter() - begin
-        codec.decode(group.table, payload, flags)
-        return Reply(flags), seconds
-    if isinstance(message, Sum):
-        summand = np.empty(message.length, dtype=message.dtype)
-        begin = perf_counter()
-        flags = message.write(summand)
-        return Reply(flags, summand), perf_counter() - begin
-    room = np.empty(message.max_bytes, dtype=np.uint8)
-    begin = perf_counter()
-    flags, used = message.write(room)
-    seconds = perf_counter() - begin
-    return Reply(flags, [room[:used]] if isinstance(message, Gather) else room[:used]), seconds

@@ -18,7 +18,7 @@ from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.linear import Linear
 from gradcomp.control.schedule import Schedule
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.forms import outside_brackets, split, value_of
+from gradcomp.core.forms import arguments_of, split, value_of
 
 BUILT_IN: tuple[type[Controller], ...] = (
     LGreCo,
@@ -48,14 +48,9 @@ def controller_from_string(text: str) -> Controller:
         raise ConfigError(f"unknown controller {text!r}; known: {', '.join(sorted(known))}")
     kind = known[name]
     fields = {f.name for f in dataclasses.fields(kind)}
-    arguments: dict[str, Any] = {}
-    for item in filter(None, outside_brackets(rest)):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or key not in fields:
-            raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
-        if key in arguments:
-            raise ConfigError(f"{text!r}: {key} is given twice")
-        arguments[key] = value if key in _PATHS else value_of(value, _nested)
+    arguments = arguments_of(
+        text, rest, fields, lambda key, value: value if key in _PATHS else value_of(value, _nested)
+    )
     try:
         return kind(**arguments)
     except TypeError as error:

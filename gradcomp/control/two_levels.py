@@ -61,10 +61,5 @@ class TwoLevels(Periodic):
     def begin(self, setting: Setting) -> Pilot:
         """Layers begin at :attr:`start`, whatever the plan says."""
         pilot = PeriodicPilot(self, setting)
-        pilot.choices = {
-            number: choices[k]
-            for number, choices, k in zip(
-                pilot.menu.layers.tolist(), pilot.menu.choices, pilot.current.tolist(), strict=True
-            )
-        }
+        pilot.choose()
         return pilot

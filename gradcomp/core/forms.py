@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from gradcomp.core.errors import ConfigError
@@ -35,6 +35,21 @@ def outside_brackets(text: str, separator: str = ",") -> list[str]:
         else:
             parts[-1] += character
     return parts
+
+
+def arguments_of(
+    text: str, rest: str, fields: Collection[str], read: Callable[[str, str], Any]
+) -> dict[str, Any]:
+    """``field=value,...`` behind a name as arguments; ``read(field, value)`` makes a value. ``text``: for errors."""
+    arguments: dict[str, Any] = {}
+    for item in filter(None, outside_brackets(rest)):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or key not in fields:
+            raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
+        if key in arguments:
+            raise ConfigError(f"{text!r}: {key} is given twice")
+        arguments[key] = read(key, value)
+    return arguments
 
 
 def value_of(text: str, nested: Callable[[str], Any]) -> Any:

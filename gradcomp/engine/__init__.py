@@ -1,7 +1,7 @@
 """The background thread, the exchangers it serves, and what happens when a rank fails."""
 
 from gradcomp.engine.engine import Engine
-from gradcomp.engine.exchanger import Exchanger, Listener, Steering
+from gradcomp.engine.exchanger import Controlled, Exchanger, Listener
 from gradcomp.engine.watch import Watch
 
-__all__ = ["Engine", "Exchanger", "Listener", "Steering", "Watch"]
+__all__ = ["Controlled", "Engine", "Exchanger", "Listener", "Watch"]

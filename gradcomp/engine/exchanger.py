@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.policy import Schedule
-from gradcomp.control import Controller, Setting
+from gradcomp.control import Controller, Pilot, Setting
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError
 from gradcomp.core.journal import Journal
@@ -55,7 +55,7 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True)
-class Steering:
+class Controlled:
     """A controller with what it may change: ``compressors[i]`` of layer i, or None, from step ``first_step`` on."""
 
     controller: Controller
@@ -88,7 +88,7 @@ class Exchanger:
         schedule: Schedule | None = None,
         topology: Topology | None = None,
         arguments: Mapping[str, Any] | None = None,
-        steering: Steering | None = None,
+        controlled: Controlled | None = None,
         compression: str = "",
     ) -> None:
         topology = topology or Topology.one_host(transport.size)
@@ -98,30 +98,16 @@ class Exchanger:
             "hosts": list(topology.hosts),
             **(arguments or {}),
         }
-        if steering is not None:
-            shared["controller"] = steering.controller.to_string()
-        journal = None
+        if controlled is not None:
+            shared["controller"] = controlled.controller.to_string()
+        journal = _open_journal(transport, config, name)
         try:
-            if transport.rank == 0 and config.run_log:
-                journal = Journal(_log_path(config.run_log, name))
-        except ConfigError as error:
-            agree(transport, None, error)  # which raises it
-        agree(transport, describe(layers, plan, config, **shared))
-        pilot = None
-        if steering is not None:
-            pilot = steering.controller.begin(
-                Setting(
-                    layers,
-                    steering.compressors,
-                    transport.rank,
-                    topology,
-                    parse(config.reduction),
-                    config.seed,
-                    steering.first_step,
-                    in_background,
-                    config.slice_elements,
-                )
-            )
+            agree(transport, describe(layers, plan, config, **shared))
+            pilot = _begin_pilot(controlled, layers, transport, topology, config)
+        except GradcompError:
+            if journal is not None:
+                journal.close()
+            raise
         between_hosts = config.reduction == AUTO and len(topology.leaders) > 1
         self._pipeline = Pipeline(
             layers,
@@ -160,7 +146,7 @@ class Exchanger:
         self._pid = os.getpid()
         self._plan_log: PlanLog | None = None
         if transport.rank == 0 and (pilot is not None or journal is not None):
-            controller = "none" if steering is None else steering.controller.to_string()
+            controller = "none" if controlled is None else controlled.controller.to_string()
             self._plan_log = PlanLog(self._pipeline, journal, controller, compression)
         engine.add(self)
 
@@ -441,6 +427,42 @@ class Exchanger:
         if self._listener is not None:
             self._listener.failed(error)
         self._done.set()
+
+
+def _begin_pilot(
+    controlled: Controlled | None,
+    layers: Sequence[LayerSpec],
+    transport: Transport,
+    topology: Topology,
+    config: Config,
+) -> Pilot | None:
+    """The controller's, if there is one."""
+    if controlled is None:
+        return None
+    return controlled.controller.begin(
+        Setting(
+            layers,
+            controlled.compressors,
+            transport.rank,
+            topology,
+            parse(config.reduction),
+            config.seed,
+            controlled.first_step,
+            in_background,
+            config.slice_elements,
+        )
+    )
+
+
+def _open_journal(transport: Transport, config: Config, name: str) -> Journal | None:
+    """Rank 0's, if there is to be one; if it cannot be opened, all ranks raise."""
+    if transport.rank != 0 or not config.run_log:
+        return None
+    try:
+        return Journal(_log_path(config.run_log, name))
+    except ConfigError as error:
+        agree(transport, None, error)
+        raise
 
 
 def _log_path(path: str, name: str) -> Path:

@@ -23,7 +23,8 @@ class Arrangement:
 
     ``fingerprint``: of the plan but for its version. ``order``: of the layers that travel. ``sizes``: of residuals.
     ``fields``: what compressors keep, by layer. ``ranges``: second residuals. ``travels``: pairs of layers and buckets;
-    ``sent_bytes``: by bucket, of one rank.
+    ``position``: by layer, the last bucket that it travels in. ``predicted_bytes``: that one rank sends in a step, by
+    formula; ``sent``: by layer, those of its buckets.
     """
 
     layout: Layout
@@ -35,7 +36,9 @@ class Arrangement:
     ranges: list[Range]
     dense_bytes: int
     travels: tuple[npt.NDArray[np.int64], ...]
-    sent_bytes: npt.NDArray[np.float64]
+    position: npt.NDArray[np.int64]
+    predicted_bytes: float
+    sent: npt.NDArray[np.float64]
 
 
 class Arrangements:
@@ -62,3 +65,12 @@ class Arrangements:
             latest, (found, _) = self._kept.popitem()
             self._kept = {key: one for key, one in self._kept.items() if one[1] >= step - _STEPS}
             self._kept[latest] = found, step
+
+
+def by_layer(
+    travels: Sequence[npt.NDArray[np.int64]], values: npt.NDArray[np.float64], layers: int
+) -> npt.NDArray[np.float64]:
+    """The sum of ``values``, one for every bucket, over the buckets of each layer."""
+    of, buckets = travels
+    added: npt.NDArray[np.float64] = np.bincount(of, values[buckets], layers).astype(np.float64)
+    return added

@@ -29,7 +29,7 @@ from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
-from gradcomp.pipeline.arrangement import Arrangement, Arrangements
+from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
@@ -187,7 +187,7 @@ class Pipeline:
     @property
     def predicted_bytes(self) -> float:
         """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
-        return float(self._laid_out.sent_bytes.sum())
+        return self._laid_out.predicted_bytes
 
     def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
@@ -543,10 +543,13 @@ class Pipeline:
                 ranges += program.reduction.ranges
                 program.reduction.assign(range(first, len(ranges)))
         pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
-        sent = [
-            sum(float(sent_bytes(group, self._scheme, self._topology).sum()) for group in bucket.groups)
-            for bucket in layout.buckets
-        ]
+        travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+        position = np.zeros(len(self.layers), dtype=np.int64)
+        np.maximum.at(position, *travels)
+        sent = np.zeros(len(layout.buckets))
+        for bucket in layout.buckets:
+            for group in bucket.groups:
+                sent[bucket.number] += sent_bytes(group, self._scheme, self._topology).sum()
         return Arrangement(
             layout,
             programs,
@@ -556,8 +559,10 @@ class Pipeline:
             [c.fields(layer, self.config.seed) for c, layer in zip(compressors, self.layers, strict=True)],
             ranges,
             2 * sum(self.layers[i].nbytes for i in order) * (world - 1) // world,
-            tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T),
-            np.array(sent, dtype=np.float64),
+            travels,
+            position,
+            float(sent.sum()),
+            by_layer(travels, sent, len(self.layers)),
         )
 
     def _draw(self, step: int) -> Draw:

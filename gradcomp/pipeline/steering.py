@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gradcomp.compress.messages import Observations
 from gradcomp.control.base import Doubles, Pilot, Step
 from gradcomp.kernels.codec import Group
-from gradcomp.pipeline.arrangement import Arrangement
+from gradcomp.pipeline.arrangement import Arrangement, by_layer
 from gradcomp.pipeline.memory import StepMemory
 from gradcomp.transport.base import AllReduce, Handle, Transport
 
@@ -82,16 +82,12 @@ class Steering:
         if self._active is None:
             # What it chose before its time begins with it.
             return self.pilot is not None and self.decides(step + 1) and bool(self.pilot.choices)
-        layers, buckets = laid_out.travels
-        position: npt.NDArray[np.int64] = np.zeros(self._layers, dtype=np.int64)
-        np.maximum.at(position, layers, buckets)
-        wire, sent = (
-            np.bincount(layers, of[buckets], self._layers).astype(np.float64)
-            for of in (self._wire, laid_out.sent_bytes)
-        )
-        ready = np.array(completed) - self._opened_at
         summed = None if sums is None else sums[1]
-        return self._active.finish(Step(step, agreed, summed, self._since, wire, sent, ready, position))
+        wire = by_layer(laid_out.travels, self._wire, self._layers)
+        ready = np.array(completed) - self._opened_at
+        return self._active.finish(
+            Step(step, agreed, summed, self._since, wire, laid_out.sent, ready, laid_out.position)
+        )
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
         """The step was accepted."""

@@ -18,7 +18,7 @@ from gradcomp.control.auto import Auto
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.engine import Exchanger, Listener, Steering
+from gradcomp.engine import Controlled, Exchanger, Listener
 from gradcomp.engine.agreement import agree
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.torch.layers import Named, spec
@@ -54,11 +54,11 @@ class Proposal:
     controller: Controller | None = None
 
     @property
-    def steering(self) -> Steering | None:
+    def controlled(self) -> Controlled | None:
         """What the controller may change, and when it begins."""
         if self.controller is None:
             return None
-        return Steering(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
+        return Controlled(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
 
 
 def propose(
@@ -116,7 +116,7 @@ def start(
         schedule=proposal.policy.scheduled(proposal.layers),
         topology=state.topology.among(ranks),
         arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
-        steering=proposal.steering,
+        controlled=proposal.controlled,
         compression=proposal.policy.title,
     )
     state.exchangers.append(exchanger)

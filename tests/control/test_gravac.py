@@ -15,6 +15,7 @@ from simulation import SPARSE, Simulation, true_mean
 from gradcomp import (
     DGC,
     ConfigError,
+    Graded,
     Identity,
     LayerSpec,
     Policy,
@@ -641,7 +642,8 @@ def test_others_that_select_by_density_work():
     ranks = Simulation(LAYERS, SIDCo(0.5), 2, controller=SMALL)
     for step in range(10):
         ranks.step(drawn(ranks, step)).all_means()
-        plans(ranks)
+        assert all(isinstance(c.inner, SIDCo) for c in plans(ranks) if isinstance(c, Graded))
+    assert sum(ranks.pipelines[0].pilot.steps_by_factor.values()) == 10
 
 
 def test_the_string_form_names_everything():

@@ -110,7 +110,9 @@ def test_ranks_and_densities_are_levels_too(own):
         ranks = Simulation(LAYERS, own, 2, controller=controller)
         for step in range(10):
             ranks.step(drawn(ranks, step)).all_means()
-            levels(ranks)
+            chosen = [level for level in levels(ranks) if level is not None]
+            assert chosen
+            assert set(chosen) <= {own.level, *some}
 
 
 def test_string_forms_tell_ranks_apart_that_were_given_different_things():
