@@ -291,7 +291,7 @@ scenario = "".join(sys.argv[1:])
 rank = int(os.environ["RANK"])
 
 def say(**what):
-    print(json.dumps(dict(what, at=time.time())), flush=True)
+    print(json.dumps(dict(what, at=time.time())) + "\\n", end="", flush=True)  # one write: mpiexec mixes them
 
 gc.init(reduction="parameter_server:dedicated=true", timeout_seconds=20, slice_elements=64, log_level="info",
         transport=os.environ.get("OVER", "torch"))
