@@ -45,7 +45,7 @@ def run_rank(task: Task, out: Path) -> None:
     import torch.distributed as dist
 
     import gradcomp.torch as gc
-    from gradcomp.torch import runtime
+    from gradcomp.job import runtime
 
     torch.set_num_threads(1)
     gc.init(
@@ -174,7 +174,7 @@ class ExchangeOf:
 def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeOf:
     from gradcomp import LayerSpec, Policy, Quantize
     from gradcomp.engine import Exchanger
-    from gradcomp.torch.transports import make_transport
+    from gradcomp.job.transports import make_transport
 
     layers = [LayerSpec("gradient", (2, task.elements // 2))]
     plan = Policy(Quantize(bits=task.bits)).plan(layers)

@@ -2,8 +2,19 @@
 
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
+from gradcomp.job.checkpoint import load, save
+from gradcomp.job.process_sets import ProcessSet
+from gradcomp.job.runtime import (
+    cross_rank,
+    cross_size,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from gradcomp.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from gradcomp.torch.checkpoint import load, save
 from gradcomp.torch.collectives import (
     Average,
     Sum,
@@ -19,18 +30,7 @@ from gradcomp.torch.collectives import (
 from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.post_momentum import PostMomentumSGD
-from gradcomp.torch.process_sets import ProcessSet
-from gradcomp.torch.runtime import (
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from gradcomp.torch.runtime import init
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),

@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.torch.channel import Call, Channel, alone, channel_of
-from gradcomp.torch.checkpoint import not_from_checkpoint
-from gradcomp.torch.process_sets import Members, ProcessSet, members
+from gradcomp.job.channel import Call, Channel, alone, channel_of
+from gradcomp.job.checkpoint import not_from_checkpoint
+from gradcomp.job.process_sets import Members, ProcessSet, members
 from gradcomp.torch.tensors import bytes_of, dense_problem, form
 
 _CHUNK_BYTES = 64 << 20
@@ -113,11 +114,9 @@ def broadcast_object(
 
     def work(numbers: list[int]) -> tuple[bytes, bool]:
         length = abs(numbers[root])
-        buffer = torch.zeros(length, dtype=torch.uint8)
-        if payload:
-            buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        buffer = np.frombuffer(bytearray(payload or length), dtype=np.uint8)
         channel.broadcast(buffer, root)
-        return buffer.numpy().tobytes(), numbers[root] > 0
+        return buffer.tobytes(), numbers[root] > 0
 
     received, encoded = channel.submit(call, work).result()
     if not encoded:
@@ -209,7 +208,7 @@ def _broadcast_chunk(channel: Channel, tensors: list[torch.Tensor], root: int) -
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(bytes_of(tensor))
     call = Call("broadcast_parameters", [f"{len(buffer)} bytes from rank {root}"])
-    channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
+    channel.submit(call, lambda _: channel.broadcast(buffer.numpy(), root)).result()
     if channel.rank != root:
         with torch.no_grad():
             for part, tensor in zip(parts, tensors, strict=True):

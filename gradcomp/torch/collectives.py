@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from gradcomp.core.errors import WireFormatError
-from gradcomp.torch.channel import Call, alone, current_channel
-from gradcomp.torch.process_sets import Members
+from gradcomp.job.channel import Call, alone, current_channel
+from gradcomp.job.process_sets import Members
 from gradcomp.torch.tensors import bytes_of, dense_problem, dtype_name, form
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -147,7 +147,7 @@ def _begin_allreduce(
 
     if channel is None:
         return Handle(alone(call), finish)
-    return Handle(channel.submit(call, lambda _: channel.allreduce(wire)), finish)
+    return Handle(channel.submit(call, lambda _: channel.allreduce(wire.numpy())), finish)
 
 
 def _reduce_op(average: bool | None, op: Any) -> tuple[ReduceOp, str | None]:
@@ -213,7 +213,9 @@ def _allgather(tensor: torch.Tensor, name: str | None, process_set: Members) -> 
         if min(all_rows) < 0:
             raise WireFormatError(f"first dimensions {all_rows}")
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-        return channel.allgather(part, [n * row_bytes for n in all_rows]), all_rows
+        whole = channel.allgather(part.numpy(), [n * row_bytes for n in all_rows])
+        # An empty array has a stride that torch cannot view as another dtype.
+        return torch.from_numpy(whole) if len(whole) else torch.empty(0, dtype=torch.uint8), all_rows
 
     whole, all_rows = channel.submit(call, work).result()
     joined = whole.view(tensor.dtype).view(sum(all_rows), *tensor.shape[1:]).to(tensor.device)

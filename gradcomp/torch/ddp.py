@@ -20,17 +20,19 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
+from gradcomp.job import runtime
+from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.network import Ranks
+from gradcomp.job.process_sets import members
+from gradcomp.job.report import Readers, Reporter
+from gradcomp.job.serving import refuse_servers
+from gradcomp.job.start import Proposal, start, validate_together
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import DTYPES, SEGMENT
 from gradcomp.pipeline import Bucket, Layout
-from gradcomp.torch import runtime
-from gradcomp.torch.checkpoint import Keeper
 from gradcomp.torch.layers import Named, dtype_name
-from gradcomp.torch.process_sets import members
-from gradcomp.torch.report import Readers, Reporter
-from gradcomp.torch.runtime import Ranks
-from gradcomp.torch.serving import refuse_servers
-from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
+from gradcomp.torch.plain import load_state, state_of
+from gradcomp.torch.start import compare_parameters, propose
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
@@ -156,14 +158,14 @@ class HookState(Readers):
 
         Local; StateError in the midst of a backward pass.
         """
-        return self.keeper.state()
+        return state_of(self.keeper)
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
 
         Local. StateError, with nothing changed, if anything does not fit: the error lists it all.
         """
-        self.keeper.load(state)
+        load_state(self.keeper, state)
 
     def _exchanger_or_none(self) -> Exchanger | None:
         return self._exchanger

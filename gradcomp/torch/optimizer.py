@@ -17,16 +17,19 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.core.scheme import parse
 from gradcomp.engine import Exchanger
-from gradcomp.torch import runtime
-from gradcomp.torch.checkpoint import Keeper
+from gradcomp.job import runtime
+from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.network import Ranks
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.report import Readers, Reporter
+from gradcomp.job.serving import refuse_servers, serving
+from gradcomp.job.start import Proposal, start, validate_together
 from gradcomp.torch.collectives import Average, ReduceOp, Sum
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
-from gradcomp.torch.process_sets import Members, members
-from gradcomp.torch.report import Readers, Reporter
-from gradcomp.torch.runtime import Ranks
-from gradcomp.torch.serving import Serving, refuse_servers, serving
-from gradcomp.torch.start import Proposal, compare_parameters, propose, start, validate_together
+from gradcomp.torch.plain import load_state, state_of
+from gradcomp.torch.serving import Serving
+from gradcomp.torch.start import compare_parameters, propose
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -359,14 +362,14 @@ class Distributed(Serving, Readers):
 
         ``torch.load(weights_only=True)`` reads what ``torch.save`` makes of it. Local; StateError while a step is open.
         """
-        return self._gradcomp.keeper.state()
+        return state_of(self._gradcomp.keeper)
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
 
         Local. StateError, with nothing changed, if anything does not fit (the error lists it all) or a step is open.
         """
-        self._gradcomp.keeper.load(state)
+        load_state(self._gradcomp.keeper, state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.core.scheme import parse
+from gradcomp.core.errors import StateError
 
 if TYPE_CHECKING:
     from gradcomp.torch.optimizer import Core
-
-
-def serving(reduction: str, ranks: int) -> int:
-    """How many of so many ranks only serve under this reduction. ConfigError where nobody would train."""
-    return parse(reduction).serving(ranks)
 
 
 class Serving:
@@ -59,9 +53,3 @@ class Serving:
         if exchange.attached:
             exchange.drain()
             exchange.exchanger.dismiss()
-
-
-def refuse_servers(reduction: str, ranks: int, what: str) -> None:
-    """ConfigError if some of the ranks only serve."""
-    if serving(reduction, ranks):
-        raise ConfigError(f"{what} does not work with dedicated servers (reduction={reduction})")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import gradcomp.torch as gc
-from gradcomp.torch.runtime import current
+from gradcomp.job.runtime import current
 
 STEPS = 5
 

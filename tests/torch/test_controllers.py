@@ -150,7 +150,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(family):
 
 @on_ranks(2)
 def test_the_run_log_and_the_log_lines():
-    from gradcomp.torch.runtime import current
+    from gradcomp.job.runtime import current
 
     directory = tempfile.TemporaryDirectory()
     path = Path(directory.name, "run.jsonl")

@@ -15,10 +15,10 @@ import pytest
 from launching import Finished, free_port, plain_variables, run_ranks, run_torchrun
 
 from gradcomp.core.errors import ConfigError, TransportError
-from gradcomp.torch.hostfile import HostFile
-from gradcomp.torch.jobstore import own_address
-from gradcomp.torch.launch import Launch, discover
-from gradcomp.torch.rendezvous import connect, placed
+from gradcomp.job.hostfile import HostFile
+from gradcomp.job.jobstore import own_address
+from gradcomp.job.launch import Launch, discover
+from gradcomp.job.rendezvous import connect, placed
 
 # ----------------------------------------------------------------------------------------- what launchers say
 

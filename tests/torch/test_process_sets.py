@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transport_engines import no_horovod, under_horovodrun
 
 import gradcomp.torch as gc
-from gradcomp.torch import runtime
+from gradcomp.job import runtime
 
 
 def model(seed: int = 0) -> torch.nn.Module:

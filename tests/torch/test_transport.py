@@ -13,7 +13,7 @@ import torch.distributed as dist
 from batch import on_ranks
 
 import gradcomp.torch as gc
-from gradcomp.torch import runtime
+from gradcomp.job import runtime
 from gradcomp.transport.control import StoreSilentError
 from gradcomp.transport.torch import TorchControl
 

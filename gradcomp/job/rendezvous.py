@@ -6,9 +6,7 @@ The store outlives the group, so that ``init`` after ``shutdown`` need not agree
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import TransportError
-from gradcomp.torch.jobstore import Deadline, first_line, interface_address, open_store
-from gradcomp.torch.launch import Launch
+from gradcomp.job.jobstore import Deadline, first_line, interface_address, open_store
+from gradcomp.job.launch import Launch, placed
 
 _store: Any = None
 _meetings = 0
@@ -81,24 +79,3 @@ def _check_in(store: Any, launch: Launch, deadline: Deadline) -> list[str]:
         raise
     except RuntimeError as error:
         raise deadline.error(f"the store is gone: {first_line(error)}") from error
-
-
-def placed(launch: Launch, index: int, hosts: Sequence[str]) -> Launch:
-    """Local and cross values by host name, as Horovod counts: cross is among the ranks with the same local rank."""
-    if launch.placed:
-        return launch
-    before: dict[str, int] = {}
-    places = []
-    for host in hosts:
-        places.append((host, before.get(host, 0)))
-        before[host] = before.get(host, 0) + 1
-    host, local_rank = places[index]
-    peers = [h for h, local in places if local == local_rank]
-    return replace(
-        launch,
-        local_rank=local_rank,
-        local_size=before[host],
-        cross_rank=peers.index(host),
-        cross_size=len(peers),
-        placed=True,
-    )

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
 from gradcomp.core.errors import ConfigError
-from gradcomp.torch import runtime
+from gradcomp.job import runtime
 
 #: What ``process_set=`` takes; None: all ranks.
 Members = Any
@@ -49,28 +46,19 @@ class ProcessSet:
 
 
 def members(process_set: Members) -> tuple[int, ...]:
-    """The numbers, in the job, of the ranks of a process set, a group of torch.distributed or a mesh dimension.
+    """The numbers, in the job, of the ranks of a process set, or of a group that the user has made with the engine.
 
     ConfigError for anything else, for ranks that the job does not have, and where this process is not a member.
     """
     state = runtime.current()
     if process_set is None:
-        return tuple(range(state.size))
-    if isinstance(process_set, DeviceMesh):
-        if process_set.ndim != 1:
-            raise ConfigError(
-                f"a mesh of {process_set.ndim} dimensions is no process set; give one dimension, as mesh['name']"
-            )
-        process_set = process_set.get_group()
-    if isinstance(process_set, dist.ProcessGroup):
-        there = dist.get_process_group_ranks(process_set)
-        if not set(there) <= set(state.ranks):
-            raise ConfigError(f"the group has ranks {there}, gradcomp was initialised on {list(state.ranks)}")
-        ranks = tuple(sorted(state.ranks.index(rank) for rank in there))
-    elif isinstance(process_set, ProcessSet):
+        return state.everyone
+    if isinstance(process_set, ProcessSet):
         ranks = process_set.ranks
         if ranks[-1] >= state.size:
             raise ConfigError(f"{process_set}: the job has ranks 0 .. {state.size - 1}")
+    elif (found := state.network.members(process_set)) is not None:
+        ranks = found
     else:
         raise ConfigError(
             "process_set must be a ProcessSet, a group of torch.distributed or a DeviceMesh of one dimension, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -88,6 +88,27 @@ class _Place:
     cross: tuple[int, int] | None = None
     #: The host as the launcher names or numbers it.
     host: str = ""
+
+
+def placed(launch: Launch, index: int, hosts: Sequence[str]) -> Launch:
+    """Local and cross values by host name, as Horovod counts: cross is among the ranks with the same local rank."""
+    if launch.placed:
+        return launch
+    before: dict[str, int] = {}
+    places = []
+    for host in hosts:
+        places.append((host, before.get(host, 0)))
+        before[host] = before.get(host, 0) + 1
+    host, local_rank = places[index]
+    peers = [h for h, local in places if local == local_rank]
+    return replace(
+        launch,
+        local_rank=local_rank,
+        local_size=before[host],
+        cross_rank=peers.index(host),
+        cross_size=len(peers),
+        placed=True,
+    )
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> Launch:

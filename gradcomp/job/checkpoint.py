@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.state import Range
 from gradcomp.engine import Exchanger
+from gradcomp.job.channel import Call, channel_of
+from gradcomp.job.network import Ranks
+from gradcomp.job.runtime import current
 from gradcomp.pipeline import Pipeline, checkpoint
-from gradcomp.pipeline.snapshot import Shared, Snapshot, check, inherit, merge, restore, snapshot
-from gradcomp.torch.channel import Call, channel_of
-from gradcomp.torch.runtime import Ranks, current
+from gradcomp.pipeline.snapshot import Snapshot, check, inherit, merge, restore, snapshot
 from gradcomp.transport.inprocess import World
 
 logger = logging.getLogger("gradcomp")
@@ -193,14 +192,6 @@ class Keeper:
         if self._exchanger is not None or "pipeline" in old.__dict__:
             inherit(self.pipeline, old.pipeline)
 
-    def state(self) -> dict[str, Any]:
-        """The snapshot as tensors, numbers and strings."""
-        return to_plain(self.snapshot())
-
-    def load(self, plain: Any) -> None:
-        """Inverse of :meth:`state`."""
-        self.restore(from_plain(plain))
-
     def state_is_due(self) -> None:
         """The optimizer's own state came from elsewhere: unless ours does too, the next step says so."""
         self.awaited = not self._restored
@@ -215,7 +206,7 @@ class Keeper:
         ):
             logger.warning(
                 "the optimizer's state was loaded, its compression state was not: residuals start again from zero, "
-                "what had not been sent is lost (gradcomp.torch.load)"
+                "what had not been sent is lost (gc.load)"
             )
 
 
@@ -235,72 +226,13 @@ def _keeper_or_none(opt: Any) -> Keeper | None:
 
 
 @contextmanager
-def not_from_checkpoint(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def not_from_checkpoint(optimizer: Any) -> Iterator[None]:
     """What the optimizer's ``load_state_dict`` takes in here has no compression state that belongs to it."""
     keeper = getattr(getattr(optimizer, "_gradcomp", None), "keeper", None)
     awaited = isinstance(keeper, Keeper) and keeper.awaited
     yield
     if isinstance(keeper, Keeper):
         keeper.awaited = awaited
-
-
-def to_plain(state: Snapshot) -> dict[str, Any]:
-    """A snapshot as ``torch.save`` takes and ``torch.load(weights_only=True)`` gives it: tensors, numbers, strings."""
-    names = list(state.shared.layers)
-    return {
-        "rank": state.rank,
-        "world": state.world,
-        **state.shared.to_plain(),
-        "residuals": {name: torch.from_numpy(value) for name, value in state.first.items()},
-        "second_residual_ranges": [[names[r.layer], r.start, r.length] for r in state.ranges],
-        "second_residuals": torch.from_numpy(state.second),
-        "fields": _tensors(state.fields),
-        "control_arrays": _tensors(state.control),
-    }
-
-
-def _tensors(kinds: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]) -> dict[str, dict[str, torch.Tensor]]:
-    return {
-        kind: {name: torch.from_numpy(value) for name, value in values.items()}
-        for kind, values in kinds.items()
-    }
-
-
-def _arrays(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    return {
-        str(kind): {str(name): _array(value) for name, value in values.items()}
-        for kind, values in kinds.items()
-    }
-
-
-def from_plain(data: Any) -> Snapshot:
-    """Inverse of :func:`to_plain`; StateError for anything else."""
-    shared = Shared.from_plain(data)
-    numbers = {name: number for number, name in enumerate(shared.layers)}
-    try:
-        rows = [(numbers[name], start, length) for name, start, length in data["second_residual_ranges"]]
-        values = [data["rank"], data["world"], *(value for row in rows for value in row)]
-        if not all(type(value) is int for value in values):
-            raise TypeError("a number is not whole")
-        return Snapshot(
-            data["rank"],
-            data["world"],
-            shared,
-            {str(name): _array(value) for name, value in data["residuals"].items()},
-            tuple(Range(*row) for row in rows),
-            _array(data["second_residuals"]).reshape(-1),
-            _arrays(data.get("fields", {})),  # older states have none
-            _arrays(data.get("control_arrays", {})),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise StateError(f"not a compression state: {error!r}") from error
-
-
-def _array(value: Any) -> np.ndarray[Any, Any]:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"expected a tensor, got {type(value).__name__}")
-    array: np.ndarray[Any, Any] = value.detach().cpu().numpy()
-    return array
 
 
 class _Talk:
@@ -347,8 +279,7 @@ class _Talk:
         def exchange(lengths: list[int]) -> list[dict[str, Any]]:
             if not all(0 <= length <= _MOST_REPORT_BYTES for length in lengths):
                 raise WireFormatError(f"reports of {lengths} bytes")
-            own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            whole = channel.allgather(own, lengths).numpy().tobytes()
+            whole = channel.allgather(np.frombuffer(text, dtype=np.uint8), lengths).tobytes()
             ends = np.cumsum(lengths).tolist()
             return [_report(whole[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.torch.runtime import Ranks, Runtime
+from gradcomp.job.network import Ranks
+from gradcomp.job.runtime import Runtime
 from gradcomp.transport.base import Transport
 
 # Each engine is imported when it is asked for.
@@ -22,7 +23,9 @@ def make_transport(state: Runtime, ranks: Ranks) -> Transport:
 
 
 def _flat(state: Runtime, ranks: Ranks, name: str) -> Transport:
-    there = [state.ranks[rank] for rank in ranks]
+    if name == state.network.engine:
+        return state.make_group(ranks)
+    there = [state.network.ranks[rank] for rank in ranks]
     if name == "shm":
         return _shared_memory(state, ranks)
     if name == "mpi":
@@ -34,8 +37,7 @@ def _flat(state: Runtime, ranks: Ranks, name: str) -> Transport:
         from gradcomp.transport.horovod import HorovodTransport
 
         return _in_order(HorovodTransport(there), ranks.index(state.rank), "Horovod")
-    assert name == "torch", f"{name} passed the settings' check"
-    return state.make_group(ranks)
+    raise ConfigError(f"transport={name}, but the ranks met through {state.network.engine}")
 
 
 def _in_order(transport: Transport, rank: int, engine: str) -> Transport:

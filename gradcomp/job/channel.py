@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from gradcomp.core.errors import (
     ConfigError,
@@ -30,8 +30,10 @@ from gradcomp.core.errors import (
     TransportError,
     WireFormatError,
 )
-from gradcomp.torch.process_sets import Members, members
-from gradcomp.torch.runtime import Ranks, current
+from gradcomp.job.network import Ranks
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.runtime import current
+from gradcomp.transport.base import Bytes, Handle, Transport
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
@@ -60,10 +62,10 @@ class Channel:
     """One process group's queue of calls and the thread that makes them."""
 
     def __init__(
-        self, group: Any, control: ControlChannel, name: str, timeout: float, stall_warning: float
+        self, group: Transport, control: ControlChannel, name: str, timeout: float, stall_warning: float
     ) -> None:
-        self.rank = group.rank()
-        self.size = group.size()
+        self.rank = group.rank
+        self.size = group.size
         self._group = group
         self._control = control
         self._prefix = f"user/{name}"
@@ -119,28 +121,41 @@ class Channel:
 
     # ------------------------------------------------------------------ for the work of a call, on the thread
 
-    def allreduce(self, tensor: torch.Tensor) -> None:
-        """Sum in place. Wire: 2 d (N-1)/N bytes per rank for d bytes."""
-        self._wait(lambda: self._group.allreduce([tensor]))
+    def allreduce(self, array: npt.NDArray[Any]) -> None:
+        """Sum a flat array of float32, float64 or int64 in place. Wire: 2 d (N-1)/N bytes per rank for d bytes."""
+        self._wait(lambda: self._group.allreduce(array))
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Overwrite with the root's. Wire: d bytes to every rank but the root, along a tree."""
-        self._wait(lambda: self._group.broadcast(tensor, root))
+    def broadcast(self, array: Bytes, root: int) -> None:
+        """Overwrite with the root's bytes. Wire: d bytes to every rank but the root, along a binomial tree."""
+        place = (self.rank - root) % self.size
+        for distance in (1 << i for i in range((self.size - 1).bit_length())):
+            sends: list[tuple[int, Bytes]] = []
+            recvs: list[tuple[int, Bytes]] = []
+            if place < distance and place + distance < self.size:
+                sends = [((self.rank + distance) % self.size, array)]
+            elif distance <= place < 2 * distance:
+                recvs = [((self.rank - distance) % self.size, array)]
+            self._wait(lambda: self._group.exchange(sends, recvs))  # noqa: B023 - issued before the next round
 
-    def allgather(self, part: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def allgather(self, part: Bytes, counts: Sequence[int]) -> Bytes:
         """Every rank's ``counts[i]`` bytes, one behind the other. Wire: N-1 times the own part per rank."""
-        whole = torch.empty(sum(counts), dtype=torch.uint8)
-        copies = part.repeat(self.size)
-        splits = [part.numel()] * self.size
-        self._wait(lambda: self._group.alltoall_base(whole, copies, list(counts), splits))
+        whole = np.empty(sum(counts), dtype=np.uint8)
+        start = sum(counts[: self.rank])
+        whole[start : start + len(part)] = part
+        self._wait(lambda: self._group.allgatherv(whole, counts))
         return whole
+
+    def alltoall(self, send: Bytes, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Bytes:
+        """To each rank its part of ``send``; what they sent, in rank order. Wire: the parts for others."""
+        recv = np.empty(sum(recv_counts), dtype=np.uint8)
+        self._wait(lambda: self._group.alltoallv(send, send_counts, recv, recv_counts))
+        return recv
 
     # ------------------------------------------------------------------------------------------ the thread
 
     def _serve(self) -> None:
-        with torch.no_grad():
-            while (item := self._queue.get()) is not None:
-                item()
+        while (item := self._queue.get()) is not None:
+            item()
 
     def _agree(self, call: Call) -> list[int]:
         """Every rank's number, if all call the same and none has a problem."""
@@ -149,8 +164,8 @@ class Channel:
         header = np.zeros(7, dtype=np.int64)
         header[:3] = call.problem is not None, call.number, len(text)
         header[3:] = np.frombuffer(hashlib.sha256(description).digest(), dtype=np.int64)
-        raw = self.allgather(torch.from_numpy(header.view(np.uint8)), [header.nbytes] * self.size)
-        headers = raw.numpy().view(np.int64).reshape(self.size, -1)
+        raw = self.allgather(header.view(np.uint8), [header.nbytes] * self.size)
+        headers = raw.view(np.int64).reshape(self.size, -1)
         troubled = np.flatnonzero(headers[:, 0])
         if len(troubled) == 0 and (headers[:, 3:] == headers[0, 3:]).all():
             return [int(number) for number in headers[:, 1]]
@@ -162,29 +177,21 @@ class Channel:
     def _exchange_texts(self, text: bytes, lengths: list[int]) -> list[str]:
         if not all(0 <= length <= _MOST_DESCRIPTION_BYTES for length in lengths):
             raise WireFormatError(f"descriptions of {lengths} bytes")
-        own = (
-            torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            if text
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        whole = self.allgather(own, lengths).numpy().tobytes()
+        whole = self.allgather(np.frombuffer(text, dtype=np.uint8), lengths).tobytes()
         ends = np.cumsum(lengths)
         return [
             whole[end - length : end].decode(errors="replace")
             for end, length in zip(ends, lengths, strict=True)
         ]
 
-    def _wait(self, issue: Callable[[], Any]) -> None:
+    def _wait(self, issue: Callable[[], Handle]) -> None:
         """Issue a collective and poll it against the deadline and the other ranks' failures."""
-        try:
-            work = issue()
-        except RuntimeError as error:
-            raise TransportError(_first_line(error)) from error
+        work = issue()
         started = time.monotonic()
         next_look = started + _LOOK_SECONDS
         warned = False
         pause = 20e-6
-        while not work.is_completed():
+        while not work.poll():
             time.sleep(pause)
             pause = min(2 * pause, 200e-6)
             now = time.monotonic()
@@ -195,10 +202,6 @@ class Channel:
             if not warned and now - started > self._stall_warning_seconds:
                 warned = True
                 logger.warning("%s: rank %d waits; %s", self._name, self.rank, self._absent())
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise TransportError(_first_line(error)) from error
 
     def _look(self, waited_seconds: float) -> None:
         self._control.publish(f"{self._prefix}/at/{self.rank}", str(self._calls).encode())
@@ -249,7 +252,7 @@ def channel_of(ranks: Ranks) -> Channel | None:
     if ranks not in state.channels:
         config = state.config
         state.channels[ranks] = Channel(
-            state.group(ranks).group,
+            state.group(ranks),
             state.make_control(),
             state.key(ranks),
             config.timeout_seconds,
@@ -278,7 +281,3 @@ def _difference(texts: Sequence[str]) -> str:
             if pair[0] != pair[1]:
                 return f"rank 0 has {pair[0]}, rank {rank} has {pair[1]}"
     raise AssertionError(f"digests differ, descriptions do not: {texts}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -17,8 +17,8 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import ConfigError, TransportError
-from gradcomp.torch.hostfile import HostFile
-from gradcomp.torch.launch import Address, Launch
+from gradcomp.job.hostfile import HostFile
+from gradcomp.job.launch import Address, Launch
 
 logger = logging.getLogger("gradcomp")
 

@@ -1,0 +1,1 @@
+"""A job: its ranks, how they meet, what they tell each other, and what they save. Knows no framework."""

@@ -1,0 +1,52 @@
+"""Jobs whose ranks meet through MPI alone: no other engine needs to be installed."""
+
+from __future__ import annotations
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.job.launch import Launch, discover
+from gradcomp.job.network import Alone, Network, Ranks
+from gradcomp.transport.control import ControlChannel
+from gradcomp.transport.mpi import MpiTransport
+from gradcomp.transport.mpi_control import MpiControl
+from gradcomp.transport.mpi_process import mpi_process
+
+
+def join(timeout_seconds: float) -> tuple[Launch, Network]:
+    """Meet the processes that ``mpirun``, ``mpiexec`` or ``srun`` started.
+
+    Collective. ConfigError without MPI, where MPI counts other processes than the launcher, and for a half-set
+    environment; TransportError if the ranks do not meet in time.
+    """
+    launch = discover()
+    if launch.size == 1:
+        return launch, Alone()
+    world = mpi_process(launch.size).MPI.COMM_WORLD
+    if world.rank != launch.rank:
+        raise ConfigError(
+            f"MPI numbers the ranks otherwise: what it calls {world.rank} is rank {launch.rank} for {launch.launcher}"
+        )
+    return launch, MpiNetwork(launch.rank, launch.size, timeout_seconds)
+
+
+class MpiNetwork(Network):
+    """All processes of MPI_COMM_WORLD. Construction is collective."""
+
+    engine = "mpi"
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
+        self.ranks = tuple(range(size))
+        self.rank = rank
+        # One for all, made here: ranks that are in few process sets would not come when others need one.
+        self._control = MpiControl(None, timeout_seconds, world=size)
+
+    def group(self, ranks: Ranks, timeout_seconds: float) -> MpiTransport:
+        """See :class:`Network`."""
+        return MpiTransport(None if ranks == self.ranks else ranks, timeout_seconds, world=len(self.ranks))
+
+    def control(self, life: int, timeout_seconds: float) -> ControlChannel:
+        """See :class:`Network`."""
+        return self._control
+
+    def describe(self) -> str:
+        """The library's own name and version."""
+        return str(mpi_process().MPI.Get_library_version()).partition("\n")[0].strip("\0 ").replace("\t", " ")

@@ -1,0 +1,92 @@
+"""Jobs whose ranks meet through torch.distributed, with Gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.job.launch import Launch, discover
+from gradcomp.job.network import Network, Ranks
+from gradcomp.job.rendezvous import connect
+from gradcomp.transport.torch import TorchControl, TorchTransport
+
+
+def join(timeout_seconds: float, process_group: Any = None) -> tuple[Launch, Network]:
+    """Meet the other ranks: those of ``process_group``, of torch.distributed's default group, or a new one's.
+
+    Collective. ConfigError for a half-set environment, TransportError if the ranks do not meet in time.
+    """
+    owns = not dist.is_initialized()
+    launch = discover() if owns else _launch_of_existing_group()
+    if process_group is not None and owns:
+        raise ConfigError("process_group was given, but torch.distributed is not initialised")
+    if owns and launch.size > 1:
+        launch = connect(launch, timeout_seconds)
+    if not dist.is_initialized():
+        return launch, TorchNetwork((0,), 0, False, None)
+    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    return launch, TorchNetwork(ranks, ranks.index(dist.get_rank()), owns, launch.served_attempt)
+
+
+def _launch_of_existing_group() -> Launch:
+    """Local rank and size come from the launcher where it says so; the rest from torch.distributed."""
+    try:
+        found = discover()
+    except ConfigError:
+        found = None
+    if found is not None and found.size == dist.get_world_size():
+        return found
+    return Launch.existing(dist.get_rank(), dist.get_world_size())
+
+
+class TorchNetwork(Network):
+    """Some of the default group's ranks; ``(0,)`` without one. ``attempt``: torchrun's, if it serves the job's store."""
+
+    engine = "torch"
+
+    def __init__(self, ranks: Ranks, rank: int, owns_default_group: bool, attempt: str | None) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self._owns_default_group = owns_default_group
+        self._attempt = attempt
+
+    def group(self, ranks: Ranks, timeout_seconds: float) -> TorchTransport:
+        """See :class:`Network`."""
+        return TorchTransport([self.ranks[rank] for rank in ranks], timeout_seconds)
+
+    def control(self, life: int, timeout_seconds: float) -> TorchControl:
+        """A connection to the job's key-value store. It may take long where names are resolved slowly: make few."""
+        # torchrun's store outlives a failed attempt, and with it that attempt's abort.
+        return TorchControl(
+            f"gradcomp/{self._attempt or 0}/{life}/{self.ranks[0]}-{len(self.ranks)}",
+            timeout_seconds,
+            "rank 0" if self._attempt is None else "torchrun",
+        )
+
+    def members(self, group: Any) -> Ranks | None:
+        """Of a process group, or of one dimension of a DeviceMesh."""
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ConfigError(
+                    f"a mesh of {group.ndim} dimensions is no process set; give one dimension, as mesh['name']"
+                )
+            group = group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        there = dist.get_process_group_ranks(group)
+        if not set(there) <= set(self.ranks):
+            raise ConfigError(f"the group has ranks {there}, gradcomp was initialised on {list(self.ranks)}")
+        return tuple(sorted(self.ranks.index(rank) for rank in there))
+
+    def close(self) -> None:
+        """Destroy the default group, if gradcomp made it."""
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def describe(self) -> str:
+        """See :class:`Network`."""
+        return f"torch {torch.__version__}"

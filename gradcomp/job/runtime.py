@@ -1,0 +1,328 @@
+"""The process's life with gradcomp: init, shutdown, who am I."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradcomp import kernels
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError, StateError, TransportError, WireFormatError
+from gradcomp.core.scheme import AUTO
+from gradcomp.core.topology import Topology
+from gradcomp.engine import Engine, Exchanger
+from gradcomp.job.launch import Launch, placed
+from gradcomp.job.network import Network, Ranks
+from gradcomp.transport.base import Transport
+from gradcomp.transport.control import ControlChannel
+from gradcomp.version import __version__
+
+logger = logging.getLogger("gradcomp")
+
+#: How long an orderly shutdown waits for the other ranks.
+FAREWELL_SECONDS = 10.0
+
+
+class _Channel(Protocol):
+    """A :class:`gradcomp.job.channel.Channel`, which stands above this module."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def close(self, reason: str | None = None) -> None: ...
+
+
+@dataclass(eq=False)
+class Runtime:
+    """What :func:`begin` set up."""
+
+    launch: Launch
+    config: Config
+    network: Network
+    engine: Engine = field(default_factory=Engine)
+    exchangers: list[Exchanger] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
+    #: One group per set of ranks, for the user's own collectives.
+    groups: dict[Ranks, Transport] = field(default_factory=dict)
+    channels: dict[Ranks, _Channel] = field(default_factory=dict)
+    topology: Topology = field(init=False)
+    _names: dict[Ranks, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.topology = Topology.one_host(self.size)
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.network.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.network.ranks)
+
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks of the job."""
+        return tuple(range(self.size))
+
+    def make_group(self, ranks: Ranks) -> Transport:
+        """A new communicator of the engine that the ranks met through; collective over ``ranks``."""
+        return self.network.group(ranks, self.config.timeout_seconds)
+
+    def group(self, ranks: Ranks) -> Transport:
+        """The communicator of the user's own collectives among ``ranks``; the first call is collective."""
+        if ranks not in self.groups:
+            self.groups[ranks] = self.make_group(ranks)
+        return self.groups[ranks]
+
+    def name(self, ranks: Ranks) -> str:
+        """A name for one more exchanger among ``ranks``: the same on all of them."""
+        number = self._names.get(ranks, 0)
+        self._names[ranks] = number + 1
+        return f"{self.key(ranks)}-{number}"
+
+    def key(self, ranks: Ranks) -> str:
+        """What tells these ranks from others in the job's key-value store."""
+        return "all" if ranks == self.everyone else hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+
+    def make_control(self) -> ControlChannel:
+        """A connection to the job's small values."""
+        return self.network.control(_generation, self.config.timeout_seconds)
+
+    @cached_property
+    def engine_control(self) -> ControlChannel:
+        """The connection that all exchangers share: the engine's thread uses it."""
+        return self.make_control()
+
+
+_runtime: Runtime | None = None
+_generation = 0  # init after shutdown must not read what the last job published
+
+
+def begin(
+    join: Callable[[Config], tuple[Launch, Network]], process_sets: Iterable[Any], settings: dict[str, Any]
+) -> None:
+    """What every frontend's ``init`` does: settle the settings, meet by ``join``, introduce each other."""
+    global _runtime, _generation
+    if _runtime is not None:
+        if settings or process_sets:
+            raise StateError(
+                "gradcomp is already initialised; call shutdown() before init() with other settings"
+            )
+        return
+    config = Config.resolve(**settings)
+    _start_logging(config)
+    _choose_kernels(config)
+    launch, network = join(config)
+    if config.transport == AUTO and len(network.ranks) > 1:
+        config = replace(config, transport=network.engine)
+    _generation += 1
+    runtime = Runtime(launch, config, network)
+    if runtime.size > 1:
+        try:
+            _introduce(runtime, sorted(_members(one, runtime.size) for one in process_sets))
+        except BaseException:
+            _release(runtime, orderly=True)
+            raise
+    _runtime = runtime
+    atexit.register(shutdown)
+    _banner(runtime)
+
+
+def shutdown() -> None:
+    """Leave the job: drain, say goodbye to the other ranks, release everything. Idempotent; registered at exit.
+
+    After an uncaught exception the other ranks are told to stop instead.
+    """
+    global _runtime
+    runtime, _runtime = _runtime, None
+    if runtime is None:
+        return
+    atexit.unregister(shutdown)
+    if os.getpid() != runtime.process:
+        return  # a forked child has nothing of its own to leave
+    failed = getattr(sys, "last_value", None)
+    reason = None
+    if failed is not None:
+        reason = f"rank {runtime.rank} ended with {type(failed).__name__}: {failed}"
+        for exchanger in runtime.exchangers:
+            exchanger.abort(reason)
+    for channel in runtime.channels.values():
+        channel.close(reason)
+    orderly = failed is None and not any(channel.failed for channel in runtime.channels.values())
+    orderly = orderly and all(exchanger.error is None for exchanger in runtime.exchangers)
+    if orderly and runtime.size > 1:
+        for exchanger in runtime.exchangers:
+            exchanger.part(FAREWELL_SECONDS)
+        _farewell(runtime.group(runtime.everyone))
+    runtime.engine.stop()
+    for exchanger in runtime.exchangers:
+        exchanger.close()
+    _release(runtime, orderly)
+
+
+def leave_first() -> None:
+    """Let :func:`shutdown` run at exit before what engines that were started since ``init`` do: it still needs them."""
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
+
+
+def _release(runtime: Runtime, orderly: bool) -> None:
+    for group in runtime.groups.values():
+        if orderly:
+            group.close()
+        else:
+            group.abandon()
+    runtime.network.close()
+
+
+def _members(process_set: Any, size: int) -> Ranks:
+    """The ranks of a process set that :func:`init` was given."""
+    given = getattr(process_set, "ranks", process_set)
+    ranks = list(given) if isinstance(given, Iterable) else []
+    if not ranks or len(set(ranks)) < len(ranks) or not all(type(r) is int and 0 <= r < size for r in ranks):
+        raise ConfigError(f"process_sets: {given!r} is not a list of some of the ranks 0 .. {size - 1}")
+    return tuple(sorted(ranks))
+
+
+def _introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
+    """The ranks tell each other which host they are on, for places and topology, and which transport they will use.
+
+    Then the process sets are made that all ranks must make together.
+    """
+    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets)])
+    told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
+    transports = [transport for _, transport, _ in told]
+    if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
+        raise ConfigError(
+            f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
+            "all ranks need the same one"
+        )
+    if others := [rank for rank, (_, _, sets) in enumerate(told) if sets != told[0][2]]:
+        raise ConfigError(
+            f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks name them all"
+        )
+    hosts = [host for host, _, _ in told]
+    runtime.topology = Topology.of(hosts)
+    runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+    if process_sets and runtime.config.transport == "horovod":
+        from gradcomp.transport.horovod import process_set  # an engine, imported when it is asked for
+
+        for ranks in process_sets:
+            process_set([runtime.network.ranks[rank] for rank in ranks])
+
+
+def _introduction(part: bytes) -> tuple[str, str, str]:
+    try:
+        host, transport, process_sets = json.loads(part)
+    except (ValueError, TypeError) as error:
+        raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
+    return str(host), str(transport), str(process_sets)
+
+
+def _farewell(group: Transport) -> None:
+    """A bounded barrier: the rank that hosts the job's store must not leave first."""
+    try:
+        handle = group.allreduce(np.zeros(1, dtype=np.float32))
+        deadline = monotonic() + FAREWELL_SECONDS
+        while not handle.poll():
+            if monotonic() > deadline:
+                logger.warning("shutdown: the other ranks did not arrive within %.0f s", FAREWELL_SECONDS)
+                group.abandon()
+                return
+            sleep(1e-3)
+    except TransportError as error:
+        logger.debug("shutdown: %s", error)
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` was called and :func:`shutdown` was not."""
+    return _runtime is not None
+
+
+def current() -> Runtime:
+    """The runtime; StateError before :func:`init`."""
+    if _runtime is None:
+        raise StateError("gradcomp is not initialised; call gc.init() first")
+    return _runtime
+
+
+def rank() -> int:
+    """This process's number, 0 .. size - 1."""
+    return current().rank
+
+
+def size() -> int:
+    """Number of processes in the job."""
+    return current().size
+
+
+def local_rank() -> int:
+    """This process's number on its host."""
+    return current().launch.local_rank
+
+
+def local_size() -> int:
+    """Number of the job's processes on this host."""
+    return current().launch.local_size
+
+
+def cross_rank() -> int:
+    """This process's number among those with its local rank, one on each host that has so many."""
+    return current().launch.cross_rank
+
+
+def cross_size() -> int:
+    """Number of processes with this one's local rank."""
+    return current().launch.cross_size
+
+
+def _choose_kernels(config: Config) -> None:
+    try:
+        kernels.use("reference" if config.kernels == "reference" else "native")
+        if config.isa != "auto":
+            from gradcomp import _native
+
+            _native.set_isa(config.isa)
+    except ValueError as error:
+        raise ConfigError(f"kernels={config.kernels}, isa={config.isa}: {error}") from error
+
+
+def _start_logging(config: Config) -> None:
+    """Be heard: a program that has configured logging keeps its configuration."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(config.log_level.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("gradcomp: %(message)s"))
+        logger.addHandler(handler)
+
+
+def _banner(runtime: Runtime) -> None:
+    if runtime.rank == 0:
+        logger.info(
+            "%s: %d ranks on %d host%s by %s, transport %s, interface %s, %s, kernels %s",
+            __version__,
+            runtime.size,
+            len(runtime.topology.leaders),
+            "s" * (len(runtime.topology.leaders) > 1),
+            runtime.launch.launcher,
+            runtime.config.transport,
+            runtime.launch.interface or "chosen by the system",
+            runtime.network.describe(),
+            kernels.body(),
+        )
+        if runtime.size == 1:
+            logger.info("a world of one rank: nothing is exchanged, compression is bypassed")

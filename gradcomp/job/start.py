@@ -1,0 +1,131 @@
+"""What wrappers of optimizers and of models have in common: validate together, agree, begin to exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from gradcomp.compress import Policy
+from gradcomp.compress.policy import Automatic
+from gradcomp.control import Controller, controller_from_string
+from gradcomp.control.auto import Auto
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.engine import Controlled, Exchanger, Listener
+from gradcomp.engine.agreement import agree
+from gradcomp.job.network import Ranks
+from gradcomp.job.report import Reporter, banner
+from gradcomp.job.runtime import Runtime, leave_first
+from gradcomp.job.transports import make_transport
+from gradcomp.pipeline.memory import Allocate
+from gradcomp.transport.base import Transport
+
+T = TypeVar("T")
+
+
+def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -> tuple[T, Transport | None]:
+    """What ``validate`` returns, and a communicator; None in a world of one.
+
+    Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
+    """
+    transport = make_transport(state, ranks) if len(ranks) > 1 else None
+    try:
+        return validate(), transport
+    except Exception as error:
+        if transport is not None:
+            agree(transport, None, error)
+        raise
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank is about to exchange, and how."""
+
+    policy: Policy
+    layers: list[LayerSpec]
+    plan: Plan
+    controller: Controller | None = None
+
+    @property
+    def controlled(self) -> Controlled | None:
+        """What the controller may change, and when it begins."""
+        if self.controller is None:
+            return None
+        return Controlled(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
+
+
+def propose(
+    policy: Policy, layers: list[LayerSpec], step: int = 0, controller: Controller | str | None = None
+) -> Proposal:
+    """The plan for these layers at a step; ConfigError for what cannot be exchanged."""
+    if isinstance(policy, Automatic):
+        if controller is not None:
+            raise ConfigError(
+                'compression="auto" is a controller: for one with settings of your own give compression=, the most '
+                "that it may compress, and controller=Auto(...)"
+            )
+        controller = Auto()
+    if isinstance(controller, str):
+        controller = controller_from_string(controller)
+    if controller is not None and not isinstance(controller, Controller):
+        raise ConfigError(
+            f"controller must be a controller such as gc.LGreCo(every_steps=500), got {controller!r}"
+        )
+    if not layers:
+        raise ConfigError("there is no trainable parameter")
+    return Proposal(policy, layers, policy.plan(layers, step=step), controller)
+
+
+def start(
+    state: Runtime,
+    ranks: Ranks,
+    transport: Transport,
+    proposal: Proposal,
+    allocate: Allocate,
+    *,
+    average: bool = True,
+    listener: Listener | None = None,
+    order_step: int = 0,
+    reduction: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[Exchanger, Reporter]:
+    """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`."""
+    config = state.config if reduction is None else replace(state.config, reduction=reduction)
+    exchanger = Exchanger(
+        state.engine,
+        proposal.layers,
+        proposal.plan,
+        transport,
+        state.engine_control,
+        config,
+        allocate,
+        name=state.name(ranks),
+        average=average,
+        listener=listener,
+        order_step=order_step,
+        schedule=proposal.policy.scheduled(proposal.layers),
+        topology=state.topology.among(ranks),
+        arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
+        controlled=proposal.controlled,
+        compression=proposal.policy.title,
+    )
+    state.exchangers.append(exchanger)
+    if exchanger.pipeline.servers:
+        leave_first()  # servers wait to hear of the end, and MPI's would be before it
+    banner(exchanger, proposal.policy)
+    return exchanger, Reporter(exchanger, config)
+
+
+def _schedule_of(policy: Policy) -> dict[str, Any]:
+    """What ranks compare beside the first plan, where it is not the last one."""
+    changing = [c for c in policy.compressors if c.changes]
+    return {"schedule": [c.to_string() for c in changing]} if changing else {}
+
+
+def comparison_is_due(config: Config, steps: int) -> bool:
+    """Whether parameters are compared across ranks after so many steps."""
+    every = config.fingerprint_every_steps
+    return steps <= config.fingerprint_steps or bool(every and steps % every == 0)
