@@ -1,0 +1,144 @@
+"""The root's objects on every rank: JSON for their structure, and behind it the bytes of arrays. Never a pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.job.channel import Call, alone, current_channel
+from gradcomp.job.process_sets import Members
+from gradcomp.tf.collectives import root_of
+
+_DTYPES = {
+    np.dtype(kind).name: np.dtype(kind)
+    for kind in (
+        *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
+        *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16),
+    )
+}
+_LENGTH_BYTES = 8
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Members = None
+) -> Any:
+    """``root_rank``'s object on every rank; what the others pass is ignored.
+
+    None, numbers, strings, bytes, NumPy arrays of numbers, and lists, tuples and dicts of them. Unlike Horovod's,
+    never a pickle: anything else is a ConfigError on every rank. Inside a tf.function it runs while the function is
+    traced. Wire: one broadcast of the object as JSON, with the bytes of arrays behind it.
+    """
+    root, problem = root_of(root_rank, process_set)
+    channel = current_channel(process_set)
+    payload, number = b"", 0
+    if channel is not None and channel.rank == root:
+        try:
+            payload = encode(obj)
+            number = len(payload)
+        except ConfigError as error:
+            problem = problem or str(error)
+    lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
+    call = Call("broadcast_object", lines, number, problem)
+    if channel is None:
+        alone(call).result()
+        return obj
+
+    def work(numbers: list[int]) -> bytes:
+        buffer = np.frombuffer(bytearray(payload or numbers[root]), dtype=np.uint8)
+        channel.broadcast(buffer, root)
+        return buffer.tobytes()
+
+    received = channel.submit(call, work).result()
+    return obj if channel.rank == root else decode(received)
+
+
+def encode(value: Any) -> bytes:
+    """The value's bytes: 8 for the length of the JSON, little-endian, the JSON, arrays and byte strings in order.
+
+    None, bool, int, float, str, bytes, NumPy arrays and scalars of numbers, and lists, tuples and dicts (whose keys
+    are strings or numbers) of them. ConfigError names anything else.
+    """
+    parts: list[bytes] = []
+    text = json.dumps(_to_json(value, parts)).encode()
+    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *parts])
+
+
+def decode(data: bytes) -> Any:
+    """Inverse of :func:`encode`; WireFormatError for anything else."""
+    try:
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+        reader = _Reader(memoryview(data)[end:])
+        value = _from_json(json.loads(data[_LENGTH_BYTES:end]), reader)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise WireFormatError(f"these {len(data)} bytes are no value: {error}") from error
+    if len(reader.rest) > 0:
+        raise WireFormatError(f"{len(reader.rest)} bytes too many behind a value")
+    return value
+
+
+class _Reader:
+    def __init__(self, rest: memoryview) -> None:
+        self.rest = rest
+
+    def take(self, count: int) -> memoryview:
+        if not 0 <= count <= len(self.rest):
+            raise ValueError(f"{count} of {len(self.rest)} bytes")
+        taken, self.rest = self.rest[:count], self.rest[count:]
+        return taken
+
+
+def _to_json(value: Any, parts: list[bytes]) -> Any:
+    """Lists and plain values as they are; everything else is an object of one entry, which says what it is."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [_to_json(item, parts) for item in value]
+    if type(value) is tuple:
+        return {"tuple": [_to_json(item, parts) for item in value]}
+    if isinstance(value, dict):
+        if wrong := [key for key in value if key is not None and type(key) not in (bool, int, float, str)]:
+            raise _refusal(wrong[0], " as a key")
+        return {"dict": [[key, _to_json(item, parts)] for key, item in value.items()]}
+    if type(value) is bytes:
+        parts.append(value)
+        return {"bytes": len(value)}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.name in _DTYPES:
+        parts.append(np.asarray(value, order="C").tobytes())
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {kind: [value.dtype.name, list(value.shape)]}
+    raise _refusal(value)
+
+
+def _refusal(value: Any, where: str = "") -> ConfigError:
+    kind = (
+        f"{type(value).__name__} of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    )
+    advice = "; use its numpy()" if hasattr(value, "numpy") else ""
+    return ConfigError(
+        "only None, numbers, strings, bytes, NumPy arrays of numbers and lists, tuples and dicts of them can be "
+        f"broadcast, this has {kind}{where}{advice}"
+    )
+
+
+def _from_json(value: Any, reader: _Reader) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item, reader) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(_from_json(item, reader) for item in content)
+    if kind == "dict":
+        return {key: _from_json(item, reader) for key, item in content}
+    if kind == "bytes":
+        return bytes(reader.take(content))
+    if kind in ("array", "scalar"):
+        dtype, shape = _DTYPES[content[0]], [int(length) for length in content[1]]
+        count = int(np.prod(shape, dtype=np.int64))
+        array = np.frombuffer(bytearray(reader.take(count * dtype.itemsize)), dtype).reshape(shape)
+        return array if kind == "array" else array[()]
+    raise ValueError(f"unknown kind {kind}")

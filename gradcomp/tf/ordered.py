@@ -1,0 +1,82 @@
+"""Calls from TensorFlow into Python: at once in eager mode, as ops in program order inside tf.function.
+
+Ranks compare what they call, so they must call in the same order. TensorFlow orders the stateful ops of one function
+among each other, but an op that uses variables (a ``tf.cond`` or an inner ``tf.function`` that reads a weight) only
+among those with the same variables. Every call therefore reads and then writes one variable, the turn: whatever
+contains a call uses it too, at any depth, and is put in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from gradcomp.core.errors import ConfigError, GradcompError
+
+Array = npt.NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_turn: Any = None
+
+
+def plain(function: F) -> F:
+    """Keep AutoGraph, which rewrites what a tf.function calls, out of ``function``, of what it calls and of its errors."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except GradcompError as error:
+            error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise another class
+            raise
+
+    return cast(F, tf.autograph.experimental.do_not_convert(call))
+
+
+def run(
+    name: str, function: Callable[..., Sequence[Array]], tensors: Sequence[Any], dtypes: Sequence[Any]
+) -> Any:
+    """``function`` of the tensors' values as arrays, which it must not write; it returns one array per dtype.
+
+    In eager mode its errors reach the caller as they are. Inside a tf.function TensorFlow raises an error of its own,
+    whose text has the class and the message.
+    """
+    if tf.executing_eagerly():
+        results = function(*(tensor.numpy() for tensor in tensors))
+        return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
+    refuse_xla(name)
+    turn = _the_turn()
+
+    def later(_: Array, *values: Array) -> list[Array]:
+        # A scalar may come as a NumPy scalar.
+        return list(function(*(np.asarray(value) for value in values)))
+
+    # Given the turn's value as an input, the op also waits inside a while loop, where there are no control edges.
+    made = tf.numpy_function(later, [turn.read_value(), *tensors], list(dtypes))
+    outputs = list(made) if dtypes else []
+    with tf.control_dependencies(outputs or [made]):
+        turn.assign_add(1)
+    return outputs
+
+
+def refuse_xla(name: str) -> None:
+    """ConfigError while a function is traced for XLA, whose compiled code cannot call out."""
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ConfigError(
+            f"{name}: a function compiled with jit_compile=True cannot communicate; set jit_compile=False in "
+            "tf.function or model.compile, and compile the computation alone if it is worth it"
+        )
+
+
+def _the_turn() -> Any:
+    global _turn
+    if _turn is None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_turn")
+    return _turn

@@ -1,0 +1,68 @@
+"""What the user's collectives ask about a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+Array = npt.NDArray[Any]
+
+FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.int64)
+#: What can be added up.
+NUMBERS = (*FLOATS, *INTEGERS)
+#: What can be moved.
+VALUES = (*NUMBERS, tf.bool, tf.uint64, tf.complex64, tf.complex128)
+
+
+def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:
+    """The value as a tensor, or why it is none whose values can be exchanged. ``dtypes``: those allowed."""
+    if isinstance(value, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
+        advice = {tf.SparseTensor: "tf.sparse.to_dense", tf.RaggedTensor: "to_tensor()"}
+        return None, f"not a dense tensor but {type(value).__name__}; use " + advice.get(
+            type(value), "tf.convert_to_tensor"
+        )
+    try:
+        tensor = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        return None, f"not a tensor but {type(value).__name__}"
+    if tensor.dtype not in dtypes:
+        return None, f"{tensor.dtype.name} cannot be {'reduced' if tensor.dtype in VALUES else 'exchanged'}"
+    return tensor, None
+
+
+def name_of(variable: Any) -> str:
+    """A Keras variable's path; a tf.Variable's name without the number of its output."""
+    return str(getattr(variable, "path", None) or variable.name.removesuffix(":0"))
+
+
+def form(value: Any) -> str:
+    """Dtype and shape of an array, such as "float32 [3, 4]"."""
+    return f"{value.dtype.name} {list(value.shape)}"
+
+
+def rows_form(value: Array) -> str:
+    """As :func:`form`, of any number of rows."""
+    return f"{value.dtype.name} [*, {str(list(value.shape[1:]))[1:]}"
+
+
+def bytes_of(value: Array) -> npt.NDArray[np.uint8]:
+    """The values' bytes, flat."""
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which ranks are added."""
+    if dtype.kind in "iu":
+        return np.dtype(np.int64)
+    return dtype if dtype == np.float64 else np.dtype(np.float32)
+
+
+def narrow(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Sums in the dtype that they were given in; what does not fit becomes infinite, or wraps."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(dtype, copy=False)

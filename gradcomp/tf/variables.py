@@ -1,0 +1,119 @@
+"""The root's variables on every rank; what holds for all calls is in ``collectives``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradcomp.job.channel import Call
+from gradcomp.job.process_sets import Members, members
+from gradcomp.tf.collectives import refuse, root_of, the_channel
+from gradcomp.tf.ordered import plain, run
+from gradcomp.tf.tensors import VALUES, Array, bytes_of, name_of
+
+_CHUNK_BYTES = 64 << 20
+
+
+@plain
+def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_set: Members = None) -> None:
+    """Overwrite variables on every rank with those of ``root_rank``, in place, bit for bit.
+
+    ``variables``: tf.Variables or Keras variables, such as ``model.variables`` or ``optimizer.variables``, once they
+    are built. Names, shapes, dtypes and order must be the same on all ranks, which is looked at before anything moves.
+    ``root_rank`` is a number of the job, also where a process set takes part. Also inside a tf.function. Wire:
+    broadcasts of up to 64 MiB, d bytes in all.
+    """
+    given, problem = _variables(variables)
+    root, wrong_root = root_of(root_rank, process_set)
+    if problem := problem or wrong_root:
+        refuse("broadcast_variables", problem, process_set)
+    ranks = members(process_set)
+    if len(ranks) == 1:
+        return
+    lines = [f"broadcast_variables(root_rank={root_rank})"]
+    lines += [f"{name_of(v)}: {tf.as_dtype(v.dtype).name} {[int(n) for n in v.shape]}" for v in given]
+
+    def compare() -> list[Array]:
+        the_channel(process_set).submit(Call("broadcast_variables", lines), lambda _: None).result()
+        return []
+
+    run("broadcast_variables", compare, [], [])
+    for chunk in _chunks(given):
+        _broadcast_chunk(chunk, root, process_set)
+
+
+def _broadcast_chunk(variables: list[Any], root: int, process_set: Members) -> None:
+    """One broadcast of the bytes of all these variables. The root's are read, the others' assigned."""
+    sizes = [_size_bytes(variable) for variable in variables]
+    ends = np.cumsum(sizes)
+    dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
+    call = Call("broadcast_variables", [f"{sum(sizes)} bytes from rank {root}"])
+
+    def send(*values: Array) -> list[Array]:
+        channel = the_channel(process_set)
+        buffer = np.concatenate([bytes_of(value) for value in values])
+        channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
+        return []
+
+    def receive() -> list[Array]:
+        channel = the_channel(process_set)
+        buffer = np.empty(sum(sizes), np.uint8)
+        channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
+        # Copies: a variable that kept a view would keep the whole chunk.
+        return [
+            buffer[end - size : end].copy().view(dtype.as_numpy_dtype).reshape(variable.shape)
+            for variable, dtype, size, end in zip(variables, dtypes, sizes, ends, strict=True)
+        ]
+
+    if the_channel(process_set).rank == root:
+        run("broadcast_variables", send, [tf.convert_to_tensor(variable) for variable in variables], [])
+        return
+    received = run("broadcast_variables", receive, [], dtypes)
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(tf.ensure_shape(value, variable.shape))
+
+
+def _variables(given: Any) -> tuple[list[Any], str | None]:
+    """The variables as a list, and what is wrong with them."""
+    try:
+        variables = list(given)
+    except TypeError:
+        return (
+            [],
+            f"variables must be a list of variables, such as model.variables, got {type(given).__name__}",
+        )
+    for variable in variables:
+        if isinstance(variable, tf.Tensor) or not all(
+            hasattr(variable, a) for a in ("assign", "name", "shape")
+        ):
+            return (
+                [],
+                f"not a variable but {type(variable).__name__}; give model.variables or a list of variables",
+            )
+        if tf.as_dtype(variable.dtype) not in VALUES:
+            return [], f"{name_of(variable)}: {tf.as_dtype(variable.dtype).name} cannot be exchanged"
+        if not tf.TensorShape(variable.shape).is_fully_defined():
+            return [], f"{name_of(variable)}: its shape {variable.shape} is not fixed"
+    return variables, None
+
+
+def _size_bytes(variable: Any) -> int:
+    return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
+
+
+def _chunks(variables: Iterable[Any]) -> Iterator[list[Any]]:
+    """Variables that travel together: up to 64 MiB, or one that is larger."""
+    chunk: list[Any] = []
+    held_bytes = 0
+    for variable in variables:
+        if chunk and held_bytes + _size_bytes(variable) > _CHUNK_BYTES:
+            yield chunk
+            chunk, held_bytes = [], 0
+        chunk.append(variable)
+        held_bytes += _size_bytes(variable)
+    if chunk:
+        yield chunk
