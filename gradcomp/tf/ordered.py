@@ -51,7 +51,7 @@ def run(
         results = function(*(tensor.numpy() for tensor in tensors))
         return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
     refuse_xla(name)
-    turn = _the_turn()
+    turn = the_turn()
 
     def later(_: Array, *values: Array) -> list[Array]:
         # A scalar may come as a NumPy scalar.
@@ -74,7 +74,8 @@ def refuse_xla(name: str) -> None:
         )
 
 
-def _the_turn() -> Any:
+def the_turn() -> Any:
+    """The variable that every call reads and then writes: who wants to be put in its place does so too."""
     global _turn
     if _turn is None:
         with tf.init_scope(), tf.device("CPU:0"):

@@ -1,0 +1,55 @@
+"""Which means of the open step are there, and waiting for some of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from gradcomp.core.errors import GradcompError
+from gradcomp.pipeline import Bucket, Layout
+
+
+class Landing:
+    """A :class:`gradcomp.engine.Listener` that several threads may wait at."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._slices = np.zeros(0, dtype=np.int64)  # by layer: those whose mean is not there
+        self._error: GradcompError | None = None
+        self._waiting = 0
+        self._since = 0.0
+        self.waited_seconds = 0.0  # of the open step: how long anybody waited
+
+    def open(self, layout: Layout) -> None:
+        """A step begins."""
+        self._slices = np.array([len(buckets) for buckets in layout.buckets_of], dtype=np.int64)
+        self.waited_seconds = 0.0
+
+    def wait(self, layers: Sequence[int]) -> None:
+        """Block until the means of these layers are there; raises what the exchange failed with."""
+        rows = np.array(layers, dtype=np.int64)
+        with self._changed:
+            if not self._waiting:
+                self._since = perf_counter()
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._error is not None or not self._slices[rows].any())
+            self._waiting -= 1
+            if not self._waiting:
+                self.waited_seconds += perf_counter() - self._since
+            if self._error is not None:
+                raise self._error
+
+    def landed(self, bucket: Bucket) -> None:
+        """See :class:`gradcomp.engine.Listener`."""
+        with self._changed:
+            self._slices[bucket.layers] -= 1
+            self._changed.notify_all()
+
+    def failed(self, error: GradcompError) -> None:
+        """See :class:`gradcomp.engine.Listener`."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()

@@ -1,0 +1,67 @@
+"""From variables to layer specs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import Kind, LayerSpec
+from gradcomp.tf.tensors import name_of
+
+_NORM = re.compile(r"(^|[/_])(norm|ln|bn|layer_?norm|batch_?norm|group_?norm|rms_?norm)", re.IGNORECASE)
+
+
+def specs(variables: Sequence[Any]) -> list[LayerSpec]:
+    """The layers of these variables, in order, with unique names; ConfigError for what cannot be exchanged."""
+    layers: list[LayerSpec] = []
+    taken: set[str] = set()
+    for variable in variables:
+        if not hasattr(variable, "assign"):
+            raise ConfigError(f"expected variables, got {type(variable).__name__}")
+        name = _unique(name_of(variable), taken)
+        taken.add(name)
+        layers.append(_spec(name, variable))
+    return layers
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """Plain variables may share a name: the second is name_1."""
+    number, unique = 0, name
+    while unique in taken:
+        number += 1
+        unique = f"{name}_{number}"
+    return unique
+
+
+def _spec(name: str, variable: Any) -> LayerSpec:
+    shape = tuple(variable.shape)
+    if any(length is None for length in shape):
+        raise ConfigError(f"layer {name!r} has no fixed shape: {variable.shape}")
+    dtype = getattr(variable.dtype, "name", str(variable.dtype))
+    if dtype.startswith("complex"):
+        raise ConfigError(f"layer {name!r} is complex; keep its real and imaginary parts in two variables")
+    return LayerSpec(name, matrix_view(shape), dtype, _kind(name, len(shape)))
+
+
+def matrix_view(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the matrix that compressors see.
+
+    They take the first dimension as rows. TensorFlow's convolutions are (height, width, in, out), and attention has
+    (in, heads, size): of all ways to cut the list of dimensions in two, the one with the fewest rows and columns.
+    """
+    if len(shape) <= 2 or 0 in shape:
+        return shape
+    cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
+    return min(cuts, key=sum)
+
+
+def _kind(name: str, dimensions: int) -> Kind:
+    last = name.rpartition("/")[2]
+    if last.startswith("bias") or last.endswith("bias"):
+        return "bias"
+    if dimensions <= 1 and (last in ("gamma", "beta") or _NORM.search(name)):
+        return "norm"
+    return "embedding" if "emb" in name.lower() else "weight"
