@@ -1,0 +1,94 @@
+"""What ``keras.Model`` must know of distributed optimizers.
+
+At the first :func:`gradcomp.tf.DistributedOptimizer`, ``compile`` and the methods that train get a thin layer around
+them. For models with any other optimizer it passes everything on as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from gradcomp.core.errors import ConfigError
+
+_MARK = "_gradcomp_watches"
+
+
+def watch() -> None:
+    """Put the layer around ``keras.Model``'s methods, once."""
+    for name, around in (("compile", _compile), ("fit", _train), ("train_on_batch", _train)):
+        for kind in keras.Model.__mro__:
+            if name in kind.__dict__:
+                method = kind.__dict__[name]
+                if not hasattr(method, _MARK):
+                    wrapped = around(method)
+                    setattr(wrapped, _MARK, True)
+                    # Where it is defined: Keras compares ``Model.compile`` with it to tell custom ones.
+                    setattr(kind, name, wrapped)
+                break
+
+
+def refuse_strategy(strategy: Any) -> None:
+    """ConfigError for ``tf.distribute``, which would exchange gradients too."""
+    if tf.distribute.has_strategy() or (
+        strategy is not None and not isinstance(strategy, type(_default_strategy()))
+    ):
+        raise ConfigError(
+            "tf.distribute strategies exchange gradients by themselves: start one process per device, and none of them"
+        )
+
+
+def _default_strategy() -> Any:
+    with tf.init_scope():
+        return tf.distribute.get_strategy()
+
+
+def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``compile``: no XLA, whose clusters cannot call out, and loss scaling outside of the exchange."""
+    from gradcomp.tf.optimizer import core_of, turn_inside_out
+
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A001 - the method's name
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        optimizer = given.arguments["optimizer"]
+        if core_of(optimizer) is None:
+            return method(self, *args, **kwargs)
+        refuse_strategy(getattr(self, "_distribute_strategy", None))
+        if given.arguments["jit_compile"] == "auto":
+            given.arguments["jit_compile"] = False
+        elif given.arguments["jit_compile"]:
+            raise ConfigError(
+                "jit_compile=True: an XLA cluster cannot call out to exchange gradients; set jit_compile=False"
+            )
+        result = method(*given.args, **given.kwargs)
+        if self.optimizer is not optimizer:
+            turn_inside_out(self.optimizer)
+        return result
+
+    return compile
+
+
+def _train(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Training: what TensorFlow makes of an error in the exchange becomes that error again."""
+    from gradcomp.tf.optimizer import core_of
+
+    @functools.wraps(method)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except tf.errors.OpError as error:
+            core = core_of(getattr(self, "optimizer", None))
+            exchanger = core and core.exchange and core.exchange.exchanger
+            if exchanger and exchanger.error is not None:
+                raise exchanger.error from error
+            raise
+
+    return train

@@ -1,0 +1,416 @@
+"""``DistributedOptimizer``: a Keras 3 optimizer, on means over ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.control import Controller
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.scheme import parse
+from gradcomp.engine import Exchanger
+from gradcomp.job import runtime
+from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.network import Ranks
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.report import Readers
+from gradcomp.tf import keras_model
+from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+from gradcomp.tf.exchange import Exchange
+
+Optimizer = TypeVar("Optimizer", bound="keras.optimizers.Optimizer")
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    compression: Policy | Compressor | str = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    *,
+    process_set: Members = None,
+    reduction: str | None = None,
+    controller: Controller | str | None = None,
+) -> Optimizer:
+    """Make a Keras ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
+
+    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. The exchange comes after Keras
+    has divided by ``loss_scale_factor`` and accumulated over ``gradient_accumulation_steps``, and before clipping,
+    weight decay, the update and its moving average: these act on means. ``get_config()``, ``model.save`` and copies
+    give the plain optimizer, which loads without gradcomp.
+
+    Args:
+        optimizer: any ``keras.optimizers.Optimizer``, built or not; changed in place. Dynamic loss scaling:
+            ``DistributedOptimizer(LossScaleOptimizer(inner))``. Where ``compile`` adds a ``LossScaleOptimizer`` around
+            a distributed one, it becomes the one that exchanges, before it looks for overflows.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
+            least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
+        backward_passes_per_step: gradients are summed over so many passes before they are exchanged. It sets the
+            optimizer's ``gradient_accumulation_steps``, whose mean over the passes is multiplied by their number. A
+            ``LossScaleOptimizer`` looks at every pass, so every pass is exchanged.
+        op: ``Average`` or ``Sum`` over ranks.
+        gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
+        sparse_as_dense: exchange ``IndexedSlices`` as dense gradients; else their rows are gathered, uncompressed.
+        process_set: the ranks to average over, if not all: a :class:`ProcessSet`. Only they call this.
+        reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
+        controller: changes the levels of layers while training runs, such as
+            ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+
+    Collective when the optimizer is built, by ``fit`` or by the first ``apply``, or here if it is. Wire: see the
+    compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an
+    element; :func:`gradcomp.tf.save` saves them.
+    Raises ConfigError for bad arguments and other backends of Keras, PlanMismatchError on every rank if the ranks
+    differ, StateError before ``init()`` and for an optimizer that is distributed already.
+    """
+    runtime.current()
+    arguments = Arguments(
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        reduction,
+        controller,
+        members(process_set),
+        process_set,
+    )
+    _check_optimizer(optimizer)
+    arguments.check()
+    _accumulate(optimizer, backward_passes_per_step)
+    core = Core(arguments, optimizer)
+    if optimizer.built:
+        core.start(optimizer._trainable_variables)
+    keras_model.watch()
+    adopt(optimizer, core)
+    return optimizer
+
+
+class Arguments:
+    """The arguments of :func:`DistributedOptimizer`."""
+
+    def __init__(
+        self,
+        compression: Policy | Compressor | str,
+        passes: int,
+        op: ReduceOp,
+        predivide: float,
+        sparse_as_dense: bool,
+        reduction: str | None,
+        controller: Controller | str | None,
+        ranks: Ranks,
+        process_set: Members,
+    ) -> None:
+        self.compression = compression
+        self.passes = passes
+        self.op = op
+        self.predivide = predivide
+        self.sparse_as_dense = sparse_as_dense
+        self.reduction = reduction
+        self.controller = controller
+        self.ranks = ranks
+        self.process_set = process_set
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work with any variables."""
+        if type(self.passes) is not int or self.passes < 1:
+            raise ConfigError(
+                f"backward_passes_per_step must be a whole number of at least 1, got {self.passes!r}"
+            )
+        if self.op not in (Average, Sum):
+            raise ConfigError(f"op must be Average or Sum, got {self.op!r}")
+        if not self.predivide > 0 or (self.predivide != 1.0 and self.op is not Average):
+            raise ConfigError(
+                "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
+            )
+        if self.reduction is not None:
+            parse(self.reduction)
+        as_policy(self.compression)
+
+
+class Core:
+    """What a distributed optimizer has beside the wrapped one.
+
+    ``owner``: the optimizer that exchanges. Others that share the core, those inside of a ``LossScaleOptimizer``, only
+    answer questions.
+    """
+
+    def __init__(self, arguments: Arguments, owner: Any) -> None:
+        self.arguments = arguments
+        self.owner = owner
+        self.exchange: Exchange | None = None
+        self.update: _Update | None = None
+        self._variables: list[Any] = []
+        self._rows: dict[Any, int] = {}
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that exchange."""
+        return self.arguments.ranks
+
+    @property
+    def keeper(self) -> Keeper:
+        """Where the compression state is; StateError before there is one."""
+        if self.exchange is None:
+            raise StateError(
+                "the optimizer is not built: it has no variables yet, and no compression state; call "
+                "optimizer.build(model.trainable_variables) first"
+            )
+        return self.exchange.keeper
+
+    def start(self, variables: Sequence[Any]) -> None:
+        """Begin to exchange the gradients of these variables. Collective."""
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
+            raise ConfigError(
+                "variables that are overwritten with their gradients, as in float8 training, are not exchanged, and "
+                "would differ between ranks"
+            )
+        given = self.arguments
+        with tf.init_scope():
+            self.exchange = Exchange(
+                list(variables),
+                given.compression,
+                op=given.op,
+                predivide=given.predivide,
+                sparse_as_dense=given.sparse_as_dense,
+                process_set=given.process_set,
+                reduction=given.reduction,
+                controller=given.controller,
+            )
+        self._variables = list(variables)
+        self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(variables)}
+
+    def unknown(self, variables: Sequence[Any]) -> list[str]:
+        """Those of the variables that were not there when the exchange began."""
+        return [
+            getattr(variable, "path", variable.name)
+            for variable in variables
+            if self.owner._var_key(variable) not in self._rows
+        ]
+
+    def means(
+        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None
+    ) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        """The means of these variables, and (mean, variable) of those of which only other ranks have gradients."""
+        assert self.exchange is not None, "an optimizer is built before it applies"
+        rows = [self._rows[self.owner._var_key(variable)] for variable in variables]
+        own: list[Any] = [None] * len(self._variables)
+        for row, gradient in zip(rows, gradients, strict=True):
+            own[row] = _times(gradient, self.arguments.passes)
+        means = self.exchange.exchange(own, scale)
+        absent = sorted(set(range(len(own))) - set(rows))
+        return (
+            [means[row] for row in rows],
+            [(means[row], self._variables[row]) for row in absent if means[row] is not None],
+        )
+
+
+class _Update:
+    """One call of Keras' ``_backend_apply_gradients``."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self.variables = list(variables)
+        self.exchanged = False
+        #: Of variables that Keras left out because this rank has no gradient of them, and others have.
+        self.others: list[Any] = []
+        self.their_means: list[Any] = []
+
+
+class Distributed(Readers):
+    """The methods that a distributed optimizer has beside, or instead of, those of its class."""
+
+    _gradcomp: Core
+
+    def _exchanger_or_none(self) -> Exchanger | None:
+        exchange = self._gradcomp.exchange
+        return None if exchange is None else exchange.exchanger
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the slots, and begin to exchange. Collective the first time."""
+        core = self._gradcomp
+        caller = sys._getframe(1).f_locals.get("self")
+        if core.owner is self and getattr(caller, "inner_optimizer", None) is self:
+            raise ConfigError(
+                "LossScaleOptimizer(DistributedOptimizer(...)) would wait for ever where one rank overflows and skips "
+                "its step: wrap the other way round, DistributedOptimizer(LossScaleOptimizer(...))"
+            )
+        super().build(variables)  # type: ignore[misc]
+        if core.owner is self and core.exchange is None:
+            core.start(self._trainable_variables)  # type: ignore[attr-defined]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Apply gradients: exchanged here if they are still scaled, else where Keras is about to clip them."""
+        core = self._gradcomp
+        if core.owner is not self or not isinstance(self, keras.optimizers.LossScaleOptimizer):
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        variables = list(trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(variables)
+        self._check_variables_are_known(variables)
+        # Before the look for overflows: one rank's is in the mean of all, which then skip alike.
+        means, others = core.means(grads, variables, tf.convert_to_tensor(self.dynamic_scale))
+        super().apply(  # type: ignore[misc]
+            [*means, *(mean for mean, _ in others)], [*variables, *(variable for _, variable in others)]
+        )
+
+    def _check_variables_are_known(self, variables: Sequence[Any]) -> None:
+        unknown = self._gradcomp.unknown(variables) if self._gradcomp.owner is self else []
+        if unknown:
+            raise StateError(
+                f"variables that were not there when the optimizer was built are not exchanged: "
+                f"{', '.join(unknown[:5])}; a model that was rebuilt, or has other trainable layers, needs a new "
+                "optimizer"
+            )
+        super()._check_variables_are_known(variables)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        core = self._gradcomp
+        if core.owner is not self or isinstance(self, keras.optimizers.LossScaleOptimizer):
+            super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+            return
+        update = core.update = _Update(trainable_variables)
+        try:
+            super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            core.update = None
+        if not update.exchanged and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            raise ConfigError(f"{type(self).__name__} does not clip where Keras does: nothing was exchanged")
+        for variable in update.others:
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Where all that comes before is done, and none of what follows: exchange."""
+        update = self._gradcomp.update
+        if update is None or self._gradcomp.owner is not self:
+            return list(super()._clip_gradients(grads))  # type: ignore[misc]
+        means, others = self._gradcomp.means(grads, update.variables)
+        update.exchanged = True
+        update.others = [variable for _, variable in others]
+        clipped = super()._clip_gradients([*means, *(mean for mean, _ in others)])  # type: ignore[misc]
+        update.their_means = list(clipped[len(means) :])
+        return list(clipped[: len(means)])
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        update = self._gradcomp.update
+        super()._apply_weight_decay([*variables, *(update.others if update else ())])  # type: ignore[misc]
+
+    def _backend_update_step(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
+    ) -> None:
+        update = self._gradcomp.update
+        if update is not None:
+            grads = [*grads, *update.their_means]
+            trainable_variables = [*trainable_variables, *update.others]
+        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
+        _, arguments = super().__reduce__()  # type: ignore[misc]
+        return self.__class__._unpickle_model, arguments  # type: ignore[attr-defined]
+
+    def compression_state(self) -> dict[str, Any]:
+        """This rank's residuals by layer name, step, plan, bucket order: copies, as arrays, numbers and strings.
+
+        Local; StateError before the optimizer is built.
+        """
+        return self._gradcomp.keeper.state()
+
+    def load_compression_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
+
+        Local. StateError, with nothing changed, if anything does not fit (the error lists it all).
+        """
+        self._gradcomp.keeper.load(state)
+
+
+def core_of(optimizer: Any) -> Core | None:
+    """What :func:`DistributedOptimizer` added to an optimizer; None for a plain one."""
+    core = getattr(optimizer, "_gradcomp", None)
+    return core if isinstance(core, Core) else None
+
+
+def adopt(optimizer: Any, core: Core) -> None:
+    """Turn the optimizer into a distributed one, in place: who holds it goes on holding it.
+
+    Its ``__class__`` stays the wrapped class, by which Keras saves and copies it: exactly the plain optimizer. Only
+    ``type()`` knows better.
+    """
+    kind = type(optimizer)
+    optimizer.__dict__["_gradcomp"] = core
+    if isinstance(optimizer, Distributed):
+        return
+    body = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__class__": property(lambda self: kind),
+    }
+    object.__setattr__(optimizer, "__class__", type(kind.__name__, (Distributed, kind), body))
+
+
+def turn_inside_out(outer: Any) -> None:
+    """A ``LossScaleOptimizer`` around a distributed optimizer becomes the one that exchanges."""
+    core = core_of(outer.inner_optimizer)
+    assert core is not None, "there is a distributed optimizer in it"
+    core.owner = outer
+    adopt(outer, core)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    backend = keras.backend.backend()
+    if backend == "torch":
+        raise ConfigError(
+            "Keras runs on torch, where its parameters are torch's: wrap a torch.optim.Optimizer over "
+            "model.parameters() with gradcomp.torch.DistributedOptimizer, in a training loop of your own"
+        )
+    if backend != "tensorflow":
+        raise ConfigError(
+            f"Keras runs on {backend}: gradcomp.tf needs KERAS_BACKEND=tensorflow, which must be set before Keras is "
+            "imported"
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(f"expected a keras.optimizers.Optimizer of Keras 3, got {type(optimizer).__name__}")
+    if core_of(optimizer) is not None or core_of(getattr(optimizer, "inner_optimizer", None)) is not None:
+        raise StateError("this optimizer is already a DistributedOptimizer")
+    hooks = ("_clip_gradients", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay")
+    missing = [name for name in hooks if not callable(getattr(optimizer, name, None))]
+    if missing:
+        raise ConfigError(f"Keras {keras.__version__} has no {missing[0]}: this gradcomp does not know it")
+    keras_model.refuse_strategy(getattr(optimizer, "_distribution_strategy", None))
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Let Keras accumulate; ConfigError where it accumulates otherwise, or has no room for it."""
+    if passes == 1:
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if inner.gradient_accumulation_steps not in (None, passes):
+        raise ConfigError(
+            f"backward_passes_per_step={passes}, and the optimizer has gradient_accumulation_steps="
+            f"{inner.gradient_accumulation_steps}: give one of them"
+        )
+    if inner.built and inner.gradient_accumulation_steps is None:
+        raise ConfigError(
+            "the optimizer is built and has no room to accumulate: set backward_passes_per_step before it is built, "
+            "or give it gradient_accumulation_steps when it is made"
+        )
+    inner.gradient_accumulation_steps = passes
+
+
+def _times(gradient: Any, factor: int) -> Any:
+    """What Keras accumulates is the mean over passes; the sum is meant."""
+    if gradient is None or factor == 1:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
