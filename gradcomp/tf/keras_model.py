@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.tf.bridge import typed_errors
 
 _MARK = "_gradcomp_watches"
 
@@ -82,13 +83,9 @@ def _train(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        if core_of(getattr(self, "optimizer", None)) is None:
             return method(self, *args, **kwargs)
-        except tf.errors.OpError as error:
-            core = core_of(getattr(self, "optimizer", None))
-            exchanger = core and core.exchange and core.exchange.exchanger
-            if exchanger and exchanger.error is not None:
-                raise exchanger.error from error
-            raise
+        with typed_errors():
+            return method(self, *args, **kwargs)
 
     return train

@@ -17,10 +17,11 @@ from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.network import Ranks
+from gradcomp.job.plain import from_plain, to_plain
 from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Readers
 from gradcomp.tf import keras_model
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.tf.exchange import Exchange
 
 Optimizer = TypeVar("Optimizer", bound="keras.optimizers.Optimizer")
@@ -144,8 +145,9 @@ class Core:
         self.arguments = arguments
         self.owner = owner
         self.exchange: Exchange | None = None
-        self.update: _Update | None = None
-        self._variables: list[Any] = []
+        #: Whose gradients Keras applies at this moment, and is about to clip.
+        self.applying: list[Any] | None = None
+        self._count = 0
         self._rows: dict[Any, int] = {}
 
     @property
@@ -182,7 +184,7 @@ class Core:
                 reduction=given.reduction,
                 controller=given.controller,
             )
-        self._variables = list(variables)
+        self._count = len(variables)
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(variables)}
 
     def unknown(self, variables: Sequence[Any]) -> list[str]:
@@ -194,31 +196,16 @@ class Core:
         ]
 
     def means(
-        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None
-    ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """The means of these variables, and (mean, variable) of those of which only other ranks have gradients."""
+        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None, rate: Any = None
+    ) -> list[Any]:
+        """The means of the gradients of these variables; of None comes None. Variables left out have no gradient."""
         assert self.exchange is not None, "an optimizer is built before it applies"
         rows = [self._rows[self.owner._var_key(variable)] for variable in variables]
-        own: list[Any] = [None] * len(self._variables)
+        own: list[Any] = [None] * self._count
         for row, gradient in zip(rows, gradients, strict=True):
             own[row] = _times(gradient, self.arguments.passes)
-        means = self.exchange.exchange(own, scale)
-        absent = sorted(set(range(len(own))) - set(rows))
-        return (
-            [means[row] for row in rows],
-            [(means[row], self._variables[row]) for row in absent if means[row] is not None],
-        )
-
-
-class _Update:
-    """One call of Keras' ``_backend_apply_gradients``."""
-
-    def __init__(self, variables: Sequence[Any]) -> None:
-        self.variables = list(variables)
-        self.exchanged = False
-        #: Of variables that Keras left out because this rank has no gradient of them, and others have.
-        self.others: list[Any] = []
-        self.their_means: list[Any] = []
+        means = self.exchange.exchange(own, scale, rate)
+        return [means[row] for row in rows]
 
 
 class Distributed(Readers):
@@ -257,10 +244,8 @@ class Distributed(Readers):
                 self.build(variables)
         self._check_variables_are_known(variables)
         # Before the look for overflows: one rank's is in the mean of all, which then skip alike.
-        means, others = core.means(grads, variables, tf.convert_to_tensor(self.dynamic_scale))
-        super().apply(  # type: ignore[misc]
-            [*means, *(mean for mean, _ in others)], [*variables, *(variable for _, variable in others)]
-        )
+        scale, rate = tf.convert_to_tensor(self.dynamic_scale), tf.convert_to_tensor(self.learning_rate)
+        super().apply(core.means(grads, variables, scale, rate), variables)  # type: ignore[misc]
 
     def _check_variables_are_known(self, variables: Sequence[Any]) -> None:
         unknown = self._gradcomp.unknown(variables) if self._gradcomp.owner is self else []
@@ -277,41 +262,23 @@ class Distributed(Readers):
         if core.owner is not self or isinstance(self, keras.optimizers.LossScaleOptimizer):
             super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
             return
-        update = core.update = _Update(trainable_variables)
+        core.applying = list(trainable_variables)
         try:
             super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+            # Between two updates Keras accumulates, and clips nothing.
+            if core.applying is not None and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+                raise ConfigError(f"{type(self).__name__} does not clip where Keras does: nothing was exchanged")
         finally:
-            core.update = None
-        if not update.exchanged and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-            raise ConfigError(f"{type(self).__name__} does not clip where Keras does: nothing was exchanged")
-        for variable in update.others:
-            if variable.constraint is not None:
-                variable.assign(variable.constraint(variable))
+            core.applying = None
 
     def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Where all that comes before is done, and none of what follows: exchange."""
-        update = self._gradcomp.update
-        if update is None or self._gradcomp.owner is not self:
-            return list(super()._clip_gradients(grads))  # type: ignore[misc]
-        means, others = self._gradcomp.means(grads, update.variables)
-        update.exchanged = True
-        update.others = [variable for _, variable in others]
-        clipped = super()._clip_gradients([*means, *(mean for mean, _ in others)])  # type: ignore[misc]
-        update.their_means = list(clipped[len(means) :])
-        return list(clipped[: len(means)])
-
-    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        update = self._gradcomp.update
-        super()._apply_weight_decay([*variables, *(update.others if update else ())])  # type: ignore[misc]
-
-    def _backend_update_step(
-        self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
-    ) -> None:
-        update = self._gradcomp.update
-        if update is not None:
-            grads = [*grads, *update.their_means]
-            trainable_variables = [*trainable_variables, *update.others]
-        super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+        """Where all that comes before the exchange is done, and nothing of what follows."""
+        core = self._gradcomp
+        variables, core.applying = core.applying, None
+        if variables is not None:
+            rate = tf.convert_to_tensor(self.learning_rate)  # type: ignore[attr-defined]
+            grads = core.means(grads, variables, None, rate)
+        return list(super()._clip_gradients(grads))  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
@@ -323,14 +290,14 @@ class Distributed(Readers):
 
         Local; StateError before the optimizer is built.
         """
-        return self._gradcomp.keeper.state()
+        return to_plain(self._gradcomp.keeper.snapshot())
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
 
         Local. StateError, with nothing changed, if anything does not fit (the error lists it all).
         """
-        self._gradcomp.keeper.load(state)
+        self._gradcomp.keeper.restore(from_plain(state))
 
 
 def core_of(optimizer: Any) -> Core | None:
@@ -382,7 +349,7 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ConfigError(f"expected a keras.optimizers.Optimizer of Keras 3, got {type(optimizer).__name__}")
     if core_of(optimizer) is not None or core_of(getattr(optimizer, "inner_optimizer", None)) is not None:
         raise StateError("this optimizer is already a DistributedOptimizer")
-    hooks = ("_clip_gradients", "_backend_apply_gradients", "_backend_update_step", "_apply_weight_decay")
+    hooks = ("_clip_gradients", "_backend_apply_gradients", "_check_variables_are_known", "_var_key")
     missing = [name for name in hooks if not callable(getattr(optimizer, name, None))]
     if missing:
         raise ConfigError(f"Keras {keras.__version__} has no {missing[0]}: this gradcomp does not know it")

@@ -1,0 +1,186 @@
+"""``BackupAndRestore``: go on after a kill, with what compression remembers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.job import runtime
+from gradcomp.job.checkpoint import keeper_of, load, save
+from gradcomp.job.process_sets import ProcessSet
+from gradcomp.tf.callbacks.common import build_optimizer, ranks_of, require_distributed, variables_of
+from gradcomp.tf.objects import broadcast_object
+from gradcomp.tf.variables import broadcast_variables
+
+_LATEST = "latest"
+_WEIGHTS = "latest.weights.h5"  # Keras' own names: its BackupAndRestore reads a backup's directory too
+_METADATA = "training_metadata.json"
+_COMPRESSION = "compression"
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Back the training state up, and go on from the last backup when ``fit`` is called again after a kill.
+
+    The first rank writes weights, optimizer and epoch as ``keras.callbacks.BackupAndRestore`` does; all ranks write
+    their compression state (:func:`gradcomp.tf.save`) and the states of their random layers beside it, at the same
+    moment. A backup is a directory of its own; it counts once all ranks are done, in one rename, so that a kill at any
+    moment leaves the one before. On as many ranks, training that starts epochs from the same data then continues bit
+    for bit. With ``save_freq`` in batches it continues from the beginning of the epoch, as with Keras' callback.
+
+    Args:
+        backup_dir: a directory that all ranks see, for this run alone.
+        save_freq: ``"epoch"``, or a number of batches.
+        delete_checkpoint: remove the backup when training ends by itself.
+
+    Collective. Wire: all variables once, on restoring. Raises ConfigError for bad arguments, a model that is not built
+    and an optimizer that is not distributed; StateError on every rank if a backup cannot be written or read, or its
+    parts are not of one moment.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | Path,
+        save_freq: Literal["epoch"] | int = "epoch",
+        delete_checkpoint: bool = True,
+    ) -> None:
+        super().__init__()
+        if not str(backup_dir):
+            raise ConfigError("backup_dir is empty")
+        if save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
+            raise ConfigError(f'save_freq must be "epoch" or a number of batches, got {save_freq!r}')
+        self.backup_dir = Path(backup_dir)
+        self.save_freq = save_freq
+        self.delete_checkpoint = delete_checkpoint
+        self._epoch = 0
+        self._last_batch = -1
+        self._since = 0
+
+    # ------------------------------------------------------------------------------------------ Keras calls
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore, if there is something to restore."""
+        require_distributed(self.model, self)
+        if not build_optimizer(self.model):
+            raise ConfigError("BackupAndRestore needs a model that is built before fit()")
+        found = self._of_root("read", self._read_latest)
+        if found is not None:
+            self._restore(self.backup_dir / found["name"], found)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self._epoch, self._last_batch = epoch, -1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Back up if it is due."""
+        if self.save_freq == "epoch":
+            return
+        self._since += batch - self._last_batch
+        self._last_batch = batch
+        if self._since >= self.save_freq:
+            self._since = 0
+            self._backup(self._epoch, batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Back up if it is due."""
+        if self.save_freq == "epoch":
+            self._backup(epoch + 1, 0)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Nothing is left to be restored."""
+        if self.delete_checkpoint:
+            self._of_root("removed", lambda: self._remove_all_but(None))
+
+    # ------------------------------------------------------------------------------------------ to disk
+
+    def _backup(self, epoch: int, batch: int) -> None:
+        optimizer = self.model.optimizer
+        iteration = int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
+        name = f"epoch-{epoch}-iteration-{iteration}"
+        directory = self.backup_dir / name
+        step = keeper_of(optimizer).step
+
+        def write() -> None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.model.save_weights(str(directory / _WEIGHTS), overwrite=True)
+            text = json.dumps({"epoch": epoch, "batch": batch, "iteration": iteration, "step": step})
+            (directory / _METADATA).write_text(text)
+
+        def publish() -> None:
+            partial = self.backup_dir / f"{_LATEST}.partial"
+            partial.write_text(name)
+            partial.replace(self.backup_dir / _LATEST)
+            self._remove_all_but(name)
+
+        self._of_root("written", write)
+        states = [np.asarray(variable) for variable in self._random_states()]
+        if states:
+            np.savez(self._file_of_rank(directory), *states)
+        save(directory / _COMPRESSION, optimizer)  # returns when all ranks are here
+        self._of_root("written", publish)
+
+    def _restore(self, directory: Path, found: dict[str, Any]) -> None:
+        model = self.model
+        self._of_root("read", lambda: model.load_weights(str(directory / _WEIGHTS)))
+        ranks = ranks_of(model)
+        broadcast_variables(variables_of(model), ranks[0], process_set=ProcessSet(ranks))
+        file = self._file_of_rank(directory)
+        if file.exists():
+            with np.load(file) as states:
+                for variable, name in zip(self._random_states(), states.files, strict=True):
+                    variable.assign(states[name])
+        load(directory / _COMPRESSION, model.optimizer)
+        step = keeper_of(model.optimizer).step
+        if step != found["step"]:
+            raise StateError(
+                f"{directory}: its weights are of step {found['step']}, its compression state of step {step}"
+            )
+        model._initial_epoch = found["epoch"]
+
+    def _read_latest(self) -> dict[str, Any] | None:
+        path = self.backup_dir / _LATEST
+        if not path.exists():
+            return None
+        name = path.read_text()
+        found = json.loads((self.backup_dir / name / _METADATA).read_text())
+        return {"name": name, "epoch": int(found["epoch"]), "step": int(found["step"])}
+
+    def _remove_all_but(self, name: str | None) -> None:
+        if not self.backup_dir.is_dir():
+            return
+        if name is None:
+            (self.backup_dir / _LATEST).unlink(missing_ok=True)
+        for directory in self.backup_dir.glob("epoch-*-iteration-*"):
+            if directory.name != name:
+                shutil.rmtree(directory, ignore_errors=True)
+        if name is None and not any(self.backup_dir.iterdir()):
+            self.backup_dir.rmdir()
+
+    def _file_of_rank(self, directory: Path) -> Path:
+        return directory / f"random-{runtime.rank()}-of-{runtime.size()}.npz"
+
+    def _random_states(self) -> list[Any]:
+        """What random layers have drawn so far; every rank draws its own."""
+        known = {id(variable) for variable in [*self.model.weights, *self.model.metrics_variables]}
+        return [variable for variable in self.model.variables if id(variable) not in known]
+
+    def _of_root(self, what: str, work: Callable[[], Any]) -> Any:
+        """What the first rank's ``work`` returns, on every rank; StateError on every rank if it fails."""
+        ranks = ranks_of(self.model)
+        told: dict[str, Any] = {}
+        cause: Exception | None = None
+        if runtime.rank() == ranks[0]:
+            try:
+                told = {"result": work()}
+            except (OSError, ValueError, KeyError) as error:
+                cause, told = error, {"error": f"{type(error).__name__}: {error}"}
+        told = broadcast_object(told, ranks[0], process_set=ProcessSet(ranks))
+        if "error" in told:
+            raise StateError(f"a backup in {self.backup_dir} cannot be {what}: {told['error']}") from cause
+        return told["result"]

@@ -1,0 +1,51 @@
+"""``BroadcastGlobalVariables``: all ranks begin with one rank's variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.job import runtime
+from gradcomp.job.process_sets import ProcessSet
+from gradcomp.tf.callbacks.common import build_optimizer, ranks_of, require_distributed, variables_of
+from gradcomp.tf.variables import broadcast_variables
+
+
+class BroadcastGlobalVariables(keras.callbacks.Callback):
+    """Give all ranks the weights and the optimizer's variables of ``root_rank`` when training begins.
+
+    With a model that is not built yet, at the end of its first batch, for there is nothing to send before. States of
+    random layers stay each rank's own. Wire: all variables once.
+    Collective. Raises ConfigError if the model's optimizer is not distributed, and for a model that is not built with
+    ``steps_per_execution`` of more than 1: its ranks would take several steps from different weights.
+    """
+
+    def __init__(self, root_rank: int = 0) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._due = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast now, or say that it is due."""
+        require_distributed(self.model, self)
+        self._due = not build_optimizer(self.model)
+        if not self._due:
+            self._broadcast()
+        elif self.model.steps_per_execution > 1 and runtime.size() > 1:
+            raise ConfigError(
+                "BroadcastGlobalVariables: the model is not built, and takes several steps before a callback hears of "
+                "them; build it before fit(), or set steps_per_execution=1"
+            )
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """The first batch has built the model."""
+        if self._due:
+            self._due = False
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        broadcast_variables(
+            variables_of(self.model), self.root_rank, process_set=ProcessSet(ranks_of(self.model))
+        )

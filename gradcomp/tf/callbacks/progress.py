@@ -1,0 +1,84 @@
+"""``Progress``: what compression saves, while it does."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+from typing import Any
+
+import keras
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.statistics import Statistics
+from gradcomp.tf.callbacks.common import ranks_of, require_distributed
+from gradcomp.job import runtime
+from gradcomp.tf.optimizer import core_of
+
+logger = logging.getLogger("gradcomp")
+
+
+class Progress(keras.callbacks.Callback):
+    """Log a line on the first rank after each epoch, and after every ``every_steps`` batches.
+
+    It says steps per second, MB sent per step and rank, what they would be uncompressed, and the ratio, since the line
+    before. Local. Raises ConfigError if the model's optimizer is not distributed.
+    """
+
+    def __init__(self, every_steps: int | None = None) -> None:
+        super().__init__()
+        if every_steps is not None and every_steps < 1:
+            raise ConfigError(f"every_steps must be at least 1, got {every_steps}")
+        self.every_steps = every_steps
+        self._epoch = 0
+        self._batches = 0  # of the epoch, so far
+        self._counted = 0  # of them, before the last line
+        self._time = 0.0
+        self._before = (0, 0, 0)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Start to count."""
+        require_distributed(self.model, self)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Start to count anew."""
+        self._epoch, self._batches, self._counted = epoch, 0, 0
+        self._begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Say a line if it is due."""
+        self._batches = batch + 1
+        if self.every_steps and self._batches - self._counted >= self.every_steps:
+            self._say(f"epoch {self._epoch + 1}, step {self._batches}")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Say a line, unless the last one is of this moment."""
+        if self._batches > self._counted:
+            self._say(f"epoch {epoch + 1}")
+
+    def _begin(self) -> None:
+        self._counted, self._time, self._before = self._batches, perf_counter(), self._bytes()
+
+    def _bytes(self) -> tuple[int, int, int]:
+        statistics = _statistics(self.model)
+        return statistics.steps, statistics.wire_bytes, statistics.dense_bytes
+
+    def _say(self, head: str) -> None:
+        rate = (self._batches - self._counted) / max(perf_counter() - self._time, 1e-9)
+        steps, sent, dense = (
+            now - before for now, before in zip(self._bytes(), self._before, strict=True)
+        )
+        if runtime.rank() == ranks_of(self.model)[0]:
+            line = f"{head}: {rate:.1f} steps/s"
+            if steps and sent:
+                line += (
+                    f", per step and rank {sent / steps / 1e6:.3f} MB sent, {dense / steps / 1e6:.3f} MB uncompressed, "
+                    f"ratio {dense / sent:.2f}"
+                )
+            logger.info(line)
+        self._begin()
+
+
+def _statistics(model: Any) -> Statistics:
+    core = core_of(model.optimizer)
+    exchanger = core and core.exchange and core.exchange.exchanger
+    return exchanger.pipeline.statistics if exchanger else Statistics()
