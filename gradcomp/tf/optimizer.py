@@ -267,7 +267,9 @@ class Distributed(Readers):
             super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
             # Between two updates Keras accumulates, and clips nothing.
             if core.applying is not None and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
-                raise ConfigError(f"{type(self).__name__} does not clip where Keras does: nothing was exchanged")
+                raise ConfigError(
+                    f"{type(self).__name__} does not clip where Keras does: nothing was exchanged"
+                )
         finally:
             core.applying = None
 

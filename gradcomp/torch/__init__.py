@@ -4,6 +4,7 @@ import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet
+from gradcomp.job.reduce_op import Average, Sum
 from gradcomp.job.runtime import (
     cross_rank,
     cross_size,
@@ -16,8 +17,6 @@ from gradcomp.job.runtime import (
 )
 from gradcomp.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from gradcomp.torch.collectives import (
-    Average,
-    Sum,
     allgather,
     allreduce,
     allreduce_,

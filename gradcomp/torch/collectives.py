@@ -10,7 +10,6 @@ if the calls differ, both on every rank, and TransportError if a rank is dead or
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,21 +20,11 @@ import torch
 from gradcomp.core.errors import WireFormatError
 from gradcomp.job.channel import Call, alone, current_channel
 from gradcomp.job.process_sets import Members
+from gradcomp.job.reduce_op import Average, ReduceOp, Sum, reduce_op_of
 from gradcomp.torch.tensors import bytes_of, dense_problem, dtype_name, form
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-class ReduceOp(enum.Enum):
-    """How ranks' values become one."""
-
-    AVERAGE = "average"
-    SUM = "sum"
-
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
 
 
 class Handle:
@@ -131,7 +120,7 @@ def _begin_allreduce(
     process_set: Members,
     out: torch.Tensor | None,
 ) -> Handle:
-    reduce_op, problem = _reduce_op(average, op)
+    reduce_op, problem = reduce_op_of(average, op)
     problem = problem or dense_problem(tensor, (*_FLOATS, *_INTEGERS))
     if problem is None and reduce_op is Average and tensor.dtype in _INTEGERS:
         problem = f"the average of {tensor.dtype} is not defined; use op=Sum, or a floating-point tensor"
@@ -148,14 +137,6 @@ def _begin_allreduce(
     if channel is None:
         return Handle(alone(call), finish)
     return Handle(channel.submit(call, lambda _: channel.allreduce(wire.numpy())), finish)
-
-
-def _reduce_op(average: bool | None, op: Any) -> tuple[ReduceOp, str | None]:
-    if average is not None and op is not None:
-        return Average, "average and op are two spellings of the same argument; give one"
-    if op is not None and not isinstance(op, ReduceOp):
-        return Average, f"op must be Average or Sum, got {op!r}"
-    return op or (Sum if average is False else Average), None
 
 
 def _to_wire(tensor: torch.Tensor) -> torch.Tensor:

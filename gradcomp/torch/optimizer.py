@@ -21,10 +21,10 @@ from gradcomp.job import runtime
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Readers, Reporter
 from gradcomp.job.serving import refuse_servers, serving
 from gradcomp.job.start import Proposal, start, validate_together
-from gradcomp.torch.collectives import Average, ReduceOp, Sum
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.plain import load_state, state_of

@@ -136,7 +136,9 @@ class LearningRateWarmup(LearningRateSchedule):
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == self.warmup_epochs - 1:
             logger.info(
-                "epoch %d: the learning rate is warm at %g", epoch + 1, float(self.model.optimizer.learning_rate)
+                "epoch %d: the learning rate is warm at %g",
+                epoch + 1,
+                float(self.model.optimizer.learning_rate),
             )
 
     def _rising(self, epoch: float) -> float:

@@ -10,8 +10,8 @@ import keras
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.statistics import Statistics
-from gradcomp.tf.callbacks.common import ranks_of, require_distributed
 from gradcomp.job import runtime
+from gradcomp.tf.callbacks.common import ranks_of, require_distributed
 from gradcomp.tf.optimizer import core_of
 
 logger = logging.getLogger("gradcomp")
@@ -64,9 +64,7 @@ class Progress(keras.callbacks.Callback):
 
     def _say(self, head: str) -> None:
         rate = (self._batches - self._counted) / max(perf_counter() - self._time, 1e-9)
-        steps, sent, dense = (
-            now - before for now, before in zip(self._bytes(), self._before, strict=True)
-        )
+        steps, sent, dense = (now - before for now, before in zip(self._bytes(), self._before, strict=True))
         if runtime.rank() == ranks_of(self.model)[0]:
             line = f"{head}: {rate:.1f} steps/s"
             if steps and sent:

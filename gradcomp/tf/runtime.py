@@ -1,0 +1,72 @@
+"""``init`` for TensorFlow: the ranks meet through MPI alone, or through torch.distributed where torch is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.scheme import AUTO
+from gradcomp.job import runtime
+from gradcomp.job.launch import Launch, discover
+from gradcomp.job.network import Alone, Network
+
+logger = logging.getLogger("gradcomp")
+
+MPI, TORCH = "mpi", "torch"
+
+#: The engine that a transport's part between hosts needs to meet; the others serve over either.
+_NEEDS = {"mpi": MPI, "torch": TORCH, "horovod": TORCH}
+
+
+def init(*, process_sets: Iterable[Any] = (), **settings: Any) -> None:
+    """Join the job. Collective; a second call is allowed and changes nothing.
+
+    Under mpirun, mpiexec or srun the ranks meet through MPI, which mpi4py and a PyPI wheel bring; under torchrun and
+    horovodrun through torch.distributed, which needs torch. ``transport="mpi"`` and ``"torch"`` say otherwise. A plain
+    ``python`` is a world of one.
+
+    ``process_sets``: those that will have optimizers of their own; see :func:`gradcomp.torch.init`. ``settings``: the
+    fields of :class:`gradcomp.Config`. Raises ConfigError for a bad setting, a half-set launch environment and a
+    missing engine, TransportError if the ranks do not meet in time.
+    """
+    runtime.begin(_join, process_sets, settings)
+
+
+def _join(config: Config) -> tuple[Launch, Network]:
+    launch = discover()
+    if launch.size == 1:
+        return launch, Alone()
+    engine = choose(launch.launcher, config.transport, _installed())
+    if engine == MPI:
+        from gradcomp.job import over_mpi
+
+        return over_mpi.join(config.timeout_seconds)
+    from gradcomp.job import over_torch
+
+    return over_torch.join(config.timeout_seconds)
+
+
+def _installed() -> set[str]:
+    return {
+        engine for engine, module in ((MPI, "mpi4py"), (TORCH, "torch")) if importlib.util.find_spec(module)
+    }
+
+
+def choose(launcher: str, transport: str, installed: set[str]) -> str:
+    """The engine through which the ranks meet; ConfigError if it is not installed, with what to install."""
+    engine = _NEEDS.get(transport.rpartition("+")[2])
+    if engine is None:
+        preferred = (MPI, TORCH) if launcher in ("mpirun", "slurm") else (TORCH,)
+        engine = next((one for one in preferred if one in installed), preferred[0])
+    if engine in installed:
+        return engine
+    if engine == MPI:
+        raise ConfigError(f"{launcher} with transport={transport} needs MPI: pip install gradcomp[mpi]")
+    instead = "; or start the ranks with mpiexec, which needs no torch" if transport == AUTO else ""
+    raise ConfigError(
+        f"{launcher} with transport={transport} needs torch.distributed: pip install torch{instead}"
+    )
