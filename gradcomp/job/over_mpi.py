@@ -49,4 +49,5 @@ class MpiNetwork(Network):
 
     def describe(self) -> str:
         """The library's own name and version."""
-        return str(mpi_process().MPI.Get_library_version()).partition("\n")[0].strip("\0 ").replace("\t", " ")
+        told = str(mpi_process().MPI.Get_library_version()).partition("\n")[0].partition(",")[0]
+        return " ".join(told.strip("\0").split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +12,6 @@ from gradcomp.core.scheme import AUTO
 from gradcomp.job import runtime
 from gradcomp.job.launch import Launch, discover
 from gradcomp.job.network import Alone, Network
-
-logger = logging.getLogger("gradcomp")
 
 MPI, TORCH = "mpi", "torch"
 
@@ -51,9 +48,14 @@ def _join(config: Config) -> tuple[Launch, Network]:
 
 
 def _installed() -> set[str]:
-    return {
-        engine for engine, module in ((MPI, "mpi4py"), (TORCH, "torch")) if importlib.util.find_spec(module)
-    }
+    return {engine for engine, module in ((MPI, "mpi4py"), (TORCH, "torch")) if _is_there(module)}
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # hidden, or half imported
+        return False
 
 
 def choose(launcher: str, transport: str, installed: set[str]) -> str:
