@@ -25,7 +25,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
            bench-shm bench-transports bench-scaling bench-convergence bench-program bench-multilevel bench-adaptive \
-           bench-auto
+           bench-auto bench-tf-ops bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -189,6 +189,15 @@ bench-program: $(STAMP)/package
 
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)
+
+bench-tf-ops: $(STAMP)/package $(STAMP)/extra-tf
+	$(BIN)/python benchmarks/tf_ops.py $(ARGS)
+
+bench-tf-step: $(STAMP)/package $(STAMP)/extra-tf
+	$(BIN)/python benchmarks/tf_step.py $(ARGS)
+
+bench-tf-convergence: $(STAMP)/package $(STAMP)/extra-tf $(STAMP)/extra-demo
+	$(BIN)/python benchmarks/tf_convergence.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
