@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -30,7 +30,7 @@ from gradcomp.job.reduce_op import Average, ReduceOp, Sum, reduce_op_of
 from gradcomp.tf.ordered import plain, run
 from gradcomp.tf.tensors import INTEGERS, NUMBERS, Array, bytes_of, dense, form, narrow, rows_form, wide
 
-T = TypeVar("T")
+_NO_ROWS = "a tensor without dimensions has no rows; use tf.reshape(tensor, [1])"
 
 
 @plain
@@ -96,7 +96,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: Members = None)
     """
     given, problem = dense(tensor)
     if problem is None and given.shape.rank == 0:
-        problem = "a tensor without dimensions cannot be joined; use tf.reshape(tensor, [1])"
+        problem = _NO_ROWS
     if problem is not None:
         refuse("allgather", problem, process_set)
     return _allgather(given, name, process_set)
@@ -110,11 +110,12 @@ def _allgather(tensor: Any, name: str | None, process_set: Members) -> Any:
         channel = the_channel(process_set)
         row_bytes = math.prod(value.shape[1:]) * value.itemsize
 
-        def work(rows: list[int]) -> tuple[Array, list[int]]:
-            counts = _counts(rows)
+        def work(all_rows: list[int]) -> tuple[Array, list[int]]:
+            counts = _counts(all_rows)
             return channel.allgather(bytes_of(value), [n * row_bytes for n in counts]), counts
 
-        call = Call("allgather", [f"allgather(name={name!r}) of {rows_form(value)}"], len(value))
+        rows, problem = _rows(value)
+        call = Call("allgather", [f"allgather(name={name!r}) of {rows_form(value)}"], rows, problem)
         whole, counts = channel.submit(call, work).result()
         start = np.int64(sum(counts[: channel.rank]))
         return [whole.view(value.dtype).reshape(sum(counts), *value.shape[1:]), np.asarray(start)]
@@ -186,7 +187,7 @@ def reducescatter(
     if problem is None and reduce_op is Average and given.dtype in INTEGERS:
         problem = f"the average of {given.dtype.name} is not defined; use op=Sum, or a floating-point tensor"
     if problem is None and given.shape.rank == 0:
-        problem = "a tensor without dimensions cannot be split"
+        problem = _NO_ROWS
     if problem is not None:
         refuse("reducescatter", problem, process_set)
     ranks = members(process_set)
@@ -196,20 +197,20 @@ def reducescatter(
     def scatter(value: Array) -> list[Array]:
         channel = the_channel(process_set)
         row_bytes = math.prod(value.shape[1:]) * value.itemsize
-        parts = [n * row_bytes for n in _parts(len(value), channel.size)]
-        own = parts[channel.rank]
-        call = Call("reducescatter", [f"reducescatter(name={name!r}, op={reduce_op.name}) of {form(value)}"])
-        send = bytes_of(value)
-        received = channel.submit(
-            call, lambda _: channel.alltoall(send, parts, [own] * channel.size)
-        ).result()
-        total = np.zeros(own // value.itemsize, wide(value.dtype))
-        for place in range(channel.size):
-            total += received[place * own : (place + 1) * own].view(value.dtype).astype(total.dtype)
+        rows, problem = _rows(value)
+        shares = _parts(rows, channel.size)
+        own = shares[channel.rank]
+        line = f"reducescatter(name={name!r}, op={reduce_op.name}) of {form(value)}"
+        call = Call("reducescatter", [line], problem=problem)
+        sends, recvs = [n * row_bytes for n in shares], [own * row_bytes] * channel.size
+        received = channel.submit(call, lambda _: channel.alltoall(bytes_of(value), sends, recvs)).result()
+        parts = received.view(value.dtype).reshape(channel.size, own, *value.shape[1:])
+        total = parts[0].astype(wide(value.dtype))
+        for part in parts[1:]:
+            total += part.astype(total.dtype)
         if reduce_op is Average:
             total /= channel.size
-        rows = _parts(len(value), channel.size)[channel.rank]
-        return [narrow(total, value.dtype).reshape(rows, *value.shape[1:])]
+        return [narrow(total, value.dtype)]
 
     def forward(x: Any) -> tuple[Any, Callable[[Any], Any]]:
         (y,) = run("reducescatter", scatter, [x], [x.dtype])
@@ -237,7 +238,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_s
     """
     given, problem = dense(tensor)
     if problem is None and given.shape.rank == 0:
-        problem = "a tensor without dimensions cannot be split"
+        problem = _NO_ROWS
     counts = None
     if splits is not None:
         counts, wrong = dense(splits, INTEGERS)
@@ -259,7 +260,7 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: Members) 
         call = Call("alltoall", [f"alltoall(name={name!r}) of {rows_form(value)}"], problem=problem)
         if channel is None:
             alone(call).result()
-            return [value, np.asarray([len(value)], np.int32)]
+            return [value.copy(), np.asarray(parts, np.int32)]
         row_bytes = math.prod(value.shape[1:]) * value.itemsize
 
         def work(_: list[int]) -> tuple[Array, list[int]]:
@@ -327,6 +328,11 @@ def refuse(name: str, problem: str, process_set: Members) -> NoReturn:
     raise AssertionError("a call with a problem cannot succeed")
 
 
+def _rows(value: Array) -> tuple[int, str | None]:
+    """How many rows there are, and why there are none: the rank may be unknown until a function runs."""
+    return (len(value), None) if value.ndim else (0, _NO_ROWS)
+
+
 def _parts(rows: int, size: int) -> list[int]:
     """Sizes that differ by at most one, the larger ones first."""
     return [rows // size + (place < rows % size) for place in range(size)]
@@ -334,7 +340,9 @@ def _parts(rows: int, size: int) -> list[int]:
 
 def _splits(value: Array, given: Array | None, size: int) -> tuple[list[int], str | None]:
     """How many rows each rank gets, and what is wrong with that."""
-    rows = len(value)
+    rows, problem = _rows(value)
+    if problem is not None:
+        return [], problem
     if given is None:
         wrong = f"the first dimension is {rows}, which {size} ranks cannot share equally; give splits"
         return [rows // size] * size, wrong if rows % size else None

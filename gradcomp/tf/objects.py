@@ -12,6 +12,7 @@ from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.job.channel import Call, alone, current_channel
 from gradcomp.job.process_sets import Members
 from gradcomp.tf.collectives import root_of
+from gradcomp.tf.ordered import plain
 
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
@@ -23,6 +24,7 @@ _DTYPES = {
 _LENGTH_BYTES = 8
 
 
+@plain
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: Members = None
 ) -> Any:
@@ -73,7 +75,7 @@ def decode(data: bytes) -> Any:
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
         reader = _Reader(memoryview(data)[end:])
         value = _from_json(json.loads(data[_LENGTH_BYTES:end]), reader)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise WireFormatError(f"these {len(data)} bytes are no value: {error}") from error
     if len(reader.rest) > 0:
         raise WireFormatError(f"{len(reader.rest)} bytes too many behind a value")

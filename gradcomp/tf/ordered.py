@@ -9,6 +9,7 @@ contains a call uses it too, at any depth, and is put in its place.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from gradcomp.core.errors import ConfigError, GradcompError
+from gradcomp.tf.bridge import op
 
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,7 +28,7 @@ _turn: Any = None
 
 
 def plain(function: F) -> F:
-    """Keep AutoGraph, which rewrites what a tf.function calls, out of ``function``, of what it calls and of its errors."""
+    """Keep AutoGraph, which rewrites what a tf.function calls, out of ``function``, what it calls and its errors."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -36,7 +38,11 @@ def plain(function: F) -> F:
             error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise another class
             raise
 
-    return cast(F, tf.autograph.experimental.do_not_convert(call))
+    made = tf.autograph.experimental.do_not_convert(call)
+    # A function that is an argument is unwrapped by TensorFlow, and then rewritten after all.
+    made.__signature__ = inspect.signature(function)
+    del made.__wrapped__
+    return cast(F, made)
 
 
 def run(
@@ -45,7 +51,7 @@ def run(
     """``function`` of the tensors' values as arrays, which it must not write; it returns one array per dtype.
 
     In eager mode its errors reach the caller as they are. Inside a tf.function TensorFlow raises an error of its own,
-    whose text has the class and the message.
+    whose text has the class and the message; :func:`gradcomp.tf.bridge.typed_errors` gives them back.
     """
     if tf.executing_eagerly():
         results = function(*(tensor.numpy() for tensor in tensors))
@@ -54,15 +60,14 @@ def run(
     turn = the_turn()
 
     def later(_: Array, *values: Array) -> list[Array]:
-        # A scalar may come as a NumPy scalar.
-        return list(function(*(np.asarray(value) for value in values)))
+        # A scalar may come as a NumPy scalar. An output of its own: the turn waits for it where there is no other.
+        return [*function(*(np.asarray(value) for value in values)), np.asarray(0)]
 
     # Given the turn's value as an input, the op also waits inside a while loop, where there are no control edges.
-    made = tf.numpy_function(later, [turn.read_value(), *tensors], list(dtypes))
-    outputs = list(made) if dtypes else []
-    with tf.control_dependencies(outputs or [made]):
+    outputs = op(later, [turn.read_value(), *tensors], [*dtypes, tf.int64])
+    with tf.control_dependencies(outputs):
         turn.assign_add(1)
-    return outputs
+    return outputs[:-1]
 
 
 def refuse_xla(name: str) -> None:

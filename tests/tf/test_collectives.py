@@ -1,0 +1,162 @@
+"""TensorFlow's collectives: Horovod's meanings, and a typed error on every rank where there is no meaning.
+
+All checks of a world run in one job, see ``tf_collective_checks``: two ranks met through MPI, three through
+torch.distributed, with one thread for ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from launching import run_command, run_ranks
+from transport_engines import mpich, no_mpi
+
+pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+
+import numpy as np
+import tensorflow as tf
+from tf_collective_checks import CHECKS
+
+import gradcomp.tf as gc
+from gradcomp.tf.objects import decode, encode
+
+ALL = [f"{name} {mode}" for name, (_, modes) in CHECKS.items() for mode in modes]
+PROGRAM = "import sys\nfrom tf_collective_checks import main\nmain(*sys.argv[1:])"
+
+
+@functools.cache
+def outcomes(world: int) -> list[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as directory:
+        if world == 2:
+            launcher = [mpich(), "-n", "2", sys.executable, "-c", PROGRAM, directory, "0"]
+            ended = [run_command(launcher, timeout=110)]
+        else:
+            ended = run_ranks(PROGRAM, world, timeout=110, arguments=(directory, "1"))
+        for one in ended:
+            assert one.returncode == 0, one.stdout + one.stderr
+        return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ALL)
+def test_in_a_world(name: str, world: int) -> None:
+    if world == 2 and (missing := no_mpi()):
+        pytest.skip(missing)
+    if world == 3 and importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch: pip install gradcomp[torch]")
+    wrong = [f"rank {rank}: {outcome[name]}" for rank, outcome in enumerate(outcomes(world)) if outcome[name]]
+    assert not wrong, "\n".join(wrong)
+
+
+# --------------------------------------------------------------------------------------------- world of one
+
+
+@pytest.fixture
+def one_rank():
+    gc.init(log_level="warning")
+    yield
+    gc.shutdown()
+
+
+@pytest.mark.usefixtures("one_rank")
+class TestWorldOfOne:
+    @pytest.mark.parametrize("collective", [gc.allreduce, gc.allgather, gc.reducescatter, gc.alltoall])
+    def test_everything_is_the_tensor(self, collective) -> None:
+        value = tf.constant([[1.0, 2.0]])
+        np.testing.assert_array_equal(collective(value), value)
+        np.testing.assert_array_equal(tf.function(collective)(value), value)
+        np.testing.assert_array_equal(tf.function(collective, jit_compile=True)(value), value)
+
+    @pytest.mark.parametrize("collective", [gc.allreduce, gc.allgather, gc.reducescatter, gc.alltoall])
+    def test_everything_is_differentiable(self, collective) -> None:
+        value = tf.ones(3)
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = tf.reduce_sum(collective(value) * 2.0)
+        np.testing.assert_array_equal(tape.gradient(result, value), [2.0] * 3)
+
+    def test_slices_stay_slices(self) -> None:
+        slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([3]), tf.constant([5, 2]))
+        result = gc.allreduce(slices)
+        np.testing.assert_array_equal(tf.convert_to_tensor(result), tf.convert_to_tensor(slices))
+
+    def test_alltoall_with_splits(self) -> None:
+        rows, received = gc.alltoall(tf.range(3), [3])
+        assert rows.numpy().tolist() == [0, 1, 2]
+        assert received.numpy().tolist() == [3]
+
+    def test_broadcasts_change_nothing(self) -> None:
+        variable = tf.Variable([1.0, 2.0])
+        gc.broadcast_variables([variable])
+        np.testing.assert_array_equal(variable, [1.0, 2.0])
+        np.testing.assert_array_equal(gc.broadcast(variable, 0), [1.0, 2.0])
+
+    def test_object_is_itself(self) -> None:
+        anything = object()
+        assert gc.broadcast_object(anything) is anything
+
+    def test_barrier_returns(self) -> None:
+        gc.barrier()
+        tf.function(gc.barrier)()
+
+    def test_arguments_are_checked_as_in_larger_worlds(self) -> None:
+        for call in (
+            lambda: gc.allreduce(tf.ones(1, tf.int32)),
+            lambda: gc.alltoall(tf.ones(3), [2]),
+            lambda: gc.broadcast(tf.ones(1), 1),
+            lambda: gc.broadcast_object(1, root_rank=1),
+            lambda: gc.broadcast_variables([], root_rank=1),
+        ):
+            with pytest.raises(gc.ConfigError):
+                call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gc.allreduce(tf.ones(1)),
+        lambda: gc.allgather(tf.ones(1)),
+        lambda: gc.broadcast(tf.ones(1), 0),
+        lambda: gc.reducescatter(tf.ones(1)),
+        lambda: gc.alltoall(tf.ones(1)),
+        lambda: gc.broadcast_object(1),
+        lambda: gc.broadcast_variables([]),
+        gc.barrier,
+    ],
+)
+def test_before_init(call) -> None:
+    with pytest.raises(gc.StateError, match="init"):
+        call()
+
+
+# -------------------------------------------------------------------------------------------- hostile bytes
+
+
+def test_bytes_that_are_no_object_are_refused() -> None:
+    good = encode({"a": [1, np.arange(4), b"xyz", (np.float32(1),)]})
+    for bad in (
+        b"",
+        good[:7],
+        good[:-1],
+        good + b"\0",
+        good.replace(b"int64", b"int63"),
+        good.replace(b"3}", b"-}"),
+    ):
+        with pytest.raises(gc.WireFormatError):
+            decode(bad)
+    for text in (
+        b'{"exec": 1}',
+        b'{"bytes": -1}',
+        b'{"array": ["int8", [-1]]}',
+        b"{}",
+        b'{"array": []}',
+        b"[" * 100000,
+    ):
+        with pytest.raises(gc.WireFormatError):
+            decode(len(text).to_bytes(8, "little") + text)
