@@ -21,6 +21,7 @@ import pytest
 import tensorflow as tf
 
 import gradcomp.tf as gc
+from gradcomp.tf import ordered
 
 Mode = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -71,6 +72,16 @@ def same(left: Any, right: Any) -> None:
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.int64)
+
+
+@check("graph")
+def the_first_call_is_traced_once(rank: int, world: int, mode: Mode) -> None:
+    assert ordered._turn is None, "this must be the first check in a graph"
+    call = tf.function(gc.allreduce)
+    for _ in range(2):
+        call(tf.ones(1))
+    assert call.experimental_get_tracing_count() == 1
+
 
 # ---------------------------------------------------------------------------------------------- allreduce
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.tf.bridge import op
@@ -84,5 +85,6 @@ def the_turn() -> Any:
     global _turn
     if _turn is None:
         with tf.init_scope(), tf.device("CPU:0"):
-            _turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_turn")
+            # tf.Variable would tell the function that is being traced, which would then be traced twice.
+            _turn = ResourceVariable(0, dtype=tf.int64, trainable=False, name="gradcomp_turn")
     return _turn
