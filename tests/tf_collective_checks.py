@@ -22,6 +22,7 @@ import tensorflow as tf
 
 import gradcomp.tf as gc
 from gradcomp.tf import ordered
+from gradcomp.tf.bridge import typed_errors
 
 Mode = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -711,6 +712,12 @@ def errors_leave_the_channel_usable(rank: int, world: int, mode: Mode) -> None:
 def errors_while_tracing_keep_their_class(rank: int, world: int, mode: Mode) -> None:
     with pytest.raises(gc.ConfigError, match="op=Sum"):
         tf.function(gc.allreduce)(tf.ones(3, tf.int32))
+
+
+@check("graph")
+def errors_while_running_can_be_had_back(rank: int, world: int, mode: Mode) -> None:
+    with pytest.raises(gc.PlanMismatchError, match="do not call the same"), typed_errors():
+        mode(gc.allreduce)(tf.ones(1 + min(rank, 1)))
 
 
 @check("eager")
