@@ -532,7 +532,7 @@ def model(seed: int) -> keras.Model:
 
 @check()
 def a_models_variables_become_the_roots(rank: int, world: int, mode: Mode) -> None:
-    for root in range(world):
+    for root in {0, world - 1}:
         ours = model(rank)
         mode(lambda m=ours, r=root: gc.broadcast_variables(m.variables, r))()
         for mine, roots in zip(ours.variables, model(root).variables, strict=True):
@@ -744,10 +744,12 @@ def barrier_returns(rank: int, world: int, mode: Mode) -> None:
 def main(directory: str, inter_op_threads: str) -> None:
     """Run all; ``inter_op_threads``: 0 for as many as TensorFlow wants."""
     tf.config.threading.set_inter_op_parallelism_threads(int(inter_op_threads))
+    tf.config.threading.set_intra_op_parallelism_threads(1)
     gc.init(timeout_seconds=60, log_level="warning")
     outcome = {}
     for name, (function, modes) in CHECKS.items():
-        for mode in modes:
+        # In the larger world what is the same in both modes is looked at in one.
+        for mode in modes if gc.size() == 2 else modes[-1:]:
             try:
                 function(gc.rank(), gc.size(), MODES[mode])
                 outcome[f"{name} {mode}"] = ""
