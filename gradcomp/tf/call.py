@@ -63,7 +63,7 @@ def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_eleme
 def _places(gradients: Gradients) -> dict[int, tuple[int, int]]:
     """By identity of the gradient: depth of the graph that makes it, and its op's number there."""
     places = {}
-    depth = {}
+    depth: dict[Any, int] = {}
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and graph not in depth:
         depth[graph] = -len(depth)

@@ -31,7 +31,7 @@ def mean_of_rows(
     ``shape``, ``dtype``: of the whole layer. ``rows``: this rank's row numbers, in any order and with repetitions, and
     their values; or None.
 
-    Repeated rows are added up on each rank first. The ranks send their rows, or all of the layer if that is fewer bytes.
+    Repeated rows are added up on each rank first. The ranks send their rows, or all of the layer if that is fewer.
     Values travel and are added in float32, those of float64 layers in float64. Collective, blocking. Rounds: 2 of a few
     bytes (who has how much), then 2 for rows or 1 for everything. Wire per rank: (N-1) (8 + 4 row elements) bytes per
     row, or 2 d (N-1)/N.

@@ -1,0 +1,177 @@
+"""``DistributedGradientTape``: a tape whose gradients are means over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.control import Controller
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.job import runtime
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.tf.exchange import Exchange
+from gradcomp.tf.layers import specs
+from gradcomp.tf.ordered import plain
+
+Tape = TypeVar("Tape", bound="tf.GradientTape")
+
+#: Exchanges that tapes may have at a time. Each keeps its variables, residuals and a communicator until shutdown().
+MOST_EXCHANGES = 32
+
+
+def DistributedGradientTape(
+    tape: Tape,
+    compression: Policy | Compressor | str = Compression.none,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    *,
+    process_set: Members = None,
+    reduction: str | None = None,
+    controller: Controller | str | None = None,
+) -> Tape:
+    """Make ``tape.gradient(loss, variables)`` return gradients averaged over ranks; returns the same tape.
+
+    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. A tape is made anew in every
+    step; what lasts, residuals and plans, belongs to the variables: all calls with the same variables and arguments
+    share one :class:`Exchange`, which the first of them makes. In eager mode and inside tf.function, there traced once.
+
+    Args:
+        tape: a ``tf.GradientTape``; changed in place.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
+            least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
+        op: ``Average`` or ``Sum`` over ranks.
+        gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
+        sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients; else their rows are gathered, uncompressed.
+        process_set: the ranks to average over, if not all. Only they call this.
+        reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
+        controller: changes the levels of layers while training runs, such as
+            ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+
+    ``gradient()`` is collective. Its means are meant to be applied: each call is a step. Wire: see the compressor;
+    uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element.
+    Raises ConfigError for bad arguments, for sources that are no variables and under ``jit_compile=True``,
+    PlanMismatchError on every rank if the ranks differ, StateError before ``init()``, for a variable of which only
+    other ranks have a gradient, and where every step has new variables. Horovod's meaning of the arguments.
+    """
+    if not isinstance(tape, tf.GradientTape):
+        raise ConfigError(f"expected a tf.GradientTape, got {type(tape).__name__}")
+    if isinstance(tape, _Distributed):
+        raise StateError("this tape is already a DistributedGradientTape")
+    ranks = members(process_set)
+    given = _Arguments(
+        as_policy(compression),
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        ranks,
+        reduction,
+        controller,
+        process_set,
+    )
+    kind = type(tape)
+    tape.__dict__["_gradcomp"] = given
+    tape.__class__ = type(
+        kind.__name__, (_Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
+    return tape
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    compression: Policy
+    op: ReduceOp
+    predivide: float
+    sparse_as_dense: bool
+    ranks: tuple[int, ...]
+    reduction: str | None
+    controller: Controller | str | None
+    process_set: Members = field(compare=False)
+
+    def exchange(self, variables: Sequence[Any]) -> Exchange:
+        with tf.init_scope():
+            return Exchange(
+                variables,
+                self.compression,
+                op=self.op,
+                predivide=self.predivide,
+                sparse_as_dense=self.sparse_as_dense,
+                process_set=self.process_set,
+                reduction=self.reduction,
+                controller=self.controller,
+            )
+
+
+class _Distributed:
+    """The method that a distributed tape has instead of its class's."""
+
+    _gradcomp: _Arguments
+
+    @plain
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """The means over ranks of the gradients of ``target`` with respect to ``sources``, which are variables."""
+        own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
+        variables = tf.nest.flatten(sources)
+        exchange = exchange_of(variables, self._gradcomp)
+        return tf.nest.pack_sequence_as(sources, exchange.exchange(tf.nest.flatten(own)))
+
+
+class _Known:
+    """The exchanges of one runtime, by identity of their variables, which they keep alive."""
+
+    def __init__(self, state: runtime.Runtime) -> None:
+        self.state = state
+        self.count = 0
+        self.exchanges: dict[tuple[int, ...], list[tuple[_Arguments, Exchange]]] = {}
+
+
+_known: _Known | None = None
+
+
+def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
+    """The exchange of these variables; collective the first time."""
+    global _known
+    state = runtime.current()
+    if _known is None or _known.state is not state:
+        _known = _Known(state)
+    found = _known.exchanges.setdefault(tuple(map(id, variables)), [])
+    for arguments, exchange in found:
+        if arguments == given:
+            return exchange
+    _check(variables, _known.count)
+    exchange = given.exchange(variables)
+    if _known.count:
+        runtime.logger.warning(
+            "a DistributedGradientTape has other variables, or other arguments, than those before it: it begins an "
+            "exchange of its own (number %d), without their residuals",
+            _known.count + 1,
+        )
+    _known.count += 1
+    found.append((given, exchange))
+    return exchange
+
+
+def _check(variables: Sequence[Any], count: int) -> None:
+    if len({id(variable) for variable in variables}) < len(variables):
+        raise ConfigError("the sources have a variable more than once")
+    if count >= MOST_EXCHANGES:
+        raise StateError(
+            f"tapes have {count} exchanges by now, of other variables or with other arguments ({_first(variables)}): "
+            "make the model and its variables once, not in every step"
+        )
+
+
+def _first(variables: Sequence[Any]) -> str:
+    names = [layer.name for layer in specs(variables)[:3]]
+    return ", ".join(names) + (", ..." if len(variables) > 3 else "")

@@ -1,0 +1,635 @@
+"""The exchange of gradients under TensorFlow, in eager mode and inside tf.function.
+
+The ranks meet through torch.distributed, once through MPI. Where there are two they have one thread for ops: a collect
+that ran before a submit would never return.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from batch import on_ranks
+from launching import run_ranks
+from transport_engines import no_mpi, under_mpiexec
+
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
+
+from gradcomp import PowerSGD, Quantize, TopK
+from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, TransportError
+from gradcomp.job import runtime
+from gradcomp.job.reduce_op import Sum
+from gradcomp.tf import bridge
+from gradcomp.tf.call import groups_of
+from gradcomp.tf.exchange import Exchange
+from gradcomp.tf.layers import specs
+
+ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+THREADS = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+
+Mode = Callable[[Callable[..., Any]], Callable[..., Any]]
+MODES: dict[str, Mode] = {"eager": lambda function: function, "graph": tf.function}
+
+SHAPES = [(300, 40), (40,), (), (0, 3), (3, 3, 8, 16), (5000,)]
+
+
+def variables(shapes=SHAPES, dtype="float32") -> list[Any]:
+    return [tf.Variable(tf.zeros(shape, dtype), name=f"layer{i}") for i, shape in enumerate(shapes)]
+
+
+def draw(rank: int, step: int = 0, shapes=SHAPES, dtype="float32") -> list[np.ndarray]:
+    generator = np.random.default_rng([rank, step])
+    return [np.asarray(generator.standard_normal(shape)).astype(dtype) for shape in shapes]
+
+
+def tensors(arrays) -> list[Any]:
+    return [tf.constant(array) for array in arrays]
+
+
+def sums(step: int = 0, shapes=SHAPES) -> list[np.ndarray]:
+    ranks = [draw(rank, step, shapes) for rank in range(runtime.size())]
+    return [functools.reduce(np.add, arrays) for arrays in zip(*ranks, strict=True)]
+
+
+def close(ours, expected, tolerance: float = 1e-6) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one), other, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_on_all_ranks(exchange: Exchange, values) -> None:
+    own = b"".join(np.asarray(value).tobytes() for value in values)
+    assert exchange.exchanger is not None
+    assert set(exchange.exchanger.allgather_bytes(own)) == {own}
+
+
+# ------------------------------------------------------------------------- means
+
+
+def check_means(mode: str) -> None:
+    exchange = Exchange(variables())
+    average = MODES[mode](lambda *gradients: exchange.exchange(gradients))
+    for step in range(3):
+        means = average(*tensors(draw(runtime.rank(), step)))
+        close(means, [total / runtime.size() for total in sums(step)])
+        assert [tuple(mean.shape) for mean in means] == SHAPES
+        assert_same_on_all_ranks(exchange, means)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, env=ONE_THREAD)
+def test_means_are_numpys(mode: str) -> None:
+    check_means(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(3, env=THREADS)
+def test_means_of_three_ranks(mode: str) -> None:
+    check_means(mode)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@on_ranks(2, env=ONE_THREAD)
+def test_other_dtypes(dtype: str) -> None:
+    shapes = [(20, 30), (7,)]
+    kind = tf.as_dtype(dtype).as_numpy_dtype
+    exchange = Exchange(variables(shapes, dtype))
+    expected = [total / 2 for total in sums(0, shapes)]
+    gradients = tensors(draw(runtime.rank(), 0, shapes, kind))
+    for mode in MODES.values():
+        means = mode(lambda *given: exchange.exchange(given))(*gradients)
+        assert [mean.dtype.name for mean in means] == [dtype] * 2
+        close([tf.cast(mean, tf.float64) for mean in means], expected, 2e-2)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_sum_and_predivide() -> None:
+    added = Exchange(variables(), op=Sum).exchange(tensors(draw(runtime.rank())))
+    close(added, sums())
+    means = Exchange(variables(), predivide=4.0).exchange(tensors(draw(runtime.rank())))
+    close(means, [total / 2 for total in sums()])
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_loss_scale_leaves_residuals_in_the_units_of_gradients() -> None:
+    shapes = [(64, 64)]
+    plain, scaled = (Exchange(variables(shapes), Quantize(bits=4, rounding="nearest")) for _ in range(2))
+
+    @tf.function
+    def exchange_scaled(gradient, scale):
+        return scaled.exchange([gradient * scale], scale)
+
+    for step in range(4):
+        (gradient,) = tensors(draw(runtime.rank(), step, shapes))
+        scale = 2.0 ** (10 - step)
+        (mean,) = plain.exchange([gradient])
+        (scaled_mean,) = exchange_scaled(gradient, tf.constant(scale))
+        np.testing.assert_array_equal(scaled_mean / scale, mean)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_value_that_is_not_finite_reaches_all_ranks_and_no_residual() -> None:
+    shapes = [(64, 64)]
+    exchange = Exchange(variables(shapes), Quantize(bits=4))
+    exchange.exchange(tensors(draw(runtime.rank(), 0, shapes)))
+    before = exchange.keeper.state()["residuals"]["layer0"].copy()
+    bad = draw(runtime.rank(), 1, shapes)
+    if runtime.rank() == 1:
+        bad[0][3, 3] = np.nan
+    (mean,) = exchange.exchange(tensors(bad))
+    assert np.isnan(mean).all()
+    np.testing.assert_array_equal(exchange.keeper.state()["residuals"]["layer0"], before)
+    (mean,) = exchange.exchange(tensors(draw(runtime.rank(), 2, shapes)))
+    assert np.isfinite(mean).all()
+
+
+# ------------------------------------------------------------------------- in graphs
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_function_is_traced_once_and_every_step_exchanges() -> None:
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    shapes = [(64, 128), (128,), (128, 32), (32,)]
+    weights = [tf.Variable(array, name=f"w{i}") for i, array in enumerate(draw(9, 0, shapes))]
+    exchange = Exchange(weights, Quantize(bits=4))
+    traces = []
+
+    @tf.function
+    def step(gradients):
+        traces.append(1)
+        for weight, mean in zip(weights, exchange.exchange(gradients), strict=True):
+            weight.assign_sub(0.1 * mean)
+
+    for number in range(50):
+        step(tensors(draw(runtime.rank(), number, shapes)))
+    assert len(traces) == 1
+    assert exchange.exchanger is not None
+    assert exchange.exchanger.pipeline.step == 50
+    assert_same_on_all_ranks(exchange, weights)
+
+
+def check_loop(compression) -> None:
+    """Gradients of ``free`` do not depend on variables: an iteration could begin before the last one has ended."""
+    weight, free = tf.Variable(tf.ones([50, 40])), tf.Variable(tf.ones([2000]))
+    exchange = Exchange([weight, free], compression)
+    slope = tf.constant(float(runtime.rank()))
+
+    @tf.function
+    def train():
+        for _ in tf.range(50):
+            means = exchange.exchange([weight * slope, tf.fill([2000], slope)])
+            weight.assign_sub(0.01 * means[0])
+            free.assign_sub(0.01 * means[1])
+
+    train()
+    assert exchange.exchanger is not None
+    assert exchange.exchanger.pipeline.step == 50
+    mean = (runtime.size() - 1) / 2
+    np.testing.assert_allclose(free, 1 - 50 * 0.01 * mean, rtol=1e-4)
+    np.testing.assert_allclose(weight, (1 - 0.01 * mean) ** 50, rtol=1e-4)
+    assert_same_on_all_ranks(exchange, [weight, free])
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_fifty_steps_in_a_loop_of_the_graph() -> None:
+    check_loop("none")
+
+
+@on_ranks(3, env=THREADS)
+def test_fifty_steps_in_a_loop_with_many_threads() -> None:
+    check_loop("none")
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_in_a_branch_that_all_ranks_take() -> None:
+    exchange = Exchange(variables())
+
+    @tf.function
+    def sometimes(go, *gradients):
+        return tf.cond(go, lambda: exchange.exchange(gradients), lambda: list(gradients))
+
+    own = draw(runtime.rank())
+    close(sometimes(tf.constant(False), *tensors(own)), own)
+    close(sometimes(tf.constant(True), *tensors(own)), [total / 2 for total in sums()])
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_two_exchanges_in_one_function_take_turns() -> None:
+    first, second = Exchange(variables()), Exchange(variables())
+
+    @tf.function
+    def both(gradients, others):
+        inner = tf.function(lambda *given: second.exchange(given))
+        return first.exchange(gradients), inner(*others), first.exchange(others)
+
+    ours = both(tensors(draw(runtime.rank(), 0)), tensors(draw(runtime.rank(), 1)))
+    for means, step in zip(ours, (0, 1, 1), strict=True):
+        close(means, [total / 2 for total in sums(step)])
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_large_layers_are_submitted_one_by_one() -> None:
+    shapes = [(1 << 10, 1 << 11)] * 3
+    exchange = Exchange(variables(shapes), Quantize(bits=4, rounding="nearest"))
+    function = tf.function(lambda *given: exchange.exchange([2.0 * one for one in given]))
+    graph = function.get_concrete_function(*tensors(draw(0, 0, shapes))).graph
+    calls = [operation for operation in graph.get_operations() if operation.type == "PyFunc"]
+    assert len(calls) == 3 + 3 + 1  # submits, collects, the end
+    submits, collects = calls[:3], calls[3:6]
+    assert all(set(submits) <= set(collect.control_inputs) for collect in collects)
+    means = function(*tensors(draw(runtime.rank(), 0, shapes)))
+    close(means, sums(0, shapes), 1.0)
+    assert_same_on_all_ranks(exchange, means)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_variable_that_was_assigned_a_mean_keeps_it() -> None:
+    """TensorFlow may let a variable live in the engine's array, which must then not be written again."""
+    weight = tf.Variable(tf.zeros([40, 50]))
+    exchange = Exchange([weight])
+    function = tf.function(lambda gradient: weight.assign(exchange.exchange([gradient])[0]))
+    for step in range(6):
+        function(tf.fill([40, 50], float(step)))
+        kept = weight.numpy().copy()
+        held = exchange.exchange([tf.fill([40, 50], -1.0)])
+        np.testing.assert_array_equal(weight, kept)
+        exchange.exchange([tf.fill([40, 50], -2.0)])
+        np.testing.assert_array_equal(held[0], -1.0)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_xla_cannot_call_out() -> None:
+    exchange = Exchange(variables())
+    function = tf.function(lambda *given: exchange.exchange(given), jit_compile=True)
+    with pytest.raises(ConfigError, match="jit_compile=False"):
+        function(*tensors(draw(0)))
+
+
+# ------------------------------------------------------------------------- sparse and absent
+
+
+def slices(rank: int, rows: int, size: int, wide: int) -> Any:
+    """Rows with repetitions."""
+    generator = np.random.default_rng(rank)
+    index = generator.integers(0, rows, size)
+    values = generator.standard_normal((size, wide)).astype(np.float32)
+    return tf.IndexedSlices(tf.constant(values), tf.constant(index), tf.constant([rows, wide]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [6, 200], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "dense"])
+@on_ranks(3, env=THREADS)
+def test_indexed_slices(mode: str, size: int, as_dense: bool) -> None:
+    shapes = [(100, 4), (10,)]
+    exchange = Exchange(variables(shapes), sparse_as_dense=as_dense)
+    own = slices(runtime.rank(), 100, size, 4)
+    function = MODES[mode](lambda given, other: exchange.exchange([given, other]))
+    expected = sum(tf.convert_to_tensor(slices(rank, 100, size, 4)).numpy() for rank in range(3)) / 3
+    for _ in range(3):
+        mean, other = function(own, tf.ones([10]))
+        assert isinstance(mean, tf.IndexedSlices) == (not as_dense)
+        close([tf.convert_to_tensor(mean), other], [expected, np.ones(10)], 1e-5)
+        if isinstance(mean, tf.IndexedSlices):
+            assert_same_on_all_ranks(exchange, [mean.values, mean.indices])
+            assert len(set(mean.indices.numpy())) == len(mean.indices)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, env=ONE_THREAD)
+def test_a_gradient_that_no_rank_has_is_none(mode: str) -> None:
+    shapes = [(30, 20), (20,), (20, 10)]
+    exchange = Exchange(variables(shapes), Quantize(bits=4))
+    function = MODES[mode](lambda first, last: exchange.exchange([first, None, last]))
+    for step in range(5):
+        first, _, last = draw(runtime.rank(), step, shapes)
+        means = function(tf.constant(first), tf.constant(last))
+        assert [mean is None for mean in means] == [False, True, False]
+
+
+def again_and_again(function: Callable[[], Any]) -> None:
+    """What another rank has told us is heard within seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        function()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, env=ONE_THREAD)
+def test_a_gradient_that_only_another_rank_has_is_named(mode: str) -> None:
+    exchange = Exchange(variables())
+    gradients = tensors(draw(runtime.rank()))
+    if runtime.rank() == 0:
+        gradients[1] = None
+    function = MODES[mode](lambda: exchange.exchange(gradients))
+    if runtime.rank() == 0:
+        with pytest.raises(StateError, match="layer1"), bridge.typed_errors():
+            function()
+    else:
+        with pytest.raises(TransportError, match="layer1"), bridge.typed_errors():
+            again_and_again(function)
+    with pytest.raises(TransportError, match="layer1"):  # the next call says it too
+        again_and_again(lambda: exchange.exchange(gradients))
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_variables_that_differ_between_ranks() -> None:
+    shapes = [(30, 20), (20 + runtime.rank(),)]
+    with pytest.raises(PlanMismatchError, match="layer1"):
+        Exchange(variables(shapes))
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_bad_argument_on_one_rank_is_an_error_on_both() -> None:
+    bad = {"predivide": -1.0} if runtime.rank() == 0 else {}
+    with pytest.raises(ConfigError if bad else PlanMismatchError, match="gradient_predivide_factor"):
+        Exchange(variables(), **bad)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_variables_that_drift_apart_are_named() -> None:
+    weights = variables()
+    exchange = Exchange(weights)
+    exchange.exchange(tensors(draw(runtime.rank())))
+    weights[4].assign_add(tf.fill(SHAPES[4], float(runtime.rank())))
+    with pytest.raises(StateError, match="layer4"):
+        exchange.exchange(tensors(draw(runtime.rank())))
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_gradient_of_another_dtype_or_shape() -> None:
+    shapes = [(30, 20)]
+    with pytest.raises(StateError, match=r"layer0.*float64"):
+        Exchange(variables(shapes)).exchange([tf.zeros([30, 20], tf.float64)])
+    with pytest.raises(StateError, match=r"layer0.*\(20, 30\)"):
+        Exchange(variables(shapes)).exchange([tf.zeros([20, 30])])
+    with pytest.raises(StateError, match="2 gradients for 1 variables"):
+        Exchange(variables(shapes)).exchange([tf.zeros([30, 20])] * 2)
+
+
+# ------------------------------------------------------------------------- what else an exchange has
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_state_is_saved_and_loaded() -> None:
+    from gradcomp.job import checkpoint
+
+    shapes = [(64, 64), (64,)]
+    with tempfile.TemporaryDirectory() as own:
+        compression = Quantize(bits=4, rounding="nearest")
+        exchange, fresh = Exchange(variables(shapes), compression), Exchange(variables(shapes), compression)
+        assert exchange.exchanger is not None
+        for step in range(3):
+            exchange.exchange(tensors(draw(runtime.rank(), step, shapes)))
+        (directory, *_) = exchange.exchanger.allgather_bytes(own.encode())
+        checkpoint.save(directory.decode(), exchange)
+        checkpoint.load(directory.decode(), fresh)
+        for step in range(3, 6):
+            gradients = tensors(draw(runtime.rank(), step, shapes))
+            for one, other in zip(exchange.exchange(gradients), fresh.exchange(gradients), strict=True):
+                np.testing.assert_array_equal(one, other)
+        exchange.exchanger.allgather_bytes(b"")  # the directory is rank 0's
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_controller_changes_levels_inside_a_graph() -> None:
+    shapes = [(64, 64), (256, 64)]
+    exchange = Exchange(variables(shapes), Quantize(bits=4), controller="lgreco:every_steps=5")
+    function = tf.function(lambda *given: exchange.exchange(given))
+    for step in range(20):
+        means = function(
+            *(tf.constant((1 + 99 * i) * g) for i, g in enumerate(draw(runtime.rank(), step, shapes)))
+        )
+        assert_same_on_all_ranks(exchange, means)
+    assert exchange.exchanger is not None
+    assert exchange.exchanger.pipeline.plan.version > 0
+
+
+# ------------------------------------------------------------------------- as the other frontend
+
+SIZES = [20, 64, 48, 10]
+COMPRESSIONS = {
+    "none": "none",
+    "4 bits": Quantize(bits=4, rounding="nearest"),
+    "topk": TopK(density=0.05),
+    "powersgd": PowerSGD(rank=2),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@on_ranks(2, env=ONE_THREAD)
+def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None:
+    import torch
+
+    import gradcomp.torch as gc
+
+    generator = np.random.default_rng(0)
+    start: dict[str, np.ndarray] = {}
+    for i, (into, out) in enumerate(itertools.pairwise(SIZES)):
+        start[f"kernel{i}"] = (generator.standard_normal((into, out)) / into**0.5).astype(np.float32)
+        start[f"bias{i}"] = np.zeros(out, dtype=np.float32)
+    data = [
+        (own.standard_normal((16, SIZES[0])).astype(np.float32), own.integers(0, SIZES[-1], 16))
+        for own in (np.random.default_rng([runtime.rank(), step]) for step in range(50))
+    ]
+
+    weights = {key: tf.Variable(value, name=key) for key, value in start.items()}
+    exchange = Exchange(list(weights.values()), COMPRESSIONS[name])
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            for i in range(3):
+                x = x @ weights[f"kernel{i}"] + weights[f"bias{i}"]
+                x = x if i == 2 else tf.tanh(x)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, x))
+        means = exchange.exchange(tape.gradient(loss, list(weights.values())))
+        for weight, mean in zip(weights.values(), means, strict=True):
+            weight.assign_sub(0.1 * mean)
+
+    for x, y in data:
+        step(tf.constant(x), tf.constant(y))
+
+    theirs = {key: torch.nn.Parameter(torch.from_numpy(value.copy())) for key, value in start.items()}
+    optimizer = gc.DistributedOptimizer(
+        torch.optim.SGD(theirs.values(), lr=0.1), theirs.items(), compression=COMPRESSIONS[name]
+    )
+    for x, y in data:
+        given = torch.from_numpy(x)
+        for i in range(3):
+            given = given @ theirs[f"kernel{i}"] + theirs[f"bias{i}"]
+            given = given if i == 2 else torch.tanh(given)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(given, torch.from_numpy(y)).backward()
+        optimizer.step()
+
+    for key, weight in weights.items():
+        expected = theirs[key].detach().numpy()
+        assert np.abs(weight.numpy() - expected).max() <= 1e-5 * np.abs(expected).max(), key
+    assert_same_on_all_ranks(exchange, weights.values())
+
+
+# ------------------------------------------------------------------------- over MPI, and when a rank dies
+
+PROGRAM = """
+import os, time
+import numpy as np
+import tensorflow as tf
+import gradcomp.tf.runtime as tf_runtime
+from gradcomp.core.errors import TransportError
+from gradcomp.job import runtime
+from gradcomp.tf import bridge
+from gradcomp.tf.exchange import Exchange
+
+tf_runtime.init(log_level="error", timeout_seconds=20.0)
+weight = tf.Variable(tf.ones([300, 200]))
+exchange = Exchange([weight], "quantize:bits=4")
+own = np.random.default_rng(runtime.rank()).standard_normal((300, 200)).astype(np.float32)
+
+@tf.function
+def step(gradient):
+    weight.assign_sub(0.1 * exchange.exchange([gradient * weight])[0])
+"""
+
+OVER_MPI = (
+    PROGRAM
+    + """
+for _ in range(50):
+    step(tf.constant(own))
+parts = exchange.exchanger.allgather_bytes(weight.numpy().tobytes())
+assert len(parts) == 2 and parts[0] == parts[1] and np.isfinite(weight).all()
+print("rank", runtime.rank(), "over", runtime.current().config.transport, "is done", flush=True)
+runtime.shutdown()
+"""
+)
+
+A_RANK_DIES = (
+    PROGRAM
+    + """
+for number in range(10):
+    if runtime.rank() == 1 and number == 5:
+        os._exit(3)
+    begin = time.monotonic()
+    try:
+        with bridge.typed_errors():
+            step(tf.constant(own))
+    except TransportError as error:
+        print(f"a rank has died, seen after {time.monotonic() - begin:.1f} s: {error}", flush=True)
+        os._exit(0)
+"""
+)
+
+
+@pytest.mark.skipif(bool(no_mpi()), reason=no_mpi() or "there is MPI")
+def test_fifty_steps_over_mpi_alone() -> None:
+    finished = under_mpiexec(OVER_MPI, 2, THREADS)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("over mpi is done") == 2, finished.stdout
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_within_seconds() -> None:
+    (survivor, dead) = run_ranks(A_RANK_DIES, 2, env=THREADS, timeout=60)
+    assert dead.returncode == 3
+    assert survivor.returncode == 0, survivor.stderr
+    assert "a rank has died" in survivor.stdout, survivor.stderr
+    seconds = float(survivor.stdout.partition("seen after ")[2].partition(" s")[0])
+    assert seconds < 10
+
+
+# ------------------------------------------------------------------------- without other ranks
+
+
+def test_a_world_of_one_returns_gradients_as_they_are() -> None:
+    from gradcomp.tf.runtime import init
+
+    init(log_level="error")
+    try:
+        exchange = Exchange(variables(), Quantize(bits=4))
+        given = tensors(draw(0))
+        assert exchange.exchanger is None
+        assert all(one is other for one, other in zip(exchange.exchange(given), given, strict=True))
+    finally:
+        runtime.shutdown()
+
+
+def test_layers_of_variables() -> None:
+    keras = pytest.importorskip("keras")
+    keras.utils.clear_session()
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 3)),
+            keras.layers.Conv2D(16, 3, name="conv"),
+            keras.layers.BatchNormalization(name="batch"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10, name="dense"),
+        ],
+        name="model",
+    )
+    layers = {layer.name: layer for layer in specs(model.trainable_variables)}
+    kinds = {name: layer.kind for name, layer in layers.items()}
+    assert kinds == {
+        "conv/kernel": "weight",
+        "conv/bias": "bias",
+        "batch/gamma": "norm",
+        "batch/beta": "norm",
+        "dense/kernel": "weight",
+        "dense/bias": "bias",
+    }
+    assert layers["conv/kernel"].shape == (27, 16)
+    twins = [tf.Variable(tf.zeros([2, 3, 4]), name="twin") for _ in range(2)]
+    assert [(layer.name, layer.shape) for layer in specs(twins)] == [("twin", (6, 4)), ("twin_1", (6, 4))]
+    with pytest.raises(ConfigError, match="complex"):
+        specs([tf.Variable(tf.zeros([2], tf.complex64))])
+    with pytest.raises(ConfigError, match="expected variables"):
+        specs([tf.zeros([2])])
+
+
+def test_groups_follow_the_order_of_production() -> None:
+    found: list[Any] = []
+
+    @tf.function
+    def trace(x):
+        late = [x + 1.0, x + 2.0, x + 3.0]
+        given = [late[1], None, late[0], late[2], x]
+        found.append(groups_of(given, [(4,)] * 5, group_elements=8))
+        return late
+
+    trace(tf.zeros([4]))
+    assert found == [[[4, 2], [0, 3]]]
+    assert groups_of([None, None], [(4,)] * 2, 8) == [[]]
+
+
+def test_arrays_are_taken_over_and_used_again() -> None:
+    pool = bridge.Pool([(300, 200)], ["float32"])
+    array = pool.take(0)
+    array[:] = 1.0
+    address = array.ctypes.data
+    tensor = bridge.taken_over(array)
+    assert bridge.lent(tensor).ctypes.data == address
+    del array
+    other = pool.take(0)
+    assert other.ctypes.data != address
+    del tensor, other
+    assert pool.take(0).ctypes.data == address
+
+
+def test_errors_of_ops_become_typed_again() -> None:
+    def fail():
+        raise StateError("no such thing")
+
+    function = tf.function(lambda: bridge.op(fail, [], [tf.float32]))
+    with pytest.raises(StateError, match="no such thing"), bridge.typed_errors():
+        function()
+    with pytest.raises(tf.errors.InvalidArgumentError), bridge.typed_errors():
+        tf.reshape(tf.zeros([3]), [2])
