@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,8 +34,10 @@ from gradcomp.tf.call import groups_of
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.layers import specs
 
-ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 THREADS = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+ONE_THREAD = {**THREADS, "ONE_INTER_OP_THREAD": "1"}
+if "ONE_INTER_OP_THREAD" in os.environ:
+    tf.config.threading.set_inter_op_parallelism_threads(1)
 
 Mode = Callable[[Callable[..., Any]], Callable[..., Any]]
 MODES: dict[str, Mode] = {"eager": lambda function: function, "graph": tf.function}
@@ -138,15 +141,15 @@ def test_a_loss_scale_leaves_residuals_in_the_units_of_gradients() -> None:
 @on_ranks(2, env=ONE_THREAD)
 def test_a_value_that_is_not_finite_reaches_all_ranks_and_no_residual() -> None:
     shapes = [(64, 64)]
-    exchange = Exchange(variables(shapes), Quantize(bits=4))
+    exchange = Exchange(variables(shapes), Quantize(bits=4, rounding="nearest"))
     exchange.exchange(tensors(draw(runtime.rank(), 0, shapes)))
-    before = exchange.keeper.state()["residuals"]["layer0"].copy()
+    before = exchange.keeper.snapshot().first["layer0"].copy()
     bad = draw(runtime.rank(), 1, shapes)
     if runtime.rank() == 1:
         bad[0][3, 3] = np.nan
     (mean,) = exchange.exchange(tensors(bad))
     assert np.isnan(mean).all()
-    np.testing.assert_array_equal(exchange.keeper.state()["residuals"]["layer0"], before)
+    np.testing.assert_array_equal(exchange.keeper.snapshot().first["layer0"], before)
     (mean,) = exchange.exchange(tensors(draw(runtime.rank(), 2, shapes)))
     assert np.isfinite(mean).all()
 
@@ -156,7 +159,7 @@ def test_a_value_that_is_not_finite_reaches_all_ranks_and_no_residual() -> None:
 
 @on_ranks(2, env=ONE_THREAD)
 def test_a_function_is_traced_once_and_every_step_exchanges() -> None:
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    assert tf.config.threading.get_inter_op_parallelism_threads() == 1
     shapes = [(64, 128), (128,), (128, 32), (32,)]
     weights = [tf.Variable(array, name=f"w{i}") for i, array in enumerate(draw(9, 0, shapes))]
     exchange = Exchange(weights, Quantize(bits=4))
@@ -405,7 +408,7 @@ def test_state_is_saved_and_loaded() -> None:
 @on_ranks(2, env=ONE_THREAD)
 def test_a_controller_changes_levels_inside_a_graph() -> None:
     shapes = [(64, 64), (256, 64)]
-    exchange = Exchange(variables(shapes), Quantize(bits=4), controller="lgreco:every_steps=5")
+    exchange = Exchange(variables(shapes), Quantize(bits=4), controller="linear:every_steps=5")
     function = tf.function(lambda *given: exchange.exchange(given))
     for step in range(20):
         means = function(
@@ -419,6 +422,7 @@ def test_a_controller_changes_levels_inside_a_graph() -> None:
 # ------------------------------------------------------------------------- as the other frontend
 
 SIZES = [20, 64, 48, 10]
+RATE = 0.125
 COMPRESSIONS = {
     "none": "none",
     "4 bits": Quantize(bits=4, rounding="nearest"),
@@ -430,6 +434,10 @@ COMPRESSIONS = {
 @pytest.mark.parametrize("name", COMPRESSIONS)
 @on_ranks(2, env=ONE_THREAD)
 def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None:
+    """Where the frameworks differ in a last bit, a quantiser makes a whole level of it for a value between two levels.
+
+    So gradients are computed in float64, and the rate is a power of two: one of them fuses the product with the sum.
+    """
     import torch
 
     import gradcomp.torch as gc
@@ -440,7 +448,7 @@ def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None
         start[f"kernel{i}"] = (generator.standard_normal((into, out)) / into**0.5).astype(np.float32)
         start[f"bias{i}"] = np.zeros(out, dtype=np.float32)
     data = [
-        (own.standard_normal((16, SIZES[0])).astype(np.float32), own.integers(0, SIZES[-1], 16))
+        (own.standard_normal((16, SIZES[0])), own.integers(0, SIZES[-1], 16))
         for own in (np.random.default_rng([runtime.rank(), step]) for step in range(50))
     ]
 
@@ -450,33 +458,36 @@ def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None
     @tf.function
     def step(x, y):
         with tf.GradientTape() as tape:
+            used = {key: tf.cast(weight, tf.float64) for key, weight in weights.items()}
             for i in range(3):
-                x = x @ weights[f"kernel{i}"] + weights[f"bias{i}"]
+                x = x @ used[f"kernel{i}"] + used[f"bias{i}"]
                 x = x if i == 2 else tf.tanh(x)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, x))
         means = exchange.exchange(tape.gradient(loss, list(weights.values())))
         for weight, mean in zip(weights.values(), means, strict=True):
-            weight.assign_sub(0.1 * mean)
+            weight.assign_sub(RATE * mean)
 
     for x, y in data:
         step(tf.constant(x), tf.constant(y))
 
     theirs = {key: torch.nn.Parameter(torch.from_numpy(value.copy())) for key, value in start.items()}
     optimizer = gc.DistributedOptimizer(
-        torch.optim.SGD(theirs.values(), lr=0.1), theirs.items(), compression=COMPRESSIONS[name]
+        torch.optim.SGD(theirs.values(), lr=RATE), theirs.items(), compression=COMPRESSIONS[name]
     )
     for x, y in data:
         given = torch.from_numpy(x)
         for i in range(3):
-            given = given @ theirs[f"kernel{i}"] + theirs[f"bias{i}"]
+            given = given @ theirs[f"kernel{i}"].double() + theirs[f"bias{i}"].double()
             given = given if i == 2 else torch.tanh(given)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(given, torch.from_numpy(y)).backward()
         optimizer.step()
 
+    worst = 0.0
     for key, weight in weights.items():
         expected = theirs[key].detach().numpy()
-        assert np.abs(weight.numpy() - expected).max() <= 1e-5 * np.abs(expected).max(), key
+        worst = max(worst, np.linalg.norm(weight.numpy() - expected) / np.linalg.norm(expected))
+    assert worst <= 1e-5
     assert_same_on_all_ranks(exchange, weights.values())
 
 
@@ -576,7 +587,7 @@ def test_layers_of_variables() -> None:
         ],
         name="model",
     )
-    layers = {layer.name: layer for layer in specs(model.trainable_variables)}
+    layers = {layer.name.removeprefix("model/"): layer for layer in specs(model.trainable_variables)}
     kinds = {name: layer.kind for name, layer in layers.items()}
     assert kinds == {
         "conv/kernel": "weight",
