@@ -1,0 +1,245 @@
+"""``DistributedGradientTape``: a model trains on several ranks as it would on one with all their data."""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from batch import on_ranks
+
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
+
+import keras
+
+from gradcomp import Quantize, TopK
+from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError
+from gradcomp.job import runtime
+from gradcomp.job.reduce_op import Sum
+from gradcomp.tf import tape as tapes
+from gradcomp.tf.tape import DistributedGradientTape
+
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "ONE_INTER_OP_THREAD": "1"}
+if "ONE_INTER_OP_THREAD" in os.environ:
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+MODES: dict[str, Callable[..., Any]] = {"eager": lambda function: function, "graph": tf.function}
+ROWS = 8
+
+
+def mlp() -> Any:
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.LayerNormalization(),
+            keras.layers.Dense(5),
+        ]
+    )
+
+
+def text_model() -> Any:
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Embedding(40, 6),
+            keras.layers.LSTM(10),
+            keras.layers.Dense(5),
+        ]
+    )
+
+
+def batch(step: int, words: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The data of all ranks."""
+    generator = np.random.default_rng(step)
+    rows = ROWS * runtime.size()
+    x = generator.integers(0, 40, (rows, 12)) if words else generator.standard_normal((rows, 12))
+    return x.astype(np.float32), generator.integers(0, 5, rows)
+
+
+def train(model: Any, mode: str, words: bool, wrap: Callable[[Any], Any], own: slice, steps: int = 12) -> int:
+    """Returns how often the step was traced."""
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    traces = []
+
+    def step(x, y):
+        traces.append(1)
+        with wrap(tf.GradientTape()) as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(
+                y, model(x, training=True), from_logits=True
+            )
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    run = MODES[mode](step)
+    for number in range(steps):
+        x, y = batch(number, words)
+        run(tf.constant(x[own]), tf.constant(y[own]))
+    return len(traces)
+
+
+def mine() -> slice:
+    return slice(ROWS * runtime.rank(), ROWS * (runtime.rank() + 1))
+
+
+def check(mode: str, words: bool, **arguments: Any) -> None:
+    make = text_model if words else mlp
+    ours, alone = make(), make()
+    traces = train(ours, mode, words, functools.partial(DistributedGradientTape, **arguments), mine())
+    train(alone, mode, words, lambda tape: tape, slice(None))
+    for weight, other in zip(ours.trainable_variables, alone.trainable_variables, strict=True):
+        np.testing.assert_allclose(weight.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
+    if mode == "graph":
+        assert traces == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, env=ENV)
+def test_ranks_train_as_one_would_with_all_data(mode: str) -> None:
+    check(mode, words=False)
+
+
+@pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "dense"])
+@on_ranks(2, env=ENV)
+def test_an_embedding_and_an_lstm(as_dense: bool) -> None:
+    check("graph", words=True, sparse_as_dense=as_dense)
+
+
+@on_ranks(2, env=ENV)
+def test_compressed_training_is_the_same_on_all_ranks_and_learns() -> None:
+    model = mlp()
+    x, y = batch(0, words=False)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    before = float(loss(y, model(x)))
+    traces = train(
+        model, "graph", False, lambda tape: DistributedGradientTape(tape, TopK(density=0.1)), mine(), steps=60
+    )
+    assert traces == 1
+    assert float(loss(y, model(x))) < before
+    (exchange,) = exchanges(model.trainable_variables)
+    assert exchange.exchanger is not None
+    digest = b"".join(variable.numpy().tobytes() for variable in model.trainable_variables)
+    assert set(exchange.exchanger.allgather_bytes(digest)) == {digest}
+
+
+# ------------------------------------------------------------------------- which exchange
+
+
+def exchanges(variables) -> list[Any]:
+    """Those that tapes have made for these variables."""
+    assert tapes._known is not None
+    return [exchange for _, exchange in tapes._known.exchanges.get(tuple(map(id, variables)), [])]
+
+
+def gradients(sources: Any, **arguments: Any) -> Any:
+    """Of half the sum of squares, times rank + 1, which are the sources' values times that."""
+    factor = float(runtime.rank() + 1)
+    with DistributedGradientTape(tf.GradientTape(), **arguments) as tape:
+        loss = factor * tf.add_n([tf.reduce_sum(v * v) / 2 for v in tf.nest.flatten(sources)])
+    return tape.gradient(loss, sources)
+
+
+@on_ranks(2, env=ENV)
+def test_tapes_with_the_same_variables_and_arguments_share_an_exchange() -> None:
+    pair = [tf.Variable(tf.ones([50, 40])), tf.Variable(tf.ones([40]))]
+    for _ in range(3):
+        gradients(pair, compression=Quantize(bits=4))
+    (exchange,) = exchanges(pair)
+    assert exchange.exchanger.pipeline.step == 3
+    gradients(pair, compression=Quantize(bits=3))
+    gradients(pair, compression="quantize:bits=4")
+    assert len(exchanges(pair)) == 2
+    assert exchange.exchanger.pipeline.step == 4
+    assert not exchanges(pair[:1])
+
+
+@on_ranks(2, env=ENV)
+def test_gradients_have_the_structure_of_the_sources() -> None:
+    one, other = tf.Variable(tf.ones([3, 2])), tf.Variable(2 * tf.ones([4]))
+    found = gradients({"a": one, "b": [other]})
+    np.testing.assert_allclose(found["a"], 1.5 * np.ones((3, 2)))
+    np.testing.assert_allclose(found["b"][0], 3.0 * np.ones(4))
+    np.testing.assert_allclose(gradients(one, op=Sum), 3.0 * np.ones((3, 2)))
+    np.testing.assert_allclose(gradients(one, gradient_predivide_factor=2.0), 1.5 * np.ones((3, 2)))
+
+
+@on_ranks(2, env=ENV)
+def test_the_tape_is_still_a_tape() -> None:
+    weight = tf.Variable(tf.ones([3]))
+    with DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = tf.reduce_sum(weight * float(runtime.rank()))
+    assert isinstance(tape, tf.GradientTape)
+    assert [v is weight for v in tape.watched_variables()] == [True]
+    for _ in range(2):
+        np.testing.assert_allclose(tape.gradient(loss, [weight])[0], 0.5 * np.ones(3))
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+@on_ranks(2, env=ENV)
+def test_bad_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"expected a tf\.GradientTape"):
+        DistributedGradientTape(3)  # type: ignore[type-var]
+    with pytest.raises(StateError, match="already a DistributedGradientTape"):
+        DistributedGradientTape(DistributedGradientTape(tf.GradientTape()))
+    with pytest.raises(ConfigError):
+        DistributedGradientTape(tf.GradientTape(), "no such compressor")
+    weight = tf.Variable(tf.ones([3]))
+    with pytest.raises(ConfigError, match="op must be"):
+        gradients(weight, op="average")
+    with pytest.raises(ConfigError, match="more than once"):
+        gradients([weight, weight])
+
+
+@on_ranks(2, env=ENV)
+def test_sources_that_are_no_variables() -> None:
+    point = tf.ones([3])
+    with DistributedGradientTape(tf.GradientTape()) as tape:
+        tape.watch(point)
+        loss = tf.reduce_sum(point)
+    with pytest.raises(ConfigError, match="expected variables"):
+        tape.gradient(loss, [point])
+
+
+@on_ranks(2, env=ENV)
+def test_variables_that_differ_between_ranks() -> None:
+    with pytest.raises(PlanMismatchError):
+        gradients([tf.Variable(tf.ones([3 + runtime.rank()]))])
+
+
+@on_ranks(2, env=ENV)
+def test_xla_cannot_call_out() -> None:
+    weight = tf.Variable(tf.ones([3]))
+
+    @tf.function(jit_compile=True)
+    def step():
+        return gradients(weight)
+
+    with pytest.raises(ConfigError, match="jit_compile=False"):
+        step()
+
+
+def test_variables_made_in_every_step_are_an_error_before_they_are_too_many(monkeypatch, caplog) -> None:
+    from gradcomp.tf.runtime import init
+
+    monkeypatch.setattr(tapes, "MOST_EXCHANGES", 3)
+    init(log_level="warning")
+    try:
+        for _ in range(3):
+            gradients(tf.Variable(tf.ones([3])))
+        assert "exchange of its own (number 2), without their residuals" in caplog.text
+        with pytest.raises(StateError, match="make the model and its variables once"):
+            gradients(tf.Variable(tf.ones([3])))
+    finally:
+        runtime.shutdown()
