@@ -147,6 +147,8 @@ class Core:
         self.exchange: Exchange | None = None
         #: Whose gradients Keras applies at this moment, and is about to clip.
         self.applying: list[Any] | None = None
+        #: The tensors of their means.
+        self.arrived: list[Any] = []
         self._count = 0
         self._rows: dict[Any, int] = {}
 
@@ -271,7 +273,7 @@ class Distributed(Readers):
                     f"{type(self).__name__} does not clip where Keras does: nothing was exchanged"
                 )
         finally:
-            core.applying = None
+            core.applying, core.arrived = None, []
 
     def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Where all that comes before the exchange is done, and nothing of what follows."""
@@ -280,7 +282,14 @@ class Distributed(Readers):
         if variables is not None:
             rate = tf.convert_to_tensor(self.learning_rate)  # type: ignore[attr-defined]
             grads = core.means(grads, variables, None, rate)
+            core.arrived = [part for mean in grads for part in _tensors_of(mean)]
         return list(super()._clip_gradients(grads))  # type: ignore[misc]
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        # Does not use the means, and so need not wait for them: ranks could compare variables of which some have
+        # decayed already.
+        with tf.control_dependencies(self._gradcomp.arrived):
+            super()._apply_weight_decay(variables)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
@@ -374,6 +383,13 @@ def _accumulate(optimizer: Any, passes: int) -> None:
             "or give it gradient_accumulation_steps when it is made"
         )
     inner.gradient_accumulation_steps = passes
+
+
+def _tensors_of(gradient: Any) -> list[Any]:
+    """The parts of a gradient."""
+    if gradient is None:
+        return []
+    return [gradient.values] if isinstance(gradient, tf.IndexedSlices) else [gradient]
 
 
 def _times(gradient: Any, factor: int) -> Any:

@@ -1,0 +1,75 @@
+"""What tests with Keras models have in common; imports TensorFlow only when it is asked to."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from typing import Any
+
+import numpy as np
+
+INPUTS, OUTPUTS = 8, 3
+
+
+def model(seed: int = 1, policy: str = "float32", **layers: Any) -> Any:
+    """A built perceptron whose initial weights depend on the seed alone."""
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.layers.Input((INPUTS,)),
+            keras.layers.Dense(16, activation="tanh", dtype=policy, **layers),
+            keras.layers.Dense(OUTPUTS, dtype=policy),
+        ],
+        name="model",
+    )
+
+
+def data(batches: int = 8, per_rank: int = 4, seed: int = 5) -> tuple[Any, Any, Any, Any]:
+    """This rank's part of every batch, as x and y, and the whole of all batches."""
+    from gradcomp.job import runtime
+
+    rank, size = runtime.rank(), runtime.size()
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal((batches, size, per_rank, INPUTS)).astype(np.float32)
+    y = generator.standard_normal((batches, size, per_rank, OUTPUTS)).astype(np.float32)
+    return (
+        x[:, rank].reshape(-1, INPUTS),
+        y[:, rank].reshape(-1, OUTPUTS),
+        x.reshape(-1, INPUTS),
+        y.reshape(-1, OUTPUTS),
+    )
+
+
+def fit(one: Any, x: Any, y: Any, batch: int = 4, **arguments: Any) -> Any:
+    """Quiet, in order."""
+    return one.fit(x, y, batch_size=batch, shuffle=False, verbose=0, **arguments)
+
+
+def compression() -> Any:
+    """Few bits, also for layers that are as small as these."""
+    import gradcomp as gc
+
+    return gc.Policy(gc.Quantize(bits=4), filter=gc.Filter(min_elements=1))
+
+
+def assert_alike(*lists: Any) -> None:
+    """The variables have the same bytes on all ranks."""
+    from gradcomp.tf.objects import broadcast_object
+
+    own = [
+        (getattr(v, "path", v.name), hashlib.sha256(np.asarray(v).tobytes()).hexdigest())
+        for variables in lists
+        for v in variables
+    ]
+    first = broadcast_object([list(one) for one in own])
+    different = [name for (name, digest), (_, other) in zip(own, first, strict=True) if digest != other]
+    assert not different, different
+
+
+def shared_directory() -> str:
+    """A new directory, the same on all ranks."""
+    from gradcomp.tf.objects import broadcast_object
+
+    return str(broadcast_object(tempfile.mkdtemp(prefix="gradcomp-test-")))

@@ -1,0 +1,349 @@
+"""Callbacks of ``fit``, on two ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from batch import on_ranks
+
+pytest.importorskip("tensorflow")
+
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@on_ranks(2, env=ENV)
+def test_broadcast_makes_ranks_alike_before_the_first_step() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit, model
+
+    from gradcomp.core.errors import ConfigError
+    from gradcomp.job import runtime
+    from gradcomp.tf import callbacks
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    ours = model(seed=runtime.rank())
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1 + runtime.rank(), momentum=0.9))
+    ours.compile(optimizer=optimizer, loss="mse")
+    fit(ours, x, y, callbacks=[callbacks.BroadcastGlobalVariables(1)])
+    assert_alike(ours.weights, optimizer.variables)
+    assert float(optimizer.learning_rate) == pytest.approx(1.1)  # rank 1's
+
+    plain = model()
+    plain.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(ConfigError, match="is not a DistributedOptimizer"):
+        fit(plain, x, y, callbacks=[callbacks.BroadcastGlobalVariables(0)])
+
+
+@on_ranks(2, env=ENV)
+def test_broadcast_of_a_model_that_its_first_batch_builds() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit
+
+    from gradcomp.core.errors import ConfigError
+    from gradcomp.job import runtime
+    from gradcomp.tf import callbacks
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+
+    def unbuilt(**compiling: Any) -> Any:
+        keras.utils.set_random_seed(runtime.rank())
+        one = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)])
+        one.compile(optimizer=DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse", **compiling)
+        return one
+
+    ours = unbuilt()
+    fit(ours, x, y, callbacks=[callbacks.BroadcastGlobalVariables(0)])
+    assert_alike(ours.weights, ours.optimizer.variables)
+    with pytest.raises(ConfigError, match="build it before fit"):
+        fit(unbuilt(steps_per_execution=4), x, y, callbacks=[callbacks.BroadcastGlobalVariables(0)])
+
+
+@on_ranks(2, env=ENV)
+def test_metrics_are_means_over_ranks() -> None:
+    import keras
+    from keras_checks import data, fit, model
+
+    from gradcomp.core.errors import PlanMismatchError
+    from gradcomp.job import runtime
+    from gradcomp.tf import callbacks
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    class Own(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["mine"] = float(runtime.rank() * 2)
+            logs["text"] = f"rank {runtime.rank()}"
+            seen.append(logs["loss"])
+
+    x, y, whole_x, whole_y = data()
+    seen: list[float] = []
+    ours = model()
+    ours.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
+    history = fit(ours, x, y, callbacks=[Own(), callbacks.MetricAverage()]).history
+    assert history["mine"] == [1.0]
+    assert history["text"] == [f"rank {runtime.rank()}"]
+    assert history["loss"] == [pytest.approx(ours.evaluate(whole_x, whole_y, verbose=0), rel=1e-5)]
+    assert seen[0] != history["loss"][0]
+
+    average = callbacks.MetricAverage()
+    average.set_model(ours)
+    with pytest.raises(PlanMismatchError):
+        average.on_epoch_end(0, {"loss": 1.0, f"only on {runtime.rank()}": 2.0})
+    logs = {"loss": float(runtime.rank())}
+    average.on_epoch_end(0, logs)  # the next call is sound again
+    assert logs == {"loss": 0.5}
+
+
+@on_ranks(2, env=ENV)
+def test_learning_rates_follow_epochs() -> None:
+    import keras
+    from keras_checks import data, fit, model
+
+    from gradcomp.core.errors import ConfigError
+    from gradcomp.tf import callbacks
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    x, y, _, _ = data(batches=4)
+    rates: list[float] = []
+    ours = model()
+    ours.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.001, momentum=0.5)), loss="mse")
+    steered = [
+        callbacks.LearningRateWarmup(0.08, warmup_epochs=2, verbose=1),
+        callbacks.LearningRateSchedule(0.08, 0.25, start_epoch=2, end_epoch=3),
+        callbacks.LearningRateSchedule(0.08, lambda epoch: epoch, start_epoch=3, staircase=False),
+        Rates(),
+    ]
+    history = fit(ours, x, y, epochs=4, callbacks=steered).history
+    expected = [0.08 / 2 * ((i + 1) / 4 / 2 + 1) for i in range(8)]  # from 0.04 to 0.08
+    expected += [0.02] * 4 + [0.08 * (3 + i / 4) for i in range(4)]
+    assert rates == pytest.approx(expected, rel=1e-6)
+    assert history["learning_rate"] == pytest.approx([expected[i] for i in (3, 7, 11, 15)], rel=1e-6)
+
+    decaying = model()
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)
+    decaying.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(schedule)), loss="mse")
+    with pytest.raises(ConfigError, match="decides for itself"):
+        fit(decaying, x, y, callbacks=[callbacks.LearningRateWarmup(0.1)])
+    with pytest.raises(ConfigError, match="initial_lr"):
+        callbacks.LearningRateSchedule(0.0, 1.0)
+
+
+@on_ranks(2, env=ENV)
+def test_momentum_is_corrected_in_a_traced_function() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit, model
+
+    from gradcomp.tf import callbacks
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, whole_x, whole_y = data(batches=6)
+    rates, momentum = [0.1, 0.02, 0.3], 0.9
+    ours, alone = model(), model()
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(rates[0], momentum=momentum))
+    ours.compile(optimizer=optimizer, loss="mse")
+    fit(ours, x, y, epochs=3, callbacks=[callbacks.LearningRateSchedule(1.0, rates.__getitem__)])
+    # The same by hand: v = momentum * (new / old) v - new * g in the step that changes the rate.
+    velocity = [np.zeros_like(w) for w in alone.get_weights()]
+    import tensorflow as tf
+
+    old = rates[0]
+    for rate in rates:
+        for i in range(0, len(whole_x), 8):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(alone(whole_x[i : i + 8]) - whole_y[i : i + 8]))
+            gradients = tape.gradient(loss, alone.trainable_weights)
+            velocity = [momentum * rate / old * v - rate * g.numpy() for v, g in zip(velocity, gradients, strict=True)]
+            alone.set_weights([w + v for w, v in zip(alone.get_weights(), velocity, strict=True)])
+            old = rate
+    for mine, other in zip(ours.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5)
+    assert_alike(ours.weights, optimizer.variables)
+
+
+@on_ranks(2, env=ENV)
+def test_progress_says_what_is_saved() -> None:
+    import keras
+    from keras_checks import compression, data, fit, model
+
+    from gradcomp.job import runtime
+    from gradcomp.tf import callbacks
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    x, y, _, _ = data(batches=6)
+    ours = model()
+    ours.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1), compression()), loss="mse")
+    logger, handler = logging.getLogger("gradcomp"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        fit(ours, x, y, epochs=2, callbacks=[callbacks.Progress(every_steps=4)])
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    said = [line for line in lines if "steps/s" in line]
+    if runtime.rank() == 0:
+        heads = [line.partition(":")[0] for line in said]
+        assert heads == ["epoch 1, step 4", "epoch 1", "epoch 2, step 4", "epoch 2"]
+        ratio = float(said[-1].rpartition("ratio ")[2])
+        assert ratio == pytest.approx(ours.optimizer.statistics().ratio, rel=0.2)
+        assert ratio > 1.5
+    else:
+        assert not said
+
+
+class _Killed(Exception):
+    """Stands for a kill."""
+
+
+def _train(directory: str, epochs: int, after: Any = ()) -> Any:
+    """A model with a random layer, trained from its beginning or from the backup; weights at the end of each epoch."""
+    import keras
+    from keras_checks import compression, data
+
+    from gradcomp.job import runtime
+    from gradcomp.tf import callbacks
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    keras.utils.set_random_seed(3)
+    ours = keras.Sequential(
+        [
+            keras.layers.Input((8,)),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dropout(0.3, seed=runtime.rank()),
+            keras.layers.Dense(3),
+        ]
+    )
+    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.01), compression())
+    ours.compile(optimizer=optimizer, loss="mse")
+    backup = callbacks.BackupAndRestore(directory)
+    history = ours.fit(
+        x, y, batch_size=4, shuffle=False, verbose=0, epochs=epochs, callbacks=[backup, *after]
+    )
+    return ours, optimizer, history.epoch
+
+
+@on_ranks(2, env=ENV)
+def test_training_goes_on_after_a_kill_bit_for_bit() -> None:
+    import keras
+    from keras_checks import assert_alike, shared_directory
+
+    from gradcomp.tf.objects import broadcast_object
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.seen == 19:  # in the middle of the third epoch
+                raise _Killed
+            self.seen += 1
+
+        seen = 0
+
+    from pathlib import Path
+
+    directory, other = shared_directory(), shared_directory()
+    whole, optimizer, _ = _train(other, 4)
+    with pytest.raises(_Killed):
+        _train(directory, 4, [Kill()])
+    assert [path.name for path in Path(directory).glob("epoch-*")] == ["epoch-2-iteration-16"]
+    resumed, again, epochs = _train(directory, 4)
+    assert epochs == [2, 3]
+    for mine, theirs in zip(
+        [*whole.weights, *optimizer.variables], [*resumed.weights, *again.variables], strict=True
+    ):
+        assert np.array_equal(np.asarray(mine), np.asarray(theirs)), mine.path
+    state, resumed_state = optimizer.compression_state(), again.compression_state()
+    assert state["step"] == resumed_state["step"] == 32
+    assert any(np.abs(residual).max() > 0 for residual in state["residuals"].values())
+    for name, residual in state["residuals"].items():
+        assert np.array_equal(residual, resumed_state["residuals"][name]), name
+    assert_alike(resumed.weights, again.variables)
+    broadcast_object(None)  # rank 0 has removed what there was
+    assert not Path(directory).exists()
+
+
+@on_ranks(2, env=ENV)
+def test_a_backup_that_was_not_finished_leaves_the_one_before() -> None:
+    import json
+    from pathlib import Path
+
+    from keras_checks import shared_directory
+
+    from gradcomp.core.errors import StateError
+    from gradcomp.job import runtime
+    from gradcomp.tf.callbacks import backup
+    from gradcomp.tf.objects import broadcast_object
+
+    directory = shared_directory()
+    real, calls = backup.save, []
+
+    def dies_the_second_time(path: Any, optimizer: Any) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise _Killed
+        real(path, optimizer)
+
+    backup.save = dies_the_second_time
+    try:
+        with pytest.raises(_Killed):
+            _train(directory, 3)
+    finally:
+        backup.save = real
+    assert len(list(Path(directory).glob("epoch-*"))) == 2
+    _, _, epochs = _train(directory, 2)
+    assert epochs == [1]
+
+    # Weights and compression state of different moments.
+    with pytest.raises(_Killed):
+        backup.save = dies_the_second_time
+        calls.clear()
+        try:
+            _train(directory, 3)
+        finally:
+            backup.save = real
+    if runtime.rank() == 0:
+        metadata = Path(directory) / "epoch-1-iteration-8" / "training_metadata.json"
+        found = json.loads(metadata.read_text())
+        metadata.write_text(json.dumps({**found, "step": 7}))
+    broadcast_object(None)
+    with pytest.raises(StateError, match="step 7.*step 8"):
+        _train(directory, 3)
+    broadcast_object(None)
+    if runtime.rank() == 0:
+        (Path(directory) / "epoch-1-iteration-8" / "latest.weights.h5").write_bytes(b"no weights")
+    broadcast_object(None)
+    with pytest.raises(StateError, match="cannot be read"):
+        _train(directory, 3)
+
+
+@on_ranks(2, env=ENV)
+def test_bad_backups() -> None:
+    import keras
+    from keras_checks import data, fit, shared_directory
+
+    from gradcomp.core.errors import ConfigError
+    from gradcomp.tf.callbacks import BackupAndRestore
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    for frequency in ("batch", 0, 1.5, False):
+        with pytest.raises(ConfigError, match="save_freq"):
+            BackupAndRestore("somewhere", save_freq=frequency)
+    x, y, _, _ = data()
+    unbuilt = keras.Sequential([keras.layers.Dense(3)])
+    unbuilt.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    with pytest.raises(ConfigError, match="built before fit"):
+        fit(unbuilt, x, y, callbacks=[BackupAndRestore(shared_directory())])

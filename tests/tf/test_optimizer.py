@@ -1,0 +1,334 @@
+"""Keras optimizers on means over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from batch import on_ranks
+
+pytest.importorskip("tensorflow")
+
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+
+#: By name: the optimizer and its arguments, those of ``compile``.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sgd": ("SGD", {"momentum": 0.9, "nesterov": True}, {}),
+    "adam": ("Adam", {"epsilon": 1e-3}, {}),
+    "clipnorm": ("SGD", {"clipnorm": 0.05}, {}),
+    "global_clipnorm": ("SGD", {"global_clipnorm": 0.05}, {}),
+    "ema": ("SGD", {"use_ema": True, "ema_overwrite_frequency": 3}, {}),
+    "weight_decay": ("AdamW", {"weight_decay": 0.1, "epsilon": 1e-3}, {}),
+    "accumulation": ("SGD", {"gradient_accumulation_steps": 2, "clipnorm": 0.05}, {}),
+    "loss_scale_factor": ("SGD", {"loss_scale_factor": 256.0}, {}),
+    "schedule": ("SGD", {"learning_rate": "schedule"}, {}),
+    "steps_per_execution": (
+        "AdamW",
+        {"weight_decay": 0.1, "epsilon": 1e-3},
+        {"steps_per_execution": 4},
+    ),
+    "eager": ("SGD", {"momentum": 0.9, "gradient_accumulation_steps": 2}, {"run_eagerly": True}),
+}
+
+
+def _optimizer(kind: str, arguments: dict[str, Any]) -> Any:
+    import keras
+
+    arguments = {"learning_rate": 0.1, **arguments}
+    if arguments["learning_rate"] == "schedule":
+        arguments["learning_rate"] = keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)
+    return getattr(keras.optimizers, kind)(**arguments)
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2, env=ENV)
+def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
+    from keras_checks import assert_alike, data, fit, model
+
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    kind, arguments, compiling = CASES[name]
+    x, y, whole_x, whole_y = data()
+    ours, alone = model(), model()
+    start = [w.copy() for w in ours.get_weights()]
+    optimizer = DistributedOptimizer(_optimizer(kind, arguments))
+    ours.compile(optimizer=optimizer, loss="mse", **compiling)
+    fit(ours, x, y)
+    alone.compile(optimizer=_optimizer(kind, arguments), loss="mse", **compiling)
+    fit(alone, whole_x, whole_y, batch=8)
+    assert_alike(ours.weights, optimizer.variables)
+    assert optimizer.statistics().steps == 8 // arguments.get("gradient_accumulation_steps", 1)
+    for mine, other, before in zip(ours.get_weights(), alone.get_weights(), start, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-6)
+        assert np.abs(mine - before).max() > 1e-4  # there was something to agree about
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@on_ranks(2, env=ENV)
+def test_mixed_precision_with_compression(policy: str) -> None:
+    import keras
+    from keras_checks import assert_alike, compression, data, fit, model
+
+    from gradcomp.tf.optimizer import Distributed, DistributedOptimizer
+
+    x, y, _, _ = data()
+    keras.config.set_dtype_policy(policy)
+    try:
+        ours = model(policy=policy)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.02), compression())
+    ours.compile(optimizer=optimizer, loss="mse")
+    before = ours.evaluate(x, y, verbose=0)
+    fit(ours, x, y, epochs=3)
+    assert isinstance(ours.optimizer, Distributed)
+    assert_alike(ours.weights, ours.optimizer.variables)
+    assert ours.evaluate(x, y, verbose=0) < before
+    assert optimizer.statistics().steps == 24
+    assert optimizer.statistics().ratio > 1.5
+    scaled = isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert scaled == (policy == "mixed_float16")
+
+
+@on_ranks(2, env=ENV)
+def test_an_overflow_on_one_rank_is_skipped_by_all() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit, model
+
+    from gradcomp.job import runtime
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    ours = model()
+    optimizer = DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=1024.0)
+    )
+    ours.compile(optimizer=optimizer, loss="mse")
+    fit(ours, x, y)
+    assert float(optimizer.dynamic_scale) == 1024
+    before = ours.get_weights()
+    if runtime.rank() == 1:
+        x = x.copy()
+        x[:4] = np.inf
+    fit(ours, x[:4], y[:4])
+    assert float(optimizer.dynamic_scale) == 512
+    assert all(np.array_equal(a, b) for a, b in zip(before, ours.get_weights(), strict=True))
+    assert_alike(ours.weights, optimizer.variables)
+
+
+@on_ranks(2, env=ENV)
+def test_passes_are_summed() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit, model
+
+    from gradcomp.core.errors import ConfigError
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, whole_x, whole_y = data()
+    ours, alone = model(), model()
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
+    ours.compile(optimizer=optimizer, loss="mse")
+    fit(ours, x, y)
+    alone.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), loss="mse")
+    fit(alone, whole_x, whole_y, batch=8)
+    assert_alike(ours.weights)
+    for mine, other in zip(ours.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-6)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=3"):
+        DistributedOptimizer(
+            keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), backward_passes_per_step=2
+        )
+    with pytest.raises(ConfigError, match="no room to accumulate"):
+        built = keras.optimizers.SGD(0.1)
+        built.build(ours.trainable_variables)
+        DistributedOptimizer(built, backward_passes_per_step=2)
+
+
+@on_ranks(2, env=ENV)
+def test_nothing_is_traced_after_the_second_step() -> None:
+    import keras
+    from keras_checks import assert_alike, data, model
+
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    class Counting(keras.Model):
+        traces = 0
+
+        def train_step(self, batch: Any) -> Any:
+            Counting.traces += 1
+            return super().train_step(batch)
+
+    x, y, _, _ = data()
+    inner = model()
+    ours = Counting(inner.inputs, inner.outputs)
+    ours.compile(optimizer=DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+    for _ in range(2):
+        ours.train_on_batch(x[:4], y[:4])
+    counted = Counting.traces
+    for _ in range(4):
+        ours.train_on_batch(x[:4], y[:4])
+    assert Counting.traces == counted <= 2
+    assert_alike(ours.weights)
+
+
+@on_ranks(2, env=ENV)
+def test_loops_of_ones_own() -> None:
+    import keras
+    import tensorflow as tf
+    from keras_checks import assert_alike, compression, data, model
+
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    results = []
+    for traced in (False, True):
+        ours = model()
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression())
+
+        def step(a: Any, b: Any, ours: Any = ours, optimizer: Any = optimizer) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(ours(a) - b))
+            optimizer.apply(tape.gradient(loss, ours.trainable_variables), ours.trainable_variables)
+
+        run = tf.function(step) if traced else step
+        for i in range(0, len(x), 4):
+            run(tf.constant(x[i : i + 4]), tf.constant(y[i : i + 4]))
+        assert_alike(ours.weights, optimizer.variables)
+        results.append(ours.get_weights())
+    for eager, graph in zip(*results, strict=True):
+        np.testing.assert_allclose(eager, graph, rtol=1e-3, atol=1e-4)
+
+
+@on_ranks(2, env=ENV)
+def test_a_variable_that_no_rank_has_a_gradient_of_is_left_alone() -> None:
+    import keras
+    import tensorflow as tf
+    from keras_checks import assert_alike, data, model
+
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    ours = model()
+    unused = keras.Variable(np.ones(3, np.float32), name="unused")
+    optimizer = DistributedOptimizer(keras.optimizers.AdamW(0.1, weight_decay=0.5))
+    variables = [unused, *ours.trainable_variables]
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(ours(x) - y))
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            optimizer.apply(tape.gradient(loss, variables), variables)
+    assert np.array_equal(np.asarray(unused), np.ones(3))
+    assert_alike(variables)
+    assert optimizer.statistics().steps == 2
+
+
+@on_ranks(2, env=ENV)
+def test_what_cannot_be_distributed() -> None:
+    import keras
+    import tensorflow as tf
+    from keras_checks import data, fit, model
+
+    from gradcomp.core.errors import ConfigError, StateError
+    from gradcomp.tf.optimizer import Distributed, DistributedOptimizer
+
+    x, y, _, _ = data()
+    optimizer = keras.optimizers.SGD(0.1)
+    assert DistributedOptimizer(optimizer) is optimizer
+    assert isinstance(optimizer, Distributed)
+    assert isinstance(optimizer, keras.optimizers.SGD)
+    for again in (optimizer, keras.optimizers.LossScaleOptimizer(optimizer)):
+        with pytest.raises(StateError, match="already"):
+            DistributedOptimizer(again)
+    for wrong in ("sgd", None, tf.Variable(1.0)):
+        with pytest.raises(ConfigError, match=r"expected a keras\.optimizers\.Optimizer"):
+            DistributedOptimizer(wrong)
+    for arguments in ({"backward_passes_per_step": 0}, {"op": "mean"}, {"gradient_predivide_factor": 0.0}):
+        with pytest.raises(ConfigError):
+            DistributedOptimizer(keras.optimizers.SGD(0.1), **arguments)
+    with pytest.raises(StateError, match="not built"):
+        optimizer.compression_state()
+    ours = model()
+    with pytest.raises(ConfigError, match="jit_compile=False"):
+        ours.compile(optimizer=optimizer, loss="mse", jit_compile=True)
+    ours.compile(optimizer=optimizer, loss="mse")
+    assert ours.jit_compile is False
+    fit(ours, x, y)
+    rebuilt = model()
+    rebuilt.compile(optimizer=optimizer, loss="mse")
+    with pytest.raises(StateError, match="needs a new optimizer"):
+        fit(rebuilt, x, y)
+    by_hand = model()
+    by_hand.compile(
+        optimizer=keras.optimizers.LossScaleOptimizer(DistributedOptimizer(keras.optimizers.SGD(0.1))),
+        loss="mse",
+    )
+    with pytest.raises(ConfigError, match="the other way round"):
+        fit(by_hand, x, y)
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), pytest.raises(ConfigError, match="strategies"):
+        DistributedOptimizer(keras.optimizers.SGD(0.1))
+    plain = model()  # the layer around keras.Model leaves other optimizers alone
+    plain.compile(optimizer="sgd", loss="mse", jit_compile=True)
+    assert plain.jit_compile
+    plain.compile(optimizer="sgd", loss="mse")
+    fit(plain, x, y)
+
+
+@on_ranks(2, batch="differ", env=ENV)
+def test_ranks_that_start_from_different_weights_say_so_by_name() -> None:
+    import keras
+    from keras_checks import data, fit, model
+
+    from gradcomp.core.errors import StateError
+    from gradcomp.job import runtime
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    ours = model(seed=runtime.rank())
+    ours.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    with pytest.raises(StateError, match="dense.*/kernel"):
+        fit(ours, x, y)
+
+
+@on_ranks(2, batch="torch", env={**ENV, "KERAS_BACKEND": "torch"})
+def test_keras_on_torch_goes_through_the_other_frontend() -> None:
+    import keras
+    import torch
+    from keras_checks import data, model
+
+    import gradcomp.torch as gc
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    assert keras.backend.backend() == "torch"
+    with pytest.raises(gc.ConfigError, match=r"gradcomp\.torch"):
+        DistributedOptimizer(keras.optimizers.SGD(0.1))
+    x, y, _, _ = data()
+    ours = model(seed=gc.rank())
+    gc.broadcast_parameters(ours.state_dict())
+    named = [(variable.path, variable.value) for variable in ours.trainable_variables]
+    optimizer = gc.DistributedOptimizer(
+        torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9), named, gc.Quantize(bits=4)
+    )
+    losses = []
+    for _ in range(4):
+        for i in range(0, len(x), 4):
+            optimizer.zero_grad()
+            loss = torch.mean((ours(torch.tensor(x[i : i + 4])) - torch.tensor(y[i : i + 4])) ** 2)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    assert np.mean(losses[-8:]) < np.mean(losses[:8])
+    for name, parameter in named:
+        first = gc.broadcast_object(parameter.detach())
+        assert torch.equal(first, parameter.detach()), name
+    assert optimizer.buckets()[0][0][0].startswith("dense") or "/" in optimizer.buckets()[0][0][0]
+
+
+def test_before_init() -> None:
+    import keras
+
+    from gradcomp.core.errors import StateError
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    with pytest.raises(StateError, match="init"):
+        DistributedOptimizer(keras.optimizers.SGD(0.1))
