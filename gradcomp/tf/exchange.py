@@ -33,7 +33,7 @@ class Exchange:
 
     Construction is collective over the ranks of ``process_set``: see :func:`gradcomp.tf.DistributedGradientTape` for
     the arguments and the errors. ``predivide``: gradients are divided by it before the exchange, the mean multiplied
-    after.
+    after. ``names``: of the layers, if variables are called otherwise than when a compression state was saved.
 
     Every exchange commits when its means are handed out, for they are applied right away; one with a value that is not
     finite does not. At the beginning of the next one the ranks compare the variables, in the steps in which it is due.
@@ -50,6 +50,7 @@ class Exchange:
         process_set: Members = None,
         reduction: str | None = None,
         controller: Controller | str | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         state = runtime.current()
         #: Numbers, in the job, of the ranks that exchange.
@@ -68,7 +69,7 @@ class Exchange:
             if reduction is not None:
                 parse(reduction)
             refuse_servers(reduction or state.config.reduction, len(self.ranks), "gradcomp.tf")
-            return propose(as_policy(compression), specs(self._variables), 0, controller)
+            return propose(as_policy(compression), specs(self._variables, names), 0, controller)
 
         proposal, transport = validate_together(state, self.ranks, validate)
         self._names = [layer.name for layer in proposal.layers]

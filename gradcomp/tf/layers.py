@@ -14,14 +14,17 @@ from gradcomp.tf.tensors import name_of
 _NORM = re.compile(r"(^|[/_])(norm|ln|bn|layer_?norm|batch_?norm|group_?norm|rms_?norm)", re.IGNORECASE)
 
 
-def specs(variables: Sequence[Any]) -> list[LayerSpec]:
-    """The layers of these variables, in order, with unique names; ConfigError for what cannot be exchanged."""
+def specs(variables: Sequence[Any], names: Sequence[str] | None = None) -> list[LayerSpec]:
+    """The layers of these variables, in order, with unique names; ConfigError for what cannot be exchanged.
+
+    ``names``: what they are called, if not as they call themselves.
+    """
     layers: list[LayerSpec] = []
     taken: set[str] = set()
-    for variable in variables:
+    for number, variable in enumerate(variables):
         if not hasattr(variable, "assign"):
             raise ConfigError(f"expected variables, got {type(variable).__name__}")
-        name = _unique(name_of(variable), taken)
+        name = _unique(name_of(variable) if names is None else names[number], taken)
         taken.add(name)
         layers.append(_spec(name, variable))
     return layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import keras
@@ -14,7 +15,6 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import parse
 from gradcomp.engine import Exchanger
-from gradcomp.job import runtime
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.plain import from_plain, to_plain
@@ -69,69 +69,63 @@ def DistributedOptimizer(
     Raises ConfigError for bad arguments and other backends of Keras, PlanMismatchError on every rank if the ranks
     differ, StateError before ``init()`` and for an optimizer that is distributed already.
     """
-    runtime.current()
     arguments = Arguments(
         compression,
         backward_passes_per_step,
         op,
         gradient_predivide_factor,
         sparse_as_dense,
-        reduction,
-        controller,
-        members(process_set),
-        process_set,
+        process_set=process_set,
+        reduction=reduction,
+        controller=controller,
     )
-    _check_optimizer(optimizer)
-    arguments.check()
-    _accumulate(optimizer, backward_passes_per_step)
-    core = Core(arguments, optimizer)
-    if optimizer.built:
-        core.start(optimizer._trainable_variables)
-    keras_model.watch()
-    adopt(optimizer, core)
+    distribute(optimizer, arguments)
     return optimizer
 
 
+@dataclass(frozen=True)
 class Arguments:
-    """The arguments of :func:`DistributedOptimizer`."""
+    """The arguments of :func:`DistributedOptimizer`, and ``names``: of the layers, if not the variables' own."""
 
-    def __init__(
-        self,
-        compression: Policy | Compressor | str,
-        passes: int,
-        op: ReduceOp,
-        predivide: float,
-        sparse_as_dense: bool,
-        reduction: str | None,
-        controller: Controller | str | None,
-        ranks: Ranks,
-        process_set: Members,
-    ) -> None:
-        self.compression = compression
-        self.passes = passes
-        self.op = op
-        self.predivide = predivide
-        self.sparse_as_dense = sparse_as_dense
-        self.reduction = reduction
-        self.controller = controller
-        self.ranks = ranks
-        self.process_set = process_set
+    compression: Policy | Compressor | str = Compression.none
+    backward_passes_per_step: int = 1
+    op: ReduceOp = Average
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    process_set: Members = None
+    reduction: str | None = None
+    controller: Controller | str | None = None
+    names: Sequence[str] | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what cannot work with any variables."""
-        if type(self.passes) is not int or self.passes < 1:
+        passes, predivide = self.backward_passes_per_step, self.gradient_predivide_factor
+        if type(passes) is not int or passes < 1:
             raise ConfigError(
-                f"backward_passes_per_step must be a whole number of at least 1, got {self.passes!r}"
+                f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
             )
         if self.op not in (Average, Sum):
             raise ConfigError(f"op must be Average or Sum, got {self.op!r}")
-        if not self.predivide > 0 or (self.predivide != 1.0 and self.op is not Average):
+        if not predivide > 0 or (predivide != 1.0 and self.op is not Average):
             raise ConfigError(
                 "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
             )
         if self.reduction is not None:
             parse(self.reduction)
         as_policy(self.compression)
+
+
+def distribute(optimizer: Any, arguments: Arguments) -> None:
+    """What :func:`DistributedOptimizer` does."""
+    ranks = members(arguments.process_set)
+    _check_optimizer(optimizer)
+    arguments.check()
+    _accumulate(optimizer, arguments.backward_passes_per_step)
+    core = Core(arguments, ranks, optimizer)
+    if optimizer.built:
+        core.start(optimizer._trainable_variables)
+    keras_model.watch()
+    adopt(optimizer, core)
 
 
 class Core:
@@ -141,8 +135,10 @@ class Core:
     answer questions.
     """
 
-    def __init__(self, arguments: Arguments, owner: Any) -> None:
+    def __init__(self, arguments: Arguments, ranks: Ranks, owner: Any) -> None:
         self.arguments = arguments
+        #: Those that exchange.
+        self.ranks = ranks
         self.owner = owner
         self.exchange: Exchange | None = None
         #: Whose gradients Keras applies at this moment, and is about to clip.
@@ -151,11 +147,6 @@ class Core:
         self.arrived: list[Any] = []
         self._count = 0
         self._rows: dict[Any, int] = {}
-
-    @property
-    def ranks(self) -> Ranks:
-        """Those that exchange."""
-        return self.arguments.ranks
 
     @property
     def keeper(self) -> Keeper:
@@ -175,16 +166,18 @@ class Core:
                 "would differ between ranks"
             )
         given = self.arguments
+        named = given.names is not None and len(given.names) == len(variables)
         with tf.init_scope():
             self.exchange = Exchange(
                 list(variables),
                 given.compression,
                 op=given.op,
-                predivide=given.predivide,
+                predivide=given.gradient_predivide_factor,
                 sparse_as_dense=given.sparse_as_dense,
                 process_set=given.process_set,
                 reduction=given.reduction,
                 controller=given.controller,
+                names=given.names if named else None,
             )
         self._count = len(variables)
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(variables)}
@@ -205,7 +198,7 @@ class Core:
         rows = [self._rows[self.owner._var_key(variable)] for variable in variables]
         own: list[Any] = [None] * self._count
         for row, gradient in zip(rows, gradients, strict=True):
-            own[row] = _times(gradient, self.arguments.passes)
+            own[row] = _times(gradient, self.arguments.backward_passes_per_step)
         means = self.exchange.exchange(own, scale, rate)
         return [means[row] for row in rows]
 
@@ -230,7 +223,7 @@ class Distributed(Readers):
             )
         super().build(variables)  # type: ignore[misc]
         if core.owner is self and core.exchange is None:
-            core.start(self._trainable_variables)  # type: ignore[attr-defined]
+            core.start(self._trainable_variables)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Apply gradients: exchanged here if they are still scaled, else where Keras is about to clip them."""
@@ -268,7 +261,7 @@ class Distributed(Readers):
         try:
             super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
             # Between two updates Keras accumulates, and clips nothing.
-            if core.applying is not None and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            if core.applying is not None and not self.gradient_accumulation_steps:
                 raise ConfigError(
                     f"{type(self).__name__} does not clip where Keras does: nothing was exchanged"
                 )
@@ -293,8 +286,8 @@ class Distributed(Readers):
 
     def __reduce__(self) -> Any:
         """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
-        _, arguments = super().__reduce__()  # type: ignore[misc]
-        return self.__class__._unpickle_model, arguments  # type: ignore[attr-defined]
+        plain: Any = super().__reduce__()
+        return self.__class__._unpickle_model, plain[1]  # type: ignore[attr-defined]
 
     def compression_state(self) -> dict[str, Any]:
         """This rank's residuals by layer name, step, plan, bucket order: copies, as arrays, numbers and strings.

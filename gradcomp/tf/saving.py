@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +11,68 @@ import keras
 import tensorflow as tf
 
 from gradcomp.compress import Compression, Compressor, Policy
-from gradcomp.core.errors import ConfigError
-from gradcomp.job.checkpoint import keeper_of
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.job import runtime
+from gradcomp.job.checkpoint import keeper_of, load
 from gradcomp.job.plain import from_plain, to_plain
-from gradcomp.tf.objects import decode, encode
-from gradcomp.tf.optimizer import DistributedOptimizer
+from gradcomp.job.process_sets import Members, members
+from gradcomp.pipeline import checkpoint
+from gradcomp.tf.objects import broadcast_object, decode, encode
+from gradcomp.tf.optimizer import Arguments, distribute
 
 
 def load_model(
     filepath: str | Path,
     compression: Policy | Compressor | str = Compression.none,
     *,
+    compression_state: str | Path | None = None,
     custom_objects: Mapping[str, Any] | None = None,
     safe_mode: bool = True,
     **arguments: Any,
 ) -> Any:
     """``keras.saving.load_model``, and make the model's optimizer a distributed one, with its slots.
 
-    Compiled as it was saved, but never with XLA. ``arguments``: further ones of :func:`DistributedOptimizer`. The file
-    holds the plain optimizer: unless :func:`gradcomp.tf.load` brings the compression state back, residuals start from
-    zero, and the first step says so.
-    Collective. Raises ConfigError if the model was saved without an optimizer, and as :func:`DistributedOptimizer`.
+    Compiled as it was saved, but never with XLA. ``compression_state``: the directory of :func:`gradcomp.tf.save`;
+    training then continues bit for bit. The file of the model holds the plain optimizer: without the directory
+    residuals start from zero, and the first step says so. Layers are called as they were when the state was saved,
+    which not all paths of variables survive. ``arguments``: further ones of :func:`DistributedOptimizer`.
+    Collective. Raises ConfigError if the model was saved without an optimizer, and as :func:`DistributedOptimizer`;
+    StateError on every rank as :func:`gradcomp.tf.load`.
     """
     model = keras.saving.load_model(
         filepath, custom_objects=None if custom_objects is None else dict(custom_objects), safe_mode=safe_mode
     )
-    if getattr(model, "optimizer", None) is None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
         raise ConfigError(f"{filepath}: the model was saved without an optimizer; compile it with one")
-    optimizer = DistributedOptimizer(model.optimizer, compression, **arguments)
+    names = (
+        None
+        if compression_state is None
+        else _names_in(Path(compression_state), arguments.get("process_set"))
+    )
+    distribute(optimizer, Arguments(compression, names=names, **arguments))
     model.jit_compile = False
-    if optimizer.built:
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    if compression_state is None:
         keeper_of(optimizer).state_is_due()
+    else:
+        load(compression_state, optimizer)
     return model
 
 
-class CompressionState(tf.train.experimental.PythonState):  # type: ignore[misc]
+def _names_in(directory: Path, process_set: Members) -> list[str] | None:
+    """The names of the layers of a saved compression state, on every rank; None if :func:`load` will not like it."""
+    ranks = members(process_set)
+    names = None
+    if runtime.rank() == ranks[0]:
+        with suppress(StateError):
+            names = list(checkpoint.Manifest.from_text(checkpoint.read_manifest(directory)).shared.layers)
+    found: list[str] | None = broadcast_object(names, ranks[0], process_set=process_set)
+    return found
+
+
+class CompressionState(tf.train.experimental.PythonState):
     """This rank's compression state, for ``tf.train.Checkpoint(..., compression=gc.CompressionState(optimizer))``.
 
     Residuals, step, plan, the controller's memory. Every rank saves to, and restores from, a path of its own, all at

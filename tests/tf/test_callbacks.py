@@ -160,7 +160,9 @@ def test_momentum_is_corrected_in_a_traced_function() -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(alone(whole_x[i : i + 8]) - whole_y[i : i + 8]))
             gradients = tape.gradient(loss, alone.trainable_weights)
-            velocity = [momentum * rate / old * v - rate * g.numpy() for v, g in zip(velocity, gradients, strict=True)]
+            velocity = [
+                momentum * rate / old * v - rate * g.numpy() for v, g in zip(velocity, gradients, strict=True)
+            ]
             alone.set_weights([w + v for w, v in zip(alone.get_weights(), velocity, strict=True)])
             old = rate
     for mine, other in zip(ours.get_weights(), alone.get_weights(), strict=True):
@@ -220,6 +222,7 @@ def _train(directory: str, epochs: int, after: Any = ()) -> Any:
     from gradcomp.tf.optimizer import DistributedOptimizer
 
     x, y, _, _ = data()
+    keras.backend.clear_session()  # as in a new process: names of layers begin anew
     keras.utils.set_random_seed(3)
     ours = keras.Sequential(
         [
@@ -297,30 +300,29 @@ def test_a_backup_that_was_not_finished_leaves_the_one_before() -> None:
             raise _Killed
         real(path, optimizer)
 
-    backup.save = dies_the_second_time
-    try:
-        with pytest.raises(_Killed):
+    def train_until_it_dies() -> None:
+        calls.clear()
+        backup.save = dies_the_second_time
+        try:
             _train(directory, 3)
-    finally:
-        backup.save = real
+        finally:
+            backup.save = real
+
+    with pytest.raises(_Killed):
+        train_until_it_dies()
     assert len(list(Path(directory).glob("epoch-*"))) == 2
     _, _, epochs = _train(directory, 2)
     assert epochs == [1]
 
     # Weights and compression state of different moments.
     with pytest.raises(_Killed):
-        backup.save = dies_the_second_time
-        calls.clear()
-        try:
-            _train(directory, 3)
-        finally:
-            backup.save = real
+        train_until_it_dies()
     if runtime.rank() == 0:
         metadata = Path(directory) / "epoch-1-iteration-8" / "training_metadata.json"
         found = json.loads(metadata.read_text())
         metadata.write_text(json.dumps({**found, "step": 7}))
     broadcast_object(None)
-    with pytest.raises(StateError, match="step 7.*step 8"):
+    with pytest.raises(StateError, match=r"step 7.*step 8"):
         _train(directory, 3)
     broadcast_object(None)
     if runtime.rank() == 0:
