@@ -271,6 +271,7 @@ def test_training_goes_on_after_a_kill_bit_for_bit() -> None:
         assert np.array_equal(np.asarray(mine), np.asarray(theirs)), mine.path
     state, resumed_state = optimizer.compression_state(), again.compression_state()
     assert state["step"] == resumed_state["step"] == 32
+    assert state["rate"] == pytest.approx(0.01)
     assert any(np.abs(residual).max() > 0 for residual in state["residuals"].values())
     for name, residual in state["residuals"].items():
         assert np.array_equal(residual, resumed_state["residuals"][name]), name

@@ -274,7 +274,7 @@ def test_what_cannot_be_distributed() -> None:
     fit(plain, x, y)
 
 
-@on_ranks(2, batch="differ", env=ENV)
+@on_ranks(2, env=ENV)
 def test_ranks_that_start_from_different_weights_say_so_by_name() -> None:
     import keras
     from keras_checks import data, fit, model
