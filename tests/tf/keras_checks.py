@@ -11,20 +11,24 @@ import numpy as np
 INPUTS, OUTPUTS = 8, 3
 
 
-def model(seed: int = 1, policy: str = "float32", **layers: Any) -> Any:
+def model(seed: int = 1, policy: str = "float32") -> Any:
     """A built perceptron whose initial weights depend on the seed alone."""
     import keras
 
     keras.backend.clear_session()  # as in a new process: names of layers begin anew
     keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [
-            keras.layers.Input((INPUTS,)),
-            keras.layers.Dense(16, activation="tanh", dtype=policy, **layers),
-            keras.layers.Dense(OUTPUTS, dtype=policy),
-        ],
-        name="model",
-    )
+    keras.config.set_dtype_policy(policy)
+    try:
+        return keras.Sequential(
+            [
+                keras.layers.Input((INPUTS,)),
+                keras.layers.Dense(16, activation="tanh"),
+                keras.layers.Dense(OUTPUTS),
+            ],
+            name="model",
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
 
 
 def data(batches: int = 8, per_rank: int = 4, seed: int = 5) -> tuple[Any, Any, Any, Any]:
