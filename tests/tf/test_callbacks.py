@@ -212,7 +212,7 @@ class _Killed(Exception):
     """Stands for a kill."""
 
 
-def _train(directory: str, epochs: int, after: Any = ()) -> Any:
+def _train(directory: str, epochs: int, after: Any = (), save_freq: Any = "epoch") -> Any:
     """A model with a random layer, trained from its beginning or from the backup; weights at the end of each epoch."""
     import keras
     from keras_checks import compression, data
@@ -234,7 +234,7 @@ def _train(directory: str, epochs: int, after: Any = ()) -> Any:
     )
     optimizer = DistributedOptimizer(keras.optimizers.Adam(0.01), compression())
     ours.compile(optimizer=optimizer, loss="mse")
-    backup = callbacks.BackupAndRestore(directory)
+    backup = callbacks.BackupAndRestore(directory, save_freq=save_freq)
     history = ours.fit(
         x, y, batch_size=4, shuffle=False, verbose=0, epochs=epochs, callbacks=[backup, *after]
     )
@@ -278,6 +278,13 @@ def test_training_goes_on_after_a_kill_bit_for_bit() -> None:
     assert_alike(resumed.weights, again.variables)
     broadcast_object(None)  # rank 0 has removed what there was
     assert not Path(directory).exists()
+
+    with pytest.raises(_Killed):
+        _train(directory, 4, [Kill()], save_freq=3)
+    assert [path.name for path in Path(directory).glob("epoch-*")] == ["epoch-2-iteration-18"]
+    _, counted, epochs = _train(directory, 4)
+    assert epochs == [2, 3]  # from the beginning of the epoch, as with Keras
+    assert int(counted.iterations) == counted.compression_state()["step"] == 18 + 16
 
 
 @on_ranks(2, env=ENV)
