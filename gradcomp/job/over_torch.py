@@ -44,7 +44,7 @@ def _launch_of_existing_group() -> Launch:
 
 
 class TorchNetwork(Network):
-    """Some of the default group's ranks; ``(0,)`` without one. ``attempt``: torchrun's, if it serves the job's store."""
+    """Some of the default group's ranks; ``(0,)`` without one. ``attempt``: torchrun's, if it serves the store."""
 
     engine = "torch"
 

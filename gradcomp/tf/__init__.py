@@ -16,17 +16,20 @@ from gradcomp.job.runtime import (
     size,
 )
 from gradcomp.tf import callbacks
+from gradcomp.tf.bridge import typed_errors
 from gradcomp.tf.collectives import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
 from gradcomp.tf.objects import broadcast_object
 from gradcomp.tf.optimizer import DistributedOptimizer
 from gradcomp.tf.runtime import init
 from gradcomp.tf.saving import CompressionState, load_model
+from gradcomp.tf.tape import DistributedGradientTape
 from gradcomp.tf.variables import broadcast_variables
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
     "Average",
     "CompressionState",
+    "DistributedGradientTape",
     "DistributedOptimizer",
     "ProcessSet",
     "Sum",
@@ -51,4 +54,5 @@ __all__ = [  # noqa: PLE0604
     "save",
     "shutdown",
     "size",
+    "typed_errors",
 ]
