@@ -26,13 +26,14 @@ tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gra
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 
 from gradcomp import PowerSGD, Quantize, TopK
-from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, TransportError
+from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, TransportError, WireFormatError
 from gradcomp.job import runtime
 from gradcomp.job.reduce_op import Sum
 from gradcomp.tf import bridge
 from gradcomp.tf.call import groups_of
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.layers import specs
+from gradcomp.tf.sparse import mean_of_rows
 
 THREADS = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 ONE_THREAD = {**THREADS, "ONE_INTER_OP_THREAD": "1"}
@@ -307,6 +308,60 @@ def test_indexed_slices(mode: str, size: int, as_dense: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(3, env=THREADS)
+def test_nothing_but_indexed_slices(mode: str) -> None:
+    exchange = Exchange(variables([(100, 4)]), op=Sum)
+    function = MODES[mode](lambda given: exchange.exchange([given]))
+    expected = sum(tf.convert_to_tensor(slices(rank, 100, 6, 4)).numpy() for rank in range(3))
+    for _ in range(3):
+        close([tf.convert_to_tensor(function(slices(runtime.rank(), 100, 6, 4))[0])], [expected], 1e-5)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_layer_is_sparse_or_dense() -> None:
+    rows, dense = slices(0, 100, 6, 4), tf.zeros([100, 4])
+    with pytest.raises(StateError, match=r"layer0.*sparse gradient on one rank and a dense one on another"):
+        Exchange(variables([(100, 4)])).exchange([dense if runtime.rank() else rows])
+    exchange = Exchange(variables([(100, 4)]))
+    exchange.exchange([rows])
+    with pytest.raises(StateError, match=r"layer0.*had sparse gradients before"):
+        exchange.exchange([dense])
+    with pytest.raises(StateError, match="rows that it does not have"):
+        Exchange(variables([(50, 4)])).exchange([tf.IndexedSlices(tf.ones([1, 4]), tf.constant([50]))])
+
+
+class Hostile:
+    """An exchanger whose peers send these bytes, one after the other."""
+
+    def __init__(self, *replies: bytes) -> None:
+        self._replies = list(replies)
+
+    def allgather_bytes(self, payload: bytes) -> list[bytes]:
+        return [self._replies.pop(0)]
+
+
+def message(*index: int) -> bytes:
+    return np.array(index, dtype="<i8").tobytes() + np.zeros((len(index), 4), dtype="<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        (b"what",),
+        (b"[1]",),
+        (b"[1, true]", message(100)),
+        (b"[1, true]", message(-1)),
+        (b"[2, true]", message(5, 5)),
+        (b"[2, true]", message(5, 4)),
+        (b"[1, true]", message(5)[:-1]),
+    ],
+)
+def test_rows_from_the_network_are_not_trusted(replies: tuple[bytes, ...]) -> None:
+    with pytest.raises(WireFormatError):
+        mean_of_rows(Hostile(*replies), "layer", (100, 4), np.dtype(np.float32), None, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, env=ONE_THREAD)
 def test_a_gradient_that_no_rank_has_is_none(mode: str) -> None:
     shapes = [(30, 20), (20,), (20, 10)]
@@ -379,6 +434,26 @@ def test_a_gradient_of_another_dtype_or_shape() -> None:
         Exchange(variables(shapes)).exchange([tf.zeros([20, 30])])
     with pytest.raises(StateError, match="2 gradients for 1 variables"):
         Exchange(variables(shapes)).exchange([tf.zeros([30, 20])] * 2)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_after_a_step_that_was_interrupted_there_is_no_other() -> None:
+    exchange = Exchange(variables())
+    gradients = tensors(draw(runtime.rank()))
+
+    def interrupt(layers: Any) -> None:
+        raise KeyboardInterrupt
+
+    if runtime.rank() == 0:
+        exchange._steps.landing.wait = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            exchange.exchange(gradients)
+        with pytest.raises(StateError, match="did not come to its end"):
+            exchange.exchange(gradients)
+    else:
+        exchange.exchange(gradients)
+        with pytest.raises(TransportError, match="did not come to its end"):
+            exchange.exchange(gradients)
 
 
 # ------------------------------------------------------------------------- what else an exchange has
