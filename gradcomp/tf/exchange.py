@@ -132,12 +132,10 @@ class Exchange:
         """
         if len(gradients) != len(self._variables):
             raise StateError(f"{len(gradients)} gradients for {len(self._variables)} variables")
-        exchanger = self.exchanger
-        if exchanger is None:
+        if self.exchanger is None:
             return list(gradients)
         refuse_xla("the exchange of gradients")
-        if exchanger.error is not None:
-            raise exchanger.error
+        self._steps.check()
         with self._steps.failing():
             given: Gradients = [self._checked(layer, gradient) for layer, gradient in enumerate(gradients)]
         if tf.executing_eagerly():

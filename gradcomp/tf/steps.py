@@ -59,6 +59,7 @@ class Steps:
         self._lock = threading.RLock()
         self._step: _Step | None = None
         self._count = 0
+        self._failed: Exception | None = None  # here, for which the other ranks were told to stop
 
     def attach(self, state: Runtime, exchanger: Exchanger, reporter: Reporter, keeper: Keeper) -> None:
         """What the steps are made with."""
@@ -79,6 +80,7 @@ class Steps:
         The step's first group opens it, its last one flushes it.
         """
         with self._lock:
+            self.check()
             if self._step is None:
                 self._compare_variables()
             with self.failing():
@@ -174,6 +176,12 @@ class Steps:
             self._divisor,
         )
 
+    def check(self) -> None:
+        """Raise why there can be no step any more."""
+        error = self._failed or self._exchanger.error
+        if error is not None:
+            raise error
+
     @contextmanager
     def failing(self) -> Iterator[None]:
         """The other ranks wait for what this one cannot bring after an error in here: tell them."""
@@ -181,13 +189,14 @@ class Steps:
             yield
         except Exception as error:
             if self._exchanger.error is None:
+                self._failed = error
                 self._exchanger.abort(f"rank {self._runtime.rank}: {type(error).__name__}: {error}")
             raise
 
     def settle(self) -> None:
         """Raise why there can be no step any more, or StateError in the midst of one."""
-        if (self._step is not None or self._count) and self._exchanger.error is not None:
-            raise self._exchanger.error
+        if self._step is not None or self._count:
+            self.check()
         if self._step is not None:
             raise StateError("a step is open: save and load between steps")
 
