@@ -302,7 +302,7 @@ class Exchanger:
             raise StateError(
                 f"after step {self._pipeline.step} the parameter of layer {name!r} differs between rank 0 "
                 f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
-                "parameters (broadcast_parameters) or do not apply the same update"
+                "parameters (broadcast them) or do not apply the same update"
             )
 
     def probe(self, nbytes: int) -> float:
