@@ -40,7 +40,7 @@ def _optimizer(kind: str, arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2, env=ENV)
+@on_ranks(2, "fit", env=ENV)
 def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
     from keras_checks import assert_alike, data, fit, model
 
@@ -63,7 +63,7 @@ def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows", "dense", "accumulated", "clipped", "scaled"])
-@on_ranks(2, env=ENV)
+@on_ranks(2, "fit", env=ENV)
 def test_embeddings(name: str) -> None:
     import keras
     from keras_checks import assert_alike, fit
