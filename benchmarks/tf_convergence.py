@@ -57,7 +57,7 @@ ROWS = (
     Row("powersgd", "PowerSGD, rank 4", "powersgd:rank=4"),
     Row("powersgd-lgreco", "PowerSGD, rank 4, L-GreCo", "powersgd:rank=4", LGRECO),
     # What a broken exchange would look like: the task can fail.
-    Row(CONTROL, "control: TopK 0.1% without feedback", "topk:density=0.001,feedback=false"),
+    Row(CONTROL, "control: TopK 0.02% without feedback", "topk:density=0.0002,feedback=false"),
 )
 
 
