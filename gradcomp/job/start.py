@@ -14,9 +14,11 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.scheme import parse
 from gradcomp.engine import Controlled, Exchanger, Listener
 from gradcomp.engine.agreement import agree
 from gradcomp.job.network import Ranks
+from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
 from gradcomp.job.runtime import Runtime, leave_first
 from gradcomp.job.transports import make_transport
@@ -38,6 +40,16 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
         if transport is not None:
             agree(transport, None, error)
         raise
+
+
+def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> None:
+    """ConfigError for arguments, common to all wrappers, that cannot work."""
+    if op not in (Average, Sum):
+        raise ConfigError(f"op must be Average or Sum, got {op!r}")
+    if not predivide > 0 or (predivide != 1.0 and op is not Average):
+        raise ConfigError("gradient_predivide_factor must be positive, and needs op=Average if it is not 1")
+    if reduction is not None:
+        parse(reduction)
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,15 @@ import tensorflow as tf
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
-from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.core.scheme import parse
+from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Reporter
 from gradcomp.job.serving import refuse_servers
-from gradcomp.job.start import Proposal, propose, start, validate_together
+from gradcomp.job.start import Proposal, check_arguments, propose, start, validate_together
 from gradcomp.tf import bridge
 from gradcomp.tf.call import Gradients, Site, groups_of
 from gradcomp.tf.layers import specs
@@ -60,14 +59,7 @@ class Exchange:
         self._group_elements = state.config.slice_elements
 
         def validate() -> Proposal:
-            if op not in (Average, Sum):
-                raise ConfigError(f"op must be Average or Sum, got {op!r}")
-            if not predivide > 0 or (predivide != 1.0 and op is not Average):
-                raise ConfigError(
-                    "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
-                )
-            if reduction is not None:
-                parse(reduction)
+            check_arguments(op, predivide, reduction)
             refuse_servers(reduction or state.config.reduction, len(self.ranks), "gradcomp.tf")
             return propose(as_policy(compression), specs(self._variables, names), 0, controller)
 

@@ -13,14 +13,14 @@ import tensorflow as tf
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.core.scheme import parse
 from gradcomp.engine import Exchanger
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.plain import from_plain, to_plain
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers
+from gradcomp.job.start import check_arguments
 from gradcomp.tf import keras_model
 from gradcomp.tf.exchange import Exchange
 
@@ -99,19 +99,12 @@ class Arguments:
 
     def check(self) -> None:
         """Raise ConfigError for what cannot work with any variables."""
-        passes, predivide = self.backward_passes_per_step, self.gradient_predivide_factor
+        passes = self.backward_passes_per_step
         if type(passes) is not int or passes < 1:
             raise ConfigError(
                 f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
             )
-        if self.op not in (Average, Sum):
-            raise ConfigError(f"op must be Average or Sum, got {self.op!r}")
-        if not predivide > 0 or (predivide != 1.0 and self.op is not Average):
-            raise ConfigError(
-                "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
-            )
-        if self.reduction is not None:
-            parse(self.reduction)
+        check_arguments(self.op, self.gradient_predivide_factor, self.reduction)
         as_policy(self.compression)
 
 

@@ -15,16 +15,15 @@ import torch
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
-from gradcomp.core.scheme import parse
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers, Reporter
 from gradcomp.job.serving import refuse_servers, serving
-from gradcomp.job.start import Proposal, start, validate_together
+from gradcomp.job.start import Proposal, check_arguments, start, validate_together
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.plain import load_state, state_of
@@ -124,14 +123,7 @@ class Arguments:
 
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
-        if self.op not in (Average, Sum):
-            raise ConfigError(f"op must be Average or Sum, got {self.op!r}")
-        if not self.predivide > 0 or (self.predivide != 1.0 and self.op is not Average):
-            raise ConfigError(
-                "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
-            )
-        if self.reduction is not None:
-            parse(self.reduction)
+        check_arguments(self.op, self.predivide, self.reduction)
         return as_policy(self._compression), Timing(self._passes, self._finish)
 
 
