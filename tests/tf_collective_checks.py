@@ -541,7 +541,7 @@ def a_models_variables_become_the_roots(rank: int, world: int, mode: Mode) -> No
 
 @check()
 def odd_variables_are_broadcast_in_chunks(rank: int, world: int, mode: Mode) -> None:
-    from gradcomp.tf import variables as module
+    from gradcomp.job import channel as module
 
     def make(seed: int) -> list[tf.Variable]:
         values = [

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.5  # between looks at the store while waiting
 _MOST_DESCRIPTION_BYTES = 1 << 26
 _DRAIN_SECONDS = 10.0
+_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,20 @@ def alone(call: Call) -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
+
+
+def chunks(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items that travel together in one broadcast: up to 64 MiB, or one that is larger."""
+    chunk: list[T] = []
+    held_bytes = 0
+    for item in items:
+        if chunk and held_bytes + size_bytes(item) > _CHUNK_BYTES:
+            yield chunk
+            chunk, held_bytes = [], 0
+        chunk.append(item)
+        held_bytes += size_bytes(item)
+    if chunk:
+        yield chunk
 
 
 def _difference(texts: Sequence[str]) -> str:

@@ -67,3 +67,12 @@ def members(process_set: Members) -> tuple[int, ...]:
     if state.rank not in ranks:
         raise ConfigError(f"rank {state.rank} is not a member of {ProcessSet(ranks)}")
     return ranks
+
+
+def root_of(root_rank: Any, process_set: Members) -> tuple[int, str | None]:
+    """The root's number among the members, and why there is none."""
+    ranks = members(process_set)
+    if isinstance(root_rank, int) and root_rank in ranks:
+        return ranks.index(root_rank), None
+    there = f"a member of {ProcessSet(ranks)}" if process_set is not None else f"in 0 .. {len(ranks) - 1}"
+    return 0, f"root_rank must be {there}, got {root_rank!r}"

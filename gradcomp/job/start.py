@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ from gradcomp.job.runtime import Runtime, leave_first
 from gradcomp.job.transports import make_transport
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.transport.base import Transport
+
+logger = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
 
@@ -129,6 +132,14 @@ def start(
         leave_first()  # servers wait to hear of the end, and MPI's would be before it
     banner(exchanger, proposal.policy)
     return exchanger, Reporter(exchanger, config)
+
+
+def say_what_is_bypassed(policy: Policy) -> None:
+    """In a world of one: warn if more than compression is."""
+    if changing := [c for c in policy.compressors if c.momentum or c.clip_norm is not None]:
+        logger.warning(
+            "a world of one rank: %s is bypassed, its momentum and clipping as well", changing[0].to_string()
+        )
 
 
 def _schedule_of(policy: Policy) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import tensorflow as tf
 from gradcomp.core.errors import WireFormatError
 from gradcomp.job import runtime
 from gradcomp.job.channel import Call, Channel, alone, current_channel
-from gradcomp.job.process_sets import Members, ProcessSet, members
+from gradcomp.job.process_sets import Members, members, root_of
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum, reduce_op_of
 from gradcomp.tf.ordered import plain, run
 from gradcomp.tf.tensors import INTEGERS, NUMBERS, Array, bytes_of, dense, form, narrow, rows_form, wide
@@ -302,15 +302,6 @@ def barrier(process_set: Members = None) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- shared
-
-
-def root_of(root_rank: Any, process_set: Members) -> tuple[int, str | None]:
-    """The root's number among the members, and why there is none."""
-    ranks = members(process_set)
-    if isinstance(root_rank, int) and root_rank in ranks:
-        return ranks.index(root_rank), None
-    there = f"a member of {ProcessSet(ranks)}" if process_set is not None else f"in 0 .. {len(ranks) - 1}"
-    return 0, f"root_rank must be {there}, got {root_rank!r}"
 
 
 def the_channel(process_set: Members) -> Channel:

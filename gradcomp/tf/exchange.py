@@ -19,7 +19,14 @@ from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Reporter
 from gradcomp.job.serving import refuse_servers
-from gradcomp.job.start import Proposal, check_arguments, propose, start, validate_together
+from gradcomp.job.start import (
+    Proposal,
+    check_arguments,
+    propose,
+    say_what_is_bypassed,
+    start,
+    validate_together,
+)
 from gradcomp.tf import bridge
 from gradcomp.tf.call import Gradients, Site, groups_of
 from gradcomp.tf.layers import specs
@@ -88,11 +95,8 @@ class Exchange:
                     "gradient_predivide_factor": predivide,
                 },
             )
-        elif changing := [c for c in proposal.policy.compressors if c.momentum or c.clip_norm is not None]:
-            runtime.logger.warning(
-                "a world of one rank: %s is bypassed, its momentum and clipping as well",
-                changing[0].to_string(),
-            )
+        else:
+            say_what_is_bypassed(proposal.policy)
         #: Where :func:`gradcomp.tf.save` finds the compression state.
         self.keeper = Keeper(
             proposal.layers,

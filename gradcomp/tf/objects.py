@@ -10,8 +10,7 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.job.channel import Call, alone, current_channel
-from gradcomp.job.process_sets import Members
-from gradcomp.tf.collectives import root_of
+from gradcomp.job.process_sets import Members, root_of
 from gradcomp.tf.ordered import plain
 
 _DTYPES = {

@@ -20,7 +20,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from gradcomp.core.errors import ConfigError, GradcompError
-from gradcomp.tf.bridge import op
+from gradcomp.tf.bridge import lent, op
 
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,7 +55,7 @@ def run(
     whose text has the class and the message; :func:`gradcomp.tf.bridge.typed_errors` gives them back.
     """
     if tf.executing_eagerly():
-        results = function(*(tensor.numpy() for tensor in tensors))
+        results = function(*map(lent, tensors))
         return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
     refuse_xla(name)
     turn = the_turn()

@@ -16,11 +16,12 @@ from gradcomp.engine import Exchanger
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.report import Reporter
 from gradcomp.job.runtime import Runtime
+from gradcomp.job.sparse import mean_of_rows
 from gradcomp.job.start import comparison_is_due
 from gradcomp.tf.bridge import Array, Pool
 from gradcomp.tf.call import Site
 from gradcomp.tf.landing import Landing
-from gradcomp.tf.sparse import mean_of_rows
+from gradcomp.tf.tensors import bytes_of
 
 
 class _Step:
@@ -95,7 +96,7 @@ class Steps:
         """The fingerprint of what the last step has made of the variables, if it is due."""
         if self._count and comparison_is_due(self._runtime.config, self._count):
             with tf.init_scope():
-                digests = [zlib.crc32(_bytes_of(variable)) for variable in self._variables]
+                digests = [zlib.crc32(bytes_of(variable.numpy()).data) for variable in self._variables]
             self._exchanger.fingerprint(np.array(digests, dtype=np.uint32))
 
     def _opened(self, site: Site, number: int, scale: float, rate: float) -> _Step:
@@ -199,7 +200,3 @@ class Steps:
             self.check()
         if self._step is not None:
             raise StateError("a step is open: save and load between steps")
-
-
-def _bytes_of(variable: Any) -> bytes:
-    return np.asarray(variable.numpy()).tobytes()

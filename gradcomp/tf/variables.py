@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from gradcomp.job.channel import Call
-from gradcomp.job.process_sets import Members, members
-from gradcomp.tf.collectives import refuse, root_of, the_channel
+from gradcomp.job.channel import Call, chunks
+from gradcomp.job.process_sets import Members, members, root_of
+from gradcomp.tf.collectives import refuse, the_channel
 from gradcomp.tf.ordered import plain, run
 from gradcomp.tf.tensors import VALUES, Array, bytes_of, name_of
-
-_CHUNK_BYTES = 64 << 20
 
 
 @plain
@@ -42,7 +40,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_se
         return []
 
     run("broadcast_variables", compare, [], [])
-    for chunk in _chunks(given):
+    for chunk in chunks(given, _size_bytes):
         _broadcast_chunk(chunk, root, process_set)
 
 
@@ -103,17 +101,3 @@ def _variables(given: Any) -> tuple[list[Any], str | None]:
 
 def _size_bytes(variable: Any) -> int:
     return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
-
-
-def _chunks(variables: Iterable[Any]) -> Iterator[list[Any]]:
-    """Variables that travel together: up to 64 MiB, or one that is larger."""
-    chunk: list[Any] = []
-    held_bytes = 0
-    for variable in variables:
-        if chunk and held_bytes + _size_bytes(variable) > _CHUNK_BYTES:
-            yield chunk
-            chunk, held_bytes = [], 0
-        chunk.append(variable)
-        held_bytes += _size_bytes(variable)
-    if chunk:
-        yield chunk

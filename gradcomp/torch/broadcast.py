@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.job.channel import Call, Channel, alone, channel_of
+from gradcomp.job.channel import Call, Channel, alone, chunks, current_channel
 from gradcomp.job.checkpoint import not_from_checkpoint
-from gradcomp.job.process_sets import Members, ProcessSet, members
+from gradcomp.job.process_sets import Members, root_of
 from gradcomp.torch.tensors import bytes_of, dense_problem, form
 
-_CHUNK_BYTES = 64 << 20
 _ALIGNMENT_BYTES = 16
 
 
@@ -42,7 +41,7 @@ def broadcast_parameters(
         return
     channel.submit(call, lambda _: None).result()
     tensors = [value.detach() for _, value in entries if isinstance(value, torch.Tensor)]
-    for chunk in _chunks(tensors):
+    for chunk in chunks(tensors, lambda tensor: _aligned(tensor.nbytes)):
         _broadcast_chunk(channel, chunk, root)
     others = {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
     if others:
@@ -126,12 +125,7 @@ def broadcast_object(
 
 def _meet(process_set: Members, root_rank: Any) -> tuple[Channel | None, int, str | None]:
     """The channel, the root's number in it, and why there is none."""
-    ranks = members(process_set)
-    channel = channel_of(ranks)
-    if isinstance(root_rank, int) and root_rank in ranks:
-        return channel, ranks.index(root_rank), None
-    there = f"a member of {ProcessSet(ranks)}" if process_set is not None else f"in 0 .. {len(ranks) - 1}"
-    return channel, 0, f"root_rank must be {there}, got {root_rank!r}"
+    return current_channel(process_set), *root_of(root_rank, process_set)
 
 
 def _encode(obj: Any) -> tuple[bytes, int]:
@@ -181,20 +175,6 @@ def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:
         elif not isinstance(params, MutableMapping):
             return [], f"{name} is not a tensor but {type(value).__name__}, and params is not a dict"
     return sorted(pairs), None
-
-
-def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors that travel together: up to 64 MiB, or one that is larger."""
-    chunk: list[torch.Tensor] = []
-    held_bytes = 0
-    for tensor in tensors:
-        if chunk and held_bytes + _aligned(tensor.nbytes) > _CHUNK_BYTES:
-            yield chunk
-            chunk, held_bytes = [], 0
-        chunk.append(tensor)
-        held_bytes += _aligned(tensor.nbytes)
-    if chunk:
-        yield chunk
 
 
 def _broadcast_chunk(channel: Channel, tensors: list[torch.Tensor], root: int) -> None:

@@ -23,7 +23,7 @@ from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers, Reporter
 from gradcomp.job.serving import refuse_servers, serving
-from gradcomp.job.start import Proposal, check_arguments, start, validate_together
+from gradcomp.job.start import Proposal, check_arguments, say_what_is_bypassed, start, validate_together
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.plain import load_state, state_of
@@ -211,10 +211,8 @@ def _build(
             },
         )
         exchange.attach(exchanger)
-    elif changing := [c for c in proposal.policy.compressors if c.momentum or c.clip_norm is not None]:
-        runtime.logger.warning(
-            "a world of one rank: %s is bypassed, its momentum and clipping as well", changing[0].to_string()
-        )
+    else:
+        say_what_is_bypassed(proposal.policy)
     keeper = Keeper(
         proposal.layers,
         proposal.plan,

@@ -74,7 +74,7 @@ def _dense(exchanger: Exchanger, shape: tuple[int, ...], own: Rows | None, wire:
     if own is not None:
         total[own[0]] = own[1]
     exchanger.allreduce(total.reshape(-1))
-    index = np.flatnonzero(total.reshape(shape[0], -1).any(axis=1))
+    index = np.flatnonzero(total.any(axis=tuple(range(1, total.ndim))))
     return index, total[index]
 
 
