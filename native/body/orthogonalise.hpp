@@ -1,12 +1,10 @@
 // Gram-Schmidt with a fixed order: every body gives the same bytes.
 #pragma once
 
+#include "gram_schmidt.hpp"
 #include "lowrank.hpp"
 
 namespace gradcomp::GRADCOMP_BODY {
-
-// A column whose norm falls below this part of what it was depends on those before it.
-inline constexpr double dependent = 0x1p-20;
 
 // The compiler's own vectors: what an instruction set lacks in width takes several of its registers.
 using Floats8 = float __attribute__((vector_size(32)));
@@ -51,7 +49,7 @@ inline void remove(float* x, float factor, const float* y, std::int64_t n) {
 // x <- factor * x
 inline void multiply(float* x, double factor, std::int64_t n) {
     for (std::int64_t i = 0; i < n; ++i) {
-        const auto product = static_cast<float>(static_cast<double>(value_at(x + i)) * factor);
+        const float product = scaled(value_at(x + i), factor);
         std::memcpy(x + i, &product, sizeof product);
     }
 }
@@ -66,13 +64,6 @@ inline std::uint32_t largest_magnitude(const float* x, std::int64_t n) {
         largest = bits > largest ? bits : largest;
     }
     return largest;
-}
-
-// The power of two that brings a magnitude, not zero, into [1, 2).
-inline double normalising_power(std::uint32_t magnitude) {
-    const auto wide = static_cast<double>(__builtin_bit_cast(float, magnitude));
-    const std::uint64_t exponent = __builtin_bit_cast(std::uint64_t, wide) >> 52;
-    return __builtin_bit_cast(double, (2046 - exponent) << 52);
 }
 
 inline void orthogonalise_columns(float* p, std::int64_t n, std::int64_t rank) {

@@ -83,17 +83,10 @@ class Sides {
         low_.add(as_float(as_int(c) & negative));
         high_.add(as_float(as_int(c) & (negative ^ splat(-1))));
     }
-    float low() const { return mean(low_, count()); }
-    float high(std::int64_t elements) const { return mean(high_, elements - count()); }
+    float low() const { return mean(low_, total(negatives_)); }
+    float high(std::int64_t elements) const { return mean(high_, elements - total(negatives_)); }
 
   private:
-    std::int64_t count() const {
-        std::uint32_t lane[16];
-        store_narrow(lane, negatives_);
-        std::int64_t sum = 0;
-        for (const std::uint32_t n : lane) sum += n;
-        return sum;
-    }
     static float mean(const LaneSums& sums, std::int64_t count) {
         return static_cast<float>(total(sums) / static_cast<double>(count > 0 ? count : 1));
     }

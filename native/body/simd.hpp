@@ -5,7 +5,9 @@
 // whole extension, and it could be one that the CPU at hand cannot run.
 #pragma once
 
-#if defined(GRADCOMP_AVX512)
+#if defined(GRADCOMP_CUDA)
+#include "simd_cuda.hpp"
+#elif defined(GRADCOMP_AVX512)
 #include "simd_avx512.hpp"
 #elif defined(GRADCOMP_AVX2)
 #include "simd_avx2.hpp"
@@ -16,6 +18,8 @@
 namespace gradcomp::GRADCOMP_BODY {
 
 inline constexpr std::int64_t lanes = 16;
+
+#ifndef GRADCOMP_CUDA
 
 // Elements that stay in the first-level cache between the passes over them.
 inline constexpr std::int64_t block_size = 2048;
@@ -38,13 +42,6 @@ inline bool aligned_for_stream(const float* p) {
     return reinterpret_cast<std::uintptr_t>(p) % 64 == 0;
 }
 
-inline I32 magnitude_bits(F32 x) {
-    return as_int(x) & splat(0x7FFFFFFF);
-}
-inline F32 absolute(F32 x) {
-    return as_float(magnitude_bits(x));
-}
-
 // The sum of sixteen double precision lanes by a fixed tree.
 template <class Sums>
 inline double total(const Sums& sums) {
@@ -54,6 +51,24 @@ inline double total(const Sums& sums) {
         for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
     }
     return lane[0];
+}
+
+// The sum of the lanes of a vector of numbers that are not negative.
+inline std::int64_t total(I32 x) {
+    std::uint32_t lane[16];
+    store_narrow(lane, x);
+    std::int64_t sum = 0;
+    for (const std::uint32_t n : lane) sum += n;
+    return sum;
+}
+
+#endif
+
+inline I32 magnitude_bits(F32 x) {
+    return as_int(x) & splat(0x7FFFFFFF);
+}
+inline F32 absolute(F32 x) {
+    return as_float(magnitude_bits(x));
 }
 
 // bfloat16 in the low 16 bits of each lane.

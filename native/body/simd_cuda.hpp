@@ -1,0 +1,216 @@
+// One lane per thread of a GPU. The sixteen lanes of a vector are a team of as many threads, half a warp;
+// where a whole block works on one bucket, GRADCOMP_TEAM is its size, and its first sixteen threads are the
+// lanes of what is summed in order. What reduces a vector to a number is called by all threads of a team
+// together.
+#pragma once
+
+#ifndef GRADCOMP_TEAM
+#define GRADCOMP_TEAM 16
+#endif
+
+namespace gradcomp::GRADCOMP_BODY {
+
+struct F32 {
+    float v;
+};
+struct I32 {
+    std::int32_t v;
+};
+
+inline F32 splat(float x) {
+    return {x};
+}
+inline I32 splat(std::int32_t x) {
+    return {x};
+}
+
+inline F32 operator+(F32 a, F32 b) {
+    return {a.v + b.v};
+}
+inline F32 operator-(F32 a, F32 b) {
+    return {a.v - b.v};
+}
+inline F32 operator*(F32 a, F32 b) {
+    return {a.v * b.v};
+}
+inline F32 operator/(F32 a, F32 b) {
+    return {a.v / b.v};
+}
+inline F32 min(F32 a, F32 b) {
+    return {a.v < b.v ? a.v : b.v};
+}
+inline F32 max(F32 a, F32 b) {
+    return {a.v > b.v ? a.v : b.v};
+}
+
+// Integers wrap, as those of vectors do.
+inline I32 wrapped(std::uint32_t x) {
+    return {static_cast<std::int32_t>(x)};
+}
+inline std::uint32_t unsigned_of(I32 x) {
+    return static_cast<std::uint32_t>(x.v);
+}
+inline I32 operator+(I32 a, I32 b) {
+    return wrapped(unsigned_of(a) + unsigned_of(b));
+}
+inline I32 operator-(I32 a, I32 b) {
+    return wrapped(unsigned_of(a) - unsigned_of(b));
+}
+inline I32 operator&(I32 a, I32 b) {
+    return {a.v & b.v};
+}
+inline I32 operator|(I32 a, I32 b) {
+    return {a.v | b.v};
+}
+inline I32 operator^(I32 a, I32 b) {
+    return {a.v ^ b.v};
+}
+inline I32 max(I32 a, I32 b) {
+    return {a.v > b.v ? a.v : b.v};
+}
+inline I32 shift_left(I32 x, int n) {
+    return wrapped(unsigned_of(x) << n);
+}
+inline I32 shift_right(I32 x, int n) {
+    return wrapped(unsigned_of(x) >> n);
+}
+
+// All ones where a < b.
+inline I32 less(F32 a, F32 b) {
+    return {a.v < b.v ? -1 : 0};
+}
+inline I32 less(I32 a, I32 b) {
+    return {a.v < b.v ? -1 : 0};
+}
+
+inline I32 as_int(F32 x) {
+    return {__builtin_bit_cast(std::int32_t, x.v)};
+}
+inline F32 as_float(I32 x) {
+    return {__builtin_bit_cast(float, x.v)};
+}
+inline F32 to_float(I32 x) {
+    return {static_cast<float>(x.v)};
+}
+// For 0 <= x < 2**22. At 2**23 the spacing of floats is 1, so the addition rounds.
+inline I32 round_to_even(F32 x) {
+    return as_int(x + splat(0x1p23f)) - as_int(splat(0x1p23f));
+}
+inline I32 truncate(F32 x) {
+    return {static_cast<std::int32_t>(x.v)};
+}
+
+// A table of up to 128 entries.
+class LargeTable {
+  public:
+    explicit LargeTable(const float* entries) : entries_(entries) {}
+    F32 operator[](I32 index) const { return {entries_[index.v]}; }
+
+  private:
+    const float* entries_;
+};
+
+using SmallTable = LargeTable;
+
+// --- what a team of threads does together
+// -------------------------------------------------------------------
+
+inline constexpr int team_threads = GRADCOMP_TEAM;
+static_assert(team_threads == 16 || team_threads % 32 == 0);
+
+// This thread's number in its team.
+inline int team_rank() {
+    return static_cast<int>(threadIdx.x) % team_threads;
+}
+
+inline std::uint32_t half_warp_mask() {
+    return 0xFFFFu << (threadIdx.x & 16);
+}
+
+// Of the sixteen threads of half a warp; `op` does not depend on the order.
+template <class T, class Op>
+inline T reduce_half_warp(T x, Op op) {
+    for (int distance = 8; distance > 0; distance /= 2)
+        x = op(x, __shfl_xor_sync(half_warp_mask(), x, distance, 16));
+    return x;
+}
+
+// The sum of sixteen lanes by a fixed tree, in the first of them.
+inline double half_warp_tree(double x) {
+    for (int distance = 8; distance > 0; distance /= 2)
+        x = x + __shfl_down_sync(half_warp_mask(), x, distance, 16);
+    return x;
+}
+
+template <class T, class Op>
+inline T reduce_team(T x, Op op) {
+    x = reduce_half_warp(x, op);
+    if constexpr (team_threads > 16) {
+        __shared__ T parts[team_threads / 16];
+        __syncthreads();  // of what an earlier call left there
+        if (threadIdx.x % 16 == 0) parts[threadIdx.x / 16] = x;
+        __syncthreads();
+        x = parts[0];
+        for (int part = 1; part < team_threads / 16; ++part) x = op(x, parts[part]);
+    }
+    return x;
+}
+
+inline float reduce_min(F32 x) {
+    return reduce_team(x.v, [](float a, float b) { return a < b ? a : b; });
+}
+inline float reduce_max(F32 x) {
+    return reduce_team(x.v, [](float a, float b) { return a > b ? a : b; });
+}
+inline std::int32_t reduce_max(I32 x) {
+    return reduce_team(x.v, [](std::int32_t a, std::int32_t b) { return a > b ? a : b; });
+}
+
+// The sum of the lanes of a vector of numbers that are not negative.
+inline std::int64_t total(I32 x) {
+    return reduce_team(std::int64_t{x.v}, [](std::int64_t a, std::int64_t b) { return a + b; });
+}
+
+// Sums in double precision, one per lane.
+class LaneSums {
+  public:
+    void add(F32 x) { sum_ = sum_ + static_cast<double>(x.v); }
+    double lane() const { return sum_; }
+
+  private:
+    double sum_ = 0.0;
+};
+
+// Sums of squares in double precision, one per lane.
+class SquareSums {
+  public:
+    void add(F32 x) {
+        const double wide = static_cast<double>(x.v);
+        sum_ = sum_ + wide * wide;
+    }
+    double lane() const { return sum_; }
+
+  private:
+    double sum_ = 0.0;
+};
+
+// The sum of sixteen double precision lanes by a fixed tree. Of a block, only the first sixteen threads have
+// added.
+template <class Sums>
+inline double total(const Sums& sums) {
+    double sum = half_warp_tree(sums.lane());
+    if constexpr (team_threads == 16) {
+        sum = __shfl_sync(half_warp_mask(), sum, 0, 16);
+    } else {
+        __shared__ double first;
+        __syncthreads();
+        if (threadIdx.x == 0) first = sum;
+        __syncthreads();
+        sum = first;
+    }
+    return sum;
+}
+
+}  // namespace gradcomp::GRADCOMP_BODY
+
+#include "half.hpp"
