@@ -174,7 +174,9 @@ class Levels:
     """Both selections of a group, and what is needed to make the second from the first."""
 
     def __init__(self, group: Group, inner: Sparse, wanted: Sizes) -> None:
-        self.group = replace(group, compressor=inner, table=group.table.copy(), scratch=Scratch())
+        self.group = replace(
+            group, compressor=inner, table=group.table.copy(), scratch=Scratch(group.scratch.zeros)
+        )
         self.minimum = Selection.room(inner.limits(group.table))
         self.everything = bool((wanted == group.table["length"]).all())
         self._wanted = wanted

@@ -9,7 +9,8 @@ import numpy as np
 
 from gradcomp.compress.base import Compressor
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels.codec import Group
+from gradcomp.core.state import Zeros, host_zeros
+from gradcomp.kernels.codec import Group, Scratch
 from gradcomp.kernels.segments import DTYPES, SEGMENT
 
 _DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
@@ -29,7 +30,10 @@ class Piece:
 
 
 def group_of(
-    pieces: Sequence[Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
+    pieces: Sequence[Piece],
+    layers: Sequence[LayerSpec],
+    compressors: Sequence[Compressor],
+    zeros: Zeros = host_zeros,
 ) -> Group:
     """Pieces of layers of one family and dtype, each at its own level; addresses are left to whoever makes a call."""
     table = np.zeros(len(pieces), dtype=SEGMENT)
@@ -49,6 +53,7 @@ def group_of(
         tuple(layers[p.layer].shape for p in pieces),
         first.follows_rate,
         first.momentum > 0 or first.clip_norm is not None,
+        Scratch(zeros),
     )
 
 

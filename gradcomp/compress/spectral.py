@@ -108,7 +108,7 @@ class Spectral(LowRank):
 
     def _decompose(self, group: Group, context: Context, form: SpectralFormat, flags: Bytes) -> Atoms:
         matrices = form.matrices
-        m = group.scratch.array("m", form.m_size)
+        m = group.scratch.room("m", form.m_size)
         table = group.inputs[matrices.low]
         table["shadow"] = m.ctypes.data + 4 * form.m_at
         found = np.zeros(len(table), dtype=np.uint8)

@@ -17,10 +17,14 @@ Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 
+#: Makes room for so many zeros, where kernels reach it and this program too.
+Zeros = Callable[[int], Floats]
+
 _LINE = 16  # float32 elements of a cache line
 
 
-def _aligned_zeros(size: int) -> Floats:
+def host_zeros(size: int) -> Floats:
+    """Zeros in this process's memory, from a cache line on."""
     room = np.zeros(size + _LINE, np.float32)
     start = -(room.ctypes.data // 4) % _LINE
     return room[start : start + size]
@@ -30,14 +34,15 @@ class DoubleBuffer:
     """Rows of float32, each with a current and a next value.
 
     ``lengths``: elements per row. All rows start at zero, and at a cache line, which lets kernels stream to them.
+    ``zeros``: where they lie.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], zeros: Zeros = host_zeros) -> None:
         self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
         padded = -(-self.lengths // _LINE) * _LINE
         self._offsets: Indices = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
         total = int(self._offsets[-1])
-        self._arenas: Floats = _aligned_zeros(2 * total).reshape(2, total)
+        self._arenas: Floats = zeros(2 * total).reshape(2, total)
         self._bases = np.array([self._arenas.ctypes.data + 4 * total * i for i in range(2)], dtype=np.uint64)
         self._current = np.zeros(len(self.lengths), dtype=np.int64)
 
@@ -106,10 +111,11 @@ class Residuals:
     is what has not been applied yet.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.first = DoubleBuffer(sizes)
+    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
+        self._zeros = zeros
+        self.first = DoubleBuffer(sizes, zeros)
         self.ranges: tuple[Range, ...] = ()
-        self.second = DoubleBuffer(())
+        self.second = DoubleBuffer((), zeros)
         self._range_layers: Indices = np.zeros(0, dtype=np.int64)
 
     @property
@@ -122,7 +128,7 @@ class Residuals:
         wanted = np.maximum(self.first.lengths, np.asarray(sizes, dtype=np.int64))
         if np.array_equal(wanted, self.first.lengths):
             return
-        fresh = DoubleBuffer(wanted.tolist())
+        fresh = DoubleBuffer(wanted.tolist(), self._zeros)
         for row in np.flatnonzero(self.first.lengths).tolist():
             fresh.value(row)[:] = self.first.value(row)
         self.first = fresh
@@ -139,7 +145,7 @@ class Residuals:
         """
         if tuple(ranges) == self.ranges:
             return
-        fresh = DoubleBuffer([r.length for r in ranges])
+        fresh = DoubleBuffer([r.length for r in ranges], self._zeros)
         by_layer: dict[int, list[int]] = {}
         for row, owned in enumerate(ranges):
             by_layer.setdefault(owned.layer, []).append(row)
@@ -196,8 +202,9 @@ class Fields:
     A layer that no longer uses a field keeps its value, for the day when it does again.
     """
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, zeros: Zeros = host_zeros) -> None:
         self._layers = layers
+        self._zeros = zeros
         self._buffers: dict[str, DoubleBuffer] = {}
         self._active: dict[str, npt.NDArray[np.bool_]] = {}
 
@@ -217,14 +224,14 @@ class Fields:
     def arrange(self, wanted: Sequence[Mapping[str, tuple[int, Begin]]]) -> None:
         """Give every layer the fields in ``wanted[layer]``: name -> (elements, how to begin)."""
         for name in dict.fromkeys([*self._buffers, *(name for fields in wanted for name in fields)]):
-            old = self._buffers.get(name) or DoubleBuffer([0] * self._layers)
+            old = self._buffers.get(name) or DoubleBuffer([0] * self._layers, self._zeros)
             lengths = [
                 fields[name][0] if name in fields else int(old.lengths[i]) for i, fields in enumerate(wanted)
             ]
             self._active[name] = np.array([name in fields for fields in wanted])
             if name in self._buffers and lengths == old.lengths.tolist():
                 continue
-            fresh = DoubleBuffer(lengths)
+            fresh = DoubleBuffer(lengths, self._zeros)
             for layer, fields in enumerate(wanted):
                 value = old.value(layer)
                 begins = name in fields and value.size != lengths[layer]
@@ -233,7 +240,8 @@ class Fields:
 
     def put(self, name: str, values: Mapping[int, Floats]) -> None:
         """Set current values by layer; the others have none."""
-        buffer = DoubleBuffer([values[i].size if i in values else 0 for i in range(self._layers)])
+        lengths = [values[i].size if i in values else 0 for i in range(self._layers)]
+        buffer = DoubleBuffer(lengths, self._zeros)
         for layer, value in values.items():
             buffer.value(layer)[:] = value
         self._buffers[name] = buffer

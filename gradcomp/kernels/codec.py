@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp import kernels
+from gradcomp.core.state import Zeros, host_zeros
 from gradcomp.kernels import segments
 
 Bytes = npt.NDArray[np.uint8]
@@ -104,9 +105,13 @@ class Codec:
 
 
 class Scratch:
-    """Working memory that outlives a step, by name. What an array holds is only good until the step ends."""
+    """Working memory that outlives a step, by name. What an array holds is only good until the step ends.
 
-    def __init__(self) -> None:
+    ``zeros``: makes room that tables can refer to, where the gradients are.
+    """
+
+    def __init__(self, zeros: Zeros = host_zeros) -> None:
+        self.zeros = zeros
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._made: dict[str, Any] = {}
 
@@ -115,6 +120,13 @@ class Scratch:
         found = self._arrays.get(name)
         if found is None or len(found) < size:
             found = self._arrays[name] = np.empty(size, dtype=dtype)
+        return found[:size]
+
+    def room(self, name: str, size: int) -> npt.NDArray[np.float32]:
+        """``size`` floats, with anything in them, that tables of gradients can refer to."""
+        found = self._arrays.get(name)
+        if found is None or len(found) < size:
+            found = self._arrays[name] = self.zeros(size)
         return found[:size]
 
     def once(self, name: str, make: Callable[[], T]) -> T:

@@ -113,7 +113,7 @@ class StepMemory:
         """
         table = group.table
         ends = np.cumsum(table["length"])
-        room = group.scratch.array(name, int(ends[-1]) + 16)
+        room = group.scratch.room(name, int(ends[-1]) + 16)
         begins = (ends - table["length"] - table["start"]) * 4
         bases = np.zeros(len(self._inbox.gradients), dtype=np.uint64)
         # A segment that does not begin its layer may give an address below the room's: wrapping adds up.

@@ -69,7 +69,7 @@ class PartialSums:
             sums = pieces.chunk(j)
             flags = mine.flags()
             lengths = mine.table["length"]
-            room = part.group.scratch.array("contribution", int(lengths.sum()))
+            room = part.group.scratch.room("contribution", int(lengths.sum()))
             where = np.uint64(room.ctypes.data) + (4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
             # To the kernel, what the rank adds is the residual of the sum.
             sums.table["shadow"] = contribute(part, mine, where, flags, call, binding)
