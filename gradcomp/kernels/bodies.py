@@ -1,4 +1,7 @@
-"""Which body runs a kernel: the NumPy one, which defines it, or the compiled one where it was built."""
+"""Which body runs a kernel: the NumPy one, which defines it, or the compiled one where it was built.
+
+A table of memory on a GPU goes to that device's body, once there is one.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ from gradcomp.kernels.segments import SEGMENT, check_array
 
 BodyName: TypeAlias = Literal["reference", "native"]
 
+Reaches: TypeAlias = Callable[[int], bool]
+"""Whether a device's kernels can use memory at this address."""
+
 
 class Body:
     """The kernels of one body, as attributes; all bodies have the same ones, with the same signatures."""
@@ -41,6 +47,38 @@ class Body:
         return kernel
 
 
+class _Routed(Body):
+    """Kernels run where the memory of their table is; those without a table, on the host."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, tuple[Any, Reaches]] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            return getattr(self._body_of(arguments), name)(*arguments, **settings)
+
+        setattr(self, name, call)
+        return call
+
+    def _body_of(self, arguments: tuple[Any, ...]) -> Any:
+        address = next((_an_address(each) for each in arguments if _is_table(each)), 0)
+        device = on_device(address) if address else None
+        return _bodies[_active] if device is None else device
+
+
+def _is_table(argument: Any) -> bool:
+    return isinstance(argument, np.ndarray) and argument.dtype == SEGMENT
+
+
+def _an_address(table: Any) -> int:
+    """One that the table refers to; 0 if there is none. All of a call are on one side."""
+    for column in ("shadow", "output", "gradient", "residual"):
+        found = table[column]
+        if (given := np.flatnonzero(found)).size:
+            return int(found[given[0]])
+    return 0
+
+
 class _Compiled(Body):
     """The extension does its own checks; only the table changes its type: the boundary knows no structured arrays."""
 
@@ -52,7 +90,7 @@ class _Compiled(Body):
 
 
 def _plain(argument: Any) -> Any:
-    if isinstance(argument, np.ndarray) and argument.dtype == SEGMENT:
+    if _is_table(argument):
         check_array("table", argument, SEGMENT)
         return argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
     return argument
@@ -78,6 +116,7 @@ def _installed() -> dict[str, Body]:
 
 
 _bodies = _installed()
+_routed = _Routed()
 _active: BodyName = "native" if "native" in _bodies else "reference"
 
 
@@ -90,7 +129,22 @@ def named(name: str) -> Body:
 
 def active() -> Body:
     """The body in use."""
-    return _bodies[_active]
+    return _routed if _routed.devices else _bodies[_active]
+
+
+def bring(name: str, body: Any, reaches: Reaches) -> None:
+    """Let a device's body run the kernels whose tables refer to memory that it reaches."""
+    _routed.devices[name] = body, reaches
+
+
+def on_device(address: int) -> Any:
+    """The body of the device that reaches an address; None on the host."""
+    return next((body for body, reaches in _routed.devices.values() if reaches(address)), None)
+
+
+def take_away(name: str) -> None:
+    """The inverse of :func:`bring`."""
+    del _routed.devices[name]
 
 
 def body() -> BodyName:

@@ -264,15 +264,30 @@ def _check_scatter(
     divisor: float,
     scale: float,
 ) -> None:
-    check_array("table", table, SEGMENT)
-    check_array("flags", flags, np.uint8, len(table), writable=True)
     check_array("indices", indices, np.uint32)
     check_array("values", values, np.float32)
+    _check_aligned(indices=indices, values=values)
+    _check_targets(table, flags, offsets, counts, divisor, scale)
+    read = np.flatnonzero((table["output"] != 0) & (flags == 0))
+    room = min(len(indices), len(values))
+    for i in read:
+        for offset, count in zip(offsets[:, i].tolist(), counts[:, i].tolist(), strict=True):
+            if not (0 <= count <= room and 0 <= offset <= room - count):
+                raise ValueError(f"row {i}: a list does not lie inside indices and values")
+            require_ascending(int(i), indices[offset : offset + count], int(table["length"][i]))
+
+
+def _check_targets(
+    table: SegmentTable, flags: Bytes, offsets: Sizes, counts: Sizes, divisor: float, scale: float
+) -> None:
+    """All but the lists."""
+    check_array("table", table, SEGMENT)
+    check_array("flags", flags, np.uint8, len(table), writable=True)
     for name, matrix in (("offsets", offsets), ("counts", counts)):
         if not (isinstance(matrix, np.ndarray) and matrix.ndim == 2 and matrix.flags.c_contiguous):
             raise TypeError(f"{name} must be a contiguous two-dimensional NumPy array of int64")
         check_array(name, matrix.reshape(-1), np.int64)
-    _check_aligned(offsets=offsets, counts=counts, indices=indices, values=values)
+    _check_aligned(offsets=offsets, counts=counts)
     if offsets.shape != counts.shape or offsets.shape[1] != len(table):
         raise ValueError(f"offsets {offsets.shape} and counts {counts.shape} for {len(table)} segments")
     with np.errstate(all="ignore"):
@@ -284,13 +299,6 @@ def _check_scatter(
     check_elements(table[written])
     if (table["dtype"][written] == FLOAT64).any():
         raise ValueError("scatter_mean writes no float64 outputs")
-    read = np.flatnonzero(written & (flags == 0))
-    room = min(len(indices), len(values))
-    for i in read:
-        for offset, count in zip(offsets[:, i].tolist(), counts[:, i].tolist(), strict=True):
-            if not (0 <= count <= room and 0 <= offset <= room - count):
-                raise ValueError(f"row {i}: a list does not lie inside indices and values")
-            require_ascending(int(i), indices[offset : offset + count], int(table["length"][i]))
 
 
 def _check_aligned(**arrays: npt.NDArray[Any]) -> None:

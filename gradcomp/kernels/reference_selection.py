@@ -355,8 +355,11 @@ def _check_places(
     check_array("indices", indices, np.uint32, writable=writable)
     check_array("values", values, np.float32, writable=writable)
     _check_aligned(indices=indices, values=values)
+    _check_inside(table, offsets, counts, min(len(indices), len(values)))
+
+
+def _check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, room: int) -> None:
     # Written as a difference: the sum of a hostile offset and a count could wrap.
-    room = min(len(indices), len(values))
     _require(
         table,
         (offsets >= 0) & (counts >= 0) & (counts <= room) & (offsets <= room - counts),

@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels.layers import Layer, Layers
+from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, segments
 
 pytest.importorskip("gradcomp._native")
-BODIES = {name: bodies.named(name) for name in ("reference", "native")}
+BODIES: dict[str, Any] = {name: bodies.named(name) for name in ("reference", "native")}
+BODIES |= {name: cuda_body(order) for name, order in ORDERS.items()}
+OTHERS = [name for name in BODIES if name != "reference"]
 EXACT = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, 1e-45, 3e38, np.inf, np.nan]) | st.floats(width=32)
 
 
@@ -47,9 +50,9 @@ def test_definition(size: int, bin_size: int, data: Any) -> None:
     layer = Layer(gradient, factor=0.5)
     (chosen,), _ = select("reference", [layer], [c], [limit], bin_size)
     assert chosen == spelled_out(c, np.float32(0.5) * gradient, bin_size, limit)
-    assert select("native", [layer], [c], [limit], bin_size) == select(
-        "reference", [layer], [c], [limit], bin_size
-    )
+    expected = select("reference", [layer], [c], [limit], bin_size)
+    for body in OTHERS:
+        assert select(body, [layer], [c], [limit], bin_size) == expected
 
 
 @pytest.mark.parametrize("bin_size", [1, 2, 50, 500, 10**6, 2**62])
@@ -67,9 +70,9 @@ def test_bodies_give_the_same_bytes(bin_size: int) -> None:
                 )
                 contributions.append(rng.standard_normal(length).astype(np.float32))
                 limits.append(min(length, 40))
-    assert select("native", layers, contributions, limits, bin_size) == select(
-        "reference", layers, contributions, limits, bin_size
-    )
+    expected = select("reference", layers, contributions, limits, bin_size)
+    for body in OTHERS:
+        assert select(body, layers, contributions, limits, bin_size) == expected
 
 
 @pytest.mark.parametrize("dtype", [segments.FLOAT16, segments.BFLOAT16])
@@ -80,7 +83,7 @@ def test_every_half_precision_number_is_read(dtype: int) -> None:
     layers = [Layer(gradient, dtype=dtype)]
     with np.errstate(all="ignore"):
         results = [select(body, layers, [c], [1 << 16], 2) for body in BODIES]
-    assert results[0] == results[1]
+    assert all(result == results[0] for result in results)
     assert len(results[0][0][0]) > 30_000
 
 

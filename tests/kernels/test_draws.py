@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, draws, reference_draws
 
 extension = pytest.importorskip("gradcomp._native")
 native = bodies.named("native")
-BODY = pytest.mark.parametrize("body", [reference_draws, native], ids=["reference", "native"])
+BODY = pytest.mark.parametrize(
+    "body", [reference_draws, native, cuda_body(ORDERS["cuda"])], ids=["reference", "native", "cuda"]
+)
 LARGEST = draws.MAX_DRAWN_FROM
 GUARD = 0xDEADBEEF
 
@@ -54,11 +57,21 @@ def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
     assert np.count_nonzero(got == GUARD) >= 3 * len(table) + 3
 
 
+@given(st.lists(rows, max_size=5), st.integers(0, 2**64 - 1))
+@settings(max_examples=40, deadline=None)
+def test_a_gpu_draws_the_same(table, seed: int):
+    expected = draw(reference_draws, table, seed, 2**32 - 1, 3)
+    for order in range(3):
+        np.testing.assert_array_equal(draw(cuda_body(order), table, seed, 2**32 - 1, 3), expected)
+
+
 @pytest.mark.parametrize("count", [1, 4, 1023, 1024, 1025, 4096, 100_000])
 @pytest.mark.parametrize("length", [100_000, LARGEST])
 def test_long_rows_are_drawn_the_same(length: int, count: int):
     table = [(length, count, 77)]
-    np.testing.assert_array_equal(draw(native, table, 5, 6, 7), draw(reference_draws, table, 5, 6, 7))
+    expected = draw(reference_draws, table, 5, 6, 7)
+    for body in (native, cuda_body()):
+        np.testing.assert_array_equal(draw(body, table, 5, 6, 7), expected)
 
 
 def arguments(**changes: Any) -> tuple[dict[str, Any], dict[str, int]]:

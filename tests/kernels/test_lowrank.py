@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.standin import ORDERS, cuda_body
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, lowrank, reference, segments
@@ -19,12 +20,18 @@ RANKS = (*range(1, 10), 32)
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
 
-@pytest.fixture(params=["reference", *extension.available_isas()])
+NATIVE = extension.available_isas()
+BODIES = ("reference", *NATIVE, "cuda")
+
+
+@pytest.fixture(params=BODIES)
 def body(request: Any) -> Iterator[Any]:
     """Run a test once per body of the kernels."""
     if request.param == "reference":
         with kernels.use("reference"):
             yield bodies.active()
+    elif request.param == "cuda":
+        yield cuda_body(ORDERS["cuda"])
     else:
         before = extension.isa()
         extension.set_isa(request.param)
@@ -32,12 +39,11 @@ def body(request: Any) -> Iterator[Any]:
         extension.set_isa(before)
 
 
-@pytest.fixture(params=extension.available_isas())
-def native(request: Any) -> Iterator[Any]:
-    before = extension.isa()
-    extension.set_isa(request.param)
-    yield bodies.named("native")
-    extension.set_isa(before)
+def each_body(names: str, cases: Sequence[tuple[Any, ...]], *, but_cuda: Sequence[tuple[Any, ...]]) -> Any:
+    """Parametrise a test by bodies and cases, some of which are not for a GPU, which reads aligned floats only."""
+    every = [*cases, *but_cuda]
+    params = [(name, *case) for name in BODIES for case in (cases if name == "cuda" else every)]
+    return pytest.mark.parametrize(("body", *names.split()), params, indirect=["body"])
 
 
 def shapes_for(rank: int) -> list[tuple[int, int]]:
@@ -50,6 +56,8 @@ class Layers:
 
     `shift`: bytes by which addresses miss their alignment, beyond that of a guard element.
     """
+
+    GUARDS = 1  # between two factors
 
     def __init__(
         self, shapes: Sequence[tuple[int, int]], rank: int, dtype: int = segments.FLOAT32, shift: int = 0
@@ -89,8 +97,8 @@ class Layers:
     def _factor(self, lengths: Any) -> tuple[Any, Any, list[Any]]:
         """The flat array, with a guard before and behind each factor, the places, and views of the factors."""
         sizes = lengths * self.ranks
-        at = 1 + np.cumsum(sizes + 1) - (sizes + 1)
-        flat = self._unaligned(int((sizes + 1).sum()) + 1, np.dtype(np.float32))
+        at = 1 + np.cumsum(sizes + self.GUARDS) - (sizes + self.GUARDS)
+        flat = self._unaligned(int((sizes + self.GUARDS).sum()) + 1, np.dtype(np.float32))
         flat[:] = np.nan
         views = [
             flat[a : a + s].reshape(-1 if s else 0, n) for a, s, n in zip(at, sizes, lengths, strict=True)
@@ -158,8 +166,10 @@ def assert_close(found: Any, left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize(
-    ("dtype", "shift"), [*((dtype, 0) for dtype in DTYPES), (segments.FLOAT32, 1), (segments.BFLOAT16, 1)]
+@each_body(
+    "dtype shift",
+    [(dtype, 0) for dtype in DTYPES],
+    but_cuda=[(segments.FLOAT32, 1), (segments.BFLOAT16, 1)],
 )
 def test_project(body: Any, rank: int, dtype: int, shift: int) -> None:
     layers = Layers(shapes_for(rank), rank, dtype, shift)
@@ -203,7 +213,7 @@ def test_project_onto_the_residual_itself(body: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("shift", [0, 1])
+@each_body("shift", [(0,)], but_cuda=[(1,)])
 def test_back_project(body: Any, rank: int, shift: int) -> None:
     layers = Layers(shapes_for(rank), rank, shift=shift)
     layers.back_project(body)
@@ -241,19 +251,28 @@ def test_subtract(body: Any, rank: int) -> None:
         assert (np.abs(difference - layers.P[i].T.astype(np.float64) @ layers.Q[i]) <= bound).all()
 
 
-@pytest.mark.parametrize("rank", [0, *RANKS])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_native_gives_the_bytes_of_the_reference(native: Any, rank: int, dtype: int, shift: int) -> None:
+PARITY = [
+    (isa, dtype, shift, rank)
+    for isa in NATIVE
+    for dtype in DTYPES
+    for shift in (0, 1)
+    for rank in (0, *RANKS)
+]
+PARITY += [("cuda", segments.FLOAT32, 0, rank) for rank in (0, *RANKS)]
+PARITY += [("cuda", dtype, 0, 4) for dtype in DTYPES[1:]]
+
+
+@pytest.mark.parametrize(("body", "dtype", "shift", "rank"), PARITY, indirect=["body"])
+def test_bodies_give_the_bytes_of_the_reference(body: Any, rank: int, dtype: int, shift: int) -> None:
     results = []
-    for body in (bodies.named("reference"), native):
+    for each in (bodies.named("reference"), body):
         layers = Layers([*shapes_for(rank), (0, 5), (5, 0), (0, 0)], rank, dtype, shift)
-        layers.subtract(body)
-        layers.expand(body)
-        layers.orthogonalise(body)
-        layers.subtract(body)
+        layers.subtract(each)
+        layers.expand(each)
+        layers.orthogonalise(each)
+        layers.subtract(each)
         first = layers.bytes()
-        layers.expand(body, divisor=3.0, scale=0.7)
+        layers.expand(each, divisor=3.0, scale=0.7)
         layers.check_guards()
         results.append((first, layers.bytes()))
     assert results[0] == results[1]

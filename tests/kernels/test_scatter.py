@@ -11,25 +11,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.groups import GuardedArray
+from kernels.standin import ORDERS, cuda_body
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, indices, reference_indices, segments
 
 extension = pytest.importorskip("gradcomp._native")
 native = bodies.named("native")
-BODIES = {"reference": reference_indices, "native": native}
+CUDA = {name: cuda_body(order) for name, order in ORDERS.items()}
+BODIES = {"reference": reference_indices, "native": native, **CUDA}
 BODY = pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
-EACH_ISA = pytest.mark.parametrize("isa", extension.available_isas(), indirect=True)
+EACH = pytest.mark.parametrize("compiled", [*extension.available_isas(), *CUDA], indirect=True)
 
 
 @pytest.fixture
-def isa(request: Any) -> Any:
-    """An instruction set, for the time of a test."""
+def compiled(request: Any) -> Any:
+    """A compiled body: the native one with an instruction set, for the time of a test, or that of a GPU."""
+    if request.param in CUDA:
+        yield CUDA[request.param]
+        return
     before = extension.isa()
     extension.set_isa(request.param)
-    yield request.param
+    yield native
     extension.set_isa(before)
 
 
@@ -137,19 +142,19 @@ def test_mean(body: Any, dtype: int, ranks: int) -> None:
     assert any(output.any() for output in found[1])
 
 
-@EACH_ISA
+@EACH
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("density", [0.0, 0.0005, 0.01, 0.5, 1.0])
-def test_bodies_agree(isa: str, ranks: int, density: float) -> None:
+def test_bodies_agree(compiled: Any, ranks: int, density: float) -> None:
     lists = draw_lists(ranks, LENGTHS * 3, np.repeat(DTYPES, len(LENGTHS)).tolist(), density)
     for divisor, scale in [(1.0, 1.0), (2.0, 1.0), (3.0, 0.3)]:
         expected = lists.scatter(reference_indices, divisor=divisor, scale=scale)
-        assert same(lists.scatter(native, divisor=divisor, scale=scale), expected)
+        assert same(lists.scatter(compiled, divisor=divisor, scale=scale), expected)
 
 
-@EACH_ISA
+@EACH
 @DTYPE
-def test_long_segments_at_every_alignment(isa: str, dtype: int) -> None:
+def test_long_segments_at_every_alignment(compiled: Any, dtype: int) -> None:
     # Long enough for stores that pass the cache by, with stretches of many blocks that no list reaches.
     length = (1 << 16) + 100
     for offset in range(0, 16, 3):
@@ -158,7 +163,7 @@ def test_long_segments_at_every_alignment(isa: str, dtype: int) -> None:
         lists = Lists(
             [offset, length], [dtype] * 2, [[([], []), (x, rng.normal(size=len(x)))] for x in listed]
         )
-        assert same(lists.scatter(native, divisor=3.0), lists.scatter(reference_indices, divisor=3.0))
+        assert same(lists.scatter(compiled, divisor=3.0), lists.scatter(reference_indices, divisor=3.0))
 
 
 @BODY

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels.layers import Layer, Layers
+from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, reference_selection, segments, selection
 
@@ -21,28 +24,44 @@ reference = bodies.named("reference")
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
 
-@pytest.fixture
-def _isa(request: Any) -> Any:
+class Comparison:
+    """What a body and the reference make of fresh copies of layers is the same."""
+
+    def __init__(self, body: Any, step: int = 1) -> None:
+        self._body = body
+        self.step = step  # of small layers, one in so many
+
+    def __call__(
+        self, kernel: str, layers: list[Layer], *arguments: Any, contributions: Any = None, **settings: Any
+    ) -> Any:
+        expected, result = (
+            getattr(Layers(layers, contributions), kernel)(each, *arguments, **settings)
+            for each in (reference, self._body)
+        )
+        assert result == expected
+        return expected
+
+
+@contextmanager
+def comparing(name: str) -> Iterator[Comparison]:
+    """For the native body with an instruction set, or that of a GPU with an order of threads."""
+    if name in ORDERS:
+        yield Comparison(cuda_body(ORDERS[name]), 7)
+        return
     before = extension.isa()
-    extension.set_isa(request.param)
-    yield
+    extension.set_isa(name)
+    yield Comparison(native)
     extension.set_isa(before)
 
 
-# Runs a test once per instruction set; the reference has none.
-EVERY_ISA = pytest.mark.parametrize("_isa", extension.available_isas(), indirect=True)
+@pytest.fixture
+def same(request: Any) -> Any:
+    with comparing(request.param) as comparison:
+        yield comparison
 
 
-def same(
-    kernel: str, layers: list[Layer], *arguments: Any, contributions: Any = None, **settings: Any
-) -> Any:
-    """What both bodies make of fresh copies of the layers."""
-    expected, result = (
-        getattr(Layers(layers, contributions), kernel)(body, *arguments, **settings)
-        for body in (reference, native)
-    )
-    assert result == expected
-    return expected
+# Runs a test once per instruction set, and per order of a GPU's threads; the reference has neither.
+EACH = pytest.mark.parametrize("same", [*extension.available_isas(), *ORDERS], indirect=True)
 
 
 # --- the reference against plain Python ---------------------------------------------------------------------
@@ -137,11 +156,10 @@ SHARES = {
 }
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
+@EACH
 @pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
-def test_small_layers(share: Any) -> None:
-    layers = small_layers()
+def test_small_layers(same: Any, share: Any) -> None:
+    layers = small_layers()[:: same.step]
     counts = [share(layer.length) for layer in layers]
     same("select_top", layers, counts, decay=0.9)
     c = [layer.contribution() for layer in layers]
@@ -151,10 +169,9 @@ def test_small_layers(share: Any) -> None:
         same("sample_thresholds", layers, counts, stride, phase, contributions=c)
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
-def test_small_layers_without_counts() -> None:
-    layers = small_layers()
+@EACH
+def test_small_layers_without_counts(same: Any) -> None:
+    layers = small_layers()[:: same.step]
     same("contribute", layers, 0.9)
     same("squares", layers)
     c = [layer.contribution() for layer in layers]
@@ -207,10 +224,9 @@ def long_gradients() -> dict[str, Any]:
 LONG = pytest.mark.parametrize("gradient", long_gradients().values(), ids=long_gradients())
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
+@EACH
 @LONG
-def test_long_layers(gradient: Any) -> None:
+def test_long_layers(same: Any, gradient: Any) -> None:
     layers = [Layer(gradient)]
     c = [gradient]
     for count in (1, 70, 700, 7000, 30_000, LENGTH - 1, LENGTH):
@@ -222,10 +238,9 @@ def test_long_layers(gradient: Any) -> None:
     same("squares", layers)
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
+@EACH
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_layers_at_any_alignment(dtype: int) -> None:
+def test_long_layers_at_any_alignment(same: Any, dtype: int) -> None:
     rng = np.random.default_rng(3)
     gradient = rng.normal(size=LENGTH).astype(segments.DTYPES[dtype])
     residual = rng.normal(size=LENGTH).astype(np.float32)
@@ -251,11 +266,10 @@ def test_shadows_at_any_alignment() -> None:
         assert np.isnan(memory[offset + LENGTH :]).all()
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
+@EACH
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 17, 40_000, LENGTH - 1])
-def test_non_finite_layers(value: float, place: int) -> None:
+def test_non_finite_layers(same: Any, value: float, place: int) -> None:
     gradient = np.random.default_rng(5).normal(size=LENGTH).astype(np.float32)
     poisoned = gradient.copy()
     poisoned[place] = value
@@ -270,9 +284,8 @@ def test_non_finite_layers(value: float, place: int) -> None:
     same("squares", layers)
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
-def test_nothing_selects_nan() -> None:
+@EACH
+def test_nothing_selects_nan(same: Any) -> None:
     c = np.array([np.nan, np.inf, -1, -np.nan, -np.inf, 0] * 7, np.float32)
     layers = [Layer(c)]
     for threshold in (math.nan, math.inf, -math.inf, -1.0, 0.0, 1.0, 2.0):
@@ -300,11 +313,15 @@ def awkward_layers(draw: Any) -> Layer:
     return Layer(gradient, draw(st.none() | array), dtype, factor, length)
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
+@pytest.mark.parametrize("name", [*extension.available_isas(), "cuda"])
 @settings(max_examples=80, deadline=None)
 @given(st.lists(awkward_layers(), min_size=1, max_size=4), st.data())
-def test_any_numbers(layers: list[Layer], data: Any) -> None:
+def test_any_numbers(name: str, layers: list[Layer], data: Any) -> None:
+    with comparing(name) as same:
+        check_any_numbers(same, layers, data)
+
+
+def check_any_numbers(same: Comparison, layers: list[Layer], data: Any) -> None:
     counts = [data.draw(st.integers(0, layer.length)) for layer in layers]
     same("select_top", layers, counts, data.draw(st.sampled_from([1.0, 0.5, 1e30])))
     same("squares", layers)
@@ -317,9 +334,8 @@ def test_any_numbers(layers: list[Layer], data: Any) -> None:
     same("sample_thresholds", layers, counts, stride, phase, contributions=c)
 
 
-@EVERY_ISA
-@pytest.mark.usefixtures("_isa")
-def test_squares_of_doubles() -> None:
+@EACH
+def test_squares_of_doubles(same: Any) -> None:
     rng = np.random.default_rng(6)
     layers = [Layer(rng.normal(size=n), dtype=segments.FLOAT64) for n in (0, 1, 15, 16, 17, 5000)]
     layers.append(Layer(None, dtype=segments.FLOAT64, length=9))
@@ -328,7 +344,7 @@ def test_squares_of_doubles() -> None:
     assert found[-1] == 0
 
 
-@pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
+@pytest.mark.parametrize("body", [reference, native, *map(cuda_body, ORDERS.values())])
 def test_put_then_take(body: Any) -> None:
     layers = Layers([Layer(None, length=9), Layer(None, length=0), Layer(None, length=4)])
     for shadow in layers.shadows:

@@ -7,14 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, segments
 
-BODY = pytest.mark.parametrize("name", ["reference", "native"])
+BODY = pytest.mark.parametrize("name", ["reference", "native", *ORDERS])
 
 LENGTH = 8
 GRADIENT = np.ones(LENGTH, np.float32)
 SHADOW = np.zeros(LENGTH, np.float32)
+
+
+def body_of(name: str) -> Any:
+    return cuda_body(ORDERS[name]) if name in ORDERS else bodies.named(name)
 
 
 class Arguments:
@@ -93,7 +98,7 @@ BAD_NUMBERS: dict[str, tuple[dict[str, Any], set[str]]] = {
 def refused(arguments: Arguments, name: str, kernels: set[str], error: type[Exception]) -> None:
     before = {key: np.copy(value) for key, value in vars(arguments).items()}
     shadow = SHADOW.copy()
-    calls = arguments.calls(bodies.named(name))
+    calls = arguments.calls(body_of(name))
     for kernel in sorted(kernels):
         with pytest.raises(error):
             calls[kernel]()
@@ -167,7 +172,7 @@ def test_wrong_arrays(name: str, key: str) -> None:
     for wrong in (right.astype(np.int16), np.stack([right] * 2), strided, right.tolist(), None):
         arguments = Arguments()
         setattr(arguments, key, wrong)
-        calls = arguments.calls(bodies.named(name))
+        calls = arguments.calls(body_of(name))
         for kernel in sorted(USED_BY[key]):
             with pytest.raises(TypeError):
                 calls[kernel]()
@@ -217,6 +222,6 @@ def test_read_only_sources_are_read(name: str) -> None:
     arguments = Arguments()
     for key in ("factors", "counts", "offsets", "thresholds"):
         getattr(arguments, key).flags.writeable = False
-    calls = arguments.calls(bodies.named(name))
+    calls = arguments.calls(body_of(name))
     for kernel in ("contribute", "select_top", "select_above", "take", "put"):
         calls[kernel]()

@@ -1,0 +1,133 @@
+// What the kernels have in common: how a block finds its row, and how a thread reads eight elements, draws
+// for them and writes their codes.
+//
+// A kernel takes one argument, the address of its parameters: eight bytes each, in the order of the struct.
+// Its work is cut into tiles; tiles[row] is the number of the row's first tile, tiles[rows] their number in
+// all.
+#pragma once
+
+#include "native/segment.hpp"
+
+#include "native/body/codecs.hpp"
+
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+
+namespace gradcomp::cuda {
+
+inline constexpr std::int64_t group =
+    8;  // elements whose codes fill whole bytes, and that one counter draws for
+
+// The row that a tile belongs to; rows without tiles are passed over.
+inline std::int64_t row_of(const std::int64_t* tiles, std::int64_t rows, std::int64_t tile) {
+    std::int64_t low = 0, high = rows;
+    while (high - low > 1) {
+        const std::int64_t middle = (low + high) / 2;
+        if (tiles[middle] <= tile)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+inline std::int64_t smaller(std::int64_t a, std::int64_t b) {
+    return a < b ? a : b;
+}
+
+template <class T>
+inline const T* at(std::uint64_t address) {
+    return reinterpret_cast<const T*>(address);
+}
+
+template <class T>
+inline bool aligned(const T* p, int bytes) {
+    return reinterpret_cast<std::uintptr_t>(p) % static_cast<std::uintptr_t>(bytes) == 0;
+}
+
+// Elements first..first+count of an array, count <= 8; the others keep what x holds.
+inline void read_floats(const float* p, std::int64_t count, float (&x)[8]) {
+    if (count == group && aligned(p, 16)) {
+        const float4 low = reinterpret_cast<const float4*>(p)[0],
+                     high = reinterpret_cast<const float4*>(p)[1];
+        x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+        x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) x[i] = p[i];
+}
+
+inline void read_halves(const std::uint16_t* p, std::int64_t count, std::uint16_t (&x)[8]) {
+    if (count == group && aligned(p, 16)) {
+        const uint4 all = *reinterpret_cast<const uint4*>(p);
+        const std::uint32_t words[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = static_cast<std::uint16_t>(words[i / 2] >> (16 * (i % 2)));
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) x[i] = p[i];
+}
+
+inline void write_floats(float* p, std::int64_t count, const float (&x)[8]) {
+    if (count == group && aligned(p, 16)) {
+        reinterpret_cast<float4*>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
+        reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) p[i] = x[i];
+}
+
+inline void write_halves(std::uint16_t* p, std::int64_t count, const std::uint16_t (&x)[8]) {
+    if (count == group && aligned(p, 16)) {
+        *reinterpret_cast<uint4*>(p) = make_uint4(
+            x[0] | static_cast<std::uint32_t>(x[1]) << 16, x[2] | static_cast<std::uint32_t>(x[3]) << 16,
+            x[4] | static_cast<std::uint32_t>(x[5]) << 16, x[6] | static_cast<std::uint32_t>(x[7]) << 16);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) p[i] = x[i];
+}
+
+// Eight elements of a gradient as float32; zero where there is none.
+inline void read_gradient(const Segment& segment, std::int64_t first, std::int64_t count, float (&x)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = 0.0f;
+    if (segment.gradient == 0) return;
+    if (segment.dtype == Dtype::float32) return read_floats(at<float>(segment.gradient) + first, count, x);
+    std::uint16_t half[8] = {};
+    read_halves(at<std::uint16_t>(segment.gradient) + first, count, half);
+    const bool bfloat = segment.dtype == Dtype::bfloat16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = (bfloat ? from_bfloat16(splat(half[i])) : from_half(splat(half[i]))).v;
+}
+
+// One element of it.
+inline float gradient_at(const Segment& segment, std::int64_t i) {
+    if (segment.gradient == 0) return 0.0f;
+    if (segment.dtype == Dtype::float32) return at<float>(segment.gradient)[i];
+    const I32 half = splat(static_cast<std::int32_t>(at<std::uint16_t>(segment.gradient)[i]));
+    return (segment.dtype == Dtype::bfloat16 ? from_bfloat16(half) : from_half(half)).v;
+}
+
+// Eight outputs, in the row's dtype.
+inline void write_output(const Segment& segment, std::int64_t first, std::int64_t count,
+                         const float (&x)[8]) {
+    if (segment.dtype == Dtype::float32) {
+        write_floats(reinterpret_cast<float*>(segment.output) + first, count, x);
+        return;
+    }
+    std::uint16_t half[8];
+    const bool bfloat = segment.dtype == Dtype::bfloat16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        half[i] = static_cast<std::uint16_t>((bfloat ? to_bfloat16({x[i]}) : to_half({x[i]})).v);
+    write_halves(reinterpret_cast<std::uint16_t*>(segment.output) + first, count, half);
+}
+
+}  // namespace gradcomp::cuda

@@ -1,0 +1,72 @@
+"""What the kernels need of a GPU: memory, copies, functions and their launches, all on one stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Block(Protocol):
+    """Memory on the device, freed with the object; on a boundary of 256 bytes."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        ...
+
+
+class Driver(Protocol):
+    """One device and one stream on it. :mod:`gradcomp.kernels.cuda.over_cupy` is the real one."""
+
+    def allocate(self, nbytes: int) -> Block:
+        """Memory of undefined content, from a pool; whoever frees it may do so while kernels still run."""
+        ...
+
+    def managed(self, nbytes: int) -> Bytes:
+        """Memory that both sides reach at the same address, zero; the host only while no kernel uses it."""
+        ...
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """Memory of the host, of undefined content, for copies that do not wait."""
+        ...
+
+    def upload(self, address: int, source: Bytes) -> None:
+        """Copy to the device; ``source`` is pinned, and stays as it is until :meth:`synchronize`."""
+        ...
+
+    def download(self, target: Bytes, address: int) -> None:
+        """Copy from the device; ``target`` is pinned, and holds the bytes after :meth:`synchronize`."""
+        ...
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Set bytes to zero."""
+        ...
+
+    def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
+        """A kernel of a source file, compiled when it is first asked for."""
+        ...
+
+    def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
+        """Start a kernel with one argument, an address on the device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all that was started."""
+        ...
+
+    def reaches(self, address: int) -> bool:
+        """Whether kernels can use memory at this address."""
+        ...
+
+    def mark(self, stream: int) -> Any:
+        """An event behind what a framework's stream holds by now; ``stream`` is its handle."""
+        ...
+
+    def follow(self, event: Any) -> None:
+        """Nothing that is started from now on begins before the event."""
+        ...

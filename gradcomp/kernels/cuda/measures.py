@@ -1,0 +1,97 @@
+"""What controllers measure, where the values lie: sums, and what codes of many levels would lose."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.cuda.call import THREADS, Call, tiles
+from gradcomp.kernels.cuda.codec import classes_of
+from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.segments import STOCHASTIC, Magnitudes, SegmentTable
+
+Doubles = npt.NDArray[np.float64]
+
+_TEAMS = THREADS // 16
+_PER_BLOCK = THREADS * 64  # elements that a block of moments.cu adds up
+_MOST_LEVELS = 32
+
+LARGEST_BUCKET = 8192
+"""Elements of a bucket that sixteen threads read, level after level."""
+
+
+class MeasureKernels:
+    """losses and moments: sums in double precision, in an order of their own."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def losses(
+        self,
+        codec: int,
+        table: SegmentTable,
+        bits: npt.NDArray[np.int32],
+        *,
+        stochastic: bool,
+        seed: int,
+        step: int,
+        rank: int,
+        magnitudes: Magnitudes | None = None,
+    ) -> Doubles:
+        """(rows, levels): sums of (g - decode(encode(g)))^2, inf where a scale would not be finite.
+
+        One read of the gradients for up to 32 levels, buckets of at most LARGEST_BUCKET elements. ``bits`` stands for
+        the table's; draws are those of :func:`gradcomp.kernels.reference.encode`.
+        """
+        size = np.minimum(table["bucket_size"], np.maximum(table["length"], 1))
+        if size.max(initial=1) > LARGEST_BUCKET:
+            raise ValueError(f"a bucket has more than {LARGEST_BUCKET} elements")
+        found = np.zeros((len(table), len(bits)))
+        buckets = -(-table["length"] // size)
+        begins = tiles(-(-buckets // _TEAMS))
+        call = Call(self._driver)
+        rows, where = call.give(table), call.give(begins)
+        scales = 0 if magnitudes is None else call.give(magnitudes)
+        rounding = "stochastic" if stochastic and codec in STOCHASTIC else "nearest"
+        parts = []
+        for name, members in classes_of(codec, bits):
+            for first in range(0, len(members), _MOST_LEVELS):
+                levels = members[first : first + _MOST_LEVELS]
+                partial = np.zeros((int(begins[-1]), len(levels)))
+                parts.append((levels, partial))
+                call.launch(
+                    "losses.cu",
+                    f"losses_{rounding}",
+                    int(begins[-1]),
+                    *(rows, where, len(table)),
+                    *(call.give(bits[levels]), len(levels), call.result(partial), scales),
+                    *(seed, step, rank, 1.0, 1.0),
+                    defines={"GRADCOMP_CLASS": name},
+                )
+        call.run()
+        for levels, partial in parts:
+            found[:, levels] = _by_row(partial, begins)
+        return found
+
+    def moments(self, table: SegmentTable) -> Doubles:
+        """(rows, 2): sum of the gradient's elements, and of their squares."""
+        begins = tiles(-(-table["length"] // _PER_BLOCK))
+        partial = np.zeros((int(begins[-1]), 2))
+        call = Call(self._driver)
+        call.launch(
+            "moments.cu",
+            "moments",
+            int(begins[-1]),
+            *(call.give(table), call.give(begins), len(table), call.result(partial)),
+        )
+        call.run()
+        return _by_row(partial, begins)
+
+
+def _by_row(partial: Doubles, begins: npt.NDArray[np.int64]) -> Doubles:
+    """Sums of each row's tiles."""
+    found: Doubles = np.zeros((len(begins) - 1, partial.shape[1]))
+    filled = np.flatnonzero(np.diff(begins))
+    if filled.size:
+        found[filled] = np.add.reduceat(partial, begins[filled], axis=0)
+    return found

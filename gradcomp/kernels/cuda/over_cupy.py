@@ -1,0 +1,126 @@
+"""The driver over CuPy: one device, one stream, modules compiled by NVRTC when they are first needed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import cupy
+import numpy as np
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.kernels.cuda.driver import Block, Bytes
+from gradcomp.kernels.cuda.source import PRELUDE, flat, options
+
+_TO_DEVICE, _TO_HOST = 1, 2  # of cudaMemcpyKind
+_DEVICE, _MANAGED = 2, 3  # of cudaMemoryType
+
+
+class _Pooled:
+    """Memory of CuPy's pool."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.address = int(memory.ptr)
+
+
+class CupyDriver:
+    """See :class:`gradcomp.kernels.cuda.driver.Driver`. ConfigError without a device, or one that shares no memory."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._device = cupy.cuda.Device(index)
+            shared = self._device.attributes["ConcurrentManagedAccess"]
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise ConfigError(f"there is no usable cuda:{index}: {error}") from error
+        if not shared:
+            raise ConfigError(f"the host cannot reach managed memory of cuda:{index} while its kernels run")
+        self._index = index
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._pool = cupy.cuda.MemoryPool()
+        self._functions: dict[tuple[object, ...], Any] = {}
+        self._modules: dict[tuple[object, ...], Any] = {}
+
+    def allocate(self, nbytes: int) -> Block:
+        """From a pool in the order of the stream."""
+        with self._device, self._stream:
+            return _Pooled(self._pool.malloc(nbytes))
+
+    def managed(self, nbytes: int) -> Bytes:
+        """Unified memory: pages lie where they were last used."""
+        with self._device:
+            memory = cupy.cuda.malloc_managed(max(nbytes, 1))
+            cupy.cuda.runtime.memsetAsync(memory.ptr, 0, nbytes, self._stream.ptr)
+            self._stream.synchronize()
+        room: Any = (ctypes.c_uint8 * max(nbytes, 1)).from_address(memory.ptr)
+        room.memory = memory  # lives as long as any view of it
+        view: Bytes = np.frombuffer(room, np.uint8)[:nbytes]
+        return view
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """From CuPy's pool of pinned memory."""
+        with self._device:
+            return np.frombuffer(cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
+
+    def upload(self, address: int, source: Bytes) -> None:
+        """Does not wait."""
+        with self._device:
+            cupy.cuda.runtime.memcpyAsync(
+                address, source.ctypes.data, source.nbytes, _TO_DEVICE, self._stream.ptr
+            )
+
+    def download(self, target: Bytes, address: int) -> None:
+        """Does not wait."""
+        with self._device:
+            cupy.cuda.runtime.memcpyAsync(
+                target.ctypes.data, address, target.nbytes, _TO_HOST, self._stream.ptr
+            )
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Does not wait."""
+        with self._device:
+            cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
+
+    def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
+        """CuPy keeps compiled modules in its cache on disk."""
+        module_key = (source, *sorted((define, str(value)) for define, value in defines.items()))
+        key = (name, *module_key)
+        if key not in self._functions:
+            with self._device:
+                if module_key not in self._modules:
+                    self._modules[module_key] = cupy.RawModule(
+                        code=flat(PRELUDE) + flat(source),
+                        options=options(defines),
+                        backend="nvrtc",
+                    )
+                self._functions[key] = self._modules[module_key].get_function(name)
+        return self._functions[key]
+
+    def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
+        """Does not wait."""
+        with self._device, self._stream:
+            function((blocks,), (threads,), (np.uint64(argument),))
+
+    def synchronize(self) -> None:
+        """Blocks this thread, without the interpreter's lock."""
+        with self._device:
+            self._stream.synchronize()
+
+    def reaches(self, address: int) -> bool:
+        """Memory of this device, whoever allocated it."""
+        found = cupy.cuda.runtime.pointerGetAttributes(address)
+        return found.type in (_DEVICE, _MANAGED) and found.device == self._index
+
+    def mark(self, stream: int) -> Any:
+        """Recorded on the framework's stream."""
+        with self._device:
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(cupy.cuda.ExternalStream(stream, self._index))
+            return event
+
+    def follow(self, event: Any) -> None:
+        """This stream waits, the program does not."""
+        with self._device:
+            self._stream.wait_event(event)

@@ -1,0 +1,55 @@
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011): the draws of stochastic rounding, see
+// gradcomp/kernels/philox.py.
+#pragma once
+
+#include "common.cuh"
+
+namespace gradcomp::cuda {
+
+struct Stream {
+    std::uint64_t seed;
+    std::uint32_t step, rank;
+};
+
+// The four words of a counter.
+inline void philox(const Stream& stream, std::uint32_t block, std::uint32_t layer,
+                   std::uint32_t (&words)[4]) {
+    std::uint32_t c0 = block, c1 = layer, c2 = stream.step, c3 = stream.rank;
+    std::uint32_t key0 = static_cast<std::uint32_t>(stream.seed);
+    std::uint32_t key1 = static_cast<std::uint32_t>(stream.seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const std::uint32_t low0 = c0 * 0xD2511F53u, high0 = __umulhi(c0, 0xD2511F53u);
+        const std::uint32_t low1 = c2 * 0xCD9E8D57u, high1 = __umulhi(c2, 0xCD9E8D57u);
+        c0 = high1 ^ c1 ^ key0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ key1;
+        c3 = low0;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+}
+
+// Draws in [0, 1) of the layer's elements first..first+8.
+inline void draw(const Stream& stream, std::uint32_t layer, std::int64_t first, float (&u)[8]) {
+    std::uint32_t words[8];
+    std::uint32_t (&low)[4] = *reinterpret_cast<std::uint32_t (*)[4]>(words);
+    std::uint32_t (&high)[4] = *reinterpret_cast<std::uint32_t (*)[4]>(words + 4);
+    const auto block = static_cast<std::uint32_t>(first / 8);
+    const int skipped = static_cast<int>(first % 8);
+    philox(stream, block, layer, low);
+    if (skipped == 0) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            u[i] = static_cast<float>(words[i / 2] >> (16 * (i % 2)) & 0xFFFF) * 0x1p-16f;
+        return;
+    }
+    philox(stream, block + 1, layer, high);
+    for (int i = 0; i < 8; ++i) {
+        const int j = skipped + i;
+        u[i] = static_cast<float>(words[j / 2] >> (16 * (j % 2)) & 0xFFFF) * 0x1p-16f;
+    }
+}
+
+}  // namespace gradcomp::cuda

@@ -1,0 +1,67 @@
+"""Where gradients lie: the host's memory or a GPU's. Whoever exchanges them asks for memory and order here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.state import Floats, Zeros, host_zeros
+from gradcomp.kernels import bodies
+from gradcomp.kernels.cuda.driver import Driver
+
+
+@dataclass(frozen=True)
+class Device:
+    """One place: its memory, its kernels (see :func:`gradcomp.kernels.bodies.bring`) and its order of work.
+
+    ``name``: as frameworks write it. ``zeros``: makes room that its kernels reach, and this process too.
+    """
+
+    name: str
+    zeros: Zeros = host_zeros
+    driver: Driver | None = None
+
+    def mark(self, stream: int) -> Any:
+        """An event behind what a framework's stream holds by now; None where nothing runs beside this program."""
+        return None if self.driver is None else self.driver.mark(stream)
+
+    def follow(self, events: Iterable[Any]) -> None:
+        """No kernel that is called from now on begins before the events."""
+        if self.driver is not None:
+            for event in events:
+                if event is not None:
+                    self.driver.follow(event)
+
+
+HOST = Device("cpu")
+
+
+@cache
+def cuda(index: int) -> Device:
+    """GPU number ``index`` of this process; ConfigError, naming what to install, if its kernels cannot run."""
+    try:
+        from gradcomp.kernels.cuda.over_cupy import CupyDriver
+
+        driver = CupyDriver(index)
+    except ImportError as error:
+        raise ConfigError(
+            f"gradients on cuda:{index} need CuPy: pip install 'gradcomp[cuda]' ({error})"
+        ) from error
+    return on(f"cuda:{index}", driver)
+
+
+def on(name: str, driver: Driver) -> Device:
+    """The device behind a driver; kernels run there for tables of its memory, from now on."""
+    from gradcomp.kernels.cuda.body import CudaKernels
+
+    bodies.bring(name, CudaKernels(driver), driver.reaches)
+
+    def zeros(size: int) -> Floats:
+        return driver.managed(4 * size).view(np.float32)
+
+    return Device(name, zeros, driver)

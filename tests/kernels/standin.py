@@ -1,0 +1,68 @@
+"""The CUDA kernels as one more body: run by the stand-in for a GPU, see tests/cuda_on_cpu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cuda_on_cpu.driver import CpuDriver
+
+from gradcomp.kernels import bodies, devices
+from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.segments import SEGMENT
+
+ORDERS = {"cuda": 2}
+"""Names of bodies, and the order in which their threads run: shuffled shows most of what barriers are missing."""
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "cuda_on_cpu"
+"""Where compiled kernels are kept, by what they are made of."""
+
+
+@cache
+def cuda_body(order: int = 0) -> CudaKernels:
+    """The kernels, in a thread order."""
+    return CudaKernels(CpuDriver(FOLDER, order))
+
+
+class _Strict:
+    """Kernels that refuse tables in which an address is not the device's."""
+
+    def __init__(self, body: CudaKernels, driver: CpuDriver) -> None:
+        self._body, self._driver = body, driver
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._body, name)
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            self.called.add(name)
+            for table in arguments:
+                if isinstance(table, np.ndarray) and table.dtype == SEGMENT:
+                    for column in ("gradient", "residual", "shadow", "output"):
+                        for address in table[column][table["length"] > 0].tolist():
+                            assert not address or self._driver.reaches(address), (
+                                f"{name}: a {column} of the host"
+                            )
+            return kernel(*arguments, **settings)
+
+        return call
+
+
+@contextmanager
+def device(name: str = "stand-in", order: int = 0) -> Iterator[tuple[Device, Any]]:
+    """A device of the stand-in, and its kernels, which note in ``called`` what ran; its memory is ``zeros`` only."""
+    driver = CpuDriver(FOLDER, order)
+    place = devices.on(name, driver)
+    body, reaches = bodies._routed.devices[name]
+    strict = _Strict(body, driver)
+    bodies.bring(name, strict, reaches)
+    try:
+        yield place, strict
+    finally:
+        bodies.take_away(name)

@@ -1,0 +1,250 @@
+"""What only a GPU's low-rank and index kernels have: tiles, parts that are summed later, arrays on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu.driver import CpuDriver
+from kernels import nvrtc
+from kernels.standin import FOLDER, cuda_body
+from kernels.test_lowrank import DTYPES, Layers, assert_close
+
+from gradcomp.kernels import bodies, reference_indices
+from gradcomp.kernels.codings import ALL, BITMAP, PACKED, RAW, index_bytes
+from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.lowrank import RANKS
+from gradcomp.kernels.cuda.spans import described
+
+CALLS = ("project", "back_project", "orthogonalise", "expand", "subtract")
+
+
+class OnDevice:
+    """An array as a framework hands it over: with an address, and no way to look into it."""
+
+    def __init__(self, array: Any) -> None:
+        self.__cuda_array_interface__ = array.__array_interface__
+        self.nbytes, self.itemsize, self._length, self._array = (
+            array.nbytes,
+            array.itemsize,
+            len(array),
+            array,
+        )
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class Aligned(Layers):
+    """Matrices that lie on boundaries of sixteen bytes, as do their rows and factors: read as vectors."""
+
+    GUARDS = 4
+
+    def _unaligned(self, length: int, dtype: Any) -> Any:
+        memory = np.zeros(16 + length * dtype.itemsize, np.uint8)
+        begin = -(memory.ctypes.data + dtype.itemsize) % 16
+        return memory[begin:][: length * dtype.itemsize].view(dtype)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7, 12, 20, 36])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrices_of_whole_vectors(rank: int, dtype: int) -> None:
+    shapes = [(8, 4), (64, 64), (300, 8), (36, 132), (4, 1028), (1028, 16)]
+    layers = Aligned(shapes, rank, dtype)
+    assert not (layers.table["gradient"] % 16).any()
+    assert not (layers.p_at % 4 != 1).any()
+    layers.project(cuda_body())
+    for i in range(len(shapes)):
+        c = layers.contribution(i, 0.9)
+        assert layers.matrix(layers.shadows, i).tobytes() == c.tobytes()
+        assert_close(layers.P[i].T, c, layers.Q[i].T)
+    layers.back_project(cuda_body())
+    for i in range(len(shapes)):
+        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.shadows, i))
+    layers.check_guards()
+
+
+@pytest.mark.parametrize("rank", [1, 7, 36])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_whole_vectors(rank: int, dtype: int) -> None:
+    results = []
+    for body in (bodies.named("reference"), cuda_body()):
+        layers = Aligned([(8, 4), (64, 64), (300, 8), (36, 132), (4, 1028)], rank, dtype)
+        layers.expand(body, divisor=3.0, scale=0.7)
+        layers.subtract(body)
+        layers.check_guards()
+        results.append(layers.bytes())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_launches_do_not_grow_with_the_layers(call: str) -> None:
+    launched = []
+    for count in (1, 9):
+        driver = CpuDriver(FOLDER)
+        getattr(Layers([(3, 5), (40, 7)] * count, 2), call)(CudaKernels(driver))
+        launched.append([name for name, _ in driver.launched])
+        assert driver.synchronized == 1
+    assert launched[0] == launched[1]
+    assert len(launched[0]) <= 2
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_number_of_columns_compiles(ranks: int) -> None:
+    assert ".visible .entry back_project" in nvrtc.ptx("project.cu", {"GRADCOMP_RANKS": ranks}, 80)
+
+
+@pytest.mark.parametrize("rank", [33, 70])
+def test_more_columns_than_fit_at_a_time(rank: int) -> None:
+    layers = Layers([(37, 33), (70, 129)], rank)
+    layers.project(cuda_body())
+    for i in range(2):
+        assert_close(layers.P[i].T, layers.contribution(i, 0.9), layers.Q[i].T)
+    layers.back_project(cuda_body())
+    for i in range(2):
+        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.shadows, i))
+    layers.check_guards()
+
+
+def test_columns_are_orthogonalised_the_same_in_any_order_of_threads() -> None:
+    shapes = [(1, 3), (900, 3), (3000, 3), (15, 3)]
+    expected = Layers(shapes, 5)
+    expected.orthogonalise(bodies.named("reference"))
+    for order in range(3):
+        layers = Layers(shapes, 5)
+        layers.orthogonalise(cuda_body(order))
+        assert layers.bytes() == expected.bytes()
+
+
+@pytest.mark.parametrize("shape", [(1, 70 * 1024), (70 * 256, 1)])
+def test_sums_of_many_parts(shape: tuple[int, int]) -> None:
+    layers = Layers([(3, 5), shape], 1)
+    layers.project(cuda_body())
+    assert_close(layers.P[1].T, layers.contribution(1, 0.9), layers.Q[1].T)
+    layers.back_project(cuda_body())
+    assert_close(layers.Q[1], layers.P[1], layers.matrix(layers.shadows, 1))
+    layers.check_guards()
+
+
+def test_layers_of_several_ranks_in_a_call() -> None:
+    results = []
+    for body in (bodies.named("reference"), cuda_body()):
+        layers = Layers([(20, 30)] * 5, 12)
+        layers.ranks[:] = (1, 4, 12, 0, 7)
+        layers.project(body)
+        for i in range(5):
+            r = layers.ranks[i]
+            assert_close(layers.P[i][:r].T, layers.contribution(i, 0.9), layers.Q[i][:r].T)
+            layers.P[i][:] = np.round(layers.P[i])  # where the bodies agree
+        for kernel in (layers.orthogonalise, layers.subtract, layers.expand):
+            kernel(body)
+        results.append(layers.bytes())
+    assert results[0] == results[1]
+
+
+def test_factors_on_the_device() -> None:
+    results = []
+    for wrap in (lambda array: array, OnDevice):
+        layers = Layers([(20, 30), (7, 33)], 3)
+        p, q = layers.p, layers.q
+        layers.p, layers.q = wrap(p), wrap(q)
+        for call in CALLS:
+            getattr(layers, call)(cuda_body())
+        layers.p, layers.q = p, q
+        results.append(layers.bytes())
+        layers.check_guards()
+    assert results[0] == results[1]
+
+
+def test_arrays_on_the_device_are_checked_by_what_they_say() -> None:
+    array = np.zeros(10, np.float32)
+    assert described(OnDevice(array)).ctypes.data == array.ctypes.data
+    layers = Layers([(7, 33)], 2)
+    for wrong in (np.zeros(80, np.float64), np.zeros((80, 1), np.float32), np.zeros(160, np.float32)[::2]):
+        layers.p = OnDevice(wrong)
+        with pytest.raises(TypeError):
+            layers.project(cuda_body())
+    frozen = np.zeros(80, np.float32)
+    frozen.flags.writeable = False
+    layers.p = OnDevice(frozen)
+    with pytest.raises(TypeError):
+        layers.project(cuda_body())
+    layers.p = OnDevice(np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="P does not lie inside"):
+        layers.project(cuda_body())
+
+
+@pytest.mark.parametrize("call", ["encode_indices", "decode_indices"])
+def test_launches_do_not_grow_with_the_lists(call: str) -> None:
+    launched = []
+    for count in (1, 9):
+        driver = CpuDriver(FOLDER)
+        codings = np.tile(np.array([RAW, PACKED, BITMAP, ALL], np.int32), count)
+        lengths = np.tile(np.array([100, 100, 100, 3]), count)
+        counts = np.full(4 * count, 3)
+        indices = np.tile(np.arange(3, dtype=np.uint32), 4 * count)
+        sizes = index_bytes(codings, lengths, counts)
+        arrays = (codings, lengths, counts, 3 * np.arange(4 * count), indices, np.cumsum(sizes) - sizes)
+        payload = np.zeros(int(sizes.sum()), np.uint8)
+        reference_indices.encode_indices(*arrays, payload)
+        getattr(CudaKernels(driver), call)(*arrays, payload)
+        launched.append([name for name, _ in driver.launched])
+        assert driver.synchronized == 1
+    assert launched[0] == launched[1]
+
+
+def test_lists_on_the_device() -> None:
+    rng = np.random.default_rng(1)
+    counts, lengths = np.array([30, 40, 0]), np.array([1000, 90, 7])
+    layers, offsets = np.array([1, 2, 3], np.uint32), np.array([5, 35, 2])
+    drawn, decoded = np.full(80, 7, np.uint32), np.full(80, 7, np.uint32)
+    cuda_body().draw_indices(lengths, counts, layers, offsets, OnDevice(drawn), seed=1, step=2, rank=3)
+    codings = np.array([PACKED, BITMAP, RAW], np.int32)
+    sizes = index_bytes(codings, lengths, counts)
+    places, payload = np.array([3, 100, 0]), rng.integers(0, 256, 120).astype(np.uint8)
+    expected = payload.copy()
+    rows = (codings, lengths, counts, offsets)
+    cuda_body().encode_indices(*rows, OnDevice(drawn), places, OnDevice(payload))
+    reference_indices.encode_indices(*rows, drawn, places, expected)
+    assert payload.tobytes() == expected.tobytes()
+    assert sizes.sum() < 100
+    cuda_body().decode_indices(*rows, OnDevice(decoded), places, OnDevice(payload))
+    np.testing.assert_array_equal(decoded, drawn)
+
+
+def test_what_is_wrong_with_a_list_is_said() -> None:
+    """The first row, and of it what the reference would say."""
+    rows = (np.array([RAW, PACKED], np.int32), np.array([9, 10]), np.array([2, 2]), np.array([0, 2]))
+    for byte, complaint in ((0xFF, "padding"), (0x00, "number of bits")):
+        payload = np.full(20, byte, np.uint8)
+        payload[:8] = (1, 0, 0, 0, 2, 0, 0, 0)
+        with pytest.raises(ValueError, match=f"row 1: .*{complaint}"):
+            cuda_body().decode_indices(*rows, np.zeros(4, np.uint32), np.array([0, 8]), payload)
+    for listed, complaint in (([2, 1], "ascending"), ([2, 9], "not below")):
+        with pytest.raises(ValueError, match=f"row 0: .*{complaint}"):
+            cuda_body().encode_indices(
+                *rows, np.array([*listed, 5, 4], np.uint32), np.array([0, 8]), np.zeros(20, np.uint8)
+            )
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_layers(call: str) -> None:
+    driver = CpuDriver(FOLDER)
+    getattr(Layers([], 2), call)(CudaKernels(driver))
+    assert driver.launched == []
+
+
+def test_no_lists() -> None:
+    driver = CpuDriver(FOLDER)
+    body = CudaKernels(driver)
+    codings, none = np.array([RAW, PACKED, BITMAP, ALL], np.int32), np.zeros(4, np.int64)
+    lengths, indices, payload = np.array([5, 5, 5, 0]), np.zeros(0, np.uint32), np.zeros(0, np.uint8)
+    for rows in (slice(None), slice(0)):
+        columns = [column[rows] for column in (codings, lengths, none, none)]
+        body.encode_indices(*columns, indices, none[rows], payload)
+        body.decode_indices(*columns, indices, none[rows], payload)
+        layers = np.zeros(4, np.uint32)[rows]
+        body.draw_indices(*columns[1:3], layers, columns[3], indices, seed=1, step=2, rank=3)
+    # Of rows without indices, nothing is left to do.
+    assert {name for name, _ in driver.launched} <= {"add_counts"}

@@ -1,0 +1,97 @@
+"""What controllers measure on a GPU is what they measure on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels import standin
+
+from gradcomp import NUQSGD, Cast, LayerSpec, Quantize, ScaledSign, TernGrad, TopK
+from gradcomp.compress.errors import errors
+from gradcomp.kernels import segments
+
+FAMILIES: dict[str, list[Any]] = {
+    "min-max": [Quantize(bits, bucket_size=128) for bits in (8, 1, 4, 3)],
+    "nearest": [Quantize(bits, rounding="nearest") for bits in range(1, 9)],
+    "l2": [Quantize(bits, bucket_size=100, scaling="l2") for bits in range(1, 9)],
+    "linf": [Quantize(bits, bucket_size=1000, scaling="linf") for bits in (1, 2, 5)],
+    "codebook": [NUQSGD(bits, bucket_size=37) for bits in (2, 3, 8)],
+    "casts": [Cast("float16"), Cast("bfloat16")],
+    "a scale for all": [ScaledSign(bucket_size=None), TernGrad(bucket_size=None)],
+    "several families": [Quantize(4), TopK(0.1), Quantize(2), Cast("bfloat16")],
+}
+
+
+@pytest.fixture
+def device() -> Iterator[Any]:
+    with standin.device(order=2) as (place, kernels):
+        yield place, kernels
+
+
+@pytest.mark.parametrize("choices", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("size", [1, 8, 999, 20_000])
+def test_errors_are_those_of_the_host(choices: list[Any], size: int, device: Any) -> None:
+    place, kernels = device
+    layer = LayerSpec("weight", (size,), "float32", "weight")
+    values = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    there = place.zeros(size)
+    there[:] = values
+    expected = errors(choices, layer, values, seed=5)
+    assert errors(choices, layer, there, seed=5) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    if size > 1:
+        assert ("losses" in kernels.called) == (choices is not FAMILIES["a scale for all"])
+
+
+def test_a_layer_is_read_once_for_all_levels(device: Any) -> None:
+    place, _ = device
+    there = place.zeros(5000)
+    layer = LayerSpec("weight", (5000,), "float32", "weight")
+    before = len(place.driver.launched)
+    errors([Quantize(bits) for bits in range(1, 9)], layer, there, seed=0)
+    names = [name for name, _ in place.driver.launched[before:]]
+    assert names.count("losses_stochastic") == 1
+
+
+def test_what_no_code_can_carry_is_infinite(device: Any) -> None:
+    place, _ = device
+    there = place.zeros(600)
+    there[5], there[6] = 3e38, -3e38  # the span overflows
+    layer = LayerSpec("weight", (600,), "float32", "weight")
+    found = errors(
+        [Quantize(4, bucket_size=512), Quantize(4, bucket_size=512, scaling="linf")], layer, there, seed=0
+    )
+    assert np.isinf(found[0])
+    assert np.isfinite(found[1])
+
+
+@pytest.mark.parametrize("lengths", [[0], [1, 0, 7], [16_384, 16_385, 3], [50_000]])
+def test_moments(lengths: list[int], device: Any) -> None:
+    place, kernels = device
+    rng = np.random.default_rng(0)
+    arrays: list[Any] = []
+    table = np.zeros(len(lengths), segments.SEGMENT)
+    for row, length in enumerate(lengths):
+        array = place.zeros(length)
+        array[:] = rng.normal(size=length)
+        arrays.append(array)
+        table[row]["length"], table[row]["gradient"] = length, array.ctypes.data if length else 0
+    found = kernels.moments(table)
+    assert found[:, 0] == pytest.approx(
+        [array.sum(dtype=np.float64) for array in arrays], rel=1e-12, abs=1e-9
+    )
+    assert found[:, 1] == pytest.approx(
+        [(array.astype(np.float64) ** 2).sum() for array in arrays], rel=1e-12
+    )
+
+
+def test_buckets_beyond_a_team_are_refused(device: Any) -> None:
+    _, kernels = device
+    table = np.zeros(1, segments.SEGMENT)
+    table["length"] = table["bucket_size"] = 8193
+    with pytest.raises(ValueError, match="more than 8192"):
+        kernels.losses(
+            segments.MINMAX, table, np.array([4], np.int32), stochastic=False, seed=0, step=0, rank=0
+        )

@@ -1,0 +1,227 @@
+"""What is a GPU's own in selections and sparse means: one round trip per call, tiles, and arrays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu.driver import CpuDriver
+from kernels.layers import Layer, Layers
+from kernels.standin import FOLDER
+
+from gradcomp.kernels import bodies, segments
+from gradcomp.kernels.cuda.body import CudaKernels
+
+reference = bodies.named("reference")
+
+
+class DeviceArray(np.ndarray):
+    """An array that a kernel finds by its address, as those of a GPU's frameworks are."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.ctypes.data, not self.flags.writeable),
+            "shape": self.shape,
+            "strides": None if self.flags.c_contiguous else self.strides,
+            "typestr": self.dtype.str,
+            "version": 3,
+        }
+
+
+def on_device(array: Any) -> Any:
+    return array.view(DeviceArray)
+
+
+@pytest.fixture
+def driver() -> CpuDriver:
+    return CpuDriver(FOLDER, 2)
+
+
+@pytest.fixture
+def body(driver: CpuDriver) -> CudaKernels:
+    return CudaKernels(driver)
+
+
+def layers_of(count: int) -> list[Layer]:
+    rng = np.random.default_rng(count)
+    return [Layer(rng.normal(size=n).astype(np.float32)) for n in rng.integers(1, 200, count)]
+
+
+def kernels(layers: list[Layer]) -> dict[str, Callable[[Any], Any]]:
+    c = [layer.contribution() for layer in layers]
+    ones = [1] * len(layers)
+    numbers = np.ones(len(layers), np.int64)
+    offsets, found = np.arange(len(layers)), np.zeros(len(layers), np.int64)
+    indices, values = np.zeros(len(layers), np.uint32), np.zeros(len(layers), np.float32)
+
+    def scatter(body: Any) -> None:
+        own = Layers(layers)
+        own.table["output"] = own.table["shadow"]
+        body.scatter_mean(
+            own.table,
+            np.zeros_like(own.flags),
+            offsets[None],
+            numbers[None],
+            indices,
+            values,
+            divisor=1,
+            scale=1,
+        )
+
+    def adacomp(body: Any) -> None:
+        own = Layers(layers, c)
+        flat = (numbers, offsets, indices.copy(), values.copy(), found)
+        body.select_adacomp(own.table, own.factors, *flat, bin_size=50)
+
+    return {
+        "contribute": lambda body: Layers(layers).contribute(body),
+        "squares": lambda body: Layers(layers).squares(body),
+        "select_top": lambda body: Layers(layers).select_top(body, ones),
+        "select_above": lambda body: Layers(layers, c).select_above(body, [0.5] * len(layers), ones),
+        "sample_thresholds": lambda body: Layers(layers, c).sample_thresholds(body, ones, 3, 1),
+        "tail": lambda body: Layers(layers, c).tail(body, [0.5] * len(layers)),
+        "take": lambda body: body.take(Layers(layers, c).table, offsets, numbers, indices, values),
+        "put": lambda body: body.put(Layers(layers, c).table, offsets, numbers, indices, values),
+        "scatter_mean": scatter,
+        "select_adacomp": adacomp,
+    }
+
+
+@pytest.mark.parametrize("name", kernels(layers_of(1)))
+def test_one_round_trip_and_as_many_launches_however_many_rows(
+    driver: CpuDriver, body: CudaKernels, name: str
+) -> None:
+    launches = []
+    for rows in (1, 2, 40):
+        driver.launched.clear()
+        driver.synchronized = 0
+        kernels(layers_of(rows))[name](body)
+        assert driver.synchronized == 1
+        launches.append([kernel for kernel, _ in driver.launched])
+    assert launches[0] == launches[1] == launches[2]
+
+
+@pytest.mark.parametrize("name", kernels(layers_of(1)))
+def test_no_rows(driver: CpuDriver, body: CudaKernels, name: str) -> None:
+    if name in {"select_top", "select_above"}:  # `Layers.room` is for some rows
+        none = Layers([])
+        flat = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.float32))
+        if name == "select_top":
+            body.select_top(none.table, none.flags, none.factors, *flat, decay=1.0)
+        else:
+            body.select_above(none.table, none.factors, *flat, np.zeros(0, np.int64))
+    else:
+        kernels([])[name](body)
+    assert driver.launched == []
+
+
+def test_ties_at_the_borders_of_tiles(body: CudaKernels) -> None:
+    """More tiles than a block scans at once; the last key's elements lie in several of them."""
+    length = 260 * 16384 + 5
+    c = np.zeros(length, np.float32)
+    c[16383::16384] = 1
+    c[16384::16384] = -1
+    c[257 * 16384 + 7] = 2
+    for count in (1, 2, 300, 515, 600):
+        result, expected = (
+            Layers([Layer(c), Layer(c[:20_000])]).select_top(each, [count, 2]) for each in (body, reference)
+        )
+        assert result[:3] == expected[:3]
+
+
+def selection() -> tuple[Layers, Any, Any, Any, Any]:
+    rng = np.random.default_rng(7)
+    gradient = rng.normal(size=5000).astype(np.float32)
+    layers = Layers([Layer(gradient), Layer(gradient[:100])], [gradient, gradient[:100]])
+    return (layers, *layers.room([500, 10]))
+
+
+def test_selections_that_lie_on_the_device(body: CudaKernels) -> None:
+    expected, (layers, counts, offsets, indices, values) = selection(), selection()
+    places = on_device(indices), on_device(values)
+    for each, flat, run in ((expected[0], expected[3:], reference), (layers, places, body)):
+        run.select_top(each.table, each.flags, each.factors, counts, offsets, *flat, decay=1.0)
+    assert (indices == expected[3]).all()
+    assert values.tobytes() == expected[4].tobytes()
+    for other in (expected[4], values):
+        other[offsets[0] : offsets[0] + 500] += 1
+    reference.put(expected[0].table, offsets, counts, *expected[3:])
+    body.put(layers.table, offsets, counts, *places)
+    assert layers.shadow_bytes() == expected[0].shadow_bytes()
+    taken = on_device(np.zeros_like(values))
+    body.take(layers.table, offsets, counts, places[0], taken)
+    place = slice(offsets[0], offsets[0] + 500)
+    assert (np.asarray(taken)[place] == values[place]).all()
+
+
+def test_bad_lists_on_the_device_are_refused(body: CudaKernels) -> None:
+    layers, counts, offsets, indices, values = selection()
+    indices[offsets[0] : offsets[0] + 500] = np.arange(500)
+    indices[offsets[1] : offsets[1] + 10] = np.arange(10)
+    indices[offsets[1] + 3] = 100
+    before = layers.shadow_bytes(), values.tobytes()
+    places = on_device(indices), on_device(values)
+    for kernel in (body.take, body.put):
+        with pytest.raises(ValueError, match="row's length"):
+            kernel(layers.table, offsets, counts, *places)
+    layers.table["output"] = layers.table["shadow"]
+    columns = (np.zeros(2, np.uint8), offsets[None], counts[None], *places)
+    for wrong, complaint in ((100, "row 1: indices are not ascending"), (4, "row 1: .* ascending")):
+        indices[offsets[1] + 3] = wrong
+        with pytest.raises(ValueError, match=complaint):
+            body.scatter_mean(layers.table, *columns, divisor=1.0, scale=1.0)
+    indices[offsets[1] : offsets[1] + 10] = np.arange(91, 101)
+    with pytest.raises(ValueError, match="row 1: an index is not below the length of 100"):
+        body.scatter_mean(layers.table, *columns, divisor=1.0, scale=1.0)
+    assert (layers.shadow_bytes(), values.tobytes()) == before
+
+
+def test_arrays_of_the_device_are_checked(body: CudaKernels) -> None:
+    layers, counts, offsets, indices, values = selection()
+    frozen = values.copy()
+    frozen.flags.writeable = False
+    shifted = np.zeros(values.nbytes + 1, np.uint8)[1:].view(np.float32)
+    for wrong in (values.view(np.int32), values[::2], values[None], frozen, shifted):
+        with pytest.raises(TypeError):
+            body.take(layers.table, offsets, counts, on_device(indices), on_device(wrong))
+    with pytest.raises(ValueError, match="lie inside"):
+        body.take(layers.table, offsets, counts, on_device(indices), on_device(values[:20]))
+
+
+@pytest.mark.parametrize("size", [2, 40, 3000])
+def test_of_a_repeated_index_the_last_value_stays(body: CudaKernels, size: int) -> None:
+    rng = np.random.default_rng(size)
+    shadows = []
+    for each in (reference, body):
+        layers = Layers([Layer(np.zeros(size, np.float32))] * 2, [np.zeros(size, np.float32)] * 2)
+        counts, offsets, indices, values = layers.room([5000, size])
+        rng = np.random.default_rng(size)
+        indices[offsets[0] : offsets[0] + 5000] = rng.integers(0, size, 5000)
+        indices[offsets[1] : offsets[1] + size] = np.arange(size)
+        # Also values that look like the numbers of items.
+        values[:] = np.arange(1, len(values) + 1, dtype=np.uint32).view(np.float32)
+        each.put(layers.table, offsets, counts, indices, values)
+        shadows.append(layers.shadow_bytes())
+    assert shadows[0] == shadows[1]
+
+
+def test_more_ranks_than_are_looked_up_together(body: CudaKernels) -> None:
+    rng = np.random.default_rng(8)
+    ranks, length = 131, 2100
+    lists = [np.sort(rng.choice(length, rng.integers(0, 600), replace=False)) for _ in range(ranks)]
+    counts = np.array([[len(each)] for each in lists])
+    offsets = np.cumsum(counts)[:, None] - counts
+    indices = np.concatenate(lists).astype(np.uint32)
+    values = rng.normal(size=len(indices)).astype(np.float32)
+    outputs = []
+    for each in (reference, body):
+        output = np.full(length, np.nan, np.float32)
+        table = np.zeros(1, segments.SEGMENT)
+        table["length"], table["output"] = length, output.ctypes.data
+        flags = np.zeros(1, np.uint8)
+        each.scatter_mean(table, flags, offsets, counts, indices, values, divisor=131.0, scale=0.5)
+        outputs.append((flags.tolist(), output.tobytes()))
+    assert outputs[0] == outputs[1]
