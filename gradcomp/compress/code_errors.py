@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,9 @@ import numpy.typing as npt
 from gradcomp.compress.base import Coded
 from gradcomp.compress.budget import Budget
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels import selection
+from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.codec import Codec, Draw, Table
+from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
 Floats = npt.NDArray[np.float32]
@@ -29,6 +31,8 @@ def code_errors(
     Encoding leaves what it lost beside the payload, so nothing is decoded. A layer is coded piece by piece, cut where
     slices may be cut, which changes no code; every piece at all levels that share a kernel, in one call.
 
+    Values on a device are measured there, all levels from one read, where elements do not share a scale with too many.
+
     Takes, by choice, 4 bytes and a code for each of 32,768 elements; for the whole layer if its elements share a scale.
     ConfigError if the budget does not allow one such piece, as small as it may be cut.
     """
@@ -42,12 +46,35 @@ def code_errors(
         key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(layer)
         alike.setdefault(key, (codec, []))[1].append(i)
     draw = Draw(seed, 0, 0)
+    device = bodies.on_device(values.ctypes.data)
     for (*_, cut), (codec, rows) in alike.items():
+        if device is not None and cut <= LARGEST_BUCKET:
+            found[rows] = _lost_on(device, codec, table[rows], values, draw)
+            continue
+        values = values if device is None else values.copy()
+        device = None
         at_once, piece = _portions(codec, table[rows], min(cut, len(values)), budget)
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             found[some] = _lost(codec, table[some], values, piece, draw)
     return found
+
+
+def _lost_on(device: Any, codec: Codec, table: Table, values: Floats, draw: Draw) -> Doubles:
+    """The same from one read of values that lie on a device."""
+    whole = table[:1].copy()
+    whole["gradient"], whole["length"] = values.ctypes.data, len(values)
+    energies: Doubles = device.losses(
+        codec.kind,
+        whole,
+        table["bits"],
+        stochastic=codec.stochastic,
+        seed=draw.seed,
+        step=draw.step,
+        rank=draw.rank,
+        magnitudes=codec.magnitudes,
+    )[0]
+    return np.sqrt(energies)
 
 
 def _portions(codec: Codec, rows: Table, cut: int, budget: Budget) -> tuple[int, int]:

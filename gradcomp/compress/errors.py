@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from gradcomp.compress.spectral_atomo import SpectralAtomo
 from gradcomp.compress.topk import TopK
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels import selection
+from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.codec import Draw, Sizes
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
@@ -103,9 +104,14 @@ def errors(
 @dataclass(frozen=True, eq=False)
 class _Subject:
     layer: LayerSpec
-    values: Floats
+    flat: Floats  # where it lies
     seed: int
     budget: Budget
+
+    @cached_property
+    def values(self) -> Floats:
+        """In this process's memory, with whose kernels most are measured."""
+        return self.flat if bodies.on_device(self.flat.ctypes.data) is None else self.flat.copy()
 
 
 _Measure = Callable[[Sequence[Any], _Subject], Doubles]
@@ -121,7 +127,7 @@ def _measure_of(choice: Compressor) -> _Measure:
 
 
 def _by_code(choices: Sequence[Coded], subject: _Subject) -> Doubles:
-    return code_errors(choices, subject.layer, subject.values, subject.seed, subject.budget)
+    return code_errors(choices, subject.layer, subject.flat, subject.seed, subject.budget)
 
 
 def _by_magnitude(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Doubles:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.state import DoubleBuffer
+from gradcomp.core.state import DoubleBuffer, Zeros, host_zeros
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Table
 
@@ -29,13 +29,14 @@ class Accumulators:
     """One float32 row per layer that this rank looks after: a_t = a_{t-1} + scale g_t of the rank's own gradients.
 
     ``sizes``: elements by layer number, 0 for a layer that is another rank's. Memory: 8 bytes per element, since a
-    step that is not accepted must not count.
+    step that is not accepted must not count. ``zeros``: where the rows lie.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
+        self._zeros = zeros
         self._sizes = list(sizes)
         self._own = np.array([size > 0 for size in sizes], dtype=np.bool_)
-        self._rows = DoubleBuffer(self._sizes)
+        self._rows = DoubleBuffer(self._sizes, zeros)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +61,7 @@ class Accumulators:
 
     def take(self) -> dict[int, Floats]:
         """The sums by layer, which are the caller's from now on; they begin again at zero."""
-        rows, self._rows = self._rows, DoubleBuffer(self._sizes)
+        rows, self._rows = self._rows, DoubleBuffer(self._sizes, self._zeros)
         return {layer: rows.value(layer) for layer in np.flatnonzero(self._own).tolist()}
 
     def value(self, layer: int) -> Floats:

@@ -17,6 +17,7 @@ from gradcomp.compress.messages import Observations
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.scheme import Scheme
+from gradcomp.core.state import Zeros, host_zeros
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Table
 from gradcomp.reduce.costs import Network
@@ -43,7 +44,7 @@ class Setting:
 
     ``compressors[i]``: what layer i travels under once warm-ups are over, None if it is not up for choice: excluded,
     exact or float64. ``first_step``: the step from which the controller decides. ``seed``: of all random draws.
-    ``slice_elements``: of one bucket, as configured.
+    ``slice_elements``: of one bucket, as configured. ``zeros``: where gradients can be added up.
     """
 
     layers: Sequence[LayerSpec]
@@ -55,6 +56,7 @@ class Setting:
     first_step: int = 0
     background: Background = at_once
     slice_elements: int = 1 << 20
+    zeros: Zeros = host_zeros
 
     @property
     def world(self) -> int:

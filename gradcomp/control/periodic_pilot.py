@@ -18,7 +18,7 @@ from gradcomp.control.accumulators import Accumulators, Floats, share_out
 from gradcomp.control.base import Doubles, Pilot, Setting, Step
 from gradcomp.control.seen import Decision, Numbers, Seen
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.kernels import selection
+from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.segments import SEGMENT
 
@@ -63,7 +63,8 @@ class PeriodicPilot(Pilot):
         owners = share_out(sizes, setting.world)
         self._own = [i for i in sizes if owners[i] == setting.rank and sizes[i]]
         self._check_memory(sizes, owners)
-        self._sums = Accumulators([sizes[i] if i in self._own else 0 for i in range(len(setting.layers))])
+        own = [sizes[i] if i in self._own else 0 for i in range(len(setting.layers))]
+        self._sums = Accumulators(own, setting.zeros)
         self._taken: dict[int, Floats] = {}  # what is being measured
         self._seen: Seen | None = None
         self._work: Future[Any] | None = None
@@ -182,9 +183,7 @@ class PeriodicPilot(Pilot):
         table = np.zeros((len(self.menu.layers), self._columns))
         rows = [row for row, number in enumerate(self.menu.layers.tolist()) if number in taken]
         measured = [taken[int(self.menu.layers[row])] for row in rows]
-        squares = _squares(measured)
-        for row, values, square in zip(rows, measured, squares.tolist(), strict=True):
-            mean = float(values.mean(dtype=np.float64))
+        for row, values, (mean, square) in zip(rows, measured, _moments(measured).tolist(), strict=True):
             deviation = np.sqrt(max(square / len(values) - mean * mean, 0.0))
             table[row, :_COLUMNS] = np.sqrt(square), mean, deviation
             if self._has_errors:
@@ -356,11 +355,16 @@ def _to_table(seen: Seen) -> Doubles:
     return np.concatenate([np.stack(columns, axis=1), losses], axis=1)
 
 
-def _squares(arrays: Sequence[Floats]) -> Doubles:
-    """Sums of squares, in one call."""
+def _moments(arrays: Sequence[Floats]) -> Doubles:
+    """Mean and sum of squares of each, where they lie."""
     table = np.zeros(len(arrays), dtype=SEGMENT)
     table["gradient"] = [values.ctypes.data for values in arrays]
     table["length"] = [len(values) for values in arrays]
-    found = np.zeros(len(arrays))
-    selection.squares(table, found)
-    return found
+    device = bodies.on_device(arrays[0].ctypes.data) if arrays else None
+    if device is not None:
+        found: Doubles = device.moments(table) / np.stack([table["length"], np.ones(len(table))], axis=1)
+        return found
+    squares = np.zeros(len(arrays))
+    selection.squares(table, squares)
+    means = np.array([values.mean(dtype=np.float64) for values in arrays])
+    return np.stack([means, squares], axis=1)
