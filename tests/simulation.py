@@ -25,6 +25,7 @@ from gradcomp.control.base import Background, at_once
 from gradcomp.core.scheme import parse
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline, StepResult
 from gradcomp.reduce.costs import Network
 from gradcomp.transport.inprocess import InProcessTransport, World
@@ -142,6 +143,7 @@ class Rank:
     topology: Topology | None = None
     network: Network | None = None
     pilot: Pilot | None = None
+    device: Device = HOST
     outputs: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,12 +158,13 @@ class Rank:
             topology=self.topology,
             network=self.network,
             pilot=self.pilot,
+            device=self.device,
         )
 
     def _allocate(self, layer: int) -> int:
-        spec = self.layers[layer]
         assert layer not in self.outputs, f"room for layer {layer} was asked for twice"
-        self.outputs[layer] = np.full(spec.size, _UNTOUCHED, DTYPES[spec.dtype])
+        self.outputs[layer] = self._room(layer)
+        self.outputs[layer][:] = _UNTOUCHED
         return self.outputs[layer].ctypes.data
 
     def submit(self, layer: int, gradient: Gradient) -> None:
@@ -171,9 +174,17 @@ class Rank:
             return
         assert gradient.dtype == DTYPES[self.layers[layer].dtype]
         assert gradient.ndim == 1
-        out = gradient.copy()
+        out = self._room(layer)
+        out[:] = gradient
         self.outputs[layer] = out
-        self.pipeline.inbox.submit(layer, out.ctypes.data, out.ctypes.data, out)
+        event = self.device.mark(layer)
+        self.pipeline.inbox.submit(layer, out.ctypes.data, out.ctypes.data, out, event)
+
+    def _room(self, layer: int) -> np.ndarray:
+        spec = self.layers[layer]
+        dtype = DTYPES[spec.dtype]
+        words = -(-spec.size * dtype.itemsize // 4)
+        return self.device.zeros(words).view(dtype)[: spec.size]
 
 
 class Simulation:
@@ -183,7 +194,8 @@ class Simulation:
     ``shuffle``: ranks take turns at random, hand in layers in orders of their own and poll in between. ``delay``: the
     probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
     sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes
-    its choice from. ``controller`` changes levels, and works in ``background``. ``settings`` go to :class:`Config`.
+    its choice from. ``controller`` changes levels, and works in ``background``. ``devices``: of each
+    rank, else the host. ``settings`` go to :class:`Config`.
     Attribute ``rate``: that of the steps to come, 0 if it is not known.
     """
 
@@ -204,6 +216,7 @@ class Simulation:
         network: Network | None = None,
         controller: Controller | None = None,
         background: Background = at_once,
+        devices: Sequence[Device] = (),
         **settings: Any,
     ) -> None:
         self.layers = list(layers)
@@ -227,18 +240,38 @@ class Simulation:
             compression = compression.plan(layers)
         config = Config(seed=config_seed, **settings)
         pilots: list[Pilot | None] = [None] * world
+        places = devices or [HOST] * world
         if controller is not None:
             assert policy is not None, "a controller changes what a policy says"
             shared = (topology or Topology.one_host(world), parse(config.reduction), config_seed)
             pilots = [
                 controller.begin(
-                    Setting(layers, policy.adjustable(layers), r, *shared, policy.last_change, background)
+                    Setting(
+                        layers,
+                        policy.adjustable(layers),
+                        r,
+                        *shared,
+                        policy.last_change,
+                        background,
+                        zeros=places[r].zeros,
+                    )
                 )
                 for r in range(world)
             ]
         self.ranks = [
-            Rank(self.layers, compression, transport, config, schedule, average, topology, network, pilot)
-            for transport, pilot in zip(transports, pilots, strict=True)
+            Rank(
+                self.layers,
+                compression,
+                transport,
+                config,
+                schedule,
+                average,
+                topology,
+                network,
+                pilot,
+                device,
+            )
+            for transport, pilot, device in zip(transports, pilots, places, strict=True)
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self.rate = 0.0

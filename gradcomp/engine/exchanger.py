@@ -31,6 +31,7 @@ from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
 from gradcomp.engine.plan_log import PlanLog
 from gradcomp.engine.watch import Position, Watch, place
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.transport.base import Handle, Transport
@@ -90,6 +91,7 @@ class Exchanger:
         arguments: Mapping[str, Any] | None = None,
         controlled: Controlled | None = None,
         compression: str = "",
+        device: Device = HOST,
     ) -> None:
         topology = topology or Topology.one_host(transport.size)
         shared = {
@@ -103,7 +105,7 @@ class Exchanger:
         journal = _open_journal(transport, config, name)
         try:
             agree(transport, describe(layers, plan, config, **shared))
-            pilot = _begin_pilot(controlled, layers, transport, topology, config)
+            pilot = _begin_pilot(controlled, layers, transport, topology, config, device)
         except GradcompError:
             if journal is not None:
                 journal.close()
@@ -122,6 +124,7 @@ class Exchanger:
             topology=topology,
             network=measure(transport, topology) if between_hosts else None,
             pilot=pilot,
+            device=device,
         )
         self._listener = listener
         self._engine = engine
@@ -184,9 +187,11 @@ class Exchanger:
         self._begin()
         self._opened = True
 
-    def submit(self, layer: int, gradient: int, output: int, keep: object = None) -> None:
+    def submit(
+        self, layer: int, gradient: int, output: int, keep: object = None, event: object = None
+    ) -> None:
         """A gradient is ready; see :meth:`Inbox.submit`. Callable from any one thread at a time."""
-        if self._pipeline.inbox.submit(layer, gradient, output, keep):
+        if self._pipeline.inbox.submit(layer, gradient, output, keep, event):
             self._engine.wake()
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
@@ -435,6 +440,7 @@ def _begin_pilot(
     transport: Transport,
     topology: Topology,
     config: Config,
+    device: Device,
 ) -> Pilot | None:
     """The controller's, if there is one."""
     if controlled is None:
@@ -450,6 +456,7 @@ def _begin_pilot(
             controlled.first_step,
             in_background,
             config.slice_elements,
+            device.zeros,
         )
     )
 

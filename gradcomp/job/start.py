@@ -23,6 +23,7 @@ from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
 from gradcomp.job.runtime import Runtime, leave_first
 from gradcomp.job.transports import make_transport
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.transport.base import Transport
 
@@ -106,6 +107,7 @@ def start(
     order_step: int = 0,
     reduction: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    device: Device = HOST,
 ) -> tuple[Exchanger, Reporter]:
     """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`."""
     config = state.config if reduction is None else replace(state.config, reduction=reduction)
@@ -126,6 +128,7 @@ def start(
         arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
         controlled=proposal.controlled,
         compression=proposal.policy.title,
+        device=device,
     )
     state.exchangers.append(exchanger)
     if exchanger.pipeline.servers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class Inbox:
         self.outputs = np.zeros(len(layers), dtype=np.uint64)
         self.states = np.zeros(len(layers), dtype=np.uint8)
         self.arrivals: list[int] = []
+        self.events: list[Any] = [None] * len(layers)  # behind which the gradients are ready
         self.flushed = True  # no step is open
         self._keep: list[object] = []
         self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
@@ -41,6 +43,7 @@ class Inbox:
         self.gradients[:] = 0
         self.outputs[:] = 0
         self.states[:] = 0
+        self.events = [None] * len(self._layers)
         self.arrivals = []
         self.flushed = False
         self._keep = []
@@ -49,14 +52,18 @@ class Inbox:
         self._buckets_of = layout.buckets_of
         self._reported = [False] * len(self._layers)
 
-    def submit(self, layer: int, gradient: int, output: int, keep: object = None) -> bool:
+    def submit(
+        self, layer: int, gradient: int, output: int, keep: object = None, event: object = None
+    ) -> bool:
         """A layer's gradient is ready at address ``gradient``; its mean goes to ``output``.
 
-        ``keep`` is held until the step ends. Returns whether a bucket became complete.
+        ``keep`` is held until the step ends. ``event``: on a device, what the gradient is ready behind.
+        Returns whether a bucket became complete.
         """
         self._report(layer, PRESENT)
         self.gradients[layer] = gradient
         self.outputs[layer] = output
+        self.events[layer] = event
         self._keep.append(keep)
         return self._count_down(layer)
 

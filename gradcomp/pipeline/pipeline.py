@@ -29,6 +29,7 @@ from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.inbox import Inbox
@@ -88,7 +89,8 @@ class Pipeline:
     ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. ``schedule``: asked
     with a step and a version, the plan that begins then; the same on all ranks. ``topology``: who shares a host; by
     default all do. ``network``: measured constants, the same on all ranks; ``reduction="auto"`` needs them where there
-    are several hosts. Apart from the inbox, methods are called by one thread at a time.
+    are several hosts. ``device``: where gradients and means are, and so the state. Apart from the inbox, methods are
+    called by one thread at a time.
 
     Where the scheme has dedicated servers, the first ranks only serve: they hand in nothing, and what is averaged,
     drawn and voted on is the others', as if there were no more ranks than those.
@@ -109,6 +111,7 @@ class Pipeline:
         topology: Topology | None = None,
         network: Network | None = None,
         pilot: Pilot | None = None,
+        device: Device = HOST,
     ) -> None:
         check_unique(layers)
         if not layers:
@@ -123,8 +126,9 @@ class Pipeline:
         self.cold: frozenset[int] = frozenset()
         self.sparse: frozenset[int] = frozenset()
         self.inbox = Inbox(self.layers)
-        self.residuals = Residuals([0] * len(layers))
-        self.fields = Fields(len(layers))
+        self.device = device
+        self.residuals = Residuals([0] * len(layers), device.zeros)
+        self.fields = Fields(len(layers), device.zeros)
         self.rate = 0.0  # learning rate of the last accepted step; 0: not known
         self.statistics = Statistics()
         self.reduced_statistics: Statistics | None = None
@@ -373,6 +377,7 @@ class Pipeline:
             self.trace,
             self.statistics,
         )
+        self.device.follow([self.inbox.events[layer] for layer in program.bucket.layers.tolist()])
         self._steering.start(program.bucket.groups, memory, scale)
         # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
         call = Call(
@@ -531,7 +536,9 @@ class Pipeline:
         return found.layout
 
     def _arrange(self, order: Sequence[int]) -> Arrangement:
-        layout = build_layout(self.layers, self.plan, order, self.cold, self.config.slice_elements)
+        layout = build_layout(
+            self.layers, self.plan, order, self.cold, self.config.slice_elements, self.device.zeros
+        )
         rank, world = self.transport.rank, self.transport.size
         context = Context(self._draw(0), self.trainers, servers=self.servers)
         programs = [BucketProgram(bucket, rank, world, context, self._reduction) for bucket in layout.buckets]

@@ -370,14 +370,14 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
     sizes = [0] * len(numbers)
     for name, value in state.first.items():
         sizes[numbers[name]] = value.size
-    residuals = Residuals(sizes)
+    residuals = Residuals(sizes, pipeline.device.zeros)
     names = list(state.shared.layers)
     residuals.own([dataclasses.replace(r, layer=numbers[names[r.layer]]) for r in state.ranges], state.world)
     pairs = [(residuals.first.value(numbers[name]), value.reshape(-1)) for name, value in state.first.items()]
     ends = np.cumsum([r.length for r in state.ranges], dtype=np.int64)
     seconds = np.split(state.second, ends)[: len(state.ranges)]
     pairs += [(residuals.second.value(row), value) for row, value in enumerate(seconds)]
-    fields = Fields(len(numbers))
+    fields = Fields(len(numbers), pipeline.device.zeros)
     for kind, by_name in state.fields.items():
         fields.put(kind, {numbers[name]: value.copy() for name, value in by_name.items()})
         pairs += [(fields[kind].value(numbers[name]), value) for name, value in by_name.items()]

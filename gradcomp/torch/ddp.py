@@ -28,8 +28,10 @@ from gradcomp.job.report import Readers, Reporter
 from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import Proposal, start, validate_together
 from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import DTYPES, SEGMENT
 from gradcomp.pipeline import Bucket, Layout
+from gradcomp.torch.devices import device_of
 from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.start import compare_parameters, propose
@@ -90,6 +92,8 @@ def ddp_comm_hook(
                 f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
             )
         named = _named(model)
+        if device_of(named) is not HOST:
+            raise ConfigError("the hook exchanges gradients on the CPU; on a GPU use DistributedOptimizer")
         return named, propose(policy, named, controller=controller)
 
     (named, proposal), transport = validate_together(state, ranks, validate)

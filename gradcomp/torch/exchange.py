@@ -14,7 +14,9 @@ from torch.autograd import Variable
 
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.engine import Exchanger
+from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import StepResult
+from gradcomp.torch.devices import stream_of
 from gradcomp.torch.sparse import mean_of_rows
 
 logger = logging.getLogger("gradcomp")
@@ -106,6 +108,10 @@ class GradientExchange:
         return self._exchanger
 
     @property
+    def _device(self) -> Device:
+        return self.exchanger.pipeline.device
+
+    @property
     def attached(self) -> bool:
         """Whether there is an exchanger: not in a world of one."""
         return self._exchanger is not None
@@ -130,6 +136,7 @@ class GradientExchange:
         if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
             gradient = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         self._room[layer] = gradient.detach()
+        self._device.follow([self._device.mark(stream_of(gradient))])  # the zeros come before the mean
         return int(gradient.data_ptr())
 
     # -- autograd -----------------------------------------------------------------------------------------------
@@ -186,7 +193,8 @@ class GradientExchange:
             self.exchanger.submit_absent(layer, sparse=True)
         else:
             address = gradient.data_ptr()
-            self.exchanger.submit(layer, address, address, gradient)
+            event = self._device.mark(stream_of(gradient))
+            self.exchanger.submit(layer, address, address, gradient, event)
 
     def _gradient(self, layer: int) -> torch.Tensor | None:
         """The layer's gradient in a form whose memory can be exchanged as it lies; None if it stays sparse."""

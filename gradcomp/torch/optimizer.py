@@ -24,6 +24,8 @@ from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers, Reporter
 from gradcomp.job.serving import refuse_servers, serving
 from gradcomp.job.start import Proposal, check_arguments, say_what_is_bypassed, start, validate_together
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.torch.devices import device_of
 from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.plain import load_state, state_of
@@ -162,7 +164,7 @@ def _build(
 ) -> Core:
     """Validate on every rank, compare, and start; ``before``: of an optimizer that is a distributed one."""
 
-    def validate() -> tuple[Timing, Named, Named, Proposal]:
+    def validate() -> tuple[Timing, Named, Named, Proposal, Device]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if isinstance(optimizer, Distributed) and before is None:
@@ -175,10 +177,12 @@ def _build(
             refuse_servers(
                 reduction, len(ranks), "a controller, which judges by gradients that servers do not have,"
             )
-        return timing, named, frozen, proposal
+        # Alone, a rank exchanges nothing, wherever its gradients are.
+        device = device_of(named) if len(ranks) > 1 else HOST
+        return timing, named, frozen, proposal, device
 
     reduction = arguments.reduction or state.config.reduction
-    (timing, named, frozen, proposal), transport = validate_together(state, ranks, validate)
+    (timing, named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
     exchange = GradientExchange(
         [p for _, p in named],
         [n for n, _ in named],
@@ -203,6 +207,7 @@ def _build(
             exchange.allocate,
             average=average,
             reduction=arguments.reduction,
+            device=device,
             arguments={
                 "backward_passes_per_step": timing.passes,
                 "finish": timing.finish,

@@ -23,10 +23,10 @@ def mean_of_rows(
         gradient = gradient.coalesce()
         if gradient.sparse_dim() != 1:
             raise StateError(f"layer {name!r}: sparse gradients must be sparse in their rows only")
-        rows = gradient.indices()[0].numpy(), gradient.values().to(wire).contiguous().numpy()
+        rows = gradient.indices()[0].cpu().numpy(), gradient.values().to("cpu", wire).contiguous().numpy()
     dtype = torch.empty(0, dtype=wire).numpy().dtype
     found = sparse.mean_of_rows(exchanger, name, tuple(like.shape), dtype, rows, divisor)
     if found is None:
         return None
-    index, mean = (torch.from_numpy(array) for array in found)
+    index, mean = (torch.from_numpy(array).to(like.device) for array in found)
     return torch.sparse_coo_tensor(index[None], mean.to(like.dtype), like.shape, is_coalesced=True)

@@ -10,7 +10,6 @@ import torch
 
 from gradcomp.compress import Policy
 from gradcomp.control import Controller
-from gradcomp.core.errors import ConfigError
 from gradcomp.engine import Exchanger
 from gradcomp.job import start
 from gradcomp.job.runtime import Runtime
@@ -22,8 +21,6 @@ def propose(
     policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None
 ) -> Proposal:
     """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
-    if any(p.device.type != "cpu" for _, p in named):
-        raise ConfigError("gradients on a device other than the CPU are not supported yet")
     return start.propose(policy, [spec(name, parameter) for name, parameter in named], step, controller)
 
 
@@ -41,4 +38,4 @@ def _digest(parameter: torch.Tensor) -> int:
     data = parameter.detach()
     if not data.is_contiguous():
         data = data.contiguous()
-    return zlib.crc32(data.view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(data.view(-1).view(torch.uint8).cpu().numpy().data)

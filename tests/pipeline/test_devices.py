@@ -1,0 +1,150 @@
+"""Gradients on a device: the same means and the same state as on the host, whoever the other ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels import standin
+from simulation import Simulation
+
+from gradcomp import (
+    DGC,
+    AdaComp,
+    BestRank,
+    Cast,
+    CLTk,
+    Compressor,
+    GlobalTopK,
+    LayerSpec,
+    LGreCo,
+    PowerSGD,
+    Quantize,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    ScaledSign,
+    SIDCo,
+    SpectralAtomo,
+    Threshold,
+    TopK,
+    UnbiasedRank,
+)
+from gradcomp.kernels.devices import HOST
+
+LAYERS = [
+    LayerSpec("a.weight", (33, 20), "float32", "weight"),
+    LayerSpec("a.bias", (33,), "float32", "bias"),
+    LayerSpec("b.weight", (65, 31), "float16", "weight"),
+    LayerSpec("c.weight", (700,), "bfloat16", "weight"),
+    LayerSpec("d.weight", (40, 60), "float32", "weight"),
+    LayerSpec("empty", (0,), "float32", "weight"),
+]
+
+COMPRESSORS: dict[str, Compressor] = {
+    "4 bits": Quantize(4, bucket_size=128),
+    "nearest with feedback": Quantize(4, bucket_size=128, rounding="nearest"),
+    "bfloat16": Cast("bfloat16"),
+    "sign": ScaledSign(),
+    "TopK": TopK(0.1),
+    "TopK, values of 4 bits": TopK(0.1, values=Quantize(4)),
+    "DGC": DGC(0.05),
+    "DGC, clipped": DGC(0.05, clip=0.1),
+    "RandomK": RandomK(0.1),
+    "RandomBlock": RandomBlock(0.1),
+    "Threshold": Threshold(1.0),
+    "RedSync": RedSync(0.05),
+    "CLTk": CLTk(0.1),
+    "SIDCo": SIDCo(0.05),
+    "AdaComp": AdaComp(),
+    "GlobalTopK": GlobalTopK(0.1),
+    "PowerSGD": PowerSGD(2),
+    "UnbiasedRank": UnbiasedRank(2),
+    "BestRank": BestRank(2),
+    "SpectralAtomo": SpectralAtomo(2),
+}
+
+#: What products before the last reply may come to: another order of additions is allowed there.
+INEXACT = {"PowerSGD", "UnbiasedRank", "BestRank", "SpectralAtomo"}
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    with standin.device(order=2) as found:
+        yield found
+
+
+CASES = [(name, "sra") for name in COMPRESSORS]
+CASES += [(name, "ring") for name, compressor in COMPRESSORS.items() if compressor.reduces]
+
+
+@pytest.mark.parametrize(("name", "reduction"), CASES)
+def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: str, gpu: Any) -> None:
+    device, kernels = gpu
+    settings = {"slice_elements": 512, "reduction": reduction}
+    alone = Simulation(LAYERS, COMPRESSORS[name], 3, **settings)
+    mixed = Simulation(LAYERS, COMPRESSORS[name], 3, devices=[HOST, device, device], **settings)
+    for step in range(3):
+        gradients = alone.gradients(absent=[4] if step == 1 else [])
+        expected = alone.step(gradients)
+        found = mixed.step(gradients)
+        assert found.committed == expected.committed == [True] * 3
+        for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is None:
+                continue
+            if name in INEXACT:
+                np.testing.assert_allclose(mine.astype(np.float64), theirs.astype(np.float64), atol=2e-2)
+            else:
+                assert mine.tobytes() == theirs.tobytes()
+    if name not in INEXACT:
+        assert mixed.state() == alone.state()
+    assert kernels.called
+
+
+def test_a_bucket_begins_behind_the_events_of_its_layers(gpu: Any) -> None:
+    device, _ = gpu
+    ranks = Simulation(LAYERS, Quantize(4), 2, devices=[device, HOST], slice_elements=1024)
+    driver = device.driver
+    launched: list[int] = []
+    launch = driver.launch
+    driver.launch = lambda *arguments: (launched.append(len(driver.events)), launch(*arguments))
+    ranks.step()
+    marks = {number + 1: layer for number, (kind, layer) in enumerate(driver.events) if kind == "mark"}
+    follows = [(at, event) for at, (kind, event) in enumerate(driver.events) if kind == "follow"]
+    assert sorted(marks.values()) == list(range(len(LAYERS)))
+    assert {marks[event] for _, event in follows} == set(range(len(LAYERS)))
+    # The layers of the first bucket, and only they, come before the first kernel.
+    first = {marks[event] for at, event in follows if at < launched[0]}
+    assert first == set(ranks.pipelines[0].layout.buckets[0].layers.tolist())
+
+
+def test_a_value_that_is_not_finite_reaches_every_rank(gpu: Any) -> None:
+    device, _ = gpu
+    ranks = Simulation(LAYERS, Quantize(4, rounding="nearest"), 2, devices=[device, HOST])
+    gradients = ranks.gradients()
+    gradients[0][0][7] = np.inf
+    outcome = ranks.step(gradients)
+    assert outcome.result.nonfinite.tolist() == [True, False, False, False, False, False]
+    assert outcome.committed == [False, False]
+    assert np.isnan(outcome.mean(0)).all()
+
+
+def test_a_controller_chooses_on_a_device_what_it_chooses_on_the_host(gpu: Any) -> None:
+    device, kernels = gpu
+    plans = []
+    for devices in ([HOST, HOST], [device, HOST]):
+        ranks = Simulation(
+            LAYERS, Quantize(4), 2, devices=devices, controller=LGreCo(every_steps=3), slice_elements=1024
+        )
+        for _ in range(9):
+            gradients = ranks.gradients()
+            for rank in gradients:
+                rank[0] *= 30  # so that bits are worth more here
+            ranks.step(gradients)
+        plans.append([(a.layer, a.level) for a in ranks.pipelines[0].plan.assignments])
+    assert plans[0] == plans[1]
+    assert len({level for _, level in plans[0]}) > 1
+    assert {"losses", "moments"} <= kernels.called
