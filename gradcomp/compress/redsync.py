@@ -9,6 +9,7 @@ import numpy as np
 
 from gradcomp.compress.estimated_threshold import EstimatedThreshold, Floats, Tails, is_number
 from gradcomp.core.errors import ConfigError
+from gradcomp.kernels import bodies
 from gradcomp.kernels.codec import Sizes, Table
 
 #: Passes over a layer, at most.
@@ -53,6 +54,9 @@ class RedSync(EstimatedThreshold):
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
         """By bisection; rows that are done are not read again."""
         most = self._most(wanted, table)
+        if (device := bodies.of(table)) is not None:
+            on_device: Floats = device.bisect(table, wanted, most, PASSES)
+            return on_device
         found = np.zeros(len(table), dtype=np.float32)  # at least k elements reach it
         everything = Tails.of(table, found)
         high = everything.maxima

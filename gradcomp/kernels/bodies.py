@@ -61,8 +61,7 @@ class _Routed(Body):
         return call
 
     def _body_of(self, arguments: tuple[Any, ...]) -> Any:
-        address = next((_an_address(each) for each in arguments if _is_table(each)), 0)
-        device = on_device(address) if address else None
+        device = next((of(each) for each in arguments if _is_table(each)), None)
         return _bodies[_active] if device is None else device
 
 
@@ -140,6 +139,12 @@ def bring(name: str, body: Any, reaches: Reaches) -> None:
 def on_device(address: int) -> Any:
     """The body of the device that reaches an address; None on the host."""
     return next((body for body, reaches in _routed.devices.values() if reaches(address)), None)
+
+
+def of(table: Any) -> Any:
+    """The body of the device whose memory a table refers to; None on the host."""
+    address = _an_address(table) if _routed.devices else 0
+    return on_device(address) if address else None
 
 
 def take_away(name: str) -> None:

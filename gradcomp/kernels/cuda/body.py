@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradcomp.kernels.cuda.bisect import BisectKernels
 from gradcomp.kernels.cuda.codec import CodecKernels
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.indices import IndexKernels
@@ -13,7 +14,15 @@ from gradcomp.kernels.cuda.measures import MeasureKernels
 from gradcomp.kernels.cuda.scatter import ScatterKernels
 from gradcomp.kernels.cuda.selection import SelectionKernels
 
-_PARTS = (CodecKernels, IndexKernels, LowRankKernels, MeasureKernels, ScatterKernels, SelectionKernels)
+_PARTS = (
+    BisectKernels,
+    CodecKernels,
+    IndexKernels,
+    LowRankKernels,
+    MeasureKernels,
+    ScatterKernels,
+    SelectionKernels,
+)
 
 
 class CudaKernels:
