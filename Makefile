@@ -76,8 +76,15 @@ demo: $(STAMP)/package $(STAMP)/extra-demo
 	$(BIN)/python examples/digits.py --demo $(ARGS)
 
 # PYTHONSAFEPATH keeps the source tree off sys.path, here and in every process that a test starts.
+PYTEST := PYTHONSAFEPATH=1 $(BIN)/pytest
+
+# Tests that compute share the cores; those that start ranks, and look at the clock, have the machine to themselves.
+# With ARGS, one run of what they name.
+PURE := $(addprefix tests/,kernels core compress reduce control pipeline)
+
 test: $(STAMP)/package $(STAMP)/extra-test
-	PYTHONSAFEPATH=1 $(BIN)/pytest $(ARGS)
+	$(if $(strip $(ARGS)),$(PYTEST) $(ARGS),$(PYTEST) --numprocesses=2 $(PURE) && \
+	    $(PYTEST) $(filter-out $(PURE) tests/cuda_on_cpu,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)))
 
 # Further launchers, for the tests that start ranks by them: without, those tests skip and say so. Open MPI has an
 # environment of its own, because MPICH's mpirun has the same name.
