@@ -121,6 +121,22 @@ def test_a_bucket_begins_behind_the_events_of_its_layers(gpu: Any) -> None:
     assert first == set(ranks.pipelines[0].layout.buckets[0].layers.tolist())
 
 
+@pytest.mark.parametrize("compressor", [Quantize(4), TopK(0.1), DGC(0.1), PowerSGD(2)], ids=lambda c: c.name)
+def test_launches_and_waits_of_a_step_do_not_depend_on_the_number_of_layers(
+    compressor: Compressor, gpu: Any
+) -> None:
+    device, _ = gpu
+    counts = []
+    for number in (3, 40):
+        layers = [LayerSpec(f"{i}.weight", (12, 16), "float32", "weight") for i in range(number)]
+        ranks = Simulation(layers, compressor, 2, devices=[device, HOST], slice_elements=1 << 20)
+        ranks.step()
+        before = len(device.driver.launched), device.driver.synchronized
+        ranks.step()
+        counts.append((len(device.driver.launched) - before[0], device.driver.synchronized - before[1]))
+    assert counts[0] == counts[1]
+
+
 def test_a_value_that_is_not_finite_reaches_every_rank(gpu: Any) -> None:
     device, _ = gpu
     ranks = Simulation(LAYERS, Quantize(4, rounding="nearest"), 2, devices=[device, HOST])
