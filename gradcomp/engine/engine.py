@@ -81,7 +81,7 @@ class Engine:
                 watched_at = now
                 for exchanger in self._exchangers:
                     exchanger.watch()
-            if Waiting.WIRE not in waiting:
+            if not waiting & {Waiting.WIRE, Waiting.DEVICE}:
                 self._wake.wait(WATCH_SECONDS)
                 continue
             if now - progress_at > SPIN_SECONDS:

@@ -30,6 +30,11 @@ class Device:
         """An event behind what a framework's stream holds by now; None where nothing runs beside this program."""
         return None if self.driver is None else self.driver.mark(stream)
 
+    def reached(self, events: Iterable[Any]) -> bool:
+        """Whether the frameworks' streams are behind the events by now."""
+        driver = self.driver
+        return driver is None or all(event is None or driver.reached(event) for event in events)
+
     def follow(self, events: Iterable[Any]) -> None:
         """No kernel that is called from now on begins before the events."""
         if self.driver is not None:

@@ -49,6 +49,7 @@ class Waiting(enum.Enum):
 
     NOTHING = "no step is open, or the step is done"
     LAYERS = "the next bucket is not complete"
+    DEVICE = "the next bucket's gradients are still being computed"
     WIRE = "a collective is under way"
 
 
@@ -314,6 +315,8 @@ class Pipeline:
             while not self.inbox.ready(number):
                 self._position = (number, -1)
                 yield Waiting.LAYERS
+            if self.device.driver is not None:
+                yield from self._gradients(program.bucket)
             complete = self.inbox.completed[number]
             self.trace.add("ready", self.step, number, self._opened_at, complete)
             self.trace.add("queue", self.step, number, complete, perf_counter())
@@ -337,6 +340,13 @@ class Pipeline:
             states[layers] |= ballot.states
         all_ready = bool(votes) and votes[0][1].ready == self.trainers
         yield from self._finish(states, all_ready)
+
+    def _gradients(self, bucket: Bucket) -> Generator[Waiting, None, None]:
+        """Until a device has computed the gradients of a bucket."""
+        events = [self.inbox.events[layer] for layer in bucket.layers.tolist()]
+        while not self.device.reached(events):
+            yield Waiting.DEVICE
+        self.device.follow(events)
 
     def _follow_schedule(self) -> None:
         """Propose what is to begin at the next step: all ranks do, in the same step.
@@ -377,7 +387,6 @@ class Pipeline:
             self.trace,
             self.statistics,
         )
-        self.device.follow([self.inbox.events[layer] for layer in program.bucket.layers.tolist()])
         self._steering.start(program.bucket.groups, memory, scale)
         # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
         call = Call(

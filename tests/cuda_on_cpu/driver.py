@@ -45,6 +45,8 @@ class CpuDriver:
         self.order = order
         self.launched: list[tuple[str, int]] = []
         self.synchronized = 0
+        self.late = 0
+        self._asked: dict[Any, int] = {}
         self.events: list[tuple[str, Any]] = []
         self._folder = folder
         self._reached: dict[int, int] = {}  # managed memory: where it begins and ends
@@ -92,6 +94,11 @@ class CpuDriver:
     def mark(self, stream: int) -> Any:
         self.events.append(("mark", stream))
         return len(self.events)
+
+    def reached(self, event: Any) -> bool:
+        """After as many questions as ``late`` says."""
+        self._asked[event] = self._asked.get(event, 0) + 1
+        return self._asked[event] > self.late
 
     def follow(self, event: Any) -> None:
         self.events.append(("follow", event))

@@ -33,6 +33,7 @@ from gradcomp import (
     UnbiasedRank,
 )
 from gradcomp.kernels.devices import HOST
+from gradcomp.pipeline import Waiting
 
 LAYERS = [
     LayerSpec("a.weight", (33, 20), "float32", "weight"),
@@ -135,6 +136,22 @@ def test_launches_and_waits_of_a_step_do_not_depend_on_the_number_of_layers(
         ranks.step()
         counts.append((len(device.driver.launched) - before[0], device.driver.synchronized - before[1]))
     assert counts[0] == counts[1]
+
+
+def test_gradients_that_are_late_hold_nobody_up(gpu: Any) -> None:
+    device, _ = gpu
+    ranks = Simulation(LAYERS, Quantize(4), 2, devices=[device, HOST], slice_elements=1024)
+    device.driver.late = 3
+    pipeline = ranks.pipelines[0]
+    waited = []
+    poll = pipeline.poll
+    pipeline.poll = lambda: waited.append(poll()) or waited[-1]
+    gradients = ranks.gradients()
+    outcome = ranks.step(gradients)
+    assert Waiting.DEVICE in waited
+    expected = Simulation(LAYERS, Quantize(4), 2, slice_elements=1024).step(gradients)
+    for mine, theirs in zip(outcome.all_means(), expected.all_means(), strict=True):
+        assert mine.tobytes() == theirs.tobytes()
 
 
 def test_a_value_that_is_not_finite_reaches_every_rank(gpu: Any) -> None:

@@ -67,6 +67,10 @@ class Driver(Protocol):
         """An event behind what a framework's stream holds by now; ``stream`` is its handle."""
         ...
 
+    def reached(self, event: Any) -> bool:
+        """Whether an event is behind its stream by now."""
+        ...
+
     def follow(self, event: Any) -> None:
         """Nothing that is started from now on begins before the event."""
         ...

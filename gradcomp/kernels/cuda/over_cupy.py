@@ -120,6 +120,11 @@ class CupyDriver:
             event.record(cupy.cuda.ExternalStream(stream, self._index))
             return event
 
+    def reached(self, event: Any) -> bool:
+        """Asked, not waited for."""
+        with self._device:
+            return bool(event.done)
+
     def follow(self, event: Any) -> None:
         """This stream waits, the program does not."""
         with self._device:
