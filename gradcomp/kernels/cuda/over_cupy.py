@@ -8,10 +8,11 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime as _cuda
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.kernels.cuda.built import built
 from gradcomp.kernels.cuda.driver import Block, Bytes
-from gradcomp.kernels.cuda.source import PRELUDE, flat, options
 
 _TO_DEVICE, _TO_HOST = 1, 2  # of cudaMemcpyKind
 _DEVICE, _MANAGED = 2, 3  # of cudaMemoryType
@@ -31,8 +32,9 @@ class CupyDriver:
     def __init__(self, index: int) -> None:
         try:
             self._device = cupy.cuda.Device(index)
-            shared = self._device.attributes["ConcurrentManagedAccess"]
-        except cupy.cuda.runtime.CUDARuntimeError as error:
+            shared = _cuda.deviceGetAttribute(_cuda.cudaDevAttrConcurrentManagedAccess, index)
+            self._capability = int(self._device.compute_capability)
+        except _cuda.CUDARuntimeError as error:
             raise ConfigError(f"there is no usable cuda:{index}: {error}") from error
         if not shared:
             raise ConfigError(f"the host cannot reach managed memory of cuda:{index} while its kernels run")
@@ -43,6 +45,16 @@ class CupyDriver:
         self._functions: dict[tuple[object, ...], Any] = {}
         self._modules: dict[tuple[object, ...], Any] = {}
 
+    @property
+    def stream(self) -> int:
+        """The handle of the stream on which all of it runs."""
+        return int(self._stream.ptr)
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Memory that the pool has taken from the device: its peak, as it gives nothing back."""
+        return int(self._pool.total_bytes())
+
     def allocate(self, nbytes: int) -> Block:
         """From a pool in the order of the stream."""
         with self._device, self._stream:
@@ -52,7 +64,7 @@ class CupyDriver:
         """Unified memory: pages lie where they were last used."""
         with self._device:
             memory = cupy.cuda.malloc_managed(max(nbytes, 1))
-            cupy.cuda.runtime.memsetAsync(memory.ptr, 0, nbytes, self._stream.ptr)
+            _cuda.memsetAsync(memory.ptr, 0, nbytes, self._stream.ptr)
             self._stream.synchronize()
         room: Any = (ctypes.c_uint8 * max(nbytes, 1)).from_address(memory.ptr)
         room.memory = memory  # lives as long as any view of it
@@ -67,34 +79,27 @@ class CupyDriver:
     def upload(self, address: int, source: Bytes) -> None:
         """Does not wait."""
         with self._device:
-            cupy.cuda.runtime.memcpyAsync(
-                address, source.ctypes.data, source.nbytes, _TO_DEVICE, self._stream.ptr
-            )
+            _cuda.memcpyAsync(address, source.ctypes.data, source.nbytes, _TO_DEVICE, self._stream.ptr)
 
     def download(self, target: Bytes, address: int) -> None:
         """Does not wait."""
         with self._device:
-            cupy.cuda.runtime.memcpyAsync(
-                target.ctypes.data, address, target.nbytes, _TO_HOST, self._stream.ptr
-            )
+            _cuda.memcpyAsync(target.ctypes.data, address, target.nbytes, _TO_HOST, self._stream.ptr)
 
     def zero(self, address: int, nbytes: int) -> None:
         """Does not wait."""
         with self._device:
-            cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
+            _cuda.memsetAsync(address, 0, nbytes, self._stream.ptr)
 
     def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
-        """CuPy keeps compiled modules in its cache on disk."""
+        """Built once per machine, loaded once per process."""
         module_key = (source, *sorted((define, str(value)) for define, value in defines.items()))
         key = (name, *module_key)
         if key not in self._functions:
             with self._device:
                 if module_key not in self._modules:
-                    self._modules[module_key] = cupy.RawModule(
-                        code=flat(PRELUDE) + flat(source),
-                        options=options(defines),
-                        backend="nvrtc",
-                    )
+                    found = built(source, defines, self._capability)
+                    self._modules[module_key] = cupy.RawModule(path=str(found))
                 self._functions[key] = self._modules[module_key].get_function(name)
         return self._functions[key]
 
@@ -110,14 +115,14 @@ class CupyDriver:
 
     def reaches(self, address: int) -> bool:
         """Memory of this device, whoever allocated it."""
-        found = cupy.cuda.runtime.pointerGetAttributes(address)
+        found = _cuda.pointerGetAttributes(address)
         return found.type in (_DEVICE, _MANAGED) and found.device == self._index
 
     def mark(self, stream: int) -> Any:
         """Recorded on the framework's stream."""
         with self._device:
             event = cupy.cuda.Event(disable_timing=True)
-            event.record(cupy.cuda.ExternalStream(stream, self._index))
+            _cuda.eventRecord(event.ptr, stream)
             return event
 
     def reached(self, event: Any) -> bool:
