@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import shutil
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 
 import pytest
+from kernels import gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +23,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+class _SkipsWithoutHypothesis:
+    """Where Hypothesis is not installed, a module that imports it is skipped, and the reason says so."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "hypothesis":
+            pytest.skip("Hypothesis is not installed", allow_module_level=True)
+
+
+sys.meta_path.append(_SkipsWithoutHypothesis())  # the last to be asked
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take; counts where pytest-timeout is installed")
     parser.addoption(
         "--data",
         metavar="PATH",
@@ -33,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _import_problem() -> str | None:
-    """Say why the package cannot be tested, or None."""
+    """Say why the package cannot be tested, or None. A GPU's kernels can be without the compiled module."""
     try:
         package = importlib.import_module("gradcomp")
     except ImportError as error:
@@ -41,6 +55,8 @@ def _import_problem() -> str | None:
     try:
         importlib.import_module("gradcomp._native")
     except ImportError as error:
+        if gpu.problem() is None:
+            return None
         return f"gradcomp from {package.__path__[0]} has no working compiled module ({error})"
     return None
 
@@ -54,21 +70,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if _import_problem():
         return []
     package = importlib.import_module("gradcomp")
-    native = importlib.import_module("gradcomp._native")
-    isa = native.isa() if hasattr(native, "isa") else "unknown"
-    version = importlib.metadata.version("gradcomp")
+    try:
+        native = importlib.import_module("gradcomp._native")
+        isa = native.isa() if hasattr(native, "isa") else "unknown"
+    except ImportError:
+        isa = "none"
+    version = importlib.import_module("gradcomp.version").__version__
     return [f"gradcomp {version} from {package.__path__[0]}, native kernels: {isa}"]
 
 
 # ------------------------------------------------------------------------------------------ what is here
-
-
-def _cuda_device() -> str | None:
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        return "torch is not installed"
-    return None if torch.cuda.is_available() else "no CUDA device"
 
 
 def _network_namespaces() -> str | None:
@@ -90,7 +101,7 @@ def _sanitizer() -> str | None:
     return None if loaded else "not a sanitizer build (make sanitize)"
 
 
-_REQUIREMENTS = {"gpu": _cuda_device, "network": _network_namespaces, "sanitizer": _sanitizer}
+_REQUIREMENTS = {"gpu": gpu.problem, "network": _network_namespaces, "sanitizer": _sanitizer}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -49,10 +49,13 @@ class CpuDriver:
         self._asked: dict[Any, int] = {}
         self.events: list[tuple[str, Any]] = []
         self._folder = folder
-        self._reached: dict[int, int] = {}  # managed memory: where it begins and ends
+        self._reached: dict[int, int] = {}  # memory of the device: where it begins and ends
 
     def allocate(self, nbytes: int) -> Block:
-        return Block(nbytes)
+        block = Block(nbytes)
+        self._reached[block.address] = block.address + nbytes
+        weakref.finalize(block, self._reached.pop, block.address)
+        return block
 
     def managed(self, nbytes: int) -> np.ndarray:
         room = np.zeros(nbytes + 256, dtype=np.uint8)

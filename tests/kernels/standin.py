@@ -1,4 +1,4 @@
-"""The CUDA kernels as one more body: run by the stand-in for a GPU, see tests/cuda_on_cpu."""
+"""The CUDA kernels as one more body: run by the stand-in for a GPU, see tests/cuda_on_cpu, and by a GPU if it is here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 
 import numpy as np
 from cuda_on_cpu.driver import CpuDriver
+from kernels import gpu
+from kernels.carried import Carried
 
 from gradcomp.kernels import bodies, devices
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.segments import SEGMENT
 
-ORDERS = {"cuda": 2}
+GPU = -1
+"""Stands for the order of threads that a GPU chooses."""
+
+ORDERS = {"cuda": 2} | ({"gpu": GPU} if gpu.problem() is None else {})
 """Names of bodies, and the order in which their threads run: shuffled shows most of what barriers are missing."""
 
 
@@ -25,8 +30,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "cuda_on_cpu"
 
 
 @cache
-def cuda_body(order: int = 0) -> CudaKernels:
-    """The kernels, in a thread order."""
+def cuda_body(order: int = 0) -> Any:
+    """The kernels, in a thread order; for tables of the host's memory."""
+    if order == GPU:
+        driver = devices.cuda(0).driver
+        return Carried(CudaKernels(driver), driver)
     return CudaKernels(CpuDriver(FOLDER, order))
 
 

@@ -15,7 +15,7 @@ from gradcomp.kernels import bodies, draws, reference_draws
 extension = pytest.importorskip("gradcomp._native")
 native = bodies.named("native")
 BODY = pytest.mark.parametrize(
-    "body", [reference_draws, native, cuda_body(ORDERS["cuda"])], ids=["reference", "native", "cuda"]
+    "body", [reference_draws, native, *map(cuda_body, ORDERS.values())], ids=["reference", "native", *ORDERS]
 )
 LARGEST = draws.MAX_DRAWN_FROM
 GUARD = 0xDEADBEEF
@@ -61,7 +61,7 @@ def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
 @settings(max_examples=40, deadline=None)
 def test_a_gpu_draws_the_same(table, seed: int):
     expected = draw(reference_draws, table, seed, 2**32 - 1, 3)
-    for order in range(3):
+    for order in (*range(3), *ORDERS.values()):
         np.testing.assert_array_equal(draw(cuda_body(order), table, seed, 2**32 - 1, 3), expected)
 
 
@@ -70,7 +70,7 @@ def test_a_gpu_draws_the_same(table, seed: int):
 def test_long_rows_are_drawn_the_same(length: int, count: int):
     table = [(length, count, 77)]
     expected = draw(reference_draws, table, 5, 6, 7)
-    for body in (native, cuda_body()):
+    for body in (native, cuda_body(), *map(cuda_body, ORDERS.values())):
         np.testing.assert_array_equal(draw(body, table, 5, 6, 7), expected)
 
 

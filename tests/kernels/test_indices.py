@@ -17,7 +17,8 @@ from gradcomp import kernels
 from gradcomp.kernels import bodies, indices, reference_indices
 
 native = bodies.named("native")
-BODIES = {"reference": reference_indices, "native": native, "cuda": cuda_body(ORDERS["cuda"])}
+BODIES = {"reference": reference_indices, "native": native}
+BODIES |= {name: cuda_body(order) for name, order in ORDERS.items()}
 BODY = pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 CODINGS = {"raw": indices.RAW, "packed": indices.PACKED, "bitmap": indices.BITMAP, "all": indices.ALL}
 CODING = pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)

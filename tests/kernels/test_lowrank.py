@@ -21,7 +21,7 @@ DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
 
 NATIVE = extension.available_isas()
-BODIES = ("reference", *NATIVE, "cuda")
+BODIES = ("reference", *NATIVE, *ORDERS)
 
 
 @pytest.fixture(params=BODIES)
@@ -30,8 +30,8 @@ def body(request: Any) -> Iterator[Any]:
     if request.param == "reference":
         with kernels.use("reference"):
             yield bodies.active()
-    elif request.param == "cuda":
-        yield cuda_body(ORDERS["cuda"])
+    elif request.param in ORDERS:
+        yield cuda_body(ORDERS[request.param])
     else:
         before = extension.isa()
         extension.set_isa(request.param)
@@ -42,7 +42,7 @@ def body(request: Any) -> Iterator[Any]:
 def each_body(names: str, cases: Sequence[tuple[Any, ...]], *, but_cuda: Sequence[tuple[Any, ...]]) -> Any:
     """Parametrise a test by bodies and cases, some of which are not for a GPU, which reads aligned floats only."""
     every = [*cases, *but_cuda]
-    params = [(name, *case) for name in BODIES for case in (cases if name == "cuda" else every)]
+    params = [(name, *case) for name in BODIES for case in (cases if name in ORDERS else every)]
     return pytest.mark.parametrize(("body", *names.split()), params, indirect=["body"])
 
 
@@ -258,8 +258,8 @@ PARITY = [
     for shift in (0, 1)
     for rank in (0, *RANKS)
 ]
-PARITY += [("cuda", segments.FLOAT32, 0, rank) for rank in (0, *RANKS)]
-PARITY += [("cuda", dtype, 0, 4) for dtype in DTYPES[1:]]
+PARITY += [(name, segments.FLOAT32, 0, rank) for name in ORDERS for rank in (0, *RANKS)]
+PARITY += [(name, dtype, 0, 4) for name in ORDERS for dtype in DTYPES[1:]]
 
 
 @pytest.mark.parametrize(("body", "dtype", "shift", "rank"), PARITY, indirect=["body"])

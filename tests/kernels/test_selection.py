@@ -313,7 +313,7 @@ def awkward_layers(draw: Any) -> Layer:
     return Layer(gradient, draw(st.none() | array), dtype, factor, length)
 
 
-@pytest.mark.parametrize("name", [*extension.available_isas(), "cuda"])
+@pytest.mark.parametrize("name", [*extension.available_isas(), *ORDERS])
 @settings(max_examples=80, deadline=None)
 @given(st.lists(awkward_layers(), min_size=1, max_size=4), st.data())
 def test_any_numbers(name: str, layers: list[Layer], data: Any) -> None:
