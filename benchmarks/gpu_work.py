@@ -1,0 +1,285 @@
+"""What benchmarks/gpu.py calls: codes, selections, factors. Everything that is large lies on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gpu_machine import Array, Machine
+
+from gradcomp import kernels
+from gradcomp.kernels import bodies
+
+SETS = 3  # of inputs that take turns
+BUCKET_SIZE = 512
+SLICE = 1 << 20  # elements of a row, as the engine cuts large layers
+BITS = 4
+DTYPES = {"float32": 0, "float16": 1}
+
+_HOST: Any = bodies.named("native" if "native" in bodies._bodies else "reference")
+
+
+def _normal(length: int, seed: int) -> Any:
+    """Numbers with the spread of a gradient; beyond some millions they repeat."""
+    values = np.random.default_rng(seed).standard_normal(min(length, 1 << 24), np.float32)
+    return np.resize(values, length)
+
+
+def _rows(length: int) -> Any:
+    """A table of slices, without addresses."""
+    begins = np.arange(0, length, SLICE)
+    table = np.zeros(len(begins), kernels.SEGMENT)
+    table["length"] = np.minimum(SLICE, length - begins)
+    table["start"], table["bits"], table["bucket_size"] = begins, BITS, BUCKET_SIZE
+    return table
+
+
+class Codes:
+    """Four-bit min-max codes of one large gradient, in slices."""
+
+    def __init__(self, machine: Machine, elements: int, dtype: str) -> None:
+        self._machine, self._body = machine, machine.body
+        kind = np.dtype(dtype)
+        self.itemsize = kind.itemsize
+        self._table = _rows(elements)
+        self._table["dtype"] = DTYPES[dtype]
+        sizes = np.array(
+            [kernels.wire_bytes(kernels.MINMAX, int(n), BITS, BUCKET_SIZE) for n in self._table["length"]]
+        )
+        self._table["payload"] = np.cumsum(sizes) - sizes
+        self.payload_bytes = int(sizes.sum())
+        self._flags = np.zeros(len(self._table), np.uint8)
+        self._sets: list[dict[str, Array]] = []
+        for number in range(SETS):
+            values = _normal(elements, number)
+            arrays = {"gradient": machine.array(elements, kind, values)}
+            arrays |= {
+                name: machine.array(elements, np.float32, 0.1 * values) for name in ("residual", "shadow")
+            }
+            arrays["output"] = machine.array(elements, kind)
+            arrays["payload"] = machine.array(self.payload_bytes, np.uint8)
+            self._sets.append(arrays)
+        self._mean = machine.array(self.payload_bytes, np.uint8)
+
+    def _filled(self, arrays: dict[str, Any], *names: str) -> Any:
+        table = self._table.copy()
+        for name in names:
+            array = arrays[name]
+            address = array.address if isinstance(array, Array) else array.ctypes.data
+            table[name] = address + array.itemsize * table["start"]
+        return table
+
+    def copy(self, number: int) -> None:
+        arrays = self._sets[number % SETS]
+        self._machine.copy(arrays["output"], arrays["gradient"])
+
+    def add(self, number: int) -> None:
+        arrays = self._sets[number % SETS]
+        self._machine.add(arrays["shadow"], arrays["gradient"], arrays["residual"])
+
+    def _encode(self, body: Any, arrays: dict[str, Any], *, stochastic: bool, residual: bool) -> None:
+        names = ("gradient", "residual", "shadow") if residual else ("gradient",)
+        draws: dict[str, Any] = {"stochastic": stochastic, "seed": 1, "step": 2, "rank": 3}
+        table = self._filled(arrays, *names)
+        body.encode(kernels.MINMAX, table, arrays["payload"], self._flags, **draws, scale=1.0, decay=1.0)
+
+    def encode(self, number: int, *, stochastic: bool, residual: bool) -> None:
+        self._encode(self._body, self._sets[number % SETS], stochastic=stochastic, residual=residual)
+
+    def decode(self, number: int) -> None:
+        arrays = self._sets[number % SETS]
+        table = self._filled(arrays, "output")
+        self._body.decode(kernels.MINMAX, table, arrays["payload"], self._flags, divisor=1.0, scale=1.0)
+
+    def reduce(self, number: int, ranks: int) -> None:
+        payloads = [self._sets[(number + rank) % SETS]["payload"] for rank in range(ranks)]
+        self._reduce(self._body, payloads, self._mean)
+
+    def _reduce(self, body: Any, payloads: list[Any], mean: Any) -> None:
+        draws: dict[str, Any] = {"stochastic": True, "seed": 1, "step": 2, "divisor": float(len(payloads))}
+        body.reduce(kernels.MINMAX, self._table, payloads, mean, self._flags, **draws, decay=1.0)
+
+    # -- the same on the host ------------------------------------------------------------------------------------
+
+    def _on_host(self) -> dict[str, Any]:
+        return {name: array.read() for name, array in self._sets[0].items()}
+
+    def encoded_right(self, **settings: bool) -> bool:
+        expected = self._on_host()
+        self.encode(0, **settings)
+        self._encode(_HOST, expected, **settings)
+        found = self._on_host()
+        return all(found[name].tobytes() == expected[name].tobytes() for name in ("payload", "shadow"))
+
+    def decoded_right(self) -> bool:
+        self.decode(0)
+        found = self._on_host()
+        expected = found | {"output": np.zeros_like(found["output"])}
+        _HOST.decode(
+            kernels.MINMAX,
+            self._filled(expected, "output"),
+            expected["payload"],
+            self._flags,
+            divisor=1.0,
+            scale=1.0,
+        )
+        return bool(found["output"].tobytes() == expected["output"].tobytes())
+
+    def reduced_right(self, ranks: int) -> bool:
+        for number in range(SETS):
+            self.encode(number, stochastic=False, residual=False)
+        self.reduce(0, ranks)
+        expected = np.zeros(self.payload_bytes, np.uint8)
+        read = [arrays["payload"].read() for arrays in self._sets]
+        self._reduce(_HOST, [read[rank % SETS] for rank in range(ranks)], expected)
+        return bool(self._mean.read().tobytes() == expected.tobytes())
+
+
+class Selection:
+    """One percent of one large gradient."""
+
+    def __init__(self, machine: Machine, elements: int) -> None:
+        self._machine, self._body = machine, machine.body
+        self._gradients = [machine.array(elements, np.float32, _normal(elements, i)) for i in range(SETS)]
+        self._shadow = machine.array(elements)
+        self.torch_tensor = machine.torch_tensor(self._gradients[0])
+        self._tensors = [machine.torch_tensor(each) for each in self._gradients]
+        self._table = np.zeros(1, kernels.SEGMENT)
+        self._table["length"] = elements
+        self._flags, self._factors = np.zeros(1, np.uint8), np.ones(1, np.float32)
+        self._counts = np.array([max(1, elements // 100)])
+        self._limits, self._offsets = 2 * self._counts, np.zeros(1, np.int64)
+        self._indices = machine.array(int(self._limits[0]), np.uint32)
+        self._values = machine.array(int(self._limits[0]))
+        self._found = np.zeros(1, np.int64)
+
+    def _filled(self, gradient: int, shadow: int) -> Any:
+        table = self._table.copy()
+        table["gradient"], table["shadow"] = gradient, shadow
+        return table
+
+    def _given(self, number: int) -> Any:
+        return self._filled(self._gradients[number % SETS].address, self._shadow.address)
+
+    def torch_top(self, number: int) -> None:
+        self._machine.torch_top(self._tensors[number % SETS], int(self._counts[0]))
+
+    def top(self, number: int) -> None:
+        self._top(self._body, self._given(number), self._indices, self._values)
+
+    def _top(self, body: Any, table: Any, *lists: Any) -> None:
+        body.select_top(table, self._flags, self._factors, self._counts, self._offsets, *lists, decay=1.0)
+
+    def sampled(self, number: int) -> None:
+        self._sampled(self._body, self._given(number), self._indices, self._values)
+
+    def _sampled(self, body: Any, table: Any, *lists: Any) -> None:
+        thresholds = np.zeros(1, np.float32)
+        body.contribute(table, self._flags, self._factors, decay=1.0)
+        body.sample_thresholds(table, self._counts, thresholds, stride=100, phase=0)
+        body.select_above(table, thresholds, self._limits, self._offsets, *lists, self._found)
+
+    def _host_lists(self) -> tuple[Any, Any, Any, Any]:
+        gradient = self._gradients[0].read()
+        shadow = np.zeros_like(gradient)
+        lists = np.zeros(len(self._indices), np.uint32), np.zeros(len(self._values), np.float32)
+        return gradient, shadow, *lists
+
+    def _same(self, kernel: Any, call: Any) -> bool:
+        gradient, shadow, *lists = self._host_lists()
+        call(0)
+        count = int(self._found[0]) if call == self.sampled else int(self._counts[0])
+        kernel(_HOST, self._filled(gradient.ctypes.data, shadow.ctypes.data), *lists)
+        pairs = zip((self._indices, self._values), lists, strict=True)
+        return all(there.read()[:count].tobytes() == here[:count].tobytes() for there, here in pairs)
+
+    def top_right(self) -> bool:
+        return self._same(self._top, self.top)
+
+    def sampled_right(self) -> bool:
+        return self._same(self._sampled, self.sampled)
+
+
+class LowRank:
+    """The matrices of a GPT of 125 M parameters, or of one layer of a narrow one."""
+
+    def __init__(self, machine: Machine, *, small: bool) -> None:
+        width, layers, words = (24, 1, 50) if small else (768, 12, 50_257)
+        block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+        shapes = layers * block + [(words, width), (16 if small else 1024, width)]
+        self._machine, self._body = machine, machine.body
+        self._rows, self._columns = np.array(shapes, np.int64).T.copy()
+        self._ranks = np.full(len(shapes), 4, np.int64)
+        lengths = self._rows * self._columns
+        self.elements = int(lengths.sum())
+        at = np.cumsum(lengths) - lengths
+        self._table = np.zeros(len(shapes), kernels.SEGMENT)
+        self._table["length"], self._table["start"] = lengths, at  # the places in the arrays
+        self._gradients = [
+            machine.array(self.elements, np.float32, _normal(self.elements, i)) for i in range(SETS)
+        ]
+        self._shadow, self._output = machine.array(self.elements), machine.array(self.elements)
+        self._q_values = _normal(int((4 * self._columns).sum()), 99)
+        self._p, self._q = machine.array(int((4 * self._rows).sum())), machine.array(len(self._q_values))
+        self._q.write(self._q_values)
+        self._p_at, self._q_at = (np.cumsum(4 * n) - 4 * n for n in (self._rows, self._columns))
+        self._flags, self._factors = np.zeros(len(shapes), np.uint8), np.ones(len(shapes), np.float32)
+
+    def step(self, number: int) -> None:
+        addresses = (self._gradients[number % SETS].address, self._shadow.address, self._output.address)
+        self._step(self._body, addresses, self._p, self._q)
+
+    def _step(self, body: Any, addresses: tuple[int, int, int], p: Any, q: Any) -> None:
+        table = self._table.copy()
+        for name, address in zip(("gradient", "shadow", "output"), addresses, strict=True):
+            table[name] = address + 4 * self._table["start"]
+        table["start"] = 0
+        sizes = (self._rows, self._columns, self._ranks)
+        factors = (p, self._p_at, q, self._q_at)
+        body.project(table, self._flags, self._factors, *sizes, q, self._q_at, p, self._p_at, decay=1.0)
+        body.orthogonalise(self._rows, self._ranks, p, self._p_at)
+        body.back_project(table, *sizes, *factors)
+        body.expand(table, self._flags, *sizes, *factors, divisor=1.0, scale=1.0)
+
+    def right(self) -> bool:
+        """Products may be added up in another order, so the outputs are close and not equal."""
+        self._q.write(self._q_values)
+        self.step(0)
+        gradient, p, q = self._gradients[0].read(), np.zeros(len(self._p), np.float32), self._q_values.copy()
+        shadow, output = np.zeros_like(gradient), np.zeros_like(gradient)
+        self._step(_HOST, (gradient.ctypes.data, shadow.ctypes.data, output.ctypes.data), p, q)
+        difference = np.linalg.norm(self._output.read().astype(np.float64) - output)
+        return bool(difference <= 1e-3 * np.linalg.norm(output.astype(np.float64)))
+
+
+def launches(machine: Machine, layers: int) -> int:
+    """Launches of a step over so many layers: codes there and back, a selection and its list, low rank."""
+    body, length = machine.body, 64
+    gradient, shadow, output = (
+        machine.array(layers * length, values=_normal(layers * length, 0)) for _ in range(3)
+    )
+    table = np.zeros(layers, kernels.SEGMENT)
+    table["length"], table["bits"], table["bucket_size"] = length, BITS, BUCKET_SIZE
+    for name, array in (("gradient", gradient), ("shadow", shadow), ("output", output)):
+        table[name] = array.address + 4 * length * np.arange(layers)
+    size = kernels.wire_bytes(kernels.MINMAX, length, BITS, BUCKET_SIZE)
+    table["payload"] = size * np.arange(layers)
+    payload, flags = machine.array(size * layers, np.uint8), np.zeros(layers, np.uint8)
+    factors, offsets = np.ones(layers, np.float32), np.arange(layers)
+    indices, values = machine.array(layers, np.uint32), machine.array(layers)
+    eight, one = np.full(layers, 8), np.ones(layers, np.int64)
+    p_at = q_at = 8 * offsets
+    p, q = machine.array(8 * layers), machine.array(8 * layers, values=_normal(8 * layers, 1))
+    before = machine.driver.launched
+    draws: dict[str, Any] = {"stochastic": True, "seed": 0, "step": 0, "rank": 0, "scale": 1.0, "decay": 1.0}
+    body.encode(kernels.MINMAX, table, payload, flags, **draws)
+    body.decode(kernels.MINMAX, table, payload, flags, divisor=1.0, scale=1.0)
+    body.select_top(table, flags, factors, one, offsets, indices, values, decay=1.0)
+    lists = offsets.reshape(1, -1), one.reshape(1, -1), indices, values
+    body.scatter_mean(table, flags, *lists, divisor=1.0, scale=1.0)
+    sizes = (eight, eight, one)
+    body.project(table, flags, factors, *sizes, q, q_at, p, p_at, decay=1.0)
+    body.orthogonalise(eight, one, p, p_at)
+    body.back_project(table, *sizes, p, p_at, q, q_at)
+    body.expand(table, flags, *sizes, p, p_at, q, q_at, divisor=1.0, scale=1.0)
+    return int(machine.driver.launched - before)
