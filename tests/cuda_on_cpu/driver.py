@@ -92,7 +92,7 @@ class CpuDriver:
         self.synchronized += 1
 
     def reaches(self, address: int) -> bool:
-        return any(begin <= address < end for begin, end in list(self._reached.items()))
+        return any(begin <= address < end for begin, end in self._reached.copy().items())
 
     def mark(self, stream: int) -> Any:
         self.events.append(("mark", stream))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ DRIVERS = ["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=DRIVERS if gpu.problem() is None else DRIVERS[:1])
-def driver(request: Any) -> Iterator[Any]:
-    yield CpuDriver(FOLDER) if request.param == "stand-in" else devices.cuda(0).driver
+def driver(request: Any) -> Any:
+    return CpuDriver(FOLDER) if request.param == "stand-in" else devices.cuda(0).driver
 
 
 def uploaded(driver: Any, values: Any) -> Any:

@@ -1,0 +1,90 @@
+"""What only a real GPU shows of its driver: order between streams, whose memory is whose, which device is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcomp import ConfigError
+from gradcomp.kernels import devices, segments
+from gradcomp.kernels.cuda.call import Call
+
+torch: Any = pytest.importorskip("torch")
+
+
+def nonzero(driver: Any, tensor: Any) -> bool:
+    """Whether a kernel finds anything but zeros in a vector of float32."""
+    table = np.zeros(1, segments.SEGMENT)
+    table["gradient"], table["length"] = tensor.data_ptr(), len(tensor)
+    call, found, blocks = Call(driver), np.zeros(1, np.uint8), -(-len(tensor) // 2048)
+    begins = np.array([0, blocks])
+    parameters = (call.give(table), call.give(begins), 1, call.result(found, zero=True))
+    call.launch("rows.cu", "nonzero", blocks, *parameters)
+    call.run()
+    return bool(found[0])
+
+
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
+def test_kernels_wait_for_what_the_frameworks_stream_holds(side: bool, driver: Any) -> None:
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    tensor = torch.zeros(1_000_000, device="cuda:0")
+    torch.cuda.synchronize()
+    for _ in range(3):
+        tensor.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # a tenth of a second
+            tensor[123] = 1.0
+        driver.follow(driver.mark(stream.cuda_stream))
+        assert nonzero(driver, tensor)
+
+
+def test_the_framework_sees_what_a_call_wrote(driver: Any) -> None:
+    # A call has waited when it returns.
+    tensor = torch.full((5000,), 7.0, device="cuda:0")
+    torch.cuda.synchronize()
+    driver.zero(tensor.data_ptr(), 4 * 4999)
+    driver.synchronize()
+    assert tensor.sum().item() == 7.0
+
+
+def test_reaches_what_torch_allocates_there_and_nothing_of_the_host(driver: Any) -> None:
+    assert driver.reaches(torch.zeros(9, device="cuda:0").data_ptr())
+    assert not driver.reaches(torch.zeros(9).data_ptr())
+    assert not driver.reaches(torch.zeros(9).pin_memory().data_ptr())
+    if torch.cuda.device_count() > 1:
+        assert not driver.reaches(torch.zeros(9, device="cuda:1").data_ptr())
+
+
+def test_staging_memory_is_pinned(driver: Any) -> None:
+    import cupy
+
+    address = driver.pinned(1000).ctypes.data
+    assert cupy.cuda.runtime.pointerGetAttributes(address).type == 1  # of the host, registered
+
+
+def test_the_device_is_that_of_the_layer() -> None:
+    from gradcomp.torch.devices import device_of
+
+    for index in range(torch.cuda.device_count()):
+        parameter = torch.nn.Parameter(torch.zeros(3, device=f"cuda:{index}"))
+        assert device_of([("weight", parameter)]) is devices.cuda(index)
+        assert devices.cuda(index).name == f"cuda:{index}"
+        assert nonzero(devices.cuda(index).driver, torch.ones(3, device=f"cuda:{index}"))
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="no usable cuda:99"):
+        devices.cuda(99)
+
+
+def test_other_threads_can_use_it(driver: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    tensors = [torch.full((3000,), float(i % 2), device="cuda:0") for i in range(8)]
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda tensor: nonzero(driver, tensor), tensors))
+    assert found == [bool(i % 2) for i in range(8)]
