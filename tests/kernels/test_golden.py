@@ -15,6 +15,7 @@ from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
 
 from gradcomp.kernels import bodies, reference, segments
 
+pytest.importorskip("gradcomp._native")
 native = bodies.named("native")
 GOLDEN = Path(__file__).parent / "golden" / "payloads.json"
 

@@ -12,6 +12,7 @@ from kernels.groups import magnitudes_of
 from gradcomp import kernels
 from gradcomp.kernels import bodies, reference, segments
 
+pytest.importorskip("gradcomp._native")
 native = bodies.named("native")
 BODY = pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
 

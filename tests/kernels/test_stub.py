@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import gradcomp
-from gradcomp import _native
+
+_native = pytest.importorskip("gradcomp._native")
 
 STUB = Path(gradcomp.__file__).parent / "_native.pyi"
 
