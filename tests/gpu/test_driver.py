@@ -37,8 +37,11 @@ def test_kernels_wait_for_what_the_frameworks_stream_holds(side: bool, driver: A
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)  # a tenth of a second
             tensor[123] = 1.0
-        driver.follow(driver.mark(stream.cuda_stream))
+        event = driver.mark(stream.cuda_stream)
+        assert not driver.reached(event)
+        driver.follow(event)
         assert nonzero(driver, tensor)
+        assert driver.reached(event)
 
 
 def test_the_framework_sees_what_a_call_wrote(driver: Any) -> None:

@@ -103,6 +103,8 @@ def test_an_unknown_kernel_is_an_error(driver: Any) -> None:
 
 
 def test_an_event_can_be_followed(driver: Any) -> None:
-    driver.follow(driver.mark(0))
+    event = driver.mark(0)
+    driver.follow(event)
     block = uploaded(driver, np.arange(9, dtype=np.uint8))
     assert downloaded(driver, block.address, 9).tolist() == list(range(9))
+    assert driver.reached(event)  # what was behind it is done
