@@ -16,6 +16,7 @@
 #include <random>
 #include <vector>
 
+#include <link.h>
 #include <ucontext.h>
 
 #define __global__
@@ -24,7 +25,13 @@
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
+// Thread-local for its own segment of memory: what a block finds there is garbage. Sanitizers know the ends
+// of static variables only.
+#ifdef CUDA_ON_CPU_SANITIZED
 #define __shared__ static
+#else
+#define __shared__ static thread_local
+#endif
 
 struct uint3 {
     unsigned x = 0, y = 0, z = 0;
@@ -67,6 +74,7 @@ namespace cuda_on_cpu {
 
 constexpr std::size_t stack_bytes = 128 << 10;
 constexpr unsigned most_threads = 1024;
+constexpr int garbage = 0xA7;
 
 struct Fiber {
     ucontext_t begin;
@@ -165,6 +173,26 @@ inline bool release() {
     return any;
 }
 
+// Memory that the threads of a block share, that of all kernels in this library.
+struct SharedMemory {
+    void* begin;
+    std::size_t size;
+};
+
+inline thread_local char any_of_it;
+
+inline int find_shared(dl_phdr_info* library, std::size_t, void* found) {
+    const auto own = reinterpret_cast<std::uintptr_t>(&find_shared) - library->dlpi_addr;
+    bool is_own = false;
+    for (int i = 0; i < library->dlpi_phnum; ++i) {
+        const auto& part = library->dlpi_phdr[i];
+        is_own |= part.p_type == PT_LOAD && own - part.p_vaddr < part.p_memsz;
+        if (part.p_type == PT_TLS)
+            *static_cast<SharedMemory*>(found) = {library->dlpi_tls_data, part.p_memsz};
+    }
+    return is_own ? 1 : 0;  // else the next one
+}
+
 // 0, or 1 if threads wait for each other for ever.
 inline int run_block(std::mt19937& random, int order) {
     std::vector<unsigned> queue(threads);
@@ -225,11 +253,19 @@ extern "C" inline __attribute__((used)) int cuda_on_cpu_launch(void (*kernel)(co
     cuda_on_cpu::threads = static_cast<unsigned>(threads);
     while (fibers.size() < cuda_on_cpu::threads) {
         fibers.emplace_back();
-        fibers.back().stack = std::make_unique<char[]>(stack_bytes);
+        fibers.back().stack = std::make_unique_for_overwrite<char[]>(stack_bytes);
     }
     blockDim = {static_cast<unsigned>(threads), 1, 1};
     gridDim = {static_cast<unsigned>(blocks), 1, 1};
+#ifndef CUDA_ON_CPU_SANITIZED
+    SharedMemory shared;
+    any_of_it = 0;  // it is there from now on
+    dl_iterate_phdr(find_shared, &shared);
+#endif
     for (std::int64_t block = 0; block < blocks; ++block) {
+#ifndef CUDA_ON_CPU_SANITIZED
+        std::memset(shared.begin, garbage, shared.size);
+#endif
         blockIdx = {static_cast<unsigned>(order == 1 ? blocks - 1 - block : block), 0, 0};
         if (run_block(random, order) != 0) return 1;
     }

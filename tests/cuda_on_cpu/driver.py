@@ -1,23 +1,41 @@
-"""The driver's stand-in: memory with guards on both sides, kernels as fibers; see cuda_on_cpu.hpp."""
+"""The driver's stand-in: memory with guards on both sides, kernels as fibers; see cuda_on_cpu.hpp.
+
+With GRADCOMP_SANITIZE_KERNELS=1 in the environment, kernels are compiled with the sanitizers of addresses and of
+undefined behaviour, and the process ends at the first thing they find. One of them has to be there first::
+
+    LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 GRADCOMP_SANITIZE_KERNELS=1 pytest ...
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import subprocess
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cuda_on_cpu import parameters
 from gradcomp.kernels.cuda import source
+from gradcomp.kernels.cuda.call import Call, Ref
 
 HERE = Path(__file__).parent
 GUARD = 256
 _PATTERN = 0xA7
+
+SANITIZED = os.environ.get("GRADCOMP_SANITIZE_KERNELS") == "1"
+_SANITIZE = (
+    *("-g", "-DCUDA_ON_CPU_SANITIZED", "-fsanitize=address,undefined,float-cast-overflow"),
+    *("-fno-sanitize-recover=all", "--param=asan-stack=0"),  # stacks are the fibers'
+)
+_one_at_a_time = threading.Lock()
 
 
 class Block:
@@ -50,6 +68,7 @@ class CpuDriver:
         self.events: list[tuple[str, Any]] = []
         self._folder = folder
         self._reached: dict[int, int] = {}  # memory of the device: where it begins and ends
+        self.gaps: list[tuple[int, int]] = []  # addresses and sizes, of what no kernel may touch
 
     def allocate(self, nbytes: int) -> Block:
         block = Block(nbytes)
@@ -83,9 +102,11 @@ class CpuDriver:
     def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
         library, kernel, name = function
         self.launched.append((name, blocks))
-        if library.cuda_on_cpu_launch(
-            kernel, ctypes.c_int64(blocks), threads, ctypes.c_void_p(argument), self.order
-        ):
+        with _one_at_a_time, _fenced(self.gaps):
+            stuck = library.cuda_on_cpu_launch(
+                kernel, ctypes.c_int64(blocks), threads, ctypes.c_void_p(argument), self.order
+            )
+        if stuck:
             raise RuntimeError(f"{name}: threads wait for each other for ever")
 
     def synchronize(self) -> None:
@@ -107,6 +128,50 @@ class CpuDriver:
         self.events.append(("follow", event))
 
 
+@contextmanager
+def _fenced(gaps: list[tuple[int, int]]) -> Iterator[None]:
+    """Nobody touches these meanwhile."""
+    for address, size in gaps:
+        _asan("__asan_poison_memory_region", address, size)
+    yield
+    for address, size in gaps:
+        _asan("__asan_unpoison_memory_region", address, size)
+
+
+def _asan(name: str, address: int, size: int) -> None:
+    getattr(ctypes.CDLL(None), name)(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+
+_launch = Call.launch
+
+
+def _launch_checked(call: Call, name: str, kernel: str, blocks: int, *given: Any, **settings: Any) -> None:
+    parameters.check(name, kernel, given)
+    _launch(call, name, kernel, blocks, *given, **settings)
+
+
+Call.launch = _launch_checked  # type: ignore[method-assign]
+
+if SANITIZED:
+    _upload = Call._upload
+
+    def _upload_and_fence(call: Call, base: int, size: int) -> np.ndarray:
+        """Each piece of a call's memory ends where it ends, not at the next boundary."""
+        pieces: list[Ref] = sum(call._kinds.values(), [launch.place for launch in call._launches])
+        pieces.sort(key=lambda piece: (piece.address, piece.nbytes))
+        driver: Any = call._driver
+        driver.gaps = [
+            (before.address + before.nbytes, after.address - before.address - before.nbytes)
+            for before, after in itertools.pairwise(pieces)
+            if after.address > before.address + before.nbytes
+        ]
+        last = pieces[-1]
+        driver.gaps.append((last.address + last.nbytes, GUARD))
+        return _upload(call, base, size)
+
+    Call._upload = _upload_and_fence  # type: ignore[method-assign]
+
+
 _libraries: dict[str, ctypes.CDLL] = {}
 
 
@@ -123,7 +188,9 @@ def compiled(folder: Path, name: str, defines: Mapping[str, object]) -> ctypes.C
         "-U_FORTIFY_SOURCE",
         "-w",
     ]
-    command += ["-fPIC", "-shared", *flags]
+    command += _SANITIZE if SANITIZED else ()
+    # A library's shared memory is its own, whatever others have under the same name.
+    command += ["-fPIC", "-shared", "-fno-gnu-unique", *flags]
     key = hashlib.sha256("\0".join([shim.read_text(), text, *command]).encode()).hexdigest()[:32]
     if key not in _libraries:
         target = folder / f"{key}.so"
