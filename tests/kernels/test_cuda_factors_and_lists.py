@@ -143,6 +143,19 @@ def test_layers_of_several_ranks_in_a_call() -> None:
     assert results[0] == results[1]
 
 
+def test_whole_numbers_are_factors_too() -> None:
+    results = []
+    for body, (decay, divisor, scale) in (
+        (bodies.named("reference"), (1.0, 3.0, 2.0)),
+        (cuda_body(), (1, 3, 2)),
+    ):
+        layers = Layers([(20, 30)], 3)
+        layers.expand(body, divisor, scale)
+        layers.project(body, decay)
+        results.append([layers.shadows[0].tobytes(), layers.outputs[0].tobytes()])
+    assert results[0] == results[1]
+
+
 def test_factors_on_the_device() -> None:
     results = []
     for wrap in (lambda array: array, OnDevice):

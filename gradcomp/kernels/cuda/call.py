@@ -11,6 +11,7 @@ lays everything out in one piece of device memory::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,13 +150,19 @@ class Call:
                 ref.address += block.address
         for ref, members in self._lists:
             ref.array = np.array([member.address for member in members], dtype=np.uint64)
-        staged = self._upload(block.address, ends["updated"])
-        for first, last in (("updated", "zeroed"), ("results", "zeroed_room")):
-            if ends[last] > ends[first]:
-                self._driver.zero(block.address + ends[first], ends[last] - ends[first])
-        for launch in self._launches:
-            self._driver.launch(launch.function, launch.blocks, launch.threads, launch.place.address)
-        self._download(block.address, ends["inputs"], ends["results"])
+        try:
+            staged = self._upload(block.address, ends["updated"])
+            for first, last in (("updated", "zeroed"), ("results", "zeroed_room")):
+                if ends[last] > ends[first]:
+                    self._driver.zero(block.address + ends[first], ends[last] - ends[first])
+            for launch in self._launches:
+                self._driver.launch(launch.function, launch.blocks, launch.threads, launch.place.address)
+            self._download(block.address, ends["inputs"], ends["results"])
+        except BaseException:
+            # What has been started still uses memory that others could be given, the caller's too.
+            with suppress(Exception):
+                self._driver.synchronize()
+            raise
         del block, staged  # not before the wait
 
     def _upload(self, base: int, size: int) -> Bytes:
@@ -197,8 +204,8 @@ def groups(table: SegmentTable) -> Sizes:
 def _packed(parameters: Sequence[Parameter]) -> npt.NDArray[np.uint8]:
     words = np.empty(len(parameters), dtype=np.uint64)
     for i, value in enumerate(parameters):
-        if isinstance(value, float):
-            words[i : i + 1] = np.array([value]).view(np.uint64)
+        if isinstance(value, (float, np.floating)):
+            words[i : i + 1] = np.array([value], dtype=np.float64).view(np.uint64)
         elif isinstance(value, Ref):
             words[i] = value.address
         elif isinstance(value, _Part):

@@ -83,7 +83,7 @@ class LowRankKernels:
                 "project.cu",
                 "project",
                 blocks,
-                *(*work, *tiling, scales, bad, given, sums.room, decay),
+                *(*work, *tiling, scales, bad, given, sums.room, float(decay)),
                 defines={"GRADCOMP_RANKS": most},
             )
         sums.add(written, bad)
@@ -171,7 +171,7 @@ class LowRankKernels:
         call = Call(self._driver)
         found = np.zeros(len(table), dtype=np.uint8)
         marks = (call.give(flags), call.result(found, zero=True))
-        _launch_product(call, "expand", layers, p, q, *marks, divisor, scale)
+        _launch_product(call, "expand", layers, p, q, *marks, float(divisor), float(scale))
         call.run()
         flags |= found
 
