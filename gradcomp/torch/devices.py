@@ -11,9 +11,9 @@ from gradcomp.torch.layers import Named
 
 
 def device_of(named: Named) -> Device:
-    """The one device of all parameters; ConfigError if there are several, or its kernels cannot run."""
+    """The one device of all parameters, the host if there are none; ConfigError if it is not one or cannot be used."""
     found = sorted({str(parameter.device) for _, parameter in named})
-    if found == ["cpu"]:
+    if not found or found == ["cpu"]:
         return HOST
     if len(found) > 1:
         raise ConfigError(

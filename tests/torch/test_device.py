@@ -85,6 +85,7 @@ def test_devices_that_cannot_be_used_are_named() -> None:
         return device, torch.nn.Parameter(torch.zeros(3, device=device))
 
     assert device_of([parameter("cpu")]) is devices.HOST
+    assert device_of([]) is devices.HOST
     with pytest.raises(gc.ConfigError, match="gradients on meta cannot be exchanged"):
         device_of([parameter("meta")])
     with pytest.raises(gc.ConfigError, match="are on cpu, meta; one optimizer"):
