@@ -17,6 +17,15 @@ class Finish {
     }
     float operator()(float value) const { return value / divisor_ * scale_; }
 
+    // All of them, with one look at the divisor.
+    template <int n>
+    void operator()(float (&values)[n]) const {
+        if (inverse_ != 0.0f)
+            for (float& value : values) value = value * inverse_ * scale_;
+        else
+            for (float& value : values) value = value / divisor_ * scale_;
+    }
+
   private:
     // Of a power of two, as far as it is a normal number; else 0.
     static float exact_inverse(float x) {

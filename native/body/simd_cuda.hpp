@@ -36,11 +36,13 @@ inline F32 operator*(F32 a, F32 b) {
 inline F32 operator/(F32 a, F32 b) {
     return {a.v / b.v};
 }
+// One instruction each. A NaN loses, and of two zeros either wins: where it matters, codecs look for the one
+// and turn the other into +0.
 inline F32 min(F32 a, F32 b) {
-    return {a.v < b.v ? a.v : b.v};
+    return {__builtin_fminf(a.v, b.v)};
 }
 inline F32 max(F32 a, F32 b) {
-    return {a.v > b.v ? a.v : b.v};
+    return {__builtin_fmaxf(a.v, b.v)};
 }
 
 // Integers wrap, as those of vectors do.
@@ -157,10 +159,10 @@ inline T reduce_team(T x, Op op) {
 }
 
 inline float reduce_min(F32 x) {
-    return reduce_team(x.v, [](float a, float b) { return a < b ? a : b; });
+    return reduce_team(x.v, [](float a, float b) { return __builtin_fminf(a, b); });
 }
 inline float reduce_max(F32 x) {
-    return reduce_team(x.v, [](float a, float b) { return a > b ? a : b; });
+    return reduce_team(x.v, [](float a, float b) { return __builtin_fmaxf(a, b); });
 }
 inline std::int32_t reduce_max(I32 x) {
     return reduce_team(x.v, [](std::int32_t a, std::int32_t b) { return a > b ? a : b; });

@@ -89,8 +89,8 @@ KERNEL(256) maxima(const AdacompParams* params) {
         atomicMax(largest + (bin - first_bin), x);
     }
     __syncthreads();
-    auto* const all = reinterpret_cast<std::int32_t*>(params->maxima) +
-                      at<std::int64_t>(params->bin_begins)[own.row] + first_bin;
+    auto* const all =
+        to<std::int32_t>(params->maxima) + at<std::int64_t>(params->bin_begins)[own.row] + first_bin;
     for (std::int64_t bin = threadIdx.x; bin < bins; bin += 256) {
         const bool shared = bin == 0 || bin == bins - 1;  // with another tile
         if (shared)
@@ -123,7 +123,6 @@ KERNEL(256) mark(const AdacompParams* params) {
         const float ahead = float_of(bits_of(c[i] + step) & 0x7FFFFFFF);
         if (largest > 0.0f && ahead >= largest) marked |= 1U << i;
     }
-    reinterpret_cast<std::uint8_t*>(
-        params->marks)[at<std::int64_t>(params->mark_begins)[own.row] + own.first / 8] =
+    to<std::uint8_t>(params->marks)[at<std::int64_t>(params->mark_begins)[own.row] + own.first / 8] =
         static_cast<std::uint8_t>(marked);
 }

@@ -22,7 +22,7 @@ struct BisectParams {
 };
 
 inline float* floats(std::uint64_t address) {
-    return reinterpret_cast<float*>(address);
+    return to<float>(address);
 }
 
 }  // namespace gradcomp::cuda
@@ -54,7 +54,7 @@ KERNEL(256) bisect_count(const BisectParams* params) {
         for (int i = 0; i < 8; ++i) count += first + i < end && absolute({x[i]}).v >= trial ? 1 : 0;
     }
     count = reduce_block(count, [](int a, int b) { return a + b; });
-    if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(params->reached) + row, count);
+    if (threadIdx.x == 0) atomicAdd(to<unsigned long long>(params->reached) + row, count);
 }
 
 // Halve in on it. One thread per row.
@@ -64,7 +64,7 @@ KERNEL(256) bisect_decide(const BisectParams* params) {
     float& trial = floats(params->trial)[row];
     float& high = floats(params->high)[row];
     float& found = floats(params->found)[row];
-    auto& reached = reinterpret_cast<unsigned long long*>(params->reached)[row];
+    auto& reached = to<unsigned long long>(params->reached)[row];
     if (trial < 0.0f) return;
     const auto count = static_cast<std::int64_t>(reached);
     reached = 0;

@@ -64,6 +64,7 @@ _CODEC_BYTES = 64  # of the state of a bucket between two kernels
 _LARGEST_OF_TEAM = 8192  # elements of a bucket that sixteen threads read
 _TEAMS = THREADS // 16
 _PIECE = 2048  # elements that stand for a bucket where codecs know none
+_DECODED = 4 * GROUP * THREADS  # elements that a block decodes
 
 
 Rows = npt.NDArray[np.int64]
@@ -234,7 +235,7 @@ class CodecKernels:
                     float(divisor),
                 )
             else:
-                blocks, rows = job.tiled(groups(job.table))
+                blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
                 call.launch(
                     "decode.cu",
                     "decode",
@@ -275,7 +276,7 @@ class CodecKernels:
         given = call.give(payload)
         for name, members in classes_of(codec, table["bits"]):
             job = _Job(call, table[members], call.room(0))
-            blocks, rows = job.tiled(groups(job.table))
+            blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
             call.launch(
                 "decode.cu",
                 "decode_add",

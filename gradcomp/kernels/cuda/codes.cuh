@@ -1,70 +1,155 @@
 // Eight codes of a payload: a piece of a bit stream that begins and ends with a byte, or whole 16- or 32-bit
-// codes.
+// codes. On their way from and to memory they are words, of which the first bytes count.
 #pragma once
 
 #include "common.cuh"
 
 namespace gradcomp::cuda {
 
-// The bytes of an integer, to a place that need not be aligned.
-template <class T>
-inline void write_bytes(std::uint8_t* p, T x, int bytes) {
-    if (bytes == static_cast<int>(sizeof(T)) && aligned(p, sizeof(T))) {
-        *reinterpret_cast<T*>(p) = x;
+// What eight codes take at most.
+template <class Code>
+inline constexpr int words_of_group = 2 * static_cast<int>(sizeof(Code));
+
+template <class Code>
+inline int bytes_of(int count, int bits) {
+    return sizeof(Code) == 1 ? (count * bits + 7) / 8 : count * static_cast<int>(sizeof(Code));
+}
+
+// Where the code of an element is whose number is a multiple of eight.
+template <class Code>
+inline std::int64_t place_of_codes(std::int64_t first, int bits) {
+    return sizeof(Code) == 1 ? first / 8 * bits : first * static_cast<int>(sizeof(Code));
+}
+
+template <int n>
+inline void write_words(std::uint8_t* p, int bytes, const std::uint32_t (&words)[n]) {
+    if (n % 4 == 0 && bytes == 4 * n && aligned(p, 16)) {
+#pragma unroll
+        for (int j = 0; j + 3 < n; j += 4)
+            reinterpret_cast<uint4*>(p)[j / 4] =
+                make_uint4(words[j], words[j + 1], words[j + 2], words[j + 3]);
+    } else if (bytes % 4 == 0 && aligned(p, 4)) {
+#pragma unroll
+        for (int j = 0; j < n; ++j)
+            if (4 * j < bytes) reinterpret_cast<std::uint32_t*>(p)[j] = words[j];
+    } else if (bytes % 2 == 0 && aligned(p, 2)) {
+#pragma unroll
+        for (int j = 0; j < 2 * n; ++j)
+            if (2 * j < bytes)
+                reinterpret_cast<std::uint16_t*>(p)[j] =
+                    static_cast<std::uint16_t>(words[j / 2] >> (16 * (j % 2)));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4 * n; ++i)
+            if (i < bytes) p[i] = static_cast<std::uint8_t>(words[i / 4] >> (8 * (i % 4)));
+    }
+}
+
+// The bytes that do not count are zero.
+template <int n>
+inline void read_words(const std::uint8_t* p, int bytes, std::uint32_t (&words)[n]) {
+    if (n % 4 == 0 && bytes == 4 * n && aligned(p, 16)) {
+#pragma unroll
+        for (int j = 0; j + 3 < n; j += 4) {
+            const uint4 four = reinterpret_cast<const uint4*>(p)[j / 4];
+            words[j] = four.x, words[j + 1] = four.y, words[j + 2] = four.z, words[j + 3] = four.w;
+        }
+    } else if (bytes % 4 == 0 && aligned(p, 4)) {
+#pragma unroll
+        for (int j = 0; j < n; ++j)
+            words[j] = 4 * j < bytes ? reinterpret_cast<const std::uint32_t*>(p)[j] : 0;
         return;
     }
-    for (int i = 0; i < bytes; ++i) p[i] = static_cast<std::uint8_t>(x >> (8 * i));
-}
-
-template <class T>
-inline T read_bytes(const std::uint8_t* p, int bytes) {
-    if (bytes == static_cast<int>(sizeof(T)) && aligned(p, sizeof(T))) return *reinterpret_cast<const T*>(p);
-    T x = 0;
-    for (int i = 0; i < bytes; ++i) x |= static_cast<T>(p[i]) << (8 * i);
-    return x;
-}
-
-// Code number `first`, a multiple of eight, and the `count` <= 8 from there on.
-template <class Code>
-inline void write_codes(std::uint8_t* codes, std::int64_t first, std::int64_t count, int bits,
-                        const I32 (&code)[8]) {
-    if constexpr (sizeof(Code) == 1) {
-        std::uint64_t word = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            if (i < count) word |= static_cast<std::uint64_t>(code[i].v) << (i * bits);
-        std::uint8_t* const p = codes + first / 8 * bits;
-        const int bytes = static_cast<int>((count * bits + 7) / 8);
-        if (bytes == 4)
-            write_bytes(p, static_cast<std::uint32_t>(word), 4);
-        else
-            write_bytes(p, word, bytes);
+    for (int j = 0; j < n; ++j) words[j] = 0;
+    if (bytes % 2 == 0 && aligned(p, 2)) {
+#pragma unroll
+        for (int j = 0; j < 2 * n; ++j)
+            if (2 * j < bytes)
+                words[j / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(p)[j]} << (16 * (j % 2));
     } else {
-        for (int i = 0; i < 8; ++i)
-            if (i < count)
-                write_bytes(codes + (first + i) * static_cast<int>(sizeof(Code)),
-                            static_cast<Code>(code[i].v), sizeof(Code));
+#pragma unroll
+        for (int i = 0; i < 4 * n; ++i)
+            if (i < bytes) words[i / 4] |= static_cast<std::uint32_t>(p[i]) << (8 * (i % 4));
     }
 }
 
+// The first `count` <= 8 of some codes, or none, to where they begin.
 template <class Code>
-inline void read_codes(const std::uint8_t* codes, std::int64_t first, std::int64_t count, int bits,
-                       I32 (&code)[8]) {
-    if constexpr (sizeof(Code) == 1) {
-        const std::uint8_t* const p = codes + first / 8 * bits;
-        const int bytes = static_cast<int>((count * bits + 7) / 8);
-        const std::uint64_t word =
-            bytes == 4 ? read_bytes<std::uint32_t>(p, 4) : read_bytes<std::uint64_t>(p, bytes);
-        const std::uint64_t mask = (std::uint64_t{1} << bits) - 1;
+inline void write_codes(std::uint8_t* p, int count, int bits, const I32 (&code)[8]) {
+    std::uint32_t digit[8], words[words_of_group<Code>];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) code[i] = splat(static_cast<std::int32_t>(word >> (i * bits) & mask));
-    } else {
+    for (int i = 0; i < 8; ++i) digit[i] = static_cast<std::uint32_t>(code[i].v);
+    if (count < group) {
+#pragma unroll
         for (int i = 0; i < 8; ++i)
-            code[i] =
-                splat(i < count ? static_cast<std::int32_t>(read_bytes<Code>(
-                                      codes + (first + i) * static_cast<int>(sizeof(Code)), sizeof(Code)))
-                                : 0);
+            if (i >= count) digit[i] = 0;
     }
+    if constexpr (sizeof(Code) == 1) {
+        // As digits of two numbers: a multiplication each, where a shift would take another instruction.
+        const std::uint32_t base = std::uint32_t{1} << bits;
+        std::uint32_t low = digit[3], high = digit[7];
+#pragma unroll
+        for (int i = 2; i >= 0; --i) {
+            low = low * base + digit[i];
+            high = high * base + digit[4 + i];
+        }
+        const std::uint64_t both = low | static_cast<std::uint64_t>(high) << (4 * bits);
+        words[0] = static_cast<std::uint32_t>(both), words[1] = static_cast<std::uint32_t>(both >> 32);
+    } else {
+#pragma unroll
+        for (int j = 0; j < words_of_group<Code>; ++j)
+            words[j] =
+                sizeof(Code) == 4 ? digit[j] : (digit[2 * j % 8] & 0xFFFF) | digit[(2 * j + 1) % 8] << 16;
+    }
+    write_words(p, bytes_of<Code>(count, bits), words);
+}
+
+// Codes as they come from memory: all loads of a thread are under way before the first is looked into.
+template <class Code>
+struct Packed {
+    std::uint32_t words[words_of_group<Code>];
+
+    void read(const std::uint8_t* p, int count, int bits) {
+        read_words(p, bytes_of<Code>(count, bits), words);
+    }
+
+    void unpack(int bits, I32 (&code)[8]) const {
+        if constexpr (sizeof(Code) == 1) {
+            const std::uint32_t mask = (std::uint32_t{1} << bits) - 1;
+            const std::uint64_t both = words[0] | static_cast<std::uint64_t>(words[1]) << 32;
+            const auto low = words[0], high = static_cast<std::uint32_t>(both >> (4 * bits));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                code[i] = splat(static_cast<std::int32_t>(low >> (i * bits) & mask));
+                code[4 + i] = splat(static_cast<std::int32_t>(high >> (i * bits) & mask));
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                code[i] = splat(static_cast<std::int32_t>(
+                    sizeof(Code) == 4 ? words[i] : words[i / 2] >> (16 * (i % 2)) & 0xFFFF));
+        }
+    }
+};
+
+// One code.
+template <class Code>
+inline I32 read_code(const std::uint8_t* codes, std::int64_t i, int bits) {
+    std::uint32_t code = 0;
+    if constexpr (sizeof(Code) == 1) {
+        const std::uint8_t* const p = codes + (i * bits >> 3);
+        const int shift = static_cast<int>(i * bits & 7);
+        code = p[0];
+        if (shift + bits > 8) code |= static_cast<std::uint32_t>(p[1]) << 8;
+        code = code >> shift & ((std::uint32_t{1} << bits) - 1);
+    } else {
+        const std::uint8_t* const p = codes + i * static_cast<int>(sizeof(Code));
+#pragma unroll
+        for (int byte = 0; byte < static_cast<int>(sizeof(Code)); ++byte)
+            code |= static_cast<std::uint32_t>(p[byte]) << (8 * byte);
+    }
+    return splat(static_cast<std::int32_t>(code));
 }
 
 // Where the payload of a row has its scale records and its codes.
@@ -79,5 +164,19 @@ struct Payload {
           buckets((segment.length + bucket_size - 1) / bucket_size),
           scale_bytes(buckets * Class::record_bytes) {}
 };
+
+// A codec from its record.
+template <class Class>
+inline Class codec_of(const std::uint8_t* payload, std::int64_t bucket, const Level& level) {
+    constexpr int words = static_cast<int>(Class::record_bytes + 3) / 4;
+    const std::uint8_t* const record = payload + bucket * Class::record_bytes;
+    if constexpr (words == 0) {
+        return Class(record, level);
+    } else {
+        std::uint32_t copy[words];
+        read_words(record, static_cast<int>(Class::record_bytes), copy);
+        return Class(reinterpret_cast<const std::uint8_t*>(copy), level);
+    }
+}
 
 }  // namespace gradcomp::cuda

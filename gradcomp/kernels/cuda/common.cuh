@@ -34,9 +34,19 @@ inline std::int64_t smaller(std::int64_t a, std::int64_t b) {
     return a < b ? a : b;
 }
 
+// How many of eight elements there are, if so many are left.
+inline int count_of(std::int64_t left) {
+    return left >= group ? static_cast<int>(group) : left > 0 ? static_cast<int>(left) : 0;
+}
+
+template <class T>
+inline T* to(std::uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
 template <class T>
 inline const T* at(std::uint64_t address) {
-    return reinterpret_cast<const T*>(address);
+    return to<T>(address);
 }
 
 template <class T>
@@ -94,6 +104,59 @@ inline void write_halves(std::uint16_t* p, std::int64_t count, const std::uint16
         if (i < count) p[i] = x[i];
 }
 
+// Elements that half a warp reads or writes together, eight per thread.
+inline constexpr std::int64_t strip = 16 * group;
+
+// Where in a strip a thread's eight begin. A vector holds four: for neighbours to access neighbouring ones,
+// the threads of a pair take eight of the strip's first and of its second half, and swap one vector.
+inline int place_in_strip() {
+    const unsigned thread = threadIdx.x % 16;
+    return static_cast<int>(8 * (thread / 2 + thread % 2 * 8));
+}
+
+// From a thread's vectors of a strip's halves to its own eight elements, and back.
+inline void swap_vectors(float (&x)[8]) {
+    const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float other = __shfl_xor_sync(half_warp_mask(), odd ? x[i] : x[4 + i], 1, 16);
+        x[i] = odd ? other : x[i];
+        x[4 + i] = odd ? x[4 + i] : other;
+    }
+}
+
+inline void load_vectors(const float* strip_begin, float (&x)[8]) {
+    const auto* const vectors = reinterpret_cast<const float4*>(strip_begin) + threadIdx.x % 16;
+    const float4 low = vectors[0], high = vectors[16];
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+// A strip of an array that `left` elements follow from its begin on. The half warps of a warp may be at
+// different strips, all threads of one at the same.
+inline void write_strip(float* p, std::int64_t left, const float (&x)[8]) {
+    if (left >= strip && aligned(p, 16)) {
+        float y[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = x[i];
+        swap_vectors(y);
+        auto* const vectors = reinterpret_cast<float4*>(p) + threadIdx.x % 16;
+        vectors[0] = make_float4(y[0], y[1], y[2], y[3]);
+        vectors[16] = make_float4(y[4], y[5], y[6], y[7]);
+        return;
+    }
+    write_floats(p + place_in_strip(), smaller(group, left - place_in_strip()), x);
+}
+
+inline void read_strip(const float* p, std::int64_t left, float (&x)[8]) {
+    if (left >= strip && aligned(p, 16)) {
+        load_vectors(p, x);
+        swap_vectors(x);
+        return;
+    }
+    read_floats(p + place_in_strip(), smaller(group, left - place_in_strip()), x);
+}
+
 // Eight elements of a gradient as float32; zero where there is none.
 inline void read_gradient(const Segment& segment, std::int64_t first, std::int64_t count, float (&x)[8]) {
 #pragma unroll
@@ -119,7 +182,7 @@ inline float gradient_at(const Segment& segment, std::int64_t i) {
 inline void write_output(const Segment& segment, std::int64_t first, std::int64_t count,
                          const float (&x)[8]) {
     if (segment.dtype == Dtype::float32) {
-        write_floats(reinterpret_cast<float*>(segment.output) + first, count, x);
+        write_floats(to<float>(segment.output) + first, count, x);
         return;
     }
     std::uint16_t half[8];
@@ -127,7 +190,16 @@ inline void write_output(const Segment& segment, std::int64_t first, std::int64_
 #pragma unroll
     for (int i = 0; i < 8; ++i)
         half[i] = static_cast<std::uint16_t>((bfloat ? to_bfloat16({x[i]}) : to_half({x[i]})).v);
-    write_halves(reinterpret_cast<std::uint16_t*>(segment.output) + first, count, half);
+    write_halves(to<std::uint16_t>(segment.output) + first, count, half);
+}
+
+// A strip of them.
+inline void write_output_strip(const Segment& segment, std::int64_t first, const float (&x)[8]) {
+    const std::int64_t left = segment.length - first;
+    if (segment.dtype == Dtype::float32)
+        write_strip(to<float>(segment.output) + first, left, x);
+    else
+        write_output(segment, first + place_in_strip(), smaller(group, left - place_in_strip()), x);
 }
 
 }  // namespace gradcomp::cuda

@@ -23,71 +23,98 @@ struct DecodeParams {
     double divisor, scale;
 };
 
-// The thread's elements of a row.
+// What half a warp decodes of a row: strips, a block's all together.
+inline constexpr int strips = 4;
+
 struct Part {
     Segment segment;
-    std::int64_t row, first, count;
+    std::int64_t row, begin, left;
 
     explicit Part(const DecodeParams& params) {
         const auto* tiles = at<std::int64_t>(params.tiles);
         row = row_of(tiles, params.row_count, blockIdx.x);
         segment = at<Segment>(params.rows)[row];
-        first = 8 * ((blockIdx.x - tiles[row]) * 256 + threadIdx.x);
-        count = smaller(group, segment.length - first);
+        begin = ((blockIdx.x - tiles[row]) * 16 + threadIdx.x / 16) * strips * strip;
+        left = segment.length - begin;
     }
+
+    // The thread's elements of a strip.
+    std::int64_t place(int k) const { return begin + k * strip + place_in_strip(); }
+    int count(int k) const { return count_of(left - k * strip - place_in_strip()); }
 };
 
-// Whether a code of a bucket that begins in this part, occurring or not, finishes as something not finite.
-template <class Codec>
-inline bool bounds_overflow(const Part& part, const std::uint8_t* payload, const Level& level,
-                            const Finish& finish) {
-    const std::int64_t size = Payload<Codec>(part.segment).bucket_size;
-    bool any = false;
-    if constexpr (Codec::bounded) {
-        for (std::int64_t bucket = (part.first + size - 1) / size; bucket * size < part.first + part.count;
-             ++bucket) {
-            const Codec codec(payload + bucket * Codec::record_bytes, level);
-            for (const float bound : codec.bounds) any |= overflows(finish(bound), part.segment.dtype);
-        }
+// `each` gets the numbers of strips, their values and how many there are; `enter` gets every codec that a
+// thread needs.
+template <class Enter, class Each>
+inline void for_strips(const DecodeParams& params, const Part& part, Enter enter, Each each) {
+    using Code = Class::Code;
+    const Level level(part.segment, at<float>(params.magnitudes));
+    const Payload<Class> layout(part.segment);
+    const std::uint8_t* const payload = at<std::uint8_t>(params.payload) + part.segment.payload;
+    const std::uint8_t* const codes =
+        payload + layout.scale_bytes + place_of_codes<Code>(part.place(0), part.segment.bits);
+    Packed<Code> packed[strips];
+    int count[strips];
+#pragma unroll
+    for (int k = 0; k < strips; ++k) {
+        count[k] = part.count(k);
+        packed[k].read(codes + place_of_codes<Code>(k * strip, part.segment.bits), count[k],
+                       part.segment.bits);
     }
-    return any;
+    // A thread without elements looks at its neighbours' bucket.
+    Reader<Class> reader(payload, layout, level, count[0] > 0 ? part.place(0) : part.begin);
+    enter(reader.codec());
+#pragma unroll
+    for (int k = 0; k < strips; ++k) {
+        if (part.left <= k * strip) continue;
+        float x[8] = {};
+        if (count[k] > 0) reader.read(packed[k], part.place(k), count[k], x, enter);
+        each(k, count[k], x);
+    }
 }
 
 }  // namespace gradcomp::cuda
 
 KERNEL(256) decode(const DecodeParams* params) {
     const Part part(*params);
-    if (part.count <= 0) return;
-    float x[8];
+    if (part.left <= 0) return;
     if (at<std::uint8_t>(params->flags)[part.row] != 0) {
+        float x[8];
         for (float& each : x) each = float_of(0x7FC00000);
-        write_output(part.segment, part.first, part.count, x);
+        for (int k = 0; k < strips; ++k) write_output_strip(part.segment, part.begin + k * strip, x);
         return;
     }
-    const Level level(part.segment, at<float>(params->magnitudes));
-    const std::uint8_t* const payload = at<std::uint8_t>(params->payload) + part.segment.payload;
-    read_values<Class>(payload, part.segment, level, part.first, part.count, x);
     const Finish finish(static_cast<float>(params->divisor), static_cast<float>(params->scale));
-    bool bad = bounds_overflow<Class>(part, payload, level, finish);
+    const Dtype dtype = part.segment.dtype;
+    bool bad = false;
+    // Where codes are bounded, whether one that need not occur finishes as something not finite counts.
+    const auto enter = [&]<class Codec>(const Codec& codec) {
+        if constexpr (Codec::bounded)
+            for (const float bound : codec.bounds) bad |= overflows(finish(bound), dtype);
+    };
+    for_strips(*params, part, enter, [&](int k, int count, float (&x)[8]) {
+        finish(x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        x[i] = finish(F32{x[i]}).v;
-        if (!Class::bounded && i < part.count) bad |= overflows(x[i], part.segment.dtype);
-    }
-    write_output(part.segment, part.first, part.count, x);
-    if (bad) const_cast<std::uint8_t*>(at<std::uint8_t>(params->bad))[part.row] = 1;
+        for (int i = 0; i < 8; ++i)
+            if (!Class::bounded && i < count) bad |= overflows(x[i], dtype);
+        write_output_strip(part.segment, part.begin + k * strip, x);
+    });
+    if (bad) to<std::uint8_t>(params->bad)[part.row] = 1;
 }
 
 KERNEL(256) decode_add(const DecodeParams* params) {
     const Part part(*params);
-    if (part.count <= 0) return;
-    float x[8], sum[8] = {};
-    const Level level(part.segment, at<float>(params->magnitudes));
-    read_values<Class>(at<std::uint8_t>(params->payload) + part.segment.payload, part.segment, level,
-                       part.first, part.count, x);
-    read_floats(at<float>(part.segment.output) + part.first, part.count, sum);
+    if (part.left <= 0) return;
     const Finish finish(1.0f, static_cast<float>(params->scale));
+    float* const sums = to<float>(part.segment.output) + part.begin;
+    for_strips(
+        *params, part, [](const Class&) {},
+        [&](int k, int, float (&x)[8]) {
+            float sum[8] = {};
+            read_strip(sums + k * strip, part.left - k * strip, sum);
+            finish(x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = sum[i] + finish(F32{x[i]}).v;
-    write_floats(reinterpret_cast<float*>(part.segment.output) + part.first, part.count, x);
+            for (int i = 0; i < 8; ++i) x[i] = sum[i] + x[i];
+            write_strip(sums + k * strip, part.left - k * strip, x);
+        });
 }

@@ -31,7 +31,7 @@ KERNEL(256) draw_indices(const DrawParams* params) {
     // Stratum j begins at floor(j n / k) = j quotient + floor(j remainder / k).
     const std::uint64_t extra = begin * drawn.remainder;
     std::uint64_t first = begin * drawn.quotient + extra / drawn.count, over = extra % drawn.count;
-    auto* const indices = reinterpret_cast<std::uint32_t*>(params->indices) + drawn.offset;
+    auto* const indices = to<std::uint32_t>(params->indices) + drawn.offset;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (begin + static_cast<std::uint64_t>(i) >= drawn.count) return;

@@ -50,7 +50,8 @@ static_assert(sizeof(Class) <= 64);
 // A bucket of a row, and who works on it.
 struct Job {
     Segment segment;
-    std::int64_t row, bucket, begin, end;
+    std::int64_t row, bucket, begin, elements;
+    std::uint8_t *payload, *codes;  // of the row
     bool any;
 
     explicit Job(const EncodeParams& params) {
@@ -61,101 +62,156 @@ struct Job {
         bucket = (blockIdx.x - tiles[row]) * teams + threadIdx.x / team_threads;
         any = bucket < layout.buckets;
         begin = bucket * layout.bucket_size;
-        end = smaller(begin + layout.bucket_size, segment.length);
+        elements = smaller(layout.bucket_size, segment.length - begin);
+        payload = to<std::uint8_t>(params.payload) + segment.payload;
+        codes = payload + layout.scale_bytes;
+    }
+
+    // By one thread: the record of the bucket, and whether it is sound.
+    void write(const EncodeParams& params, const Class& codec) const {
+        if (!codec.representable()) to<std::uint8_t>(params.bad)[row] = 1;
+        codec.write(payload + bucket * Class::record_bytes);
     }
 };
 
-template <class Source>
-inline Class::Range range_of(const Source& source, const Segment& segment, std::int64_t begin,
-                             std::int64_t end) {
-    typename Class::Range range;
-    if constexpr (order_free<typename Class::Range>) {
-        for (std::int64_t first = begin / 8 * 8 + 8 * team_rank(); first < end; first += 8 * team_threads) {
-            float c[8];
-            source.read(first, smaller(group, segment.length - first), c);
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (first + i >= begin && first + i < end) range.add({c[i]});
-        }
-    } else if (team_rank() < 16) {
-        for (std::int64_t i = begin + team_rank(); i < end; i += 16) range.add({source.one(i)});
-    }
-    return range;
+inline Stream stream_of(const EncodeParams& params) {
+    return {params.seed, static_cast<std::uint32_t>(params.step), static_cast<std::uint32_t>(params.rank)};
 }
 
-template <bool stochastic>
-inline void encode_group(const EncodeParams& params, const Segment& segment, std::int64_t first,
-                         std::int64_t count, const float (&c)[8], const Class (&codecs)[1]) {
-    const Class& codec = codecs[0];
-    float u[8] = {};
-    const Stream stream{params.seed, static_cast<std::uint32_t>(params.step),
-                        static_cast<std::uint32_t>(params.rank)};
-    if constexpr (stochastic) draw(stream, segment.layer, segment.start + first, u);
-    I32 code[8];
-    float lost[8];
+// --- buckets of whole groups: half a warp for each, strip by strip ---
+
+// Strips that a thread holds at once: all of a bucket of 512 elements, which is read once.
+inline constexpr int strips = 4;
+inline constexpr std::int64_t held = strips * strip;
+
+using Held = float[strips][8];
+
+// Add elements of a bucket, of which `left` are held.
+inline void add_held(typename Class::Range& range, const Held& c, std::int64_t left) {
+    if constexpr (order_free<typename Class::Range>) {
+        if (left >= held) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        code[i] = codec.template code<stochastic>({c[i]}, {u[i]});
-        lost[i] = (F32{c[i]} - codec.value(code[i])).v;
+            for (int k = 0; k < strips; ++k)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) range.add({c[k][i]});
+            return;
+        }
+#pragma unroll
+        for (int k = 0; k < strips; ++k) {
+            const int count = count_of(left - k * strip - place_in_strip());
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (i < count) range.add({c[k][i]});
+        }
+    } else {
+        // To the lanes by way of shared memory, where the two strips of a warp lie in different banks.
+        alignas(16) __shared__ float of_teams[teams][strip + 16];
+        float* const own = of_teams[threadIdx.x / team_threads];
+#pragma unroll
+        for (int k = 0; k < strips; ++k) {
+            const std::int64_t count = left - k * strip;
+            if (count <= 0) continue;
+            __syncwarp(half_warp_mask());  // of the strip before
+            auto* const vectors = reinterpret_cast<float4*>(own + place_in_strip());
+            vectors[0] = make_float4(c[k][0], c[k][1], c[k][2], c[k][3]);
+            vectors[1] = make_float4(c[k][4], c[k][5], c[k][6], c[k][7]);
+            __syncwarp(half_warp_mask());
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (16 * i + team_rank() < count) range.add({own[16 * i + team_rank()]});
+        }
     }
-    auto* const codes = const_cast<std::uint8_t*>(at<std::uint8_t>(params.payload)) + segment.payload +
-                        Payload<Class>(segment).scale_bytes;
-    write_codes<typename Class::Code>(codes, first, count, segment.bits, code);
-    if (segment.shadow != 0) write_floats(reinterpret_cast<float*>(segment.shadow) + first, count, lost);
+}
+
+// `whole`: everything that is held exists.
+template <bool stochastic, bool whole>
+inline void encode_held(const EncodeParams& params, const Job& job, std::int64_t begin, std::int64_t left,
+                        const Held& c, const Class& codec) {
+    const Segment& segment = job.segment;
+    const Stream stream = stream_of(params);
+    const std::int64_t first = begin + place_in_strip();
+    std::uint8_t* const codes = job.codes + place_of_codes<typename Class::Code>(first, segment.bits);
+    float* const shadow = to<float>(segment.shadow) + begin;
+#pragma unroll
+    for (int k = 0; k < strips; ++k) {
+        if (!whole && left <= k * strip) continue;
+        float u[8] = {};
+        if constexpr (stochastic) draw(stream, segment.layer, segment.start + first + k * strip, u);
+        I32 code[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) code[i] = codec.template code<stochastic>({c[k][i]}, {u[i]});
+        const int count = whole ? static_cast<int>(group) : count_of(left - k * strip - place_in_strip());
+        write_codes<typename Class::Code>(
+            codes + place_of_codes<typename Class::Code>(k * strip, segment.bits), count, segment.bits, code);
+        if (segment.shadow == 0) continue;
+        float lost[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) lost[i] = (F32{c[k][i]} - codec.value(code[i])).v;
+        write_strip(shadow + k * strip, whole ? strip : left - k * strip, lost);
+    }
 }
 
 template <bool stochastic, class Source>
 inline void encode_buckets(const EncodeParams& params) {
     const Job job(params);
     if (!job.any) return;
-    const Segment& segment = job.segment;
-    const Source source(params, segment);
-    const Level level(segment, at<float>(params.magnitudes));
-    const std::int64_t elements = job.end - job.begin;
-
-    // Small buckets stay in registers between the two passes.
-    constexpr int kept = 4;
-    constexpr bool keeps = order_free<typename Class::Range>;
-    const bool small = keeps && elements <= kept * 8 * team_threads;
-    float c[kept][8];
+    const Source source(params, job.segment);
+    Held c;
     typename Class::Range range;
-    if (small) {
-#pragma unroll
-        for (int k = 0; k < kept; ++k) {
-            const std::int64_t first = 8 * (team_rank() + k * team_threads);
-            if (first >= elements) continue;
-            const std::int64_t count = smaller(group, elements - first);
-            source.read(job.begin + first, count, c[k]);
+    for (std::int64_t done = 0; done < job.elements; done += held) {
+        source.read_strips(job.bucket, job.begin + done, job.elements - done, c);
+        add_held(range, c, job.elements - done);
+    }
+    const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), job.elements);
+    if (team_rank() == 0) job.write(params, codec);
+    for (std::int64_t done = 0; done < job.elements; done += held) {
+        if (job.elements > held) source.read_strips(job.bucket, job.begin + done, job.elements - done, c);
+        if (job.elements - done >= held)
+            encode_held<stochastic, true>(params, job, job.begin + done, held, c, codec);
+        else
+            encode_held<stochastic, false>(params, job, job.begin + done, job.elements - done, c, codec);
+    }
+}
+
+// --- buckets of any size ---
+
+template <class Source>
+inline Class::Range range_of(const Source& source, const Job& job) {
+    typename Class::Range range;
+    const std::int64_t begin = job.begin, end = begin + job.elements, length = job.segment.length;
+    const std::int64_t origin = begin / 8 * 8 + 8 * team_rank();
+    if constexpr (order_free<typename Class::Range>) {
+        for (std::int64_t first = origin; first < end; first += 8 * team_threads) {
+            float c[8];
+            source.read(first, smaller(group, length - first), c);
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (i < count) range.add({c[k][i]});
+                if (first + i >= begin && first + i < end) range.add({c[i]});
         }
+    } else if constexpr (team_threads == 16) {
+        for (std::int64_t i = begin + team_rank(); i < end; i += 16) range.add({source.one(job.bucket, i)});
     } else {
-        range = range_of(source, segment, job.begin, job.end);
-    }
-
-    const Class codec[1] = {Class(range, level, elements)};
-    if (team_rank() == 0) {
-        if (!codec[0].representable()) const_cast<std::uint8_t*>(at<std::uint8_t>(params.bad))[job.row] = 1;
-        codec[0].write(const_cast<std::uint8_t*>(at<std::uint8_t>(params.payload)) + segment.payload +
-                       job.bucket * Class::record_bytes);
-    }
-
-    if (small) {
+        // Sixteen threads add, in the order that the definition asks for; all of them fetch, a tile ahead.
+        constexpr int tile = 8 * team_threads;
+        __shared__ float kept[tile];
+        float c[8] = {};
+        if (origin < end) source.read(origin, smaller(group, length - origin), c);
+        for (std::int64_t first = begin / 8 * 8; first < end; first += tile) {
+            __syncthreads();  // of the tile before
 #pragma unroll
-        for (int k = 0; k < kept; ++k) {
-            const std::int64_t first = 8 * (team_rank() + k * team_threads);
-            if (first < elements)
-                encode_group<stochastic>(params, segment, job.begin + first, smaller(group, elements - first),
-                                         c[k], codec);
+            for (int i = 0; i < 8; ++i) kept[8 * team_rank() + i] = c[i];
+            __syncthreads();
+            const std::int64_t next = first + tile + 8 * team_rank();
+            if (next < end) source.read(next, smaller(group, length - next), c);
+            if (team_rank() >= 16) continue;
+            const auto here = static_cast<int>(smaller(tile, end - first));
+            const int skipped = first < begin ? static_cast<int>(begin - first) : 0;
+            const auto lane = static_cast<int>((team_rank() + begin - first) % 16 + 16) % 16;
+#pragma unroll 8
+            for (int i = lane < skipped ? lane + 16 : lane; i < here; i += 16) range.add({kept[i]});
         }
-        return;
     }
-    for (std::int64_t first = job.begin + 8 * team_rank(); first < job.end; first += 8 * team_threads) {
-        const std::int64_t count = smaller(group, job.end - first);
-        source.read(first, count, c[0]);
-        encode_group<stochastic>(params, segment, first, count, c[0], codec);
-    }
+    return range;
 }
 
 template <class Source>
@@ -163,14 +219,10 @@ inline void find_ranges(const EncodeParams& params) {
     const Job job(params);
     if (!job.any) return;
     const Source source(params, job.segment);
-    const typename Class::Range range = range_of(source, job.segment, job.begin, job.end);
-    const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), job.end - job.begin);
+    const Class codec(range_of(source, job), Level(job.segment, at<float>(params.magnitudes)), job.elements);
     if (team_rank() != 0) return;
-    if (!codec.representable()) const_cast<std::uint8_t*>(at<std::uint8_t>(params.bad))[job.row] = 1;
-    codec.write(const_cast<std::uint8_t*>(at<std::uint8_t>(params.payload)) + job.segment.payload +
-                job.bucket * Class::record_bytes);
-    const std::int64_t number = at<std::int64_t>(params.codec_begins)[job.row] + job.bucket;
-    const_cast<Class*>(at<Class>(params.codecs))[number] = codec;
+    job.write(params, codec);
+    to<Class>(params.codecs)[at<std::int64_t>(params.codec_begins)[job.row] + job.bucket] = codec;
 }
 
 // Eight codes per thread, of as many buckets as they happen to belong to.
@@ -186,60 +238,70 @@ inline void encode_codes(const EncodeParams& params) {
     float c[8];
     source.read(first, count, c);
     const Payload<Class> layout(segment);
-    const Class* const codecs = at<Class>(params.codecs) + at<std::int64_t>(params.codec_begins)[row];
-    const Stream stream{params.seed, static_cast<std::uint32_t>(params.step),
-                        static_cast<std::uint32_t>(params.rank)};
     float u[8] = {};
-    if constexpr (stochastic) draw(stream, segment.layer, segment.start + first, u);
+    if constexpr (stochastic) draw(stream_of(params), segment.layer, segment.start + first, u);
+    const std::int64_t bucket = first / layout.bucket_size;
+    const Class* next = at<Class>(params.codecs) + at<std::int64_t>(params.codec_begins)[row] + bucket;
+    Class codec = *next;
+    std::int64_t end = (bucket + 1) * layout.bucket_size;
     I32 code[8];
     float lost[8];
+#pragma unroll
     for (int i = 0; i < 8; ++i) {
         code[i] = splat(0);
         lost[i] = 0.0f;
         if (i >= count) continue;
-        const Class codec = codecs[(first + i) / layout.bucket_size];
+        if (first + i == end) {
+            codec = *++next;
+            end += layout.bucket_size;
+        }
         code[i] = codec.template code<stochastic>({c[i]}, {u[i]});
         lost[i] = (F32{c[i]} - codec.value(code[i])).v;
     }
-    auto* const codes = const_cast<std::uint8_t*>(at<std::uint8_t>(params.payload)) + segment.payload;
-    write_codes<typename Class::Code>(codes + layout.scale_bytes, first, count, segment.bits, code);
-    if (segment.shadow != 0) write_floats(reinterpret_cast<float*>(segment.shadow) + first, count, lost);
+    using Code = Class::Code;
+    std::uint8_t* const codes = to<std::uint8_t>(params.payload) + segment.payload + layout.scale_bytes;
+    write_codes<Code>(codes + place_of_codes<Code>(first, segment.bits), static_cast<int>(count),
+                      segment.bits, code);
+    if (segment.shadow != 0) write_floats(to<float>(segment.shadow) + first, count, lost);
 }
 
 }  // namespace gradcomp::cuda
 
+// Two blocks share a processor's registers: one loads while the other computes.
+#define PAIRED_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
+
 #if GRADCOMP_TEAM == 16
 
-KERNEL(256) encode_nearest(const EncodeParams* params) {
+PAIRED_KERNEL(256) encode_nearest(const EncodeParams* params) {
     encode_buckets<false, FromGradient>(*params);
 }
-KERNEL(256) reduce_nearest(const EncodeParams* params) {
+PAIRED_KERNEL(256) reduce_nearest(const EncodeParams* params) {
     encode_buckets<false, FromPayloads<Class>>(*params);
 }
-KERNEL(256) encode_codes_nearest(const EncodeParams* params) {
+PAIRED_KERNEL(256) encode_codes_nearest(const EncodeParams* params) {
     encode_codes<false, FromGradient>(*params);
 }
-KERNEL(256) reduce_codes_nearest(const EncodeParams* params) {
+PAIRED_KERNEL(256) reduce_codes_nearest(const EncodeParams* params) {
     encode_codes<false, FromPayloads<Class>>(*params);
 }
-KERNEL(256) encode_stochastic(const EncodeParams* params) {
+PAIRED_KERNEL(256) encode_stochastic(const EncodeParams* params) {
     encode_buckets<Class::draws, FromGradient>(*params);
 }
-KERNEL(256) reduce_stochastic(const EncodeParams* params) {
+PAIRED_KERNEL(256) reduce_stochastic(const EncodeParams* params) {
     encode_buckets<Class::draws, FromPayloads<Class>>(*params);
 }
-KERNEL(256) encode_codes_stochastic(const EncodeParams* params) {
+PAIRED_KERNEL(256) encode_codes_stochastic(const EncodeParams* params) {
     encode_codes<Class::draws, FromGradient>(*params);
 }
-KERNEL(256) reduce_codes_stochastic(const EncodeParams* params) {
+PAIRED_KERNEL(256) reduce_codes_stochastic(const EncodeParams* params) {
     encode_codes<Class::draws, FromPayloads<Class>>(*params);
 }
 
 #endif
 
-KERNEL(256) encode_ranges(const EncodeParams* params) {
+PAIRED_KERNEL(256) encode_ranges(const EncodeParams* params) {
     find_ranges<FromGradient>(*params);
 }
-KERNEL(256) reduce_ranges(const EncodeParams* params) {
+PAIRED_KERNEL(256) reduce_ranges(const EncodeParams* params) {
     find_ranges<FromPayloads<Class>>(*params);
 }

@@ -70,14 +70,13 @@ inline bool all_wide(const ProductParams& params, const Part& part, std::uint64_
 
 template <bool wide>
 inline void write_output(const Segment& segment, std::int64_t at_, std::int64_t count, const float (&x)[4]) {
-    if (segment.dtype == Dtype::float32)
-        return write_vector<wide>(reinterpret_cast<float*>(segment.output) + at_, count, x);
+    if (segment.dtype == Dtype::float32) return write_vector<wide>(to<float>(segment.output) + at_, count, x);
     const bool bfloat = segment.dtype == Dtype::bfloat16;
     std::uint16_t half[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j)
         half[j] = static_cast<std::uint16_t>((bfloat ? to_bfloat16({x[j]}) : to_half({x[j]})).v);
-    write_vector<wide>(reinterpret_cast<std::uint16_t*>(segment.output) + at_, count, half);
+    write_vector<wide>(to<std::uint16_t>(segment.output) + at_, count, half);
 }
 
 template <bool wide>
@@ -101,12 +100,12 @@ inline void expand_part(const ProductParams& params, const Part& part) {
             write_output<wide>(segment, part.element(i, b), part.end - b, x[i]);
         }
     }
-    if (bad) reinterpret_cast<std::uint8_t*>(params.bad)[part.layer.index] = 1;
+    if (bad) to<std::uint8_t>(params.bad)[part.layer.index] = 1;
 }
 
 template <bool wide>
 inline void subtract_part(const ProductParams& params, const Part& part) {
-    auto* const shadow = reinterpret_cast<float*>(part.segment.shadow);
+    auto* const shadow = to<float>(part.segment.shadow);
     const Product<wide> product(params, part);
     for (std::int64_t b = part.begin; b < part.end; b += part.step) {
         const std::int64_t count = part.end - b;

@@ -74,7 +74,7 @@ inline std::uint64_t low_mask(std::int64_t width) {
 }
 
 inline void complain(std::uint64_t wrong, std::int64_t row, std::uint32_t what) {
-    atomicOr(reinterpret_cast<std::uint32_t*>(wrong) + row, what);
+    atomicOr(to<std::uint32_t>(wrong) + row, what);
 }
 
 // --- encoding ---
@@ -138,7 +138,7 @@ KERNEL(256) encode_streams(const CodeParams* params) {
         found = positions_word(word, indices, words);
     else
         found = fields_word(word, indices);
-    write_word(reinterpret_cast<std::uint8_t*>(params->payload) + word.place(), word.bytes, found);
+    write_word(to<std::uint8_t>(params->payload) + word.place(), word.bytes, found);
 }
 
 // --- decoding ---
@@ -198,7 +198,7 @@ KERNEL(256) count_positions(const CodeParams* params) {
             at<std::uint8_t>(params->payload)[stream.low_place + stream.low_bits / 8] >>
             (stream.low_bits % 8));
     if (padding != 0) complain(params->wrong, stream.row, padding_set);
-    if (threadIdx.x == 0) reinterpret_cast<std::int64_t*>(params->begins)[blockIdx.x] = total;
+    if (threadIdx.x == 0) to<std::int64_t>(params->begins)[blockIdx.x] = total;
 }
 
 // One block per stream.
@@ -206,7 +206,7 @@ KERNEL(256) add_counts(const CodeParams* params) {
     const Stream stream = at<Stream>(params->streams)[blockIdx.x];
     const std::int64_t first = at<std::int64_t>(params->tiles)[blockIdx.x];
     const std::int64_t tiles = at<std::int64_t>(params->tiles)[blockIdx.x + 1] - first;
-    std::int64_t* const begins = reinterpret_cast<std::int64_t*>(params->begins) + first;
+    std::int64_t* const begins = to<std::int64_t>(params->begins) + first;
     std::int64_t sum = 0;
     for (std::int64_t i = threadIdx.x; i - threadIdx.x < tiles; i += 256) {
         std::uint32_t total;
@@ -224,7 +224,7 @@ KERNEL(256) decode_positions(const CodeParams* params) {
     std::uint32_t bits = read_positions(word, params->payload, padding);
     std::int64_t number = at<std::int64_t>(params->begins)[blockIdx.x] +
                           sum_before(static_cast<std::uint32_t>(__popc(bits)), total);
-    auto* const indices = reinterpret_cast<std::uint32_t*>(params->indices) + stream.offset;
+    auto* const indices = to<std::uint32_t>(params->indices) + stream.offset;
     bool beyond = false;
     // Whoever sends more of them is refused, and written nowhere.
     for (; bits != 0 && number < stream.count; bits &= bits - 1, ++number) {
@@ -254,7 +254,7 @@ KERNEL(256) copy_lists(const ListParams* params) {
     const auto* tiles = at<std::int64_t>(params->tiles);
     const std::int64_t row = row_of(tiles, params->count, blockIdx.x);
     const List list = at<List>(params->lists)[row];
-    auto* const indices = reinterpret_cast<std::uint32_t*>(params->indices) + list.offset;
+    auto* const indices = to<std::uint32_t>(params->indices) + list.offset;
     const std::int64_t begin = (blockIdx.x - tiles[row]) * 256 * per_thread;
     for (std::int64_t i = begin + threadIdx.x; i < smaller(list.count, begin + 256 * per_thread); i += 256)
         indices[i] = list.place < 0 ? static_cast<std::uint32_t>(i)

@@ -58,8 +58,7 @@ class Tile {
         nan_is_infinite_ = params.nan_is_infinite != 0;
         marked_ = params.marked != 0;
         if (params.marks != 0)
-            marks_ =
-                reinterpret_cast<std::uint8_t*>(params.marks) + at<std::int64_t>(params.mark_begins)[row];
+            marks_ = to<std::uint8_t>(params.marks) + at<std::int64_t>(params.mark_begins)[row];
     }
 
     // c = factor * gradient + decay * residual, into the shadow; whether something is not finite.
@@ -74,7 +73,7 @@ class Tile {
 #pragma unroll
             for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
         }
-        write_floats(reinterpret_cast<float*>(segment_.shadow) + first, count, c);
+        write_floats(to<float>(segment_.shadow) + first, count, c);
         bool bad = false;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {

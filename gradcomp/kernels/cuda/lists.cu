@@ -41,7 +41,7 @@ inline void for_repeated(const ListParams& params, Each each) {
     if (refused(params)) return;
     for_items(params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t item) {
         if (at<std::uint8_t>(params.repeated)[row] == 0) return;
-        each(reinterpret_cast<std::uint32_t*>(segment.shadow) + at<std::uint32_t>(params.indices)[at_], at_,
+        each(to<std::uint32_t>(segment.shadow) + at<std::uint32_t>(params.indices)[at_], at_,
              static_cast<std::uint32_t>(item + 1));
     });
 }
@@ -52,18 +52,16 @@ KERNEL(256) check(const ListParams* params) {
     for_items(*params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t item) {
         const std::uint32_t index = at<std::uint32_t>(params->indices)[at_];
         if (index >= segment.length)
-            atomicMax(reinterpret_cast<std::uint32_t*>(params->bad),
-                      static_cast<std::uint32_t>(params->row_count - row));
+            atomicMax(to<std::uint32_t>(params->bad), static_cast<std::uint32_t>(params->row_count - row));
         if (params->repeated != 0 && item > 0 && index <= at<std::uint32_t>(params->indices)[at_ - 1])
-            reinterpret_cast<std::uint8_t*>(params->repeated)[row] = 1;
+            to<std::uint8_t>(params->repeated)[row] = 1;
     });
 }
 
 KERNEL(256) take(const ListParams* params) {
     if (refused(*params)) return;
     for_items(*params, [&](std::int64_t, const Segment& segment, std::int64_t at_, std::int64_t) {
-        reinterpret_cast<float*>(params->values)[at_] =
-            at<float>(segment.shadow)[at<std::uint32_t>(params->indices)[at_]];
+        to<float>(params->values)[at_] = at<float>(segment.shadow)[at<std::uint32_t>(params->indices)[at_]];
     });
 }
 
@@ -78,7 +76,7 @@ KERNEL(256) claim(const ListParams* params) {
 
 KERNEL(256) decide(const ListParams* params) {
     for_repeated(*params, [&](const std::uint32_t* place, std::int64_t at_, std::uint32_t number) {
-        reinterpret_cast<std::uint8_t*>(params->last)[at_] = *place == number ? 1 : 0;
+        to<std::uint8_t>(params->last)[at_] = *place == number ? 1 : 0;
     });
 }
 
@@ -86,7 +84,6 @@ KERNEL(256) put(const ListParams* params) {
     if (refused(*params)) return;
     for_items(*params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t) {
         if (at<std::uint8_t>(params->repeated)[row] != 0 && at<std::uint8_t>(params->last)[at_] == 0) return;
-        reinterpret_cast<float*>(segment.shadow)[at<std::uint32_t>(params->indices)[at_]] =
-            at<float>(params->values)[at_];
+        to<float>(segment.shadow)[at<std::uint32_t>(params->indices)[at_]] = at<float>(params->values)[at_];
     });
 }

@@ -52,7 +52,7 @@ inline void find_losses(const LossParams& params) {
     const std::int64_t origin = begin / 8 * 8 + 8 * team_rank();
     float c[kept][8];
     typename Class::Range range;
-    for (std::int64_t i = begin + team_rank(); i < end; i += 16) range.add({source.one(i)});
+    for (std::int64_t i = begin + team_rank(); i < end; i += 16) range.add({source.one(bucket, i)});
 #pragma unroll
     for (int k = 0; k < kept; ++k) {
         const std::int64_t first = origin + 8 * 16 * k;
@@ -94,7 +94,7 @@ inline void find_losses(const LossParams& params) {
     if (threadIdx.x >= params.levels) return;
     double sum = 0.0;
     for (int team = 0; team < 16; ++team) sum += lost[team][threadIdx.x];
-    reinterpret_cast<double*>(params.partial)[blockIdx.x * params.levels + threadIdx.x] = sum;
+    to<double>(params.partial)[blockIdx.x * params.levels + threadIdx.x] = sum;
 }
 
 }  // namespace gradcomp::cuda

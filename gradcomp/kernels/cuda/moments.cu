@@ -41,5 +41,5 @@ KERNEL(256) moments(const MomentParams* params) {
     if (threadIdx.x >= 2) return;
     double all = 0.0;
     for (int team = 0; team < 16; ++team) all += sums[team][threadIdx.x];
-    reinterpret_cast<double*>(params->partial)[2 * std::int64_t{blockIdx.x} + threadIdx.x] = all;
+    to<double>(params->partial)[2 * std::int64_t{blockIdx.x} + threadIdx.x] = all;
 }

@@ -36,7 +36,7 @@ KERNEL(256) largest_magnitudes(const LargestParams* params) {
         const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFF, largest, distance);
         largest = other > largest ? other : largest;
     }
-    if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<std::uint32_t*>(params->largest) + row, largest);
+    if (threadIdx.x % 32 == 0) atomicMax(to<std::uint32_t>(params->largest) + row, largest);
 }
 
 namespace {
@@ -144,7 +144,7 @@ struct OrthogonaliseParams {
 KERNEL(256) orthogonalise(const OrthogonaliseParams* params) {
     __shared__ Shared shared;
     const std::int64_t* const matrix = at<std::int64_t>(params->matrices) + 4 * std::int64_t{blockIdx.x};
-    float* const p = reinterpret_cast<float*>(params->p) + matrix[0];
+    float* const p = to<float>(params->p) + matrix[0];
     const std::int64_t n = matrix[1], rank = matrix[2];
     const std::uint32_t* const largest = at<std::uint32_t>(params->largest) + matrix[3];
     for (std::int64_t k = 0; k < rank; ++k)

@@ -33,23 +33,29 @@ inline void philox(const Stream& stream, std::uint32_t block, std::uint32_t laye
 
 // Draws in [0, 1) of the layer's elements first..first+8.
 inline void draw(const Stream& stream, std::uint32_t layer, std::int64_t first, float (&u)[8]) {
-    std::uint32_t words[8];
-    std::uint32_t (&low)[4] = *reinterpret_cast<std::uint32_t (*)[4]>(words);
-    std::uint32_t (&high)[4] = *reinterpret_cast<std::uint32_t (*)[4]>(words + 4);
+    std::uint32_t words[8] = {}, behind[4];
     const auto block = static_cast<std::uint32_t>(first / 8);
     const int skipped = static_cast<int>(first % 8);
-    philox(stream, block, layer, low);
-    if (skipped == 0) {
+    philox(stream, block, layer, behind);
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            u[i] = static_cast<float>(words[i / 2] >> (16 * (i % 2)) & 0xFFFF) * 0x1p-16f;
-        return;
+    for (int i = 0; i < 4; ++i) words[i] = behind[i];
+    if (skipped != 0) {
+        philox(stream, block + 1, layer, behind);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[4 + i] = behind[i];
+        // Step by step, so that words stay in registers.
+#pragma unroll
+        for (int i = 0; i < 6; ++i)
+            if ((skipped & 4) != 0) words[i] = words[i + 2];
+#pragma unroll
+        for (int i = 0; i < 5; ++i)
+            if ((skipped & 2) != 0) words[i] = words[i + 1];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if ((skipped & 1) != 0) words[i] = words[i] >> 16 | words[i + 1] << 16;
     }
-    philox(stream, block + 1, layer, high);
-    for (int i = 0; i < 8; ++i) {
-        const int j = skipped + i;
-        u[i] = static_cast<float>(words[j / 2] >> (16 * (j % 2)) & 0xFFFF) * 0x1p-16f;
-    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) u[i] = static_cast<float>(words[i / 2] >> (16 * (i % 2)) & 0xFFFF) * 0x1p-16f;
 }
 
 }  // namespace gradcomp::cuda

@@ -16,3 +16,5 @@ using ::memcpy;
 #define INT32_MIN (-2147483647 - 1)
 #define __builtin_inff() __int_as_float(0x7F800000)
 #define __builtin_sqrt(x) sqrt(x)
+#define __builtin_fminf(a, b) fminf(a, b)
+#define __builtin_fmaxf(a, b) fmaxf(a, b)

@@ -75,9 +75,7 @@ class Contribution {
                 const std::int32_t magnitude = bits_of(c[i][j]) & 0x7FFFFFFF;
                 if (any && magnitude > largest) largest = magnitude;
             }
-            if (any)
-                write_vector<wide>(reinterpret_cast<float*>(segment.shadow) + part_.element(i, b), count,
-                                   c[i]);
+            if (any) write_vector<wide>(to<float>(segment.shadow) + part_.element(i, b), count, c[i]);
         }
     }
 
@@ -118,7 +116,7 @@ inline void project_part(const ProjectParams& params, const Part& part) {
     const Layer& layer = part.layer;
     const Contribution<wide> contribution(params, part);
     const float* const q = at<float>(params.q) + layer.q_at;
-    float* const parts = reinterpret_cast<float*>(params.parts) + layer.parts_at;
+    float* const parts = to<float>(params.parts) + layer.parts_at;
     std::int32_t largest = 0;
     for (std::int64_t first = 0; first == 0 || first < layer.rank; first += ranks) {
         float sums[project_rows][ranks] = {};
@@ -155,7 +153,7 @@ inline void project_part(const ProjectParams& params, const Part& part) {
             }
         }
     }
-    if (largest >= float32_overflow) reinterpret_cast<std::uint8_t*>(params.bad)[layer.index] = 1;
+    if (largest >= float32_overflow) to<std::uint8_t>(params.bad)[layer.index] = 1;
 }
 
 }  // namespace
@@ -194,7 +192,7 @@ inline void back_project_unit(const BackProjectParams& params, const Layer& laye
     const std::int64_t width = smaller(back_columns, layer.columns - b);
     const float* const m = at<float>(shadow) + b;
     const float* const p = at<float>(params.p) + layer.p_at;
-    float* const parts = reinterpret_cast<float*>(params.parts) + layer.parts_at;
+    float* const parts = to<float>(params.parts) + layer.parts_at;
     const std::int64_t begin = chunk * params.chunk_rows + group_rows * (lane / layer.lanes);
     const std::int64_t end = width > 0 ? smaller(layer.rows, (chunk + 1) * params.chunk_rows) : begin;
     const std::int64_t step = group_rows * (32 / layer.lanes);
@@ -290,5 +288,5 @@ KERNEL(256) add_parts(const SumParams* params) {
         for (int distance = 16; distance > 0; distance /= 2)
             total = total + __shfl_xor_sync(whole_warp, total, distance);
     if (params->bad != 0 && at<std::uint8_t>(params->bad)[sum.index] != 0) total = float_of(0x7FC00000);
-    if (thread % sum.per_element == 0) reinterpret_cast<float*>(params->result)[sum.to + element] = total;
+    if (thread % sum.per_element == 0) to<float>(params->result)[sum.to + element] = total;
 }

@@ -14,8 +14,7 @@ struct DiscardParams {
 // Zero the payloads of rows that are not finite. One block per row.
 KERNEL(256) discard(const DiscardParams* params) {
     if (at<std::uint8_t>(params->bad)[blockIdx.x] == 0) return;
-    auto* const payload =
-        reinterpret_cast<std::uint8_t*>(params->payload) + at<std::int64_t>(params->begins)[blockIdx.x];
+    auto* const payload = to<std::uint8_t>(params->payload) + at<std::int64_t>(params->begins)[blockIdx.x];
     for (std::int64_t i = threadIdx.x; i < at<std::int64_t>(params->sizes)[blockIdx.x]; i += 256)
         payload[i] = 0;
 }
@@ -30,7 +29,7 @@ struct CollectParams {
 KERNEL(256) collect(const CollectParams* params) {
     const std::int64_t row = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
     if (row < params->row_count)
-        reinterpret_cast<std::uint8_t*>(params->found)[at<std::int64_t>(params->rows)[row]] =
+        to<std::uint8_t>(params->found)[at<std::int64_t>(params->rows)[row]] =
             at<std::uint8_t>(params->bad)[row];
 }
 
@@ -56,7 +55,7 @@ KERNEL(256) nonzero(const NonzeroParams* params) {
         read_gradient(segment, first, count, x);
         for (int i = 0; i < count; ++i) any |= x[i] != 0.0f;
     }
-    if (any) reinterpret_cast<std::uint8_t*>(params->found)[row] = 1;
+    if (any) to<std::uint8_t>(params->found)[row] = 1;
 }
 
 // The codec of float64, which copies: contributions, values and outputs are doubles, residuals stay float32.
@@ -87,12 +86,12 @@ struct Double {
 
 inline double read_double(std::uint64_t p) {
     double x;
-    std::memcpy(&x, reinterpret_cast<const std::uint8_t*>(p), sizeof x);
+    std::memcpy(&x, at<std::uint8_t>(p), sizeof x);
     return x;
 }
 
 inline void write_double(std::uint64_t p, double x) {
-    std::memcpy(reinterpret_cast<std::uint8_t*>(p), &x, sizeof x);
+    std::memcpy(to<std::uint8_t>(p), &x, sizeof x);
 }
 
 inline bool is_finite(double x) {
@@ -102,9 +101,9 @@ inline bool is_finite(double x) {
 inline void encode_double(const DoublesParams& params, const Double& at_, double c) {
     const Segment& segment = at_.segment;
     if (segment.residual != 0) c = c + params.decay * static_cast<double>(at<float>(segment.residual)[at_.i]);
-    if (segment.shadow != 0) reinterpret_cast<float*>(segment.shadow)[at_.i] = 0.0f;
+    if (segment.shadow != 0) to<float>(segment.shadow)[at_.i] = 0.0f;
     write_double(params.payload + static_cast<std::uint64_t>(segment.payload + 8 * at_.i), c);
-    if (!is_finite(c)) reinterpret_cast<std::uint8_t*>(params.bad)[at_.row] = 1;
+    if (!is_finite(c)) to<std::uint8_t>(params.bad)[at_.row] = 1;
 }
 
 }  // namespace
@@ -136,7 +135,7 @@ KERNEL(256) decode_doubles(const DoublesParams* params) {
         x = read_double(params->payload +
                         static_cast<std::uint64_t>(element.segment.payload + 8 * element.i));
         x = x / params->divisor * params->scale;
-        if (!is_finite(x)) reinterpret_cast<std::uint8_t*>(params->bad)[element.row] = 1;
+        if (!is_finite(x)) to<std::uint8_t>(params->bad)[element.row] = 1;
     }
-    reinterpret_cast<double*>(element.segment.output)[element.i] = x;
+    to<double>(element.segment.output)[element.i] = x;
 }

@@ -60,7 +60,7 @@ KERNEL(256) check_lists(const ScatterParams* params) {
         else if (index >= length && found == 0)
             found = word;
     }
-    if (found != 0) atomicMax(reinterpret_cast<std::uint32_t*>(params->refused), found);
+    if (found != 0) atomicMax(to<std::uint32_t>(params->refused), found);
 }
 
 // 2048 outputs per block: the ranks' items are added to sums in shared memory, one rank after the other.
@@ -131,5 +131,5 @@ KERNEL(256) scatter(const ScatterParams* params) {
         bad |= i < count && overflows(x[i], segment.dtype);
     }
     write_output(segment, first, count, x);
-    if (bad) reinterpret_cast<std::uint8_t*>(params->bad)[row] = 1;
+    if (bad) to<std::uint8_t>(params->bad)[row] = 1;
 }

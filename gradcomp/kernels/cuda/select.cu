@@ -73,11 +73,11 @@ inline void pass(const SelectParams params) {
             for (int i = 0; i < 8; ++i) digits.add(key[i]);
         }
     }
-    if (bad) reinterpret_cast<std::uint8_t*>(params.bad)[tile.row] = 1;
+    if (bad) to<std::uint8_t>(params.bad)[tile.row] = 1;
     if constexpr (counts) {
         digits.flush();
         __syncthreads();
-        auto* const all = reinterpret_cast<std::uint32_t*>(params.histograms) + tile.row * most_bins;
+        auto* const all = to<std::uint32_t>(params.histograms) + tile.row * most_bins;
         for (int i = static_cast<int>(threadIdx.x); i < 1 << params.bits; i += 256)
             if (bins[i] != 0) atomicAdd(all + i, bins[i]);
     }
@@ -120,14 +120,14 @@ KERNEL(256) histogram_marking(const SelectParams* params) {
 // The next digit of a row's last key; the histogram is zero again. One block per row.
 KERNEL(256) pick(const SelectParams* params) {
     const std::int64_t row = blockIdx.x;
-    auto* const states = reinterpret_cast<State*>(params->states);
+    auto* const states = to<State>(params->states);
     const State state = states[row];
     const int bins = 1 << params->bits, own = bins / 256;
     const bool first = params->shift + params->bits == 31;
     if (state.prefix == selects_all || state.prefix == selects_none) return;
 
     // From the top: the first thread has the largest digits.
-    auto* const histogram = reinterpret_cast<std::uint32_t*>(params->histograms) + row * most_bins;
+    auto* const histogram = to<std::uint32_t>(params->histograms) + row * most_bins;
     const int top = bins - 1 - static_cast<int>(threadIdx.x) * own;
     std::uint32_t size[most_bins / 256], sum = 0, total;
 #pragma unroll
@@ -160,7 +160,7 @@ KERNEL(256) count(const SelectParams* params) {
         found += above_and_with(key, last);
     }
     found = reduce_block(found, [](std::uint32_t a, std::uint32_t b) { return a + b; });
-    if (threadIdx.x == 0) reinterpret_cast<std::uint64_t*>(params->tile_counts)[blockIdx.x] = widened(found);
+    if (threadIdx.x == 0) to<std::uint64_t>(params->tile_counts)[blockIdx.x] = widened(found);
 }
 
 // What the tiles before each tile of a row have. One block per row.
@@ -173,11 +173,11 @@ KERNEL(256) scan(const SelectParams* params) {
         std::uint64_t total;
         const std::uint64_t own = tile < tiles[row + 1] ? at<std::uint64_t>(params->tile_counts)[tile] : 0;
         const std::uint64_t sum = sum_before(own, total);
-        if (tile < tiles[row + 1]) reinterpret_cast<std::uint64_t*>(params->tile_begins)[tile] = before + sum;
+        if (tile < tiles[row + 1]) to<std::uint64_t>(params->tile_begins)[tile] = before + sum;
         before += total;
     }
     if (params->found != 0 && threadIdx.x == 0)
-        reinterpret_cast<std::int64_t*>(params->found)[row] =
+        to<std::int64_t>(params->found)[row] =
             above(before) + smaller(with_last(before), at<State>(params->states)[row].need);
 }
 
@@ -185,8 +185,8 @@ KERNEL(256) write_selection(const SelectParams* params) {
     const Tile tile(*params);
     const State state = at<State>(params->states)[tile.row];
     const std::int64_t offset = at<std::int64_t>(params->offsets)[tile.row];
-    auto* const indices = reinterpret_cast<std::uint32_t*>(params->indices) + offset;
-    auto* const values = reinterpret_cast<float*>(params->values) + offset;
+    auto* const indices = to<std::uint32_t>(params->indices) + offset;
+    auto* const values = to<float>(params->values) + offset;
     if (params->bad != 0 && at<std::uint8_t>(params->bad)[tile.row] != 0) {
         const std::int64_t end = smaller(tile.end, at<std::int64_t>(params->wanted)[tile.row]);
         for (std::int64_t i = tile.begin + threadIdx.x; i < end; i += 256) {
@@ -226,5 +226,5 @@ KERNEL(256) threshold(const SelectParams* params) {
     const std::int64_t row = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
     if (row >= params->row_count) return;
     const std::int32_t key = at<State>(params->states)[row].prefix;
-    reinterpret_cast<float*>(params->values)[row] = float_of(key == selects_none ? infinite : key);
+    to<float>(params->values)[row] = float_of(key == selects_none ? infinite : key);
 }

@@ -1,6 +1,8 @@
 // The two sources of contributions: a rank's own gradient, and the mean of what the ranks sent.
 #pragma once
 
+#include "native/body/finish.hpp"
+
 #include "codes.cuh"
 
 namespace gradcomp::cuda {
@@ -26,7 +28,43 @@ class FromGradient {
         for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
     }
 
-    float one(std::int64_t i) const {
+    // Strips from `begin` on, a multiple of eight, of a bucket; zero where less than that is left.
+    template <int strips>
+    void read_strips(std::int64_t, std::int64_t begin, std::int64_t left, float (&c)[strips][8]) const {
+        const float* const gradient = at<float>(segment_.gradient) + begin;
+        const float* const residual = at<float>(segment_.residual) + begin;
+        const bool vectors = segment_.dtype == Dtype::float32 && segment_.gradient != 0 &&
+                             aligned(gradient, 16) && (segment_.residual == 0 || aligned(residual, 16));
+        if (left < strips * strip || !vectors) {
+#pragma unroll
+            for (int k = 0; k < strips; ++k) {
+                const std::int64_t place = k * strip + place_in_strip();
+                read(begin + place, smaller(group, left - place), c[k]);
+            }
+            return;
+        }
+        // All loads before the first value is used.
+#pragma unroll
+        for (int k = 0; k < strips; ++k) load_vectors(gradient + k * strip, c[k]);
+        if (segment_.residual == 0) {
+#pragma unroll
+            for (int k = 0; k < strips; ++k)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) c[k][i] = scale_ * c[k][i];
+        } else {
+            float r[strips][8];
+#pragma unroll
+            for (int k = 0; k < strips; ++k) load_vectors(residual + k * strip, r[k]);
+#pragma unroll
+            for (int k = 0; k < strips; ++k)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) c[k][i] = scale_ * c[k][i] + decay_ * r[k][i];
+        }
+#pragma unroll
+        for (int k = 0; k < strips; ++k) swap_vectors(c[k]);
+    }
+
+    float one(std::int64_t, std::int64_t i) const {
         const float c = scale_ * gradient_at(segment_, i);
         return segment_.residual == 0 ? c : c + decay_ * at<float>(segment_.residual)[i];
     }
@@ -36,56 +74,144 @@ class FromGradient {
     float scale_, decay_;
 };
 
-// Values of one payload, elements first..first+count of a row.
+// Codec and bucket that some elements of a payload belong to: few of those that follow need another.
 template <class Class>
-inline void read_values(const std::uint8_t* payload, const Segment& segment, const Level& level,
-                        std::int64_t first, std::int64_t count, float (&values)[8]) {
-    const Payload<Class> layout(segment);
-    I32 code[8];
-    read_codes<typename Class::Code>(payload + layout.scale_bytes, first, count, segment.bits, code);
-    std::int64_t bucket = first / layout.bucket_size;
-    std::int64_t end = (bucket + 1) * layout.bucket_size;
-    Class codec(payload + bucket * Class::record_bytes, level);
+class Reader {
+  public:
+    Reader(const std::uint8_t* payload, const Payload<Class>& layout, const Level& level, std::int64_t first)
+        : payload_(payload),
+          size_(layout.bucket_size),
+          level_(level),
+          bucket_(first / size_),
+          end_((bucket_ + 1) * size_),
+          codec_(codec_of<Class>(payload, bucket_, level)) {}
+
+    // Values of elements first..first+count, count <= 8, none of them before those of an earlier call.
+    // `enter` sees each further codec.
+    template <class Enter>
+    void read(const Packed<typename Class::Code>& packed, std::int64_t first, int count, float (&values)[8],
+              Enter enter) {
+        I32 code[8];
+        packed.unpack(level_.bits, code);
+        // Once, but where buckets end in between.
+        for (std::int64_t next = first; next == first || next < first + count; next = end_) {
+            if (next >= end_) {
+                bucket_ = next / size_;
+                end_ = (bucket_ + 1) * size_;
+                codec_ = codec_of<Class>(payload_, bucket_, level_);
+                enter(codec_);
+            }
+            const auto begin = static_cast<int>(next - first);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (i >= count) {
-            values[i] = 0.0f;
-            continue;
+            for (int i = 0; i < 8; ++i)
+                if (i >= begin) values[i] = codec_.value(code[i]).v;
         }
-        if (first + i >= end) {
-            ++bucket;
-            end += layout.bucket_size;
-            codec = Class(payload + bucket * Class::record_bytes, level);
-        }
-        values[i] = codec.value(code[i]).v;
     }
-}
+
+    const Class& codec() const { return codec_; }
+
+  private:
+    const std::uint8_t* payload_;
+    std::int64_t size_;
+    const Level& level_;
+    std::int64_t bucket_, end_;
+    Class codec_;
+};
 
 // c = (value_0 + value_1 + ...) / divisor + decay * residual
 template <class Class>
 class FromPayloads {
   public:
+    using Code = Class::Code;
+
     template <class Params>
     FromPayloads(const Params& params, const Segment& segment)
         : segment_(segment),
+          layout_(segment),
           level_(segment, at<float>(params.magnitudes)),
           payloads_(at<std::uint64_t>(params.payloads)),
           count_(params.payload_count),
-          divisor_(static_cast<float>(params.divisor)),
+          mean_(static_cast<float>(params.divisor), 1.0f),
           decay_(static_cast<float>(params.decay)) {}
 
     void read(std::int64_t first, std::int64_t count, float (&c)[8]) const {
-        read_values<Class>(at<std::uint8_t>(payloads_[0]) + segment_.payload, segment_, level_, first, count,
-                           c);
-        for (std::int64_t sender = 1; sender < count_; ++sender) {
-            float values[8];
-            read_values<Class>(at<std::uint8_t>(payloads_[sender]) + segment_.payload, segment_, level_,
-                               first, count, values);
+        float mean[1][8];
+        average(mean, [&](std::int64_t sender, float (&values)[1][8]) {
+            const std::uint8_t* const payload = from(sender);
+            Packed<Code> packed;
+            packed.read(payload + layout_.scale_bytes + place_of_codes<Code>(first, segment_.bits),
+                        static_cast<int>(count), segment_.bits);
+            Reader<Class> reader(payload, layout_, level_, first);
+            reader.read(packed, first, static_cast<int>(count), values[0], [](const Class&) {});
+        });
 #pragma unroll
-            for (int i = 0; i < 8; ++i) c[i] = c[i] + values[i];
+        for (int i = 0; i < 8; ++i) c[i] = mean[0][i];
+        add_residual(first, count, c);
+    }
+
+    template <int strips>
+    void read_strips(std::int64_t bucket, std::int64_t begin, std::int64_t left,
+                     float (&c)[strips][8]) const {
+        average(c, [&](std::int64_t sender, float (&values)[strips][8]) {
+            const std::uint8_t* const payload = from(sender);
+            Packed<Code> packed[strips];
+#pragma unroll
+            for (int k = 0; k < strips; ++k) {
+                const std::int64_t place = k * strip + place_in_strip();
+                packed[k].read(
+                    payload + layout_.scale_bytes + place_of_codes<Code>(begin + place, segment_.bits),
+                    count_of(left - place), segment_.bits);
+            }
+            const Class codec = codec_of<Class>(payload, bucket, level_);
+#pragma unroll
+            for (int k = 0; k < strips; ++k) {
+                I32 code[8];
+                packed[k].unpack(segment_.bits, code);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) values[k][i] = codec.value(code[i]).v;
+            }
+        });
+#pragma unroll
+        for (int k = 0; k < strips; ++k) {
+            const std::int64_t place = k * strip + place_in_strip();
+            add_residual(begin + place, smaller(group, left - place), c[k]);
+        }
+    }
+
+    // An element of a bucket.
+    float one(std::int64_t bucket, std::int64_t i) const {
+        float c = 0.0f;
+        for (std::int64_t sender = 0; sender < count_; ++sender) {
+            const Class codec = codec_of<Class>(from(sender), bucket, level_);
+            const float value =
+                codec.value(read_code<Code>(from(sender) + layout_.scale_bytes, i, segment_.bits)).v;
+            c = sender == 0 ? value : c + value;
+        }
+        c = mean_(F32{c}).v;
+        return segment_.residual == 0 ? c : c + decay_ * at<float>(segment_.residual)[i];
+    }
+
+  private:
+    const std::uint8_t* from(std::int64_t sender) const {
+        return at<std::uint8_t>(payloads_[sender]) + segment_.payload;
+    }
+
+    template <int strips, class Read>
+    void average(float (&c)[strips][8], Read read) const {
+        read(0, c);
+        for (std::int64_t sender = 1; sender < count_; ++sender) {
+            float values[strips][8];
+            read(sender, values);
+#pragma unroll
+            for (int k = 0; k < strips; ++k)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) c[k][i] = c[k][i] + values[k][i];
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) c[i] = c[i] / divisor_;
+        for (int k = 0; k < strips; ++k) mean_(c[k]);
+    }
+
+    void add_residual(std::int64_t first, std::int64_t count, float (&c)[8]) const {
         if (segment_.residual == 0) return;
         float r[8] = {};
         read_floats(at<float>(segment_.residual) + first, count, r);
@@ -93,23 +219,13 @@ class FromPayloads {
         for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
     }
 
-    float one(std::int64_t i) const {
-        float c[8];
-        const std::int64_t first = i - i % 8;
-        read(first, smaller(group, segment_.length - first), c);
-        float found = 0.0f;
-#pragma unroll
-        for (int k = 0; k < 8; ++k)
-            if (k == i % 8) found = c[k];
-        return found;
-    }
-
-  private:
     const Segment& segment_;
+    Payload<Class> layout_;
     Level level_;
     const std::uint64_t* payloads_;
     std::int64_t count_;
-    float divisor_, decay_;
+    Finish mean_;
+    float decay_;
 };
 
 }  // namespace gradcomp::cuda

@@ -61,7 +61,7 @@ KERNEL(256) squares(const SquaresParams* params) {
     }
     if (threadIdx.x >= lanes) return;
     sum = half_warp_tree(sum);
-    if (threadIdx.x == 0) reinterpret_cast<double*>(params->out)[blockIdx.x] = sum;
+    if (threadIdx.x == 0) to<double>(params->out)[blockIdx.x] = sum;
 }
 
 // Most elements of a tail are zero, and adding zero changes nothing: every thread notes which of its own are
@@ -126,8 +126,8 @@ KERNEL(256) tail(const TailParams* params) {
     sum = half_warp_tree(sum);
     squares = half_warp_tree(squares);
     if (threadIdx.x != 0) return;
-    reinterpret_cast<std::int64_t*>(params->counts)[blockIdx.x] = count;
-    reinterpret_cast<double*>(params->sums)[blockIdx.x] = sum;
-    reinterpret_cast<double*>(params->squares)[blockIdx.x] = squares;
-    reinterpret_cast<float*>(params->maxima)[blockIdx.x] = largest;
+    to<std::int64_t>(params->counts)[blockIdx.x] = count;
+    to<double>(params->sums)[blockIdx.x] = sum;
+    to<double>(params->squares)[blockIdx.x] = squares;
+    to<float>(params->maxima)[blockIdx.x] = largest;
 }
