@@ -44,6 +44,23 @@ def test_compiles(name: str, defines: dict[str, object]) -> None:
         ):
             found = re.search(forbidden, text)
             assert found is None, f"{name}: {found[0]} does not round as the other bodies do"
+        for kernel, size in shared_bytes(text).items():
+            assert size <= 48 << 10, f"{name}: {kernel} shares {size} bytes, for which it would have to ask"
+
+
+def shared_bytes(text: str) -> dict[str, int]:
+    """What the threads of a block share, by kernel."""
+    head, *kernels = re.split(r"\.visible \.entry ", text)
+    declared = r"^\s*\.shared .*\[(\d+)\];$"
+    common = sum(map(int, re.findall(declared, head, re.M)))
+    return {
+        kernel.split("(")[0]: common + sum(map(int, re.findall(declared, kernel, re.M))) for kernel in kernels
+    }
+
+
+def test_shared_memory_is_counted() -> None:
+    sizes = shared_bytes(nvrtc.ptx("sums.cu", {}, 80))
+    assert sizes == {"squares": 4096 * 8, "tail": 8192 * 4 + 256 * 4 + 8 * 8 + 8 * 4}
 
 
 def test_a_source_is_one_text() -> None:

@@ -29,36 +29,62 @@ struct TailParams {
     std::uint64_t counts, sums, squares, maxima;
 };
 
-// Zero where there is nothing, which changes no sum of squares.
-inline double square_at(const Segment& segment, std::int64_t i) {
-    if (i >= segment.length || segment.gradient == 0) return 0.0;
-    const double x = segment.dtype == Dtype::float64 ? at<double>(segment.gradient)[i]
-                                                     : static_cast<double>(gradient_at(segment, i));
-    return x * x;
-}
-
-}  // namespace gradcomp::cuda
-
-KERNEL(256) squares(const SquaresParams* params) {
+// A tile's elements stay as they come from memory until the tile before is added up: loads wait for nothing.
+template <class Element, class Widen>
+inline double sum_of_squares(double* kept, const Element* x, std::int64_t length, Widen widen) {
     constexpr int each = 16, tile = 256 * each;
-    __shared__ double kept[tile];
-    const Segment segment = at<Segment>(params->rows)[blockIdx.x];
-    double sum = 0.0, next[each];
+    double sum = 0.0;
+    Element next[each];
+    const auto fetch = [&](std::int64_t begin) {
 #pragma unroll
-    for (int k = 0; k < each; ++k) next[k] = square_at(segment, number<each>(k));
-    for (std::int64_t begin = 0; begin < segment.length; begin += tile) {
+        for (int k = 0; k < each; ++k) {
+            const std::int64_t i = begin + number<each>(k);
+            next[k] = i < length ? x[i] : Element{0};  // which changes no sum of squares
+        }
+    };
+    fetch(0);
+    for (std::int64_t begin = 0; begin < length; begin += tile) {
         __syncthreads();
 #pragma unroll
-        for (int k = 0; k < each; ++k) kept[number<each>(k)] = next[k];
+        for (int k = 0; k < each; ++k) {
+            const double wide = widen(next[k]);
+            kept[number<each>(k)] = wide * wide;
+        }
         __syncthreads();
-#pragma unroll
-        for (int k = 0; k < each; ++k) next[k] = square_at(segment, begin + tile + number<each>(k));
+        fetch(begin + tile);
         if (threadIdx.x < lanes) {
 #pragma unroll 32
             for (int step = 0; step < tile / lanes; ++step)
                 sum = sum + kept[step * lanes + static_cast<int>(threadIdx.x)];
         }
     }
+    return sum;
+}
+
+inline double sum_of_squares(const Segment& segment) {
+    __shared__ double kept[4096];  // once, not for each dtype
+    if (segment.gradient == 0) return 0.0;
+    const auto half = [](std::uint16_t x) { return splat(static_cast<std::int32_t>(x)); };
+    switch (segment.dtype) {
+        case Dtype::float64:
+            return sum_of_squares(kept, at<double>(segment.gradient), segment.length,
+                                  [](double x) { return x; });
+        case Dtype::float16:
+            return sum_of_squares(kept, at<std::uint16_t>(segment.gradient), segment.length,
+                                  [&](std::uint16_t x) { return double{from_half(half(x)).v}; });
+        case Dtype::bfloat16:
+            return sum_of_squares(kept, at<std::uint16_t>(segment.gradient), segment.length,
+                                  [&](std::uint16_t x) { return double{from_bfloat16(half(x)).v}; });
+        default:
+            return sum_of_squares(kept, at<float>(segment.gradient), segment.length,
+                                  [](float x) { return double{x}; });
+    }
+}
+
+}  // namespace gradcomp::cuda
+
+KERNEL(256) squares(const SquaresParams* params) {
+    double sum = sum_of_squares(at<Segment>(params->rows)[blockIdx.x]);
     if (threadIdx.x >= lanes) return;
     sum = half_warp_tree(sum);
     if (threadIdx.x == 0) to<double>(params->out)[blockIdx.x] = sum;
