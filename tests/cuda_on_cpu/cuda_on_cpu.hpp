@@ -14,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <source_location>
 #include <vector>
 
 #include <link.h>
@@ -83,6 +84,7 @@ struct Fiber {
     bool started = false, done, waiting, block;
     unsigned mask;  // of the warp, while waiting for it
     int vote;       // brought to a barrier of the block
+    unsigned line;  // where it waits
 };
 
 inline std::vector<Fiber> fibers;
@@ -100,16 +102,21 @@ inline void yield() {
     threadIdx = index;
 }
 
-inline void wait_for_warp(unsigned mask) {
+// Threads that wait for each other do so in one place.
+using Where = std::source_location;
+
+inline void wait_for_warp(unsigned mask, Where where) {
     Fiber& me = fibers[running];
+    me.line = where.line();
     me.waiting = true;
     me.block = false;
     me.mask = mask;
     yield();
 }
 
-inline int wait_for_block(int vote) {
+inline int wait_for_block(int vote, Where where) {
     Fiber& me = fibers[running];
+    me.line = where.line();
     me.waiting = true;
     me.block = true;
     me.vote = vote;
@@ -140,11 +147,11 @@ inline void run_fiber(unsigned number) {
 inline bool release() {
     bool any = false;
     bool all = true;
-    for (unsigned i = 0; i < threads; ++i) all &= fibers[i].done || (fibers[i].waiting && fibers[i].block);
+    for (unsigned i = 0; i < threads; ++i)
+        all &= fibers[i].waiting && fibers[i].block && fibers[i].line == fibers[0].line;
     if (all) {
         votes = 0;
         for (unsigned i = 0; i < threads; ++i) {
-            if (fibers[i].done) continue;
             votes += fibers[i].vote;
             fibers[i].waiting = false;
             any = true;
@@ -163,7 +170,8 @@ inline bool release() {
             const Fiber& other = fibers[warp + lane];
             // What a thread that has returned would have brought is undefined on a GPU: here nobody waits for
             // it to end.
-            met &= !other.done && other.waiting && !other.block && other.mask == mask;
+            met &= !other.done && other.waiting && !other.block && other.mask == mask &&
+                   other.line == fiber.line;
         }
         if (!met) continue;
         for (unsigned lane = 0; lane < 32; ++lane)
@@ -217,20 +225,22 @@ inline int run_block(std::mt19937& random, int order) {
         }
         for (unsigned i = 0; i < threads; ++i) left |= !fibers[i].done;
         if (!left) return 0;
-        if (!release() && !ran) return 1;
+        if (release() || ran) continue;
+        for (Fiber& fiber : fibers) fiber.started = false;  // nobody comes back to where they are
+        return 1;
     }
 }
 
 template <class T>
-inline T exchange(unsigned mask, T value, unsigned source_lane) {
+inline T exchange(unsigned mask, T value, unsigned source_lane, Where where) {
     static_assert(sizeof(T) <= 8);
     const unsigned warp = threadIdx.x / 32 * 32;
     std::uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof value);
     slots[threadIdx.x] = bits;
-    wait_for_warp(mask);
+    wait_for_warp(mask, where);
     const std::uint64_t found = slots[warp + source_lane];
-    wait_for_warp(mask);
+    wait_for_warp(mask, where);
     std::memcpy(&value, &found, sizeof value);
     return value;
 }
@@ -272,56 +282,61 @@ extern "C" inline __attribute__((used)) int cuda_on_cpu_launch(void (*kernel)(co
     return 0;
 }
 
-inline void __syncthreads() {
-    cuda_on_cpu::wait_for_block(0);
+inline void __syncthreads(cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
+    cuda_on_cpu::wait_for_block(0, where);
 }
-inline int __syncthreads_or(int vote) {
-    return cuda_on_cpu::wait_for_block(vote != 0 ? 1 : 0) != 0;
+inline int __syncthreads_or(int vote, cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
+    return cuda_on_cpu::wait_for_block(vote != 0 ? 1 : 0, where) != 0;
 }
-inline int __syncthreads_count(int vote) {
-    return cuda_on_cpu::wait_for_block(vote != 0 ? 1 : 0);
+inline int __syncthreads_count(int vote, cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
+    return cuda_on_cpu::wait_for_block(vote != 0 ? 1 : 0, where);
 }
-inline void __syncwarp(unsigned mask = 0xFFFFFFFF) {
-    cuda_on_cpu::wait_for_warp(mask);
+inline void __syncwarp(unsigned mask = 0xFFFFFFFF, cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
+    cuda_on_cpu::wait_for_warp(mask, where);
 }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 template <class T>
-inline T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32,
+                     cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
     const unsigned base = cuda_on_cpu::lane() / static_cast<unsigned>(width) * static_cast<unsigned>(width);
     return cuda_on_cpu::exchange(mask, value,
-                                 base + static_cast<unsigned>(source) % static_cast<unsigned>(width));
+                                 base + static_cast<unsigned>(source) % static_cast<unsigned>(width), where);
 }
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int distance, int = 32) {
-    return cuda_on_cpu::exchange(mask, value, cuda_on_cpu::lane() ^ static_cast<unsigned>(distance));
+inline T __shfl_xor_sync(unsigned mask, T value, int distance, int = 32,
+                         cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
+    return cuda_on_cpu::exchange(mask, value, cuda_on_cpu::lane() ^ static_cast<unsigned>(distance), where);
 }
 template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32) {
+inline T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32,
+                          cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
     const unsigned w = static_cast<unsigned>(width), lane = cuda_on_cpu::lane();
-    return cuda_on_cpu::exchange(mask, value, lane % w + distance < w ? lane + distance : lane);
+    return cuda_on_cpu::exchange(mask, value, lane % w + distance < w ? lane + distance : lane, where);
 }
 template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32) {
+inline T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32,
+                        cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
     const unsigned w = static_cast<unsigned>(width), lane = cuda_on_cpu::lane();
-    return cuda_on_cpu::exchange(mask, value, lane % w >= distance ? lane - distance : lane);
+    return cuda_on_cpu::exchange(mask, value, lane % w >= distance ? lane - distance : lane, where);
 }
-inline unsigned __ballot_sync(unsigned mask, int vote) {
+inline unsigned __ballot_sync(unsigned mask, int vote,
+                              cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
     const unsigned warp = threadIdx.x / 32 * 32;
     cuda_on_cpu::slots[threadIdx.x] = vote != 0;
-    cuda_on_cpu::wait_for_warp(mask);
+    cuda_on_cpu::wait_for_warp(mask, where);
     unsigned found = 0;
     for (unsigned lane = 0; lane < 32; ++lane)
         if (mask >> lane & 1) found |= static_cast<unsigned>(cuda_on_cpu::slots[warp + lane]) << lane;
-    cuda_on_cpu::wait_for_warp(mask);
+    cuda_on_cpu::wait_for_warp(mask, where);
     return found;
 }
-inline int __any_sync(unsigned mask, int vote) {
-    return __ballot_sync(mask, vote) != 0;
+inline int __any_sync(unsigned mask, int vote, cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
+    return __ballot_sync(mask, vote, where) != 0;
 }
-inline int __all_sync(unsigned mask, int vote) {
-    return __ballot_sync(mask, vote) == mask;
+inline int __all_sync(unsigned mask, int vote, cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
+    return __ballot_sync(mask, vote, where) == mask;
 }
 
 template <class T, class V>

@@ -26,6 +26,17 @@ extern "C" __global__ void __launch_bounds__(32) shared(const Params* params) {
     if (params->i < 0) x[threadIdx.x % 4] = 1;
     reinterpret_cast<unsigned char*>(params->to)[blockIdx.x] = x[1];
 }
+extern "C" __global__ void __launch_bounds__(32) leave(const Params* params) {
+    if (threadIdx.x == 3) return;
+    __syncthreads();
+}
+extern "C" __global__ void __launch_bounds__(32) part(const Params* params) {
+    const unsigned all = 0xFFFFFFFF;
+    if (threadIdx.x < 16)
+        __shfl_xor_sync(all, 1, 1);
+    else
+        __shfl_xor_sync(all, 2, 1);
+}
 """.replace('extern "C" __global__ void __launch_bounds__(32)', "KERNEL(32)")
 PRELUDE = '#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)\n'
 
@@ -49,6 +60,12 @@ def run(kernel: str, i: int, blocks: int = 1) -> bytes:
 
 def test_shared_memory_begins_as_garbage() -> None:
     assert run("shared", 0, 3) == bytes([0xA7] * 3)
+
+
+@pytest.mark.parametrize("kernel", ["leave", "part"])
+def test_threads_that_do_not_meet_are_found(kernel: str) -> None:
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        run(kernel, 0)
 
 
 def test_reading_beyond_an_array_is_found_by_the_sanitizer() -> None:
