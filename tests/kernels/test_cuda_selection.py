@@ -225,3 +225,45 @@ def test_more_ranks_than_are_looked_up_together(body: CudaKernels) -> None:
         each.scatter_mean(table, flags, offsets, counts, indices, values, divisor=131.0, scale=0.5)
         outputs.append((flags.tolist(), output.tobytes()))
     assert outputs[0] == outputs[1]
+
+
+class AlignedArray:
+    """An array on a boundary of sixteen bytes, with guard elements around it."""
+
+    def __init__(self, length: int, dtype: Any) -> None:
+        self.memory = np.full(length + 16, np.nan, dtype)
+        begin = 1 + -(self.memory.ctypes.data + self.memory.itemsize) % 16 // self.memory.itemsize
+        self.array = self.memory[begin : begin + length]
+        assert self.array.ctypes.data % 16 == 0
+
+
+@pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.BFLOAT16])
+def test_shadows_that_vectors_fit_into(
+    monkeypatch: pytest.MonkeyPatch, body: CudaKernels, dtype: int
+) -> None:
+    monkeypatch.setattr("kernels.layers.GuardedArray", AlignedArray)
+    rng = np.random.default_rng(5)
+    lengths = (127, 128, 135, 2048, 17_000)
+    gradients = [rng.normal(size=length).astype(segments.DTYPES[dtype]) for length in lengths]
+    residuals = [rng.normal(size=length + 1).astype(np.float32) for length in lengths]
+    layers = [
+        *(Layer(each, dtype=dtype, factor=0.5) for each in gradients),
+        *(Layer(g, r[:-1], dtype=dtype) for g, r in zip(gradients, residuals, strict=True)),
+        *(Layer(g, r[1:], dtype=dtype) for g, r in zip(gradients, residuals, strict=True)),
+        Layer(None, residuals[-1][:-1], dtype=dtype, length=lengths[-1]),
+    ]
+    wanted = [layer.length // 10 for layer in layers]
+    results = []
+    for each in (reference, body):
+        own = Layers(layers)
+        results.append(
+            [
+                own.contribute(each, 0.9),
+                own.select_top(each, wanted, 0.9),
+                own.select_above(each, [1.0] * len(layers), wanted),
+                own.sample_thresholds(each, wanted, 3, 1),
+                own.tail(each, [1.0] * len(layers)),
+                own.squares(each),
+            ]
+        )
+    assert results[0] == results[1]

@@ -132,6 +132,12 @@ inline void load_vectors(const float* strip_begin, float (&x)[8]) {
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
+inline void store_vectors(float* strip_begin, const float (&x)[8]) {
+    auto* const vectors = reinterpret_cast<float4*>(strip_begin) + threadIdx.x % 16;
+    vectors[0] = make_float4(x[0], x[1], x[2], x[3]);
+    vectors[16] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
 // A strip of an array that `left` elements follow from its begin on. The half warps of a warp may be at
 // different strips, all threads of one at the same.
 inline void write_strip(float* p, std::int64_t left, const float (&x)[8]) {
@@ -140,9 +146,7 @@ inline void write_strip(float* p, std::int64_t left, const float (&x)[8]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = x[i];
         swap_vectors(y);
-        auto* const vectors = reinterpret_cast<float4*>(p) + threadIdx.x % 16;
-        vectors[0] = make_float4(y[0], y[1], y[2], y[3]);
-        vectors[16] = make_float4(y[4], y[5], y[6], y[7]);
+        store_vectors(p, y);
         return;
     }
     write_floats(p + place_in_strip(), smaller(group, left - place_in_strip()), x);

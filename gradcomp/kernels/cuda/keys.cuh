@@ -61,19 +61,36 @@ class Tile {
             marks_ = to<std::uint8_t>(params.marks) + at<std::int64_t>(params.mark_begins)[row];
     }
 
-    // c = factor * gradient + decay * residual, into the shadow; whether something is not finite.
-    bool contribute(std::int64_t first, float (&c)[8], std::int32_t (&key)[8]) const {
-        const std::int64_t count = smaller(group, end - first);
-        read_gradient(segment_, first, count, c);
+    // c = factor * gradient + decay * residual, into the shadow; whether something is not finite. Eight of
+    // the strip that begins here, in no order.
+    bool contribute(std::int64_t strip_begin, std::int32_t (&key)[8]) const {
+        float c[8], r[8] = {};
+        float* const shadow = to<float>(segment_.shadow) + strip_begin;
+        const float* const gradient = at<float>(segment_.gradient) + strip_begin;
+        const float* const residual = at<float>(segment_.residual) + strip_begin;
+        const bool any_residual = segment_.residual != 0;
+        const bool vectors = end - strip_begin >= strip && segment_.dtype == Dtype::float32 &&
+                             segment_.gradient != 0 && aligned(gradient, 16) && aligned(shadow, 16) &&
+                             (!any_residual || aligned(residual, 16));
+        const std::int64_t first = strip_begin + place_in_strip();
+        const int count = vectors ? static_cast<int>(group) : count_of(end - first);
+        if (vectors) {
+            load_vectors(gradient, c);
+            if (any_residual) load_vectors(residual, r);
+        } else {
+            read_gradient(segment_, first, count, c);
+            if (any_residual) read_floats(at<float>(segment_.residual) + first, count, r);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) c[i] = factor_ * c[i];
-        if (segment_.residual != 0) {
-            float r[8] = {};
-            read_floats(at<float>(segment_.residual) + first, count, r);
+        if (any_residual) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
         }
-        write_floats(to<float>(segment_.shadow) + first, count, c);
+        if (vectors)
+            store_vectors(shadow, c);
+        else
+            write_floats(to<float>(segment_.shadow) + first, count, c);
         bool bad = false;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {

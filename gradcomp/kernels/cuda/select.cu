@@ -59,13 +59,16 @@ inline void pass(const SelectParams params) {
     }
     Digits digits(bins, state, params);
     bool bad = false;
-    for (std::int64_t first = tile.begin + 8 * threadIdx.x; first < tile.end; first += round_elements) {
-        float c[8];
+    // Half a warp takes a strip; which of its elements a thread has does not matter to a histogram.
+    const std::int64_t own = contributes ? strip * (threadIdx.x / 16) : 8 * std::int64_t{threadIdx.x};
+    for (std::int64_t first = tile.begin + own; first < tile.end; first += round_elements) {
         std::int32_t key[8];
-        if constexpr (contributes)
-            bad |= tile.contribute(first, c, key);
-        else
+        if constexpr (contributes) {
+            bad |= tile.contribute(first, key);
+        } else {
+            float c[8];
             tile.read(first, c, key);
+        }
         if constexpr (marks)
             tile.mark(first, key, state.prefix, static_cast<int>(params.shift + params.bits));
         if constexpr (counts) {
