@@ -80,7 +80,8 @@ def product_bytes(shape: tuple[int, ...]) -> int:
 
 def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
     n, m = shape
-    return 4 * n * m + 4 * columns * (n + m) + 128 * columns * m  # the latter for random numbers
+    one = 9 if lowrank.numpy_multiplies(columns) else 4
+    return one * n * m + 4 * columns * (n + m) + 128 * columns * m  # the latter for random numbers
 
 
 # --- by the product -----------------------------------------------------------------------------------------

@@ -68,7 +68,9 @@ def project(
         p_at: int64, where each P begins.
         decay: factor of the residual.
     """
-    _multiplier(ranks).project(table, flags, factors, rows, columns, ranks, q, q_at, p, p_at, decay=decay)
+    _multiplier(table, ranks).project(
+        table, flags, factors, rows, columns, ranks, q, q_at, p, p_at, decay=decay
+    )
 
 
 def back_project(
@@ -93,7 +95,7 @@ def back_project(
         q: float32; written.
         q_at: int64, where each Q begins.
     """
-    _multiplier(ranks).back_project(table, rows, columns, ranks, p, p_at, q, q_at)
+    _multiplier(table, ranks).back_project(table, rows, columns, ranks, p, p_at, q, q_at)
 
 
 def orthogonalise(rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
@@ -183,12 +185,21 @@ def subtract(
     bodies.active().subtract(table, rows, columns, ranks, p, p_at, q, q_at)
 
 
-def _multiplier(ranks: Int64s) -> bodies.Body:
-    """The body for sums in any order: with many columns NumPy's product beats vectors of 128 bits."""
-    body = bodies.active()
-    if bodies.body() == "native" and body.isa() == "baseline" and np.max(ranks, initial=0) > BASELINE_RANKS:
+def numpy_multiplies(rank: int) -> bool:
+    """Whether sums in any order are NumPy's on the host: with many columns it beats vectors of 128 bits.
+
+    Their order, and so their last bits, depend on where matrices lie then; and :func:`project` takes 5 bytes for an
+    element of the longest layer.
+    """
+    native = bodies.body() == "native"
+    return not native or (rank > BASELINE_RANKS and bodies.named("native").isa() == "baseline")
+
+
+def _multiplier(table: SegmentTable, ranks: Int64s) -> bodies.Body:
+    """The body for sums in any order."""
+    if bodies.of(table) is None and numpy_multiplies(int(np.max(ranks, initial=0))):
         return bodies.named("reference")
-    return body
+    return bodies.active()
 
 
 # --- random factors -----------------------------------------------------------------------------------------

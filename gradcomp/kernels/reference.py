@@ -428,9 +428,10 @@ def _view(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _gradient(segment: np.void, number: Any) -> npt.NDArray[Any]:
+    """To be read only: it may be the gradient itself."""
     if not segment["gradient"]:
         return np.zeros(int(segment["length"]), number)
-    return _view(segment["gradient"], segment["length"], DTYPES[segment["dtype"]]).astype(number)
+    return _view(segment["gradient"], segment["length"], DTYPES[segment["dtype"]]).astype(number, copy=False)
 
 
 def _residual(segment: np.void) -> Floats:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels import standin
 from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of, nearest_level
+from kernels.isas import instruction_set
 
 from gradcomp.kernels import bodies, reference, segments
 
@@ -42,10 +43,8 @@ def isa(request: Any) -> Any:
         yield request.param
         native.kernels = bodies.named("native")
         return
-    before = extension.isa()
-    extension.set_isa(request.param)
-    yield request.param
-    extension.set_isa(before)
+    with instruction_set(request.param):
+        yield request.param
 
 
 def lengths_around(bucket_size: int) -> set[int]:

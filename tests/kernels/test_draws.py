@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.isas import instruction_set
 from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, draws, reference_draws
@@ -47,12 +48,8 @@ def draw(body: Any, table: list[tuple[int, int, int]], seed: int, step: int, ran
 )
 @settings(max_examples=60, deadline=None)
 def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
-    before = extension.isa()
-    extension.set_isa(isa)
-    try:
+    with instruction_set(isa):
         got = draw(native, table, seed, step, rank)
-    finally:
-        extension.set_isa(before)
     np.testing.assert_array_equal(got, draw(reference_draws, table, seed, step, rank))
     assert np.count_nonzero(got == GUARD) >= 3 * len(table) + 3
 

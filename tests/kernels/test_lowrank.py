@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.isas import instruction_set
 from kernels.standin import ORDERS, cuda_body
 
 from gradcomp import kernels
@@ -33,10 +34,8 @@ def body(request: Any) -> Iterator[Any]:
     elif request.param in ORDERS:
         yield cuda_body(ORDERS[request.param])
     else:
-        before = extension.isa()
-        extension.set_isa(request.param)
-        yield bodies.named("native")
-        extension.set_isa(before)
+        with instruction_set(request.param):
+            yield bodies.named("native")
 
 
 def each_body(names: str, cases: Sequence[tuple[Any, ...]], *, but_cuda: Sequence[tuple[Any, ...]]) -> Any:
@@ -606,15 +605,11 @@ def test_public_functions_use_the_active_body() -> None:
 
 
 def test_numpy_multiplies_where_it_is_faster() -> None:
-    before = extension.isa()
-    extension.set_isa("baseline")
-    try:
-        results = []
+    results = []
+    with instruction_set("baseline"):
         for body in (lowrank, bodies.named("reference")):
             layers = Layers([(64, 650)], lowrank.BASELINE_RANKS + 1)
             layers.project(body)
             layers.back_project(body)
             results.append(layers.bytes())
-        assert results[0] == results[1]
-    finally:
-        extension.set_isa(before)
+    assert results[0] == results[1]

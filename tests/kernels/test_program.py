@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.isas import instruction_set
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, program
@@ -25,11 +26,8 @@ def body(request: Any) -> Iterator[str]:
         with kernels.use("reference"):
             yield request.param
     else:
-        before = extension.isa()
-        extension.set_isa(request.param)
-        with kernels.use("native"):
+        with instruction_set(request.param), kernels.use("native"):
             yield request.param
-        extension.set_isa(before)
 
 
 def matrix(rows: Any, dtype: Any) -> Any:

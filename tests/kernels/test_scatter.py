@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.groups import GuardedArray
+from kernels.isas import instruction_set
 from kernels.standin import ORDERS, cuda_body
 
 from gradcomp import kernels
@@ -32,10 +33,8 @@ def compiled(request: Any) -> Any:
     if request.param in CUDA:
         yield CUDA[request.param]
         return
-    before = extension.isa()
-    extension.set_isa(request.param)
-    yield native
-    extension.set_isa(before)
+    with instruction_set(request.param):
+        yield native
 
 
 @dataclass

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kernels.isas import instruction_set
 from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 
@@ -48,10 +49,8 @@ def comparing(name: str) -> Iterator[Comparison]:
     if name in ORDERS:
         yield Comparison(cuda_body(ORDERS[name]), 7)
         return
-    before = extension.isa()
-    extension.set_isa(name)
-    yield Comparison(native)
-    extension.set_isa(before)
+    with instruction_set(name):
+        yield Comparison(native)
 
 
 @pytest.fixture
