@@ -112,20 +112,17 @@ $(STAMP)/slurm: | $(STAMP)/venv
 	@touch $@
 
 # The kernel tests against native/ built with AddressSanitizer and UndefinedBehaviorSanitizer; the CUDA sources, which
-# fibers run, are no part of that. Reports go to files: what a test prints before it dies, pytest keeps to itself.
-REPORT = log_path=$(CURDIR)/build/sanitize/report
-
+# fibers run, are no part of that. pytest would keep to itself what a test prints before it dies, were it to take the
+# files beneath Python's too.
 sanitize: $(STAMP)/package $(STAMP)/extra-test
 	$(PIP) --no-build-isolation --no-deps --upgrade --target build/sanitize/site \
 	    --config-settings=build-dir=build/sanitize/cmake \
 	    --config-settings=cmake.build-type=RelWithDebInfo \
 	    --config-settings=cmake.define.GRADCOMP_SANITIZE=address,undefined .
-	@rm -f build/sanitize/report.*
-	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:$(REPORT) \
-	    UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1:$(REPORT) \
+	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+	    UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1 \
 	    PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/sanitize/site" \
-	    $(BIN)/pytest tests/kernels -k "not cuda" --timeout=600 $(ARGS) \
-	    || { cat build/sanitize/report.* 2>/dev/null; exit 1; }
+	    $(BIN)/pytest tests/kernels -k "not cuda" --capture=sys --timeout=600 $(ARGS)
 
 # ------------------------------------------------------------------------------------------ with a GPU
 

@@ -68,11 +68,18 @@ inline F32 max(F32 a, F32 b) {
     return for_quads<F32>([&](int k) { return a.q[k] > b.q[k] ? a.q[k] : b.q[k]; });
 }
 
+// They wrap around, as the vector instructions do.
 inline I32 operator+(I32 a, I32 b) {
-    return for_quads<I32>([&](int k) { return a.q[k] + b.q[k]; });
+    return for_quads<I32>([&](int k) {
+        return reinterpret_cast<IntQuad>(reinterpret_cast<UintQuad>(a.q[k]) +
+                                         reinterpret_cast<UintQuad>(b.q[k]));
+    });
 }
 inline I32 operator-(I32 a, I32 b) {
-    return for_quads<I32>([&](int k) { return a.q[k] - b.q[k]; });
+    return for_quads<I32>([&](int k) {
+        return reinterpret_cast<IntQuad>(reinterpret_cast<UintQuad>(a.q[k]) -
+                                         reinterpret_cast<UintQuad>(b.q[k]));
+    });
 }
 inline I32 operator&(I32 a, I32 b) {
     return for_quads<I32>([&](int k) { return a.q[k] & b.q[k]; });

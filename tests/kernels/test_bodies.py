@@ -219,6 +219,19 @@ def test_any_numbers(codec: int, data: Any) -> None:
 
 
 @CODEC
+@pytest.mark.parametrize("pair", [b"\xff\xff", b"\xff\x7f"], ids=["ones", "largest"])
+def test_not_a_number_with_most_bits(codec: int, pair: bytes) -> None:
+    """In every place of a payload: whoever rounds it to fewer bits must not overflow."""
+    rows = [
+        Segment(None, bits=levels_of(codec)[-1], bucket_size=64, length=50, dtype=dtype)
+        for dtype in dtypes_of(codec)
+    ]
+    group = Group(codec, rows)
+    payload = (pair * group.size)[: group.size]
+    assert group.decode(native, payload) == group.decode(reference, payload)
+
+
+@CODEC
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_bytes(codec: int, data: Any) -> None:
