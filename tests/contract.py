@@ -61,11 +61,14 @@ class Rank:
     shared: dict[Any, Any] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
     _meetings: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _transport: Transport | None = None
 
-    @functools.cached_property
+    @property
     def transport(self) -> Transport:
-        """The one that most checks use."""
-        return self.make()
+        """The one that most checks use. (A cached_property would hold one lock for all ranks that are threads.)"""
+        if self._transport is None:
+            self._transport = self.make()
+        return self._transport
 
     def make(self, ranks: Sequence[int] | None = None) -> Transport:
         """A transport of its own among some ranks."""
@@ -173,10 +176,10 @@ def _in_threads(engine: Engine, task: dict[str, Any]) -> list[str]:
 
 def work(text: str) -> None:
     """What a rank's process does."""
-    from transport_engines import ENGINES, rank_of_process
+    from transport_engines import ENGINES, ON_GPUS, rank_of_process
 
     task = json.loads(text)
-    engine = next(engine for engine in ENGINES if engine.name == task["engine"])
+    engine = next(engine for engine in (*ENGINES, *ON_GPUS) if engine.name == task["engine"])
     rank = Rank(engine, rank_of_process(), task["world"], Path(task["directory"]))
     engine.begin(rank)
     agree = _check_all(rank, task["checks"])

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from contract import Engine, Rank
+from contract import PATIENCE_SECONDS, Engine, Rank
+from kernels import gpu
 from launching import Finished, clean_environment, run_ranks
 
 from gradcomp.transport.base import Transport
@@ -197,6 +198,47 @@ def horovod(r: Rank, ranks: Sequence[int]) -> Transport:
     return HorovodTransport(ranks)
 
 
+# ------------------------------------------------------------------------------------------ NCCL
+
+
+def nccl_stand_in(r: Rank, ranks: Sequence[int]) -> Transport:
+    from cuda_on_cpu.nccl import Communicator, World
+
+    from gradcomp.transport.nccl import NcclTransport
+
+    made = r.shared.setdefault(("nccl", r.rank, tuple(ranks)), [])
+    with r.lock:
+        world = r.shared.setdefault(("nccl", tuple(ranks), len(made)), World(len(ranks)))
+    made.append(world)
+    return NcclTransport(Communicator(world, ranks.index(r.rank)), 30.0)
+
+
+def leave_nccl(r: Rank) -> None:
+    r.shared["nccl", r.rank, tuple(range(r.size))][-1].kill(r.rank)
+
+
+def nccl(r: Rank, ranks: Sequence[int]) -> Transport:
+    import cupy
+
+    from gradcomp.transport.nccl_cupy import nccl_transport
+
+    cupy.cuda.Device(r.rank).use()
+    return nccl_transport(
+        ranks.index(r.rank), len(ranks), lambda message: r.meet(message, ranks), PATIENCE_SECONDS
+    )
+
+
+def fewer_gpus_than(world: int) -> str:
+    if problem := gpu.problem():
+        return problem
+    import cupy
+
+    here = int(cupy.cuda.runtime.getDeviceCount())
+    if not cupy.cuda.nccl.available:
+        return "CuPy finds no NCCL: pip install gradcomp[nccl]"
+    return "" if here >= world else f"needs {world} GPUs, {here} are here"
+
+
 # ------------------------------------------------------------------------------------------ all of them
 
 
@@ -225,4 +267,11 @@ ENGINES = [
         leave=None,
         missing=no_horovod,
     ),
+    Engine("nccl's stand-in", nccl_stand_in, launch=None, leave=leave_nccl),
+]
+
+#: What only tests/gpu runs.
+ON_GPUS = [
+    Engine(f"nccl-{n}", nccl, by_hand, (n,), leave=None, missing=functools.partial(fewer_gpus_than, n))
+    for n in (1, 2, 4)
 ]

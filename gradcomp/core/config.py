@@ -23,7 +23,7 @@ logger = logging.getLogger("gradcomp")
 PREFIX = "GRADCOMP_"
 
 #: Names of transports; with a plus, of two levels.
-TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "shm+torch", "shm+mpi")
+TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
 
 
 def _setting(default: Any, doc: str, check: Callable[[Any], bool], rule: str, *, shared: bool = False) -> Any:
@@ -97,8 +97,8 @@ class Config:
     )  # fmt: skip
     transport: str = _setting(
         AUTO,
-        "What carries the gradients: torch.distributed, MPI, shared memory on one host, Horovod, or shared memory on "
-        "each host and another between them; auto: what the ranks met through.",
+        "What carries the gradients: torch.distributed, MPI, shared memory on one host, Horovod, NCCL, or shared "
+        "memory on each host and another between them; auto: what the ranks met through.",
         lambda v: v in TRANSPORTS,
         f"one of {', '.join(TRANSPORTS)}",
     )

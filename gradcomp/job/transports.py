@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gradcomp.core.errors import ConfigError
 from gradcomp.job.network import Ranks
 from gradcomp.job.runtime import Runtime
@@ -37,6 +40,8 @@ def _flat(state: Runtime, ranks: Ranks, name: str) -> Transport:
         from gradcomp.transport.horovod import HorovodTransport
 
         return _in_order(HorovodTransport(there), ranks.index(state.rank), "Horovod")
+    if name == "nccl":
+        return _nccl(state, ranks)
     raise ConfigError(f"transport={name}, but the ranks met through {state.network.engine}")
 
 
@@ -58,12 +63,27 @@ def _shared_memory(state: Runtime, ranks: Ranks) -> Transport:
         )
     if len(ranks) == 1:
         return ShmTransport(0, 1, lambda mine: [mine])
-    # The ranks tell each other where the segment is through a group that has no other purpose.
-    meeting = state.make_group(ranks)
-    try:
+    with _meeting(state, ranks) as meeting:
         return ShmTransport(meeting.rank, meeting.size, meeting.allgather_bytes)
+
+
+def _nccl(state: Runtime, ranks: Ranks) -> Transport:
+    from gradcomp.transport.nccl_cupy import nccl_transport
+
+    with _meeting(state, ranks) as meeting:
+        return nccl_transport(
+            meeting.rank, meeting.size, meeting.allgather_bytes, state.config.timeout_seconds
+        )
+
+
+@contextmanager
+def _meeting(state: Runtime, ranks: Ranks) -> Iterator[Transport]:
+    """A group in which ranks tell each other where to meet, and that has no other purpose."""
+    group = state.make_group(ranks)
+    try:
+        yield group
     finally:
-        meeting.close()
+        group.close()
 
 
 def _two_levels(state: Runtime, ranks: Ranks, between: str) -> Transport:

@@ -59,6 +59,8 @@ class Block:
 class CpuDriver:
     """`order` is that of the threads: 0 ascending, 1 descending, else shuffled."""
 
+    stream = 1
+
     def __init__(self, folder: Path, order: int = 0) -> None:
         self.order = order
         self.launched: list[tuple[str, int]] = []

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from cuda_on_cpu.nccl import nccl_ranks
 
 from gradcomp import Config, LayerSpec, Plan, PlanMismatchError, Policy, Quantize, StateError, TransportError
 from gradcomp.engine import Engine, Exchanger, Watch
 from gradcomp.engine.watch import place
+from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel, LocalControl, StoreSilentError
 from gradcomp.transport.inprocess import World
 
@@ -24,12 +26,17 @@ class Ranks:
     """N exchangers with engines of their own; ``each(f)`` calls ``f(rank, exchanger)`` on N threads."""
 
     def __init__(
-        self, size: int = 2, control: ControlChannel | None = None, plan: Plan | None = None, **settings
+        self,
+        size: int = 2,
+        control: ControlChannel | None = None,
+        plan: Plan | None = None,
+        connect: Callable[[int], Sequence[Transport]] = lambda size: World(size).transports(),
+        **settings,
     ) -> None:
         self.control = control or LocalControl()
         self.pool = ThreadPoolExecutor(size)
         self.engines = [Engine() for _ in range(size)]
-        transports = World(size).transports()
+        transports = connect(size)
         config = Config(**settings)
         plan = plan or Policy(Quantize(4)).plan(LAYERS)
 
@@ -90,6 +97,11 @@ def test_a_step_leaves_the_mean_in_every_ranks_outputs(ranks):
     for gradients in ranks(3).each(step):
         for gradient in gradients:
             np.testing.assert_allclose(gradient, 2.0, rtol=1e-5)
+
+
+def test_a_step_over_nccl_leaves_the_same_bytes(ranks):
+    found = [[g.tobytes() for g in rank] for rank in ranks(3, connect=nccl_ranks).each(step)]
+    assert found == [[g.tobytes() for g in rank] for rank in ranks(3).each(step)]
 
 
 def test_a_step_without_any_layer_ends(ranks):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from kernels import gpu
 from launching import free_port, run_ranks
 
 
@@ -73,6 +75,13 @@ def test_shared_memory_of_several_hosts_is_refused():
     for end in ends:
         assert end.returncode != 0
         assert "transport=shm serves one host, and these ranks are on 2; take shm+torch" in end.stderr
+
+
+@pytest.mark.skipif(gpu.problem() is None, reason="there is a GPU, and NCCL may work")
+def test_nccl_without_a_gpu_is_refused_on_every_rank():
+    for end in run_ranks(train, 2, env=variables("nccl", 2), arguments=("none",)):
+        assert end.returncode != 0
+        assert "ConfigError: rank 0: the nccl transport needs" in end.stderr
 
 
 def test_ranks_with_different_transports_are_refused():

@@ -23,6 +23,11 @@ class Block(Protocol):
 class Driver(Protocol):
     """One device and one stream on it. :mod:`gradcomp.kernels.cuda.over_cupy` is the real one."""
 
+    @property
+    def stream(self) -> int:
+        """The handle of its stream."""
+        ...
+
     def allocate(self, nbytes: int) -> Block:
         """Memory of undefined content, from a pool; whoever frees it may do so while kernels still run."""
         ...

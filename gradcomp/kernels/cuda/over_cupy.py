@@ -46,6 +46,11 @@ class CupyDriver:
         self._modules: dict[tuple[object, ...], Any] = {}
 
     @property
+    def device(self) -> Any:
+        """CuPy's, to be made the current one."""
+        return self._device
+
+    @property
     def stream(self) -> int:
         """The handle of the stream on which all of it runs."""
         return int(self._stream.ptr)

@@ -1,0 +1,231 @@
+"""NCCL as a transport, for ranks that each have a GPU of their own.
+
+Messages are the host's, as over every transport: an operation is copied to the device, exchanged there and copied back,
+all of it in the order of one stream that belongs to the transport. A poll asks whether the stream has come that far.
+
+**Connections.** NCCL connects two ranks when they first talk, and makes the caller wait for the other one meanwhile. So
+construction lets all of them talk; no call after that waits.
+
+**Failure.** A poll asks NCCL too. What NCCL cannot see, a rank that is stopped or killed on the same host, the engine's
+watch finds. Abandoning aborts the communicator: its kernels leave the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.errors import TransportError
+from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.transport.base import Bytes, Handle, Messages, Transport
+
+_BOUNDARY = 16  # of messages in staging memory: elements of sums must be aligned
+
+
+class Communicator(Protocol):
+    """A rank of an NCCL communicator. Operations run on the driver's stream, on its memory.
+
+    :class:`gradcomp.transport.nccl_cupy.CupyCommunicator` is the real one. All calls raise TransportError.
+    """
+
+    rank: int
+    size: int
+    driver: Driver
+
+    def together(self) -> AbstractContextManager[None]:
+        """What is called inside starts as one: no order among its messages."""
+        ...
+
+    def send(self, address: int, nbytes: int, to: int) -> None:
+        """Start to send bytes of the device's memory to a rank."""
+        ...
+
+    def recv(self, address: int, nbytes: int, source: int) -> None:
+        """Start to receive bytes from a rank."""
+        ...
+
+    def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
+        """Start a sum over ranks, in place; float32 or float64."""
+        ...
+
+    def check(self) -> None:
+        """Raise if NCCL has seen a failure."""
+        ...
+
+    def abort(self) -> None:
+        """End what is under way and give the communicator up. Does not wait."""
+        ...
+
+    def destroy(self) -> None:
+        """Release it; nothing is under way."""
+        ...
+
+
+@dataclass(eq=False)
+class _Handle:
+    """An operation under way: its memory stays until the stream is behind it, whoever forgets the handle."""
+
+    transport: NcclTransport
+    event: Any
+    #: Where what arrives lies, and where it goes.
+    arriving: Sequence[tuple[Bytes, npt.NDArray[Any]]]
+    memory: Any
+
+    def poll(self) -> bool:
+        if self.event is None:
+            return True
+        if not self.transport._reached(self.event):
+            return False
+        for staged, target in self.arriving:
+            target.view(np.uint8)[:] = staged
+        self.event, self.arriving, self.memory = None, (), None
+        self.transport._under_way.discard(self)
+        return True
+
+
+class _Done:
+    """An operation that had nothing to do."""
+
+    def poll(self) -> bool:
+        return True
+
+
+class NcclTransport(Transport):
+    """Collectives of NCCL over a communicator of its own, which the transport destroys.
+
+    Construction is collective and takes at most ``timeout_seconds``. Memory, in use while an operation is: its messages
+    once on the device and once in pinned memory, from pools. Raises TransportError if the ranks do not meet in time.
+    """
+
+    def __init__(self, communicator: Communicator, timeout_seconds: float = 600.0) -> None:
+        self._communicator = communicator
+        self._driver = communicator.driver
+        self.rank, self.size = communicator.rank, communicator.size
+        self.bytes_sent = 0
+        self._under_way: set[_Handle] = set()
+        self._closed = False
+        self._connect(timeout_seconds)
+
+    def allreduce(self, array: npt.NDArray[Any]) -> Handle:
+        """See :class:`Transport`; NCCL's own, which gives all ranks what one of them added up."""
+        self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
+        if self.size == 1 or not array.nbytes:
+            return _Done()
+        staged, block = self._staging(array.nbytes)
+        staged[:] = array.view(np.uint8)
+        self._driver.upload(block.address, staged)
+        self._communicator.add_up(block.address, len(array), array.dtype)
+        self._driver.download(staged, block.address)
+        return self._issued([(staged, array)], block)
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> Handle:
+        """See :class:`Transport`; a message to each rank that gets something, all of them together."""
+        sent, received = _parts(send, send_counts), _parts(recv, recv_counts)
+        received[self.rank][:] = sent[self.rank]
+        return self.exchange(self._to_others(sent), self._to_others(received))
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
+        """See :class:`Transport`; a message to each other rank, all of them together."""
+        parts = _parts(buffer, counts)
+        return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        """See :class:`Transport`; all messages together. What goes to several ranks is copied once."""
+        self.bytes_sent += sum(len(message) for _, message in sends)
+        # Both ranks know the lengths, so one of nothing need not travel.
+        sends, recvs = [each for each in sends if len(each[1])], [each for each in recvs if len(each[1])]
+        if not sends and not recvs:
+            return _Done()
+        outgoing = {_place(message): message for _, message in sends}
+        places, end = _packed(outgoing, (len(message) for message in outgoing.values()), 0)
+        arrivals, total = _packed(range(len(recvs)), (len(target) for _, target in recvs), end)
+        staged, block = self._staging(total)
+        for key, message in outgoing.items():
+            staged[places[key] : places[key] + len(message)] = message
+        if end:
+            self._driver.upload(block.address, staged[:end])
+        with self._communicator.together():
+            for to, message in sends:
+                self._communicator.send(block.address + places[_place(message)], len(message), to)
+            for number, (source, target) in enumerate(recvs):
+                self._communicator.recv(block.address + arrivals[number], len(target), source)
+        if total > end:
+            self._driver.download(staged[end:], block.address + end)
+        return self._issued(
+            [
+                (staged[at : at + len(target)], target)
+                for at, (_, target) in zip(arrivals.values(), recvs, strict=True)
+            ],
+            block,
+        )
+
+    def abandon(self) -> None:
+        """See :class:`Transport`. What is under way ends; its memory is kept."""
+        if not self._closed:
+            self._closed = True
+            self._communicator.abort()
+
+    def close(self) -> None:
+        """Destroy the communicator, unless it was abandoned."""
+        if not self._closed:
+            self._closed = True
+            self._communicator.destroy()
+
+    def _to_others(self, parts: Sequence[Bytes]) -> Messages:
+        return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
+
+    def _staging(self, nbytes: int) -> tuple[Bytes, Any]:
+        return self._driver.pinned(nbytes), self._driver.allocate(nbytes)
+
+    def _issued(self, arriving: Sequence[tuple[Bytes, npt.NDArray[Any]]], memory: Any) -> _Handle:
+        handle = _Handle(self, self._driver.mark(self._driver.stream), arriving, memory)
+        self._under_way.add(handle)
+        return handle
+
+    def _reached(self, event: Any) -> bool:
+        if self._driver.reached(event):
+            return True
+        self._communicator.check()
+        return False
+
+    def _connect(self, timeout_seconds: float) -> None:
+        """Let every rank talk to every other, and all of them add up."""
+        byte = np.zeros(self.size, dtype=np.uint8)
+        handles = [self.allgatherv(byte, [1] * self.size), self.allreduce(np.zeros(1, dtype=np.float32))]
+        deadline = monotonic() + timeout_seconds
+        while not all(handle.poll() for handle in handles):
+            if monotonic() > deadline:
+                self.abandon()
+                raise TransportError(
+                    f"NCCL connected not all of {self.size} ranks in {timeout_seconds:.0f} s"
+                )
+            sleep(1e-3)
+        self.bytes_sent = 0
+
+
+def _place(message: Bytes) -> tuple[int, int]:
+    """Two messages that are the same memory have the same one."""
+    return message.ctypes.data, len(message)
+
+
+def _packed(keys: Iterable[Any], lengths: Iterable[int], begin: int) -> tuple[dict[Any, int], int]:
+    """Where each begins, one behind the other, and where the last one ends."""
+    found, at = {}, begin
+    for key, length in zip(keys, lengths, strict=True):
+        found[key] = at
+        at += -(-length // _BOUNDARY) * _BOUNDARY
+    return found, at
+
+
+def _parts(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
+    ends = list(accumulate(counts))
+    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]

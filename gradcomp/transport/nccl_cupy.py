@@ -1,0 +1,161 @@
+"""NCCL by CuPy: a communicator on a device and a stream of its own, and how ranks meet to make one."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from gradcomp.core.errors import ConfigError, TransportError, WireFormatError
+from gradcomp.transport.nccl import NcclTransport
+
+#: What :meth:`gradcomp.transport.Transport.allgather_bytes` does, among the ranks that are to meet.
+Meet = Callable[[bytes], Sequence[bytes]]
+
+
+def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> NcclTransport:
+    """NCCL among the ranks that meet by ``meet``, each on the device that is current in its calling thread.
+
+    Collective. ConfigError, on all of them, if one has no CuPy, no NCCL or no GPU, or if two are on one GPU;
+    TransportError if they do not meet in time.
+    """
+    own: dict[str, str] = {}
+    try:
+        nccl, driver, own["device"] = _engine()
+        own["id"] = nccl.get_unique_id().hex() if rank == 0 else ""
+    except ConfigError as error:
+        own = {"problem": str(error)}
+    told = [_introduction(part) for part in meet(json.dumps(own).encode())]
+    for other, each in enumerate(told):
+        if problem := each.get("problem"):
+            raise ConfigError(f"rank {other}: {problem}")
+        if (first := [one.get("device") for one in told].index(each.get("device"))) < other:
+            raise ConfigError(
+                f"ranks {first} and {other} are both on GPU {each.get('device')}, and NCCL wants one for each: call "
+                "torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or take another transport"
+            )
+    identity = bytes.fromhex(told[0].get("id", ""))
+    communicator = _within(
+        timeout_seconds, lambda: CupyCommunicator(nccl, driver, identity, rank, size), f"{size} ranks"
+    )
+    return NcclTransport(communicator, timeout_seconds)
+
+
+def _engine() -> tuple[Any, Any, str]:
+    """CuPy's NCCL, a driver for the current device, and that device's name on its host."""
+    # All of a communicator's connections are made with it, not when an algorithm is first used: see NcclTransport.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    try:
+        import cupy
+        from cupy.cuda import nccl
+
+        from gradcomp.kernels.cuda.over_cupy import CupyDriver
+    except ImportError as error:
+        raise ConfigError(
+            f"the nccl transport needs CuPy and NCCL: pip install 'gradcomp[nccl]' ({error})"
+        ) from error
+    if not nccl.available:
+        raise ConfigError(
+            "the nccl transport needs NCCL, which CuPy does not find: pip install 'gradcomp[nccl]'"
+        )
+    try:
+        device = cupy.cuda.Device()
+        name = f"{os.uname().nodename}/{device.pci_bus_id}"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigError(f"the nccl transport needs a GPU: {error}") from error
+    return nccl, CupyDriver(device.id), name
+
+
+def _introduction(part: bytes) -> dict[str, str]:
+    try:
+        return {str(key): str(value) for key, value in json.loads(part).items()}
+    except (ValueError, AttributeError) as error:
+        raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
+
+
+def _within(seconds: float, make: Callable[[], CupyCommunicator], who: str) -> CupyCommunicator:
+    """NCCL waits for the last rank however long it takes, so another thread does."""
+    made: list[CupyCommunicator] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="gradcomp-nccl", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise TransportError(f"NCCL did not bring {who} together in {seconds:.0f} s")
+    return made[0]
+
+
+class CupyCommunicator:
+    """See :class:`gradcomp.transport.nccl.Communicator`."""
+
+    def __init__(self, nccl: Any, driver: Any, identity: bytes, rank: int, size: int) -> None:
+        self.rank, self.size, self.driver = rank, size, driver
+        self._nccl = nccl
+        self._stream = driver.stream
+        with self._calls():
+            self._communicator = nccl.NcclCommunicator(size, identity, rank)
+
+    @contextmanager
+    def _calls(self) -> Iterator[None]:
+        """On the device, whichever is the thread's."""
+        try:
+            with self.driver.device:
+                yield
+        except self._nccl.NcclError as error:
+            raise TransportError(f"NCCL failed: {error}") from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A group of NCCL's."""
+        with self._calls():
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:
+                self._nccl.groupEnd()
+
+    def send(self, address: int, nbytes: int, to: int) -> None:
+        """Bytes."""
+        with self._calls():
+            self._communicator.send(address, nbytes, self._nccl.NCCL_UINT8, to, self._stream)
+
+    def recv(self, address: int, nbytes: int, source: int) -> None:
+        """Bytes."""
+        with self._calls():
+            self._communicator.recv(address, nbytes, self._nccl.NCCL_UINT8, source, self._stream)
+
+    def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
+        """NCCL's allreduce."""
+        kind = {"float32": self._nccl.NCCL_FLOAT32, "float64": self._nccl.NCCL_FLOAT64}[dtype.name]
+        with self._calls():
+            self._communicator.allReduce(address, address, count, kind, self._nccl.NCCL_SUM, self._stream)
+
+    def check(self) -> None:
+        """NCCL's asynchronous error."""
+        with self._calls():
+            self._communicator.check_async_error()
+
+    def abort(self) -> None:
+        """NCCL waits until its kernels have left the device; they look often."""
+        with self._calls():
+            self._communicator.abort()
+
+    def destroy(self) -> None:
+        """Wait for the stream, then release."""
+        self.driver.synchronize()
+        with self._calls():
+            self._communicator.destroy()

@@ -1,0 +1,255 @@
+"""NCCL over its stand-in: what goes together, what memory is kept, and how ranks meet."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu.nccl import Communicator, QueuedDriver, World, nccl_ranks, on_each
+
+from gradcomp.core.errors import ConfigError, TransportError, WireFormatError
+from gradcomp.transport.base import wait
+from gradcomp.transport.nccl import NcclTransport
+
+
+def test_an_operation_is_one_group_and_what_goes_to_all_is_copied_once() -> None:
+    ranks = nccl_ranks(3)
+    communicators: list[Any] = [rank._communicator for rank in ranks]
+    for communicator in communicators:
+        communicator.groups.clear()
+    uploaded: list[int] = []
+    driver = communicators[0].driver
+    upload = driver.upload
+    driver.upload = lambda address, source: (uploaded.append(source.nbytes), upload(address, source))
+    buffers = [np.full(3 * 1600, rank, np.uint8) for rank in range(3)]
+    for handle in [rank.allgatherv(buffer, [1600] * 3) for rank, buffer in zip(ranks, buffers, strict=True)]:
+        wait(handle)
+    assert all(buffer.tolist() == [0] * 1600 + [1] * 1600 + [2] * 1600 for buffer in buffers)
+    assert [communicator.groups for communicator in communicators] == [[4]] * 3
+    assert uploaded == [1600]
+
+
+def test_memory_is_kept_for_an_operation_whose_handle_is_forgotten() -> None:
+    ranks = nccl_ranks(2)
+    sent = np.arange(200, dtype=np.uint8)
+    ranks[0].exchange([(1, sent)], [])
+    gc.collect()
+    assert len(ranks[0]._under_way) == 1
+    received = np.zeros(200, np.uint8)
+    wait(ranks[1].exchange([], [(0, received)]))
+    assert received.tobytes() == sent.tobytes()
+    assert not ranks[1]._under_way
+
+
+@pytest.mark.parametrize("left", ["abandon", "close"])
+def test_a_communicator_is_released_once(left: str) -> None:
+    ranks = nccl_ranks(1)
+    getattr(ranks[0], left)()
+    ranks[0].close()
+    ranks[0].abandon()
+    assert ranks[0]._communicator.released  # it asserts that it was not before
+
+
+def test_abandoning_ends_what_is_under_way() -> None:
+    ranks = nccl_ranks(2)
+    handle = ranks[0].allreduce(np.ones(10, np.float32))
+    assert not handle.poll()
+    ranks[1].abandon()
+    with pytest.raises(TransportError, match="NCCL failed: rank 1 is gone"):
+        wait(handle)
+
+
+def test_a_rank_that_never_talks() -> None:
+    world = World(2)
+    communicator = Communicator(world, 0)
+    begin = time.monotonic()
+    with pytest.raises(TransportError, match="connected not all of 2 ranks in 1 s"):
+        NcclTransport(communicator, 1.0)
+    assert time.monotonic() - begin < 10
+    assert communicator.released
+
+
+# --- CuPy's ---------------------------------------------------------------------------------------------------
+
+
+class FakeNcclError(RuntimeError):
+    """NcclError."""
+
+
+class FakeRuntimeError(RuntimeError):
+    """CUDARuntimeError."""
+
+
+class Machine:
+    """A module named cupy, for ranks that are threads, and what NCCL would see."""
+
+    def __init__(self, size: int) -> None:
+        self.place = threading.local()
+        self.worlds: dict[bytes, World] = {}
+        self.size = size
+        self.log: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in range(size)}
+        self.slow = 0.0
+        machine = self
+
+        class Device:
+            def __init__(self) -> None:
+                if machine.place.gpu is None:
+                    raise FakeRuntimeError("no CUDA-capable device is detected")
+                self.id = machine.place.gpu
+                self.pci_bus_id = f"0000:0{self.id}:00.0"
+
+        class NcclCommunicator:
+            def __init__(self, size: int, identity: bytes, rank: int) -> None:
+                time.sleep(machine.slow)
+                self.rank = rank
+                self.inner = Communicator(machine.worlds.setdefault(identity, World(size)), rank)
+                machine.place.communicator = self
+
+            def __getattr__(self, name: str) -> Any:
+                return lambda *arguments: machine.log[self.rank].append((name, *arguments))
+
+            def check_async_error(self) -> None:
+                raise FakeNcclError("NCCL_ERROR_REMOTE_ERROR")
+
+        def note(name: str) -> Callable[[], None]:
+            return lambda: machine.log[machine.place.rank].append((name,))
+
+        nccl = SimpleNamespace(
+            available=True, get_unique_id=lambda: b"\x01" * 128, NcclCommunicator=NcclCommunicator,
+            NcclError=FakeNcclError, groupStart=note("groupStart"), groupEnd=note("groupEnd"),
+            NCCL_UINT8="bytes", NCCL_FLOAT32="float32", NCCL_FLOAT64="float64", NCCL_SUM="sum",
+        )  # fmt: skip
+        self.nccl = nccl
+        self.cupy: Any = ModuleType("cupy")
+        self.cupy.cuda = ModuleType("cupy.cuda")
+        self.cupy.cuda.nccl = nccl
+        self.cupy.cuda.Device = Device
+        self.cupy.cuda.runtime = SimpleNamespace(CUDARuntimeError=FakeRuntimeError)
+
+
+class Driver(QueuedDriver):
+    """What CuPy's driver has beside the stand-in's."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.device = index, threading.RLock()  # to be entered
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(3)
+    over_cupy: Any = ModuleType("gradcomp.kernels.cuda.over_cupy")
+    over_cupy.CupyDriver = Driver
+    monkeypatch.setitem(sys.modules, "cupy", made.cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", made.cupy.cuda)
+    monkeypatch.setitem(sys.modules, "gradcomp.kernels.cuda.over_cupy", over_cupy)
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")
+    return made
+
+
+def meeting(size: int) -> Callable[[int], Callable[[bytes], list[bytes]]]:
+    told: list[bytes] = [b""] * size
+    barrier = threading.Barrier(size)
+
+    def of(rank: int) -> Callable[[bytes], list[bytes]]:
+        def meet(mine: bytes) -> list[bytes]:
+            told[rank] = mine
+            barrier.wait(30)
+            return list(told)
+
+        return meet
+
+    return of
+
+
+def joined(machine: Machine, gpus: list[int | None], seconds: float = 30.0) -> list[Any]:
+    from gradcomp.transport import nccl_cupy
+
+    meet = meeting(len(gpus))
+
+    def work(rank: int) -> Any:
+        machine.place.gpu, machine.place.rank = gpus[rank], rank
+        return nccl_cupy.nccl_transport(rank, len(gpus), meet(rank), seconds)
+
+    return on_each(len(gpus), work)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "complaint"),
+    [
+        ([0, 1, 0], "ranks 0 and 2 are both on GPU .*/0000:00:00.0, and NCCL wants one for each"),
+        ([0, None, 2], "rank 1: the nccl transport needs a GPU: no CUDA-capable device"),
+    ],
+)
+def test_all_ranks_hear_what_is_wrong_with_one(
+    machine: Machine, gpus: list[int | None], complaint: str
+) -> None:
+    for found in joined(machine, gpus):
+        with pytest.raises(ConfigError, match=complaint):
+            raise found
+
+
+def test_nccl_or_cupy_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.nccl.available = False
+    for found in joined(machine, [0, 1]):
+        with pytest.raises(
+            ConfigError, match=r"rank 0: .* CuPy does not find: pip install 'gradcomp\[nccl\]'"
+        ):
+            raise found
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for found in joined(machine, [0, 1]):
+        with pytest.raises(
+            ConfigError, match=r"rank 0: .* needs CuPy and NCCL: pip install 'gradcomp\[nccl\]'"
+        ):
+            raise found
+
+
+def test_what_another_rank_says_of_itself_is_checked() -> None:
+    from gradcomp.transport import nccl_cupy
+
+    for part in (b"\xff", b"[]", b"3"):
+        with pytest.raises(WireFormatError, match="introduced itself"):
+            nccl_cupy._introduction(part)
+    assert nccl_cupy._introduction(json.dumps({"id": "00"}).encode()) == {"id": "00"}
+
+
+def test_ranks_that_do_not_come_together_in_time(machine: Machine) -> None:
+    machine.slow = 5.0
+    for found in joined(machine, [0, 1], 0.5):
+        with pytest.raises(TransportError, match="did not bring 2 ranks together"):
+            raise found
+
+
+def test_calls_of_nccl(machine: Machine) -> None:
+    """Names, order of arguments and constants, as CuPy 14 has them; an error of NCCL's is a TransportError."""
+    from gradcomp.transport.nccl_cupy import CupyCommunicator
+
+    driver = Driver(0)
+    machine.place.rank = 1
+    ours = CupyCommunicator(machine.nccl, driver, b"id", 1, 3)
+    with ours.together():
+        ours.send(256, 10, 2)
+        ours.recv(512, 20, 0)
+    ours.add_up(1024, 5, np.dtype(np.float64))
+    ours.abort()
+    ours.destroy()
+    stream = driver.stream
+    assert machine.log[1] == [
+        ("groupStart",),
+        ("send", 256, 10, "bytes", 2, stream),
+        ("recv", 512, 20, "bytes", 0, stream),
+        ("groupEnd",),
+        ("allReduce", 1024, 1024, 5, "float64", "sum", stream),
+        ("abort",),
+        ("destroy",),
+    ]
+    with pytest.raises(TransportError, match="NCCL failed: NCCL_ERROR_REMOTE_ERROR"):
+        ours.check()
