@@ -188,10 +188,17 @@ class Exchanger:
         self._opened = True
 
     def submit(
-        self, layer: int, gradient: int, output: int, keep: object = None, event: object = None
+        self,
+        layer: int,
+        gradient: int,
+        output: int,
+        keep: object = None,
+        event: object = None,
+        *,
+        zero_is_absent: bool = False,
     ) -> None:
         """A gradient is ready; see :meth:`Inbox.submit`. Callable from any one thread at a time."""
-        if self._pipeline.inbox.submit(layer, gradient, output, keep, event):
+        if self._pipeline.inbox.submit(layer, gradient, output, keep, event, zero_is_absent=zero_is_absent):
             self._engine.wake()
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:

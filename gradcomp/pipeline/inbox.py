@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from gradcomp import kernels
 from gradcomp.core.errors import StateError
 from gradcomp.core.header import PRESENT, SPARSE
 from gradcomp.core.layers import LayerSpec
+from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.segments import DTYPES, SEGMENT
 from gradcomp.pipeline.layout import Layout
+
+_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 
 #: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
 Allocate = Callable[[int], int]
@@ -29,6 +34,10 @@ class Inbox:
         self.gradients = np.zeros(len(layers), dtype=np.uint64)
         self.outputs = np.zeros(len(layers), dtype=np.uint64)
         self.states = np.zeros(len(layers), dtype=np.uint8)
+        self._doubtful = np.zeros(len(layers), dtype=np.bool_)  # whose presence their values will decide
+        self._whole: Table = np.zeros(len(layers), dtype=SEGMENT)
+        self._whole["length"] = [layer.size for layer in layers]
+        self._whole["dtype"] = [_DTYPE_NUMBERS[layer.dtype] for layer in layers]
         self.arrivals: list[int] = []
         self.events: list[Any] = [None] * len(layers)  # behind which the gradients are ready
         self.flushed = True  # no step is open
@@ -43,6 +52,7 @@ class Inbox:
         self.gradients[:] = 0
         self.outputs[:] = 0
         self.states[:] = 0
+        self._doubtful[:] = False
         self.events = [None] * len(self._layers)
         self.arrivals = []
         self.flushed = False
@@ -53,14 +63,23 @@ class Inbox:
         self._reported = [False] * len(self._layers)
 
     def submit(
-        self, layer: int, gradient: int, output: int, keep: object = None, event: object = None
+        self,
+        layer: int,
+        gradient: int,
+        output: int,
+        keep: object = None,
+        event: object = None,
+        *,
+        zero_is_absent: bool = False,
     ) -> bool:
         """A layer's gradient is ready at address ``gradient``; its mean goes to ``output``.
 
         ``keep`` is held until the step ends. ``event``: on a device, what the gradient is ready behind.
+        ``zero_is_absent``: a gradient of zeros stands for none, which :meth:`decide` finds out.
         Returns whether a bucket became complete.
         """
         self._report(layer, PRESENT)
+        self._doubtful[layer] = zero_is_absent
         self.gradients[layer] = gradient
         self.outputs[layer] = output
         self.events[layer] = event
@@ -72,6 +91,20 @@ class Inbox:
         self._report(layer, SPARSE if sparse else 0)
         self.outputs[layer] = output
         return self._count_down(layer)
+
+    def decide(self, layers: Sizes) -> None:
+        """Whether gradients that may stand for none do, once they are ready."""
+        doubtful = layers[self._doubtful[layers]]
+        if not len(doubtful):
+            return
+        table = self._whole[doubtful]
+        table["gradient"] = self.gradients[doubtful]
+        has_value = np.zeros(len(table), dtype=np.uint8)
+        kernels.nonzero(table, has_value)
+        absent = doubtful[has_value == 0]
+        self.states[absent] = 0
+        self.gradients[absent] = 0
+        self._doubtful[doubtful] = False
 
     def _report(self, layer: int, state: int) -> None:
         if self.flushed:

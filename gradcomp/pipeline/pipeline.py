@@ -317,6 +317,7 @@ class Pipeline:
                 yield Waiting.LAYERS
             if self.device.driver is not None:
                 yield from self._gradients(program.bucket)
+            self.inbox.decide(program.bucket.layers)
             complete = self.inbox.completed[number]
             self.trace.add("ready", self.step, number, self._opened_at, complete)
             self.trace.add("queue", self.step, number, complete, perf_counter())

@@ -15,7 +15,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp import kernels
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
@@ -27,19 +26,16 @@ from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers, Reporter
 from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import Proposal, start, validate_together
-from gradcomp.kernels.codec import Sizes, Table
-from gradcomp.kernels.devices import HOST
-from gradcomp.kernels.segments import DTYPES, SEGMENT
+from gradcomp.kernels.codec import Sizes
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Layout
-from gradcomp.torch.devices import device_of
+from gradcomp.torch.devices import device_of, stream_of
 from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.start import compare_parameters, propose
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
-
-_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 
 #: DistributedDataParallel has its final buckets from its second step on.
 _ORDER_STEP = 1
@@ -82,7 +78,7 @@ def ddp_comm_hook(
     state = runtime.current()
     ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
 
-    def validate() -> tuple[Named, Proposal]:
+    def validate() -> tuple[Named, Proposal, Device]:
         policy = as_policy(compression)
         refuse_servers(
             state.config.reduction, len(ranks), "DistributedDataParallel, in which all ranks train,"
@@ -92,14 +88,13 @@ def ddp_comm_hook(
                 f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
             )
         named = _named(model)
-        if device_of(named) is not HOST:
-            raise ConfigError("the hook exchanges gradients on the CPU; on a GPU use DistributedOptimizer")
-        return named, propose(policy, named, controller=controller)
+        device = device_of(named) if len(ranks) > 1 else HOST
+        return named, propose(policy, named, controller=controller), device
 
-    (named, proposal), transport = validate_together(state, ranks, validate)
+    (named, proposal, device), transport = validate_together(state, ranks, validate)
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
-    return HookState(state, ranks, named, proposal, transport, grad_scaler), exchange_bucket
+    return HookState(state, ranks, named, proposal, transport, grad_scaler, device), exchange_bucket
 
 
 def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tensor]:
@@ -118,15 +113,15 @@ class HookState(Readers):
         proposal: Proposal,
         transport: Transport | None,
         grad_scaler: Any,
+        device: Device = HOST,
     ) -> None:
         layers = proposal.layers
         self._runtime = state
         self._named = named
         self._grad_scaler = grad_scaler
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
-        self._table: Table = np.zeros(len(layers), dtype=SEGMENT)
-        self._table["length"] = [layer.size for layer in layers]
-        self._table["dtype"] = [_DTYPE_NUMBERS[layer.dtype] for layer in layers]
+        self._layers = layers
+        self._where = named[0][1].device
         self._steps = 0
         self._complete = False  # all buckets of the step that is open or not yet accepted were handed in
         self._futures = BucketFutures(len(layers))
@@ -141,6 +136,7 @@ class HookState(Readers):
                 self._allocate,
                 listener=self._futures,
                 order_step=_ORDER_STEP,
+                device=device,
             )
         #: Where :func:`gradcomp.torch.save` finds the compression state.
         self.keeper = Keeper(layers, proposal.plan, state.config, self._exchanger, self.settle, ranks=ranks)
@@ -199,7 +195,7 @@ class HookState(Readers):
         """Exchange a bucket in place; the last one of a step ends the step."""
         exchanger = self._exchanger
         if exchanger is None:
-            future: Future[torch.Tensor] = Future()
+            future = _future_of(bucket.buffer())
             future.set_result(bucket.buffer())
             return future
         try:
@@ -212,16 +208,11 @@ class HookState(Readers):
     def _hand_in(self, exchanger: Exchanger, bucket: GradBucket) -> Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin(exchanger)
-        layers, table, buffer = self._contents(bucket)
+        layers, addresses, buffer = self._contents(bucket)
         future = self._futures.add(bucket.index(), layers, buffer)
-        has_value = np.zeros(len(layers), dtype=np.uint8)
-        kernels.nonzero(table, has_value)
-        rows = zip(layers.tolist(), table["gradient"].tolist(), has_value.tolist(), strict=True)
-        for layer, address, present in rows:
-            if present:
-                exchanger.submit(layer, address, address, buffer)
-            else:
-                exchanger.submit_absent(layer, output=address)
+        event = exchanger.pipeline.device.mark(stream_of(buffer))
+        for layer, address in zip(layers.tolist(), addresses, strict=True):
+            exchanger.submit(layer, address, address, buffer, event, zero_is_absent=True)
         if bucket.is_last():
             self._complete = True
             exchanger.flush()
@@ -245,8 +236,8 @@ class HookState(Readers):
         if self._exchanger is not None and self._exchanger.is_open:
             self._exchanger.wait()
 
-    def _contents(self, bucket: GradBucket) -> tuple[Sizes, Table, torch.Tensor]:
-        """A bucket's layers, the table of their gradients, and the buffer in which these lie."""
+    def _contents(self, bucket: GradBucket) -> tuple[Sizes, list[int], torch.Tensor]:
+        """A bucket's layers, where their gradients are, and the buffer in which these lie."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
         numbers = [self._numbers.get(id(parameter), -1) for parameter in parameters]
@@ -256,21 +247,20 @@ class HookState(Readers):
                 f"DistributedDataParallel has a parameter of shape {shape} that the model did not have, or not "
                 "as a trainable one, when ddp_comm_hook was called"
             )
-        if buffer.layout != torch.strided or buffer.device.type != "cpu":
-            raise ConfigError(f"{self._named[numbers[0]][0]!r}: gradients must be dense and on the CPU")
-        layers = np.array(numbers, dtype=np.int64)
-        table = self._table[layers]
-        gradients = bucket.gradients()
-        table["gradient"] = [gradient.data_ptr() for gradient in gradients]
-        same = table["length"] == [gradient.numel() for gradient in gradients]
-        same &= table["dtype"] == _DTYPE_NUMBERS.get(dtype_name(buffer.dtype), -1)
-        if not same.all():
-            changed = int(np.argmin(same))
+        if buffer.layout != torch.strided or buffer.device != self._where:
             raise StateError(
-                f"layer {self._named[numbers[changed]][0]!r} had another dtype or size when ddp_comm_hook was called; "
-                f"its gradient has {gradients[changed].numel()} elements of {dtype_name(buffer.dtype)} now"
+                f"layer {self._named[numbers[0]][0]!r} was dense and on {self._where} when ddp_comm_hook was called; "
+                f"its gradient is {buffer.layout} and on {buffer.device} now"
             )
-        return layers, table, buffer
+        gradients = bucket.gradients()
+        dtype = dtype_name(buffer.dtype)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            if (gradient.numel(), dtype) != (self._layers[number].size, self._layers[number].dtype):
+                raise StateError(
+                    f"layer {self._named[number][0]!r} had another dtype or size when ddp_comm_hook was called; "
+                    f"its gradient has {gradient.numel()} elements of {dtype} now"
+                )
+        return np.array(numbers, dtype=np.int64), [gradient.data_ptr() for gradient in gradients], buffer
 
     def _allocate(self, layer: int) -> int:
         """Called for a layer that other ranks had and this rank's DDP left out."""
@@ -305,7 +295,7 @@ class BucketFutures:
 
     def add(self, bucket: int, layers: Sizes, buffer: torch.Tensor) -> Future[torch.Tensor]:
         """The future of a bucket whose layers are about to be submitted."""
-        future: Future[torch.Tensor] = Future()
+        future = _future_of(buffer)
         self._bucket_of[layers] = bucket
         with self._lock:
             if self._error is not None:
@@ -336,6 +326,11 @@ class BucketFutures:
             pending, self._pending = self._pending, {}
         for one in pending.values():
             one.future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _future_of(buffer: torch.Tensor) -> Future[torch.Tensor]:
+    """One that may hold the buffer: futures name the GPUs of what they hold."""
+    return Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
 def _value(future: Future[torch.Tensor]) -> torch.Tensor:

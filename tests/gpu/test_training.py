@@ -52,6 +52,23 @@ def test_two_ranks_on_one_gpu(compression):
     all_ranks_hold(trained(compression, "cuda:0"))
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@on_ranks(2)
+def test_two_hooks_on_one_gpu(compression):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 128))
+    model = torch.nn.parallel.DistributedDataParallel(net.to("cuda:0"))
+    policy = gc.Policy(compression, filter=gc.Filter(min_elements=64))
+    model.register_comm_hook(*gc.ddp_comm_hook(model, policy))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+    for step in range(8):
+        optimizer.zero_grad()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
+        model(x.to("cuda:0")).square().mean().backward()
+        optimizer.step()
+    all_ranks_hold([parameter.detach().cpu() for parameter in model.parameters()])
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @on_ranks(2)
 def test_half_precision(kind):

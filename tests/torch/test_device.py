@@ -15,7 +15,7 @@ from kernels.standin import FOLDER
 
 import gradcomp.torch as gc
 from gradcomp.kernels import bodies, devices
-from gradcomp.torch import optimizer as frontend
+from gradcomp.torch import ddp, optimizer
 from gradcomp.torch.devices import device_of
 
 
@@ -34,11 +34,15 @@ def on_device(here: bool) -> Iterator[Any]:
         return
     driver = _Everything(FOLDER, order=2)
     device = devices.on("cuda:0", driver)
-    before, frontend.device_of = frontend.device_of, lambda named: device
+    frontends: list[Any] = [optimizer, ddp]
+    before = device_of
+    for frontend in frontends:
+        frontend.device_of = lambda named: device
     try:
         yield driver
     finally:
-        frontend.device_of = before
+        for frontend in frontends:
+            frontend.device_of = before
         bodies.take_away("cuda:0")
 
 
@@ -47,15 +51,15 @@ def parameters_after(steps: int, compression: str, here: bool) -> list[torch.Ten
     model = torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30))
     policy = gc.Policy(compression, filter=gc.Filter(min_elements=64))
     with on_device(here) as driver:
-        optimizer = gc.DistributedOptimizer(
+        opt = gc.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), policy
         )
         for step in range(steps):
-            optimizer.zero_grad()
+            opt.zero_grad()
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
             whole = step % 3 != gc.rank()  # else this rank has no gradient of the last layer
             (model if whole else model[0])(x).square().mean().backward()
-            optimizer.step()
+            opt.step()
         if here:
             kinds = [kind for kind, _ in driver.events]
             assert driver.launched
@@ -70,6 +74,49 @@ def test_a_rank_on_the_cpu_and_one_on_a_device_train_together(compression):
     mixed = parameters_after(6, compression, here=gc.rank() == 1)
     for mine, theirs in zip(mixed, alone, strict=True):
         assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+class Partly(torch.nn.Module):
+    """Layers of which a step may leave out the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 40), torch.nn.Linear(40, 30)
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden) if whole else hidden
+
+
+def parameters_under_ddp(steps: int, here: bool) -> tuple[list[torch.Tensor], list[list[bool]]]:
+    """And which layers had a gradient, by step: DDP fills in zeros, which only their kernels can tell."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Partly(), find_unused_parameters=True)
+    policy = gc.Policy("quantize:bits=4,bucket_size=64", filter=gc.Filter(min_elements=64))
+    with on_device(here) as driver:
+        state, hook = gc.ddp_comm_hook(model, policy)
+        model.register_comm_hook(state, hook)
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        present = []
+        for step in range(steps):
+            opt.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
+            model(x, step % 3 == 0).square().mean().backward()
+            opt.step()
+            present.append(state.exchanger.pipeline.result.present.tolist())
+        if here:
+            assert driver.launched
+            assert [kind for kind, _ in driver.events].count("mark") >= steps
+    return [p.detach().clone() for p in model.parameters()], present
+
+
+@on_ranks(2)
+def test_a_hook_on_the_cpu_and_one_on_a_device_train_together():
+    alone, _ = parameters_under_ddp(6, here=False)
+    mixed, present = parameters_under_ddp(6, here=gc.rank() == 1)
+    for mine, theirs in zip(mixed, alone, strict=True):
+        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+    assert sorted(map(sum, present)) == [2, 2, 2, 2, 4, 4]
 
 
 @on_ranks(2)
