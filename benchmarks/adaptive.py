@@ -3,6 +3,7 @@
     python benchmarks/adaptive.py --cifar cifar10_10k.npz                  # ResNet-20 and the word LSTM, 3 seeds
     python benchmarks/adaptive.py --task lstm --families rank --controllers lgreco,kmeans --seeds 1 --json table.json
     python benchmarks/adaptive.py --json table.json --resume               # what table.json lacks
+    python benchmarks/adaptive.py --task lstm --families rank --controllers sweep --link 1gbit    # several references
 
 The tasks are those of convergence.py. References are the papers': 4 bits; TopK 1% and rank 4 on the ResNet, TopK 10%
 and rank 32 on the LSTM. Controllers decide once an epoch of the ResNet, and ten times in the LSTM's run.
@@ -31,7 +32,7 @@ from typing import Any
 import convergence
 import hosts
 import report
-from adaptive_rows import DEFAULT, DENSE, FAMILIES, RESNET, TASKS, UNIFORM, Arm, arms
+from adaptive_rows import DEFAULT, DENSE, FAMILIES, RESNET, SWEEP, TASKS, UNIFORM, Arm, arms
 from convergence_rows import METRICS
 from convergence_tasks import Settings
 from options import add_training, check_training
@@ -154,7 +155,7 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _every_controller() -> list[str]:
-    names = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs"]
+    names = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs", SWEEP]
     return [*names, UNIFORM]
 
 

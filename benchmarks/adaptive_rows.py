@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LSTM, RESNET = TASKS = ("lstm", "resnet")
 
 UNIFORM, DENSE = "uniform", "none"
+
+#: A uniform level and L-GreCo with that level as its reference, for several levels of each family.
+SWEEP = "sweep"
+LEVELS = {
+    "bits": {LSTM: ("3", "4", "6", "8"), RESNET: ("3", "4", "6", "8")},
+    "density": {LSTM: ("0.02", "0.05", "0.1", "0.2"), RESNET: ("0.002", "0.005", "0.01", "0.02")},
+    "rank": {LSTM: ("8", "16", "32", "64"), RESNET: ("1", "2", "4", "8")},
+}
 
 #: Steps between decisions: an epoch of the ResNet's, and a tenth of the LSTM's run.
 EVERY = {LSTM: 100, RESNET: 78}
@@ -22,7 +30,7 @@ class Family:
     compression: dict[str, str]
     low: dict[str, str]
     high: dict[str, str]
-    target: float  # bytes of uniform over those of L-GreCo, issue and 000
+    target: float | None  # bytes of uniform over those of L-GreCo, issue and 000
 
 
 FAMILIES = (
@@ -94,6 +102,19 @@ def gravac_arms(task: str) -> list[Arm]:
     ]
 
 
+def sweep_arms(task: str, family: Family) -> list[Arm]:
+    """Each of the family's levels as one more family, whose uniform level it is."""
+    rows = []
+    for level in LEVELS[family.key][task]:
+        text = f"{family.compression[task].partition('=')[0]}={level}"
+        there = replace(
+            family, key=f"{family.key}@{level}", compression={**family.compression, task: text}, target=None
+        )
+        for name, form in ((UNIFORM, ""), ("lgreco", f"lgreco:every_steps={EVERY[task]}")):
+            rows.append(Arm(f"{there.key}-{name}", f"{family.title} {level}, {name}", text, form, there))
+    return rows
+
+
 def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list[Arm]:
     """The rows of a task: uncompressed first, then by family uniform and what was asked for; last GraVAC's."""
     every = EVERY[task]
@@ -119,8 +140,9 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
         rows += [
             Arm(f"{family.key}-{name}", f"{family.title}, {name}", family.compression[task], form, family)
             for name, form in forms.items()
-            if name == UNIFORM or name in controllers
+            if name in controllers or (name == UNIFORM and set(controllers) != {SWEEP})
         ]
+        rows += sweep_arms(task, family) if SWEEP in controllers else []
     return rows + (gravac_arms(task) if "gravac" in controllers else [])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from adaptive import evaluate, show
+from adaptive_plot import layer_kilobytes
 from adaptive_rows import DEFAULT, FAMILIES, TASKS, arms
 
 from gradcomp.compress import from_string
@@ -23,6 +24,34 @@ def test_every_row_is_one_of_its_own_and_can_be_run(task):
         from_string(arm.compression)
         if arm.controller:
             controller_from_string(arm.controller)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_sweep_compares_each_level_with_itself_as_reference(task):
+    rows = arms(task, ["rank"], ["sweep"])[1:]
+    assert [arm.controller != "" for arm in rows] == [False, True] * 4
+    for uniform, lgreco in zip(rows[::2], rows[1::2], strict=True):
+        assert uniform.compression == lgreco.compression
+        assert uniform.key == f"{lgreco.family.key}-uniform"
+    runs = [
+        {**run("rank@2-uniform", 0, 0.6, 10.0), "task": task},
+        {**run("rank@2-lgreco", 0, 0.6, 4.0), "task": task},
+    ]
+    if task == "resnet":
+        assert [row["fewer"] for row in evaluate(task, runs)] == [1.0, 2.5]
+
+
+def test_kilobytes_of_layers_are_averaged_over_plans():
+    family = "powersgd:warm_start=true,alternate=false,feedback=true"
+    plans = [
+        [1, [["embedding.weight", family, 4], ["output.weight", family, 4], ["output.bias", "none", None]]],
+        [51, [["embedding.weight", family, 2], ["output.weight", family, 4], ["output.bias", "none", None]]],
+    ]
+    found = layer_kilobytes("lstm", {"plans": plans, "steps": 100})
+    assert list(found) == ["output.weight", "embedding.weight"]
+    # Between two ranks a sum sends as many bytes as it has.
+    assert found["output.weight"] == pytest.approx(4 * 4 * (4000 + 128) / 1e3)
+    assert found["embedding.weight"] == pytest.approx(3 * 4 * (4000 + 128) / 1e3)
 
 
 def run(row: str, seed: int, metric: float, sent: float, **more):
