@@ -162,10 +162,15 @@ def test_choices_of_one_code_and_of_several_keep_their_order():
 # --- selections ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [magnitudes._by_selecting, magnitudes._by_counting])
+@pytest.mark.parametrize(
+    ("way", "few"),
+    [(magnitudes._by_selecting, 0), (magnitudes._by_counting, 4096), (magnitudes._by_counting, -1)],
+    ids=["selecting", "counting and sorting", "counting twice"],
+)
 @pytest.mark.parametrize("name", samples(1))
-def test_what_is_left_of_a_selection(name, way, monkeypatch):
+def test_what_is_left_of_a_selection(name, way, few, monkeypatch):
     monkeypatch.setattr(magnitudes, "_PIECE", 700)  # several of them
+    monkeypatch.setattr(magnitudes, "_FEW", few)
     values = samples(3000)[name]
     ascending = np.sort(np.square(values.astype(np.float64)))
     counts = np.array([0, 1, 2, 29, 30, 31, 299, 300, 1000, 1999, 2000, 2999, 3000])
