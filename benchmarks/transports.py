@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import report
 
-from gradcomp.engine.engine import LONGEST_SLEEP_SECONDS, SPIN_SECONDS
+from gradcomp.engine.engine import LONGEST_SLEEP_SECONDS, SPIN_SECONDS, sleep_precisely
 from gradcomp.transport.base import Handle, Transport
 
 WORLD = 2
@@ -240,6 +240,7 @@ class Measurement:
 
 def work(name: str, rounds: int, sizes: list[int], directory: Path) -> None:
     """What a rank's process does."""
+    sleep_precisely()
     engine = ENGINES[name].make(directory)
     measurement = Measurement(name, engine, rounds)
     rows = [measurement.row(collective, size) for collective in COLLECTIVES for size in sizes]

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,9 @@ def _engine() -> tuple[Any, Any, str]:
         )
     try:
         device = cupy.cuda.Device()
-        name = f"{os.uname().nodename}/{device.pci_bus_id}"
+        # Hosts may have one name; each start of one has a number of its own, which containers on it share.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+        name = f"{device.pci_bus_id} of {os.uname().nodename} ({boot})"
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(f"the nccl transport needs a GPU: {error}") from error
     return nccl, CupyDriver(device.id), name

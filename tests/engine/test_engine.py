@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from cuda_on_cpu.nccl import nccl_ranks
 
 from gradcomp import Config, LayerSpec, Plan, PlanMismatchError, Policy, Quantize, StateError, TransportError
 from gradcomp.engine import Engine, Exchanger, Watch
+from gradcomp.engine.engine import sleep_precisely
 from gradcomp.engine.watch import place
 from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel, LocalControl, StoreSilentError
@@ -102,6 +105,19 @@ def test_a_step_leaves_the_mean_in_every_ranks_outputs(ranks):
 def test_a_step_over_nccl_leaves_the_same_bytes(ranks):
     found = [[g.tobytes() for g in rank] for rank in ranks(3, connect=nccl_ranks).each(step)]
     assert found == [[g.tobytes() for g in rank] for rank in ranks(3).each(step)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no timer slack")
+def test_the_engines_sleeps_are_precise():
+    def slack() -> int:
+        return ctypes.CDLL(None).prctl(30)  # PR_GET_TIMERSLACK, in nanoseconds
+
+    found = []
+    thread = threading.Thread(target=lambda: (sleep_precisely(), found.append(slack())))
+    thread.start()
+    thread.join()
+    assert found == [1000]
+    assert slack() > 1000  # another thread's is its own
 
 
 def test_a_step_without_any_layer_ends(ranks):

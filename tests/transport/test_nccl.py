@@ -185,7 +185,7 @@ def joined(machine: Machine, gpus: list[int | None], seconds: float = 30.0) -> l
 @pytest.mark.parametrize(
     ("gpus", "complaint"),
     [
-        ([0, 1, 0], "ranks 0 and 2 are both on GPU .*/0000:00:00.0, and NCCL wants one for each"),
+        ([0, 1, 0], "ranks 0 and 2 are both on GPU 0000:00:00.0 of .*, and NCCL wants one for each"),
         ([0, None, 2], "rank 1: the nccl transport needs a GPU: no CUDA-capable device"),
     ],
 )
