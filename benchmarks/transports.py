@@ -240,8 +240,8 @@ class Measurement:
 
 def work(name: str, rounds: int, sizes: list[int], directory: Path) -> None:
     """What a rank's process does."""
-    sleep_precisely()
     engine = ENGINES[name].make(directory)
+    sleep_precisely()  # threads that the engine has started keep their own
     measurement = Measurement(name, engine, rounds)
     rows = [measurement.row(collective, size) for collective in COLLECTIVES for size in sizes]
     shares = measurement.waiting_shares()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradcomp")
 
 SPIN_SECONDS = 50e-6
-LONGEST_SLEEP_SECONDS = 200e-6
+LONGEST_SLEEP_SECONDS = 250e-6
 WATCH_SECONDS = 0.5
 LONGEST_WATCH_SECONDS = 2.0
 
@@ -34,7 +34,7 @@ def sleep_precisely() -> None:
 class Engine:
     """Polls the exchangers' pipelines; never blocks inside a collective.
 
-    While a collective is under way it spins for 50 microseconds, then sleeps up to 200. While no bucket is complete
+    While a collective is under way it spins for 50 microseconds, then sleeps up to 250. While no bucket is complete
     it sleeps until a layer completes one. After half a second without progress, and every two seconds in any case, it
     looks at the control channel: a look is a round trip behind whatever is queued on the link.
     """
