@@ -44,9 +44,8 @@ def draw(runs: Sequence[Run], out: Path) -> None:
     if not columns:
         raise SystemExit("there is no uniform run to compare with")
     figure, axes = pyplot.subplots(3, len(columns), figsize=(4.2 * len(columns), 10), squeeze=False)
-    names = list(
-        dict.fromkeys(run["row"].partition("-")[2] for run in runs if run["row"].split("-")[0] in _KEYS)
-    )
+    there = {run["row"].partition("-")[2] for run in runs if run["row"].split("-")[0] in _KEYS}
+    names = sorted(there, key=lambda name: (name != UNIFORM, name))
     colours = {name: f"C{i}" for i, name in enumerate(names)}
     for (task, family), (upper, middle, lower) in zip(columns, axes.T, strict=True):
         for name in names:
