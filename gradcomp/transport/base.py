@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,6 +107,12 @@ class Transport(ABC):
         buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
         settle(self.allgatherv(buffer, sizes.tolist()))
         return [buffer[bounds[i] : bounds[i + 1]].tobytes() for i in range(self.size)]
+
+
+def parts_of(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
+    """Views of the parts that lie one behind the other in ``buffer``."""
+    ends = list(accumulate(counts))
+    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def _in_rank_order(messages: Messages, size: int) -> list[Bytes]:

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
 import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import Bytes, Messages, Transport
+from gradcomp.transport.base import Bytes, Messages, Transport, parts_of
 from gradcomp.transport.mpi_process import FAREWELL_TAG, MpiProcess, mpi_process, reason
 
 #: Largest count and displacement of MPI before version 4.
@@ -155,14 +154,14 @@ class MpiTransport(Transport):
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
         """See :class:`Transport`; one MPI message to each rank that gets something."""
-        sent, received = _parts(send, send_counts), _parts(recv, recv_counts)
+        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         handle = self.exchange(self._to_others(sent), self._to_others(received))
         received[self.rank][:] = sent[self.rank]
         return handle
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
         """See :class:`Transport`; one MPI message to each other rank."""
-        parts = _parts(buffer, counts)
+        parts = parts_of(buffer, counts)
         return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
     def _to_others(self, parts: Sequence[Bytes]) -> Messages:
@@ -215,8 +214,3 @@ class MpiTransport(Transport):
             if not self._process.MPI.Is_finalized():
                 with self._process.lock:
                     self._comm.Free()
-
-
-def _parts(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
-    ends = list(accumulate(counts))
-    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -24,7 +23,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.transport.base import Bytes, Handle, Messages, Transport
+from gradcomp.transport.base import Bytes, Handle, Messages, Transport, parts_of
 
 _BOUNDARY = 16  # of messages in staging memory: elements of sums must be aligned
 
@@ -129,13 +128,13 @@ class NcclTransport(Transport):
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
         """See :class:`Transport`; a message to each rank that gets something, all of them together."""
-        sent, received = _parts(send, send_counts), _parts(recv, recv_counts)
+        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         received[self.rank][:] = sent[self.rank]
         return self.exchange(self._to_others(sent), self._to_others(received))
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
         """See :class:`Transport`; a message to each other rank, all of them together."""
-        parts = _parts(buffer, counts)
+        parts = parts_of(buffer, counts)
         return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
@@ -224,8 +223,3 @@ def _packed(keys: Iterable[Any], lengths: Iterable[int], begin: int) -> tuple[di
         found[key] = at
         at += -(-length // _BOUNDARY) * _BOUNDARY
     return found, at
-
-
-def _parts(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
-    ends = list(accumulate(counts))
-    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.topology import Topology
-from gradcomp.transport.base import Bytes, Handle, Messages, Transport
+from gradcomp.transport.base import Bytes, Handle, Messages, Transport, parts_of
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class TwoLevelTransport(Transport):
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
         """See :class:`Transport`."""
-        sent, received = _parts(send, send_counts), _parts(recv, recv_counts)
+        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         received[self.rank][:] = sent[self.rank]
         others = [rank for rank in range(self.size) if rank != self.rank]
         return self.exchange(
@@ -139,7 +139,7 @@ class TwoLevelTransport(Transport):
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
         """See :class:`Transport`."""
-        parts = _parts(buffer, counts)
+        parts = parts_of(buffer, counts)
         own = parts[self.rank]
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = [(rank, own) for rank in others if len(own)]
@@ -200,8 +200,3 @@ def _check(name: str, transport: Transport, rank: int, size: int) -> None:
         raise ConfigError(
             f"{name} has this rank as {transport.rank} of {transport.size}, the topology as {rank} of {size}"
         )
-
-
-def _parts(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
-    ends = np.cumsum(counts)
-    return [buffer[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
