@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from adaptive_rows import FAMILIES, LSTM, UNIFORM
@@ -55,14 +56,12 @@ def draw(runs: Sequence[Run], out: Path) -> None:
                 ratio = [u / max(o, 1.0) for u, o in zip(*(run[_OVER_TIME] for run in pairs[0]), strict=True)]
                 part = [100 * (i + 1) / len(ratio) for i in range(len(ratio))]
                 upper.plot(part, ratio, label=name, color=colours[name], linewidth=1.2)
-            points = [(run["run_bytes_per_step"] / 1e3, run["metric"]) for run in own]
-            lower.scatter(
-                *zip(*points, strict=True), label=name, color=colours[name], s=22
-            ) if points else None
+            sent = [run["run_bytes_per_step"] / 1e3 for run in own]
+            lower.scatter(sent, [run["metric"] for run in own], label=name, color=colours[name], s=22)
             if planned := next((run for run in own if run.get("plans")), None):
                 sizes = layer_kilobytes(task, planned)
                 middle.plot(list(sizes.values()), label=name, color=colours[name], marker=".", linewidth=0.8)
-                if UNIFORM in colours and name == "lgreco":
+                if name == "lgreco":  # whose first plan is the uniform one
                     sizes = layer_kilobytes(task, {**planned, "plans": planned["plans"][:1]})
                     middle.plot(list(sizes.values()), color=colours[UNIFORM], marker=".", linewidth=0.8)
         upper.set_title(f"{task}, {family.title}")
@@ -137,7 +136,7 @@ def draw_sweep(runs: Sequence[Run], out: Path) -> None:
     for ((task, family), panel), axis in zip(curves.items(), axes[0], strict=True):
         for name, levels in panel.items():
             points = [
-                (1e3 * _mean(run["step_seconds"] for run in own), _mean(run["metric"] for run in own))
+                (1e3 * fmean(run["step_seconds"] for run in own), fmean(run["metric"] for run in own))
                 for own in levels.values()
             ]
             axis.plot(*zip(*points, strict=True), marker="o", linewidth=1.0, label=name)
@@ -149,11 +148,6 @@ def draw_sweep(runs: Sequence[Run], out: Path) -> None:
         axis.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(out, dpi=80)
-
-
-def _mean(values: Any) -> float:
-    every = list(values)
-    return float(sum(every)) / len(every)
 
 
 def main() -> int:

@@ -11,9 +11,7 @@ from gradcomp.compress.base import Compressor
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Zeros, host_zeros
 from gradcomp.kernels.codec import Group, Scratch
-from gradcomp.kernels.segments import DTYPES, SEGMENT
-
-_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
+from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 
 #: So many elements that an allreduce adds take the room of one that is encoded: without a codec to overlap with the
 #: wire, large messages are faster.
@@ -41,7 +39,7 @@ def group_of(
         compressor, spec = compressors[piece.layer], layers[piece.layer]
         one = table[row : row + 1]
         one["start"], one["length"] = piece.start, piece.length
-        one["layer"], one["dtype"] = spec.hash, _DTYPE_NUMBERS[spec.dtype]
+        one["layer"], one["dtype"] = spec.hash, DTYPE_NUMBERS[spec.dtype]
         compressor.fill(one, compressor.level)
     first = compressors[pieces[0].layer]
     return Group(

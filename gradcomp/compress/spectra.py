@@ -80,7 +80,7 @@ def product_bytes(shape: tuple[int, ...]) -> int:
 
 def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
     n, m = shape
-    one = 9 if lowrank.numpy_multiplies(columns) else 4
+    one = 9 if lowrank.numpy_multiplies(columns) else 4  # bytes of an element: what is left, and NumPy's
     return one * n * m + 4 * columns * (n + m) + 128 * columns * m  # the latter for random numbers
 
 

@@ -63,6 +63,9 @@ DTYPES: Final[tuple[np.dtype[Any], ...]] = (
 )
 """NumPy dtype of each dtype number of the table."""
 
+DTYPE_NUMBERS: Final = {dtype.name: number for number, dtype in enumerate(DTYPES)}
+"""And the number of each, by its name."""
+
 MAX_ELEMENTS: Final = 1 << 35
 """Elements per layer: the random counter holds element // 8 in 32 bits."""
 

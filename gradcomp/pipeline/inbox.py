@@ -13,10 +13,8 @@ from gradcomp.core.errors import StateError
 from gradcomp.core.header import PRESENT, SPARSE
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Sizes, Table
-from gradcomp.kernels.segments import DTYPES, SEGMENT
+from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.pipeline.layout import Layout
-
-_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 
 #: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
 Allocate = Callable[[int], int]
@@ -37,7 +35,7 @@ class Inbox:
         self._doubtful = np.zeros(len(layers), dtype=np.bool_)  # whose presence their values will decide
         self._whole: Table = np.zeros(len(layers), dtype=SEGMENT)
         self._whole["length"] = [layer.size for layer in layers]
-        self._whole["dtype"] = [_DTYPE_NUMBERS[layer.dtype] for layer in layers]
+        self._whole["dtype"] = [DTYPE_NUMBERS[layer.dtype] for layer in layers]
         self.arrivals: list[int] = []
         self.events: list[Any] = [None] * len(layers)  # behind which the gradients are ready
         self.flushed = True  # no step is open

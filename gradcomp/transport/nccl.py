@@ -201,13 +201,16 @@ class NcclTransport(Transport):
         byte = np.zeros(self.size, dtype=np.uint8)
         handles = [self.allgatherv(byte, [1] * self.size), self.allreduce(np.zeros(1, dtype=np.float32))]
         deadline = monotonic() + timeout_seconds
-        while not all(handle.poll() for handle in handles):
-            if monotonic() > deadline:
-                self.abandon()
-                raise TransportError(
-                    f"NCCL connected not all of {self.size} ranks in {timeout_seconds:.0f} s"
-                )
-            sleep(1e-3)
+        try:
+            while not all(handle.poll() for handle in handles):
+                if monotonic() > deadline:
+                    raise TransportError(
+                        f"NCCL connected not all of {self.size} ranks in {timeout_seconds:.0f} s"
+                    )
+                sleep(1e-3)
+        except TransportError:
+            self.abandon()
+            raise
         self.bytes_sent = 0
 
 

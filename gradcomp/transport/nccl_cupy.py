@@ -28,7 +28,7 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
     own: dict[str, str] = {}
     try:
         nccl, driver, own["device"] = _engine()
-        own["id"] = nccl.get_unique_id().hex() if rank == 0 else ""
+        own["id"] = _identity(nccl) if rank == 0 else ""
     except ConfigError as error:
         own = {"problem": str(error)}
     told = [_introduction(part) for part in meet(json.dumps(own).encode())]
@@ -40,7 +40,10 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
                 f"ranks {first} and {other} are both on GPU {each.get('device')}, and NCCL wants one for each: call "
                 "torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or take another transport"
             )
-    identity = bytes.fromhex(told[0].get("id", ""))
+    try:
+        identity = bytes.fromhex(told[0]["id"])
+    except (KeyError, ValueError) as error:
+        raise WireFormatError("rank 0 introduced itself without an identity for NCCL") from error
     communicator = _within(
         timeout_seconds, lambda: CupyCommunicator(nccl, driver, identity, rank, size), f"{size} ranks"
     )
@@ -72,6 +75,14 @@ def _engine() -> tuple[Any, Any, str]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(f"the nccl transport needs a GPU: {error}") from error
     return nccl, CupyDriver(device.id), name
+
+
+def _identity(nccl: Any) -> str:
+    """A new communicator's, in hexadecimal digits."""
+    try:
+        return str(nccl.get_unique_id().hex())
+    except nccl.NcclError as error:
+        raise ConfigError(f"NCCL cannot begin: {error}") from error
 
 
 def _introduction(part: bytes) -> dict[str, str]:

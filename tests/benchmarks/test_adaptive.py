@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from adaptive import evaluate, show
-from adaptive_plot import layer_kilobytes
+from adaptive_plot import draw, draw_sweep, layer_kilobytes
 from adaptive_rows import DEFAULT, FAMILIES, TASKS, arms
 
 from gradcomp.compress import from_string
@@ -52,6 +52,24 @@ def test_kilobytes_of_layers_are_averaged_over_plans():
     # Between two ranks a sum sends as many bytes as it has.
     assert found["output.weight"] == pytest.approx(4 * 4 * (4000 + 128) / 1e3)
     assert found["embedding.weight"] == pytest.approx(3 * 4 * (4000 + 128) / 1e3)
+
+
+def test_figures(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra plot").use("Agg")
+    family = "powersgd:warm_start=true,alternate=false,feedback=true"
+    plans = [[1, [["embedding.weight", family, 32]]], [51, [["embedding.weight", family, 8]]]]
+    shared = {"task": "lstm", "steps": 100, "step_seconds": 0.1, "bytes_over_time": [10.0] * 50}
+    runs = [
+        {**run(row, seed, 130.0 + seed, 10.0), **shared, "plans": plans if row.endswith("lgreco") else []}
+        for row in ("rank-uniform", "rank-lgreco", "rank@8-uniform", "rank@8-lgreco", "rank@16-uniform")
+        for seed in (0, 1)
+    ]
+    for drawing in (draw, draw_sweep):
+        drawing(runs, tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "figure.png").unlink()
+        with pytest.raises(SystemExit, match="there is no"):
+            drawing([], tmp_path / "figure.png")
 
 
 def run(row: str, seed: int, metric: float, sent: float, **more):

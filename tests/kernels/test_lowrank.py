@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.isas import instruction_set
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_body, device
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, lowrank, reference, segments
@@ -602,6 +602,25 @@ def test_public_functions_use_the_active_body() -> None:
             layers.back_project(lowrank)
             assert_close(layers.Q[0], layers.P[0], layers.contribution(0, 0.9))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("host", ["baseline", "reference"])
+def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
+    n, m, r = 6, 9, lowrank.BASELINE_RANKS + 1
+    isa = instruction_set("baseline") if host == "baseline" else kernels.use("reference")
+    with isa, device() as (place, called):
+        table = np.zeros(1, segments.SEGMENT)
+        gradient, shadow = place.zeros(n * m), place.zeros(n * m)
+        gradient[:] = np.arange(n * m)
+        table["gradient"], table["shadow"] = gradient.ctypes.data, shadow.ctypes.data
+        table["length"], table["dtype"] = n * m, segments.FLOAT32
+        shape = np.array([n]), np.array([m]), np.array([r])
+        p, q, begin = np.zeros(n * r, np.float32), np.ones(m * r, np.float32), np.zeros(1, np.int64)
+        flags, ones = np.zeros(1, np.uint8), np.ones(1, np.float32)
+        lowrank.project(table, flags, ones, *shape, q, begin, p, begin, decay=1.0)
+        lowrank.back_project(table, *shape, p, begin, q, begin)
+        assert {"project", "back_project"} <= called.called
+    np.testing.assert_array_equal(p.reshape(r, n), np.tile(np.arange(n * m).reshape(n, m).sum(1), (r, 1)))
 
 
 def test_numpy_multiplies_where_it_is_faster() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,36 @@ def test_powersgd_on_two_devices_keeps_ranks_equal():
     for parameter in mine:
         everyone = gc.allgather(parameter.reshape(1, -1))
         assert everyone[0].numpy().tobytes() == everyone[1].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("shape", "where", "complaint"),
+    [
+        (
+            (3,),
+            "meta",
+            "'w' was dense and on meta when ddp_comm_hook was called; its gradient is .* on cpu now",
+        ),
+        (
+            (4,),
+            "cpu",
+            "'w' had another dtype or size when ddp_comm_hook was called; its gradient has 3 elements",
+        ),
+    ],
+)
+def test_a_hook_notices_that_a_model_has_changed(shape: Any, where: str, complaint: str) -> None:
+    parameter, buffer = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3)
+    bucket: Any = SimpleNamespace(
+        buffer=lambda: buffer, parameters=lambda: [parameter], gradients=lambda: [buffer]
+    )
+    state: Any = SimpleNamespace(
+        _numbers={id(parameter): 0},
+        _named=[("w", parameter)],
+        _layers=[gc.LayerSpec("w", shape)],
+        _where=torch.device(where),
+    )
+    with pytest.raises(gc.StateError, match=complaint):
+        ddp.HookState._contents(state, bucket)
 
 
 def test_devices_that_cannot_be_used_are_named() -> None:

@@ -67,6 +67,16 @@ def test_abandoning_ends_what_is_under_way() -> None:
         wait(handle)
 
 
+def test_a_rank_that_goes_while_the_others_connect() -> None:
+    world = World(2)
+    world.kill(1)
+    communicator = Communicator(world, 0)
+    communicator._on_device = lambda *_: None  # it is noticed by polling only
+    with pytest.raises(TransportError, match="rank 1 is gone"):
+        NcclTransport(communicator, 30.0)
+    assert communicator.released
+
+
 def test_a_rank_that_never_talks() -> None:
     world = World(2)
     communicator = Communicator(world, 0)
@@ -210,6 +220,25 @@ def test_nccl_or_cupy_that_is_not_there(machine: Machine, monkeypatch: pytest.Mo
             ConfigError, match=r"rank 0: .* needs CuPy and NCCL: pip install 'gradcomp\[nccl\]'"
         ):
             raise found
+
+
+def test_nccl_that_cannot_begin(machine: Machine) -> None:
+    def fail() -> bytes:
+        raise FakeNcclError("NCCL_ERROR_SYSTEM_ERROR")
+
+    machine.nccl.get_unique_id = fail
+    for found in joined(machine, [0, 1]):
+        with pytest.raises(ConfigError, match="rank 0: NCCL cannot begin: NCCL_ERROR_SYSTEM_ERROR"):
+            raise found
+
+
+@pytest.mark.parametrize("identity", [b'{"device": "a"}', b'{"device": "a", "id": "no digits"}'])
+def test_an_identity_that_is_none(machine: Machine, identity: bytes) -> None:
+    from gradcomp.transport import nccl_cupy
+
+    machine.place.gpu, machine.place.rank = 0, 1
+    with pytest.raises(WireFormatError, match="without an identity"):
+        nccl_cupy.nccl_transport(1, 2, lambda mine: [identity, mine], 5.0)
 
 
 def test_what_another_rank_says_of_itself_is_checked() -> None:
