@@ -28,6 +28,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline, StepResult
 from gradcomp.reduce.costs import Network
+from gradcomp.transport.base import Transport
 from gradcomp.transport.inprocess import InProcessTransport, World
 
 SPARSE = "sparse"
@@ -136,7 +137,7 @@ class Rank:
 
     layers: Sequence[LayerSpec]
     plan: Plan
-    transport: InProcessTransport
+    transport: Transport
     config: Config
     schedule: Schedule | None = None
     average: bool = True
@@ -195,7 +196,7 @@ class Simulation:
     probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
     sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes
     its choice from. ``controller`` changes levels, and works in ``background``. ``devices``: of each
-    rank, else the host. ``settings`` go to :class:`Config`.
+    rank, else the host. ``transports``: instead of the simulated ones. ``settings`` go to :class:`Config`.
     Attribute ``rate``: that of the steps to come, 0 if it is not known.
     """
 
@@ -217,6 +218,7 @@ class Simulation:
         controller: Controller | None = None,
         background: Background = at_once,
         devices: Sequence[Device] = (),
+        transports: Sequence[Transport] = (),
         **settings: Any,
     ) -> None:
         self.layers = list(layers)
@@ -225,7 +227,7 @@ class Simulation:
         self.shuffle = shuffle
         hold = (lambda rank, number, polls: self.random.random() < delay) if delay else None
         self.world = World(world, delay=hold, tamper=tamper)
-        transports = (
+        transports = transports or (
             [RecordingTransport(self.world, rank) for rank in range(world)]
             if record
             else self.world.transports()

@@ -12,6 +12,7 @@ from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce,
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
+from gradcomp.kernels.cuda.twins import fill
 from gradcomp.kernels.segments import BF16, BFLOAT16, FLOAT64, FP32, FP64
 
 #: Cut points of casts: one cache line of float32.
@@ -86,10 +87,11 @@ class Identity(Coded):
             # Encode leaves zeros for a segment that is not finite, and the others would add up to a finite mean.
             for row in np.flatnonzero(flags):
                 start = int(table["payload"][row]) // view.itemsize
-                view[start : start + int(table["length"][row])] = np.nan
+                fill(view[start : start + int(table["length"][row])], np.nan)
             return flags
 
-        reply = yield Sum(group.elements, write, "float64" if codec.kind == FP64 else "float32")
+        dtype = "float64" if codec.kind == FP64 else "float32"
+        reply = yield Sum(group.elements, write, dtype, by_kernels=True)
         overflow = np.zeros_like(flags)
         scale = context.unscale if unscaled else 1.0
         codec.decode(group.table, reply.data.view(np.uint8), overflow, divisor=context.divisor, scale=scale)

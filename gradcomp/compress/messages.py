@@ -24,11 +24,15 @@ class Sum:
     one flag per segment: nonzero where it met a non-finite value. ``reply.data`` is the same view, holding the sum,
     bit-identical on all ranks. Flags travel with a bucket's first sums only; if a new one is raised later, the group's
     whole sum is NaN, on all ranks.
+
+    ``by_kernels``: kernels that take tables alone touch the view, before and after, so that it may be a device's
+    (:mod:`gradcomp.kernels.cuda.twins`, whose ``fill`` may be used too).
     """
 
     length: int
     write: Callable[[Floats], Bytes]
     dtype: str = "float32"
+    by_kernels: bool = False
 
 
 @dataclass(frozen=True, eq=False)

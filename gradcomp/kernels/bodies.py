@@ -6,7 +6,7 @@ A table of memory on a GPU goes to that device's body, once there is one.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -21,6 +21,7 @@ from gradcomp.kernels import (
     reference_program,
     reference_selection,
 )
+from gradcomp.kernels.cuda.twins import Twin, is_twin
 from gradcomp.kernels.segments import SEGMENT, check_array
 
 BodyName: TypeAlias = Literal["reference", "native"]
@@ -48,7 +49,7 @@ class Body:
 
 
 class _Routed(Body):
-    """Kernels run where the memory of their table is; those without a table, on the host."""
+    """Kernels run where the memory of their table is, or a message that lies on a device; others, on the host."""
 
     def __init__(self) -> None:
         self.devices: dict[str, tuple[Any, Reaches]] = {}
@@ -62,11 +63,21 @@ class _Routed(Body):
 
     def _body_of(self, arguments: tuple[Any, ...]) -> Any:
         device = next((of(each) for each in arguments if _is_table(each)), None)
+        if device is None:
+            # A table of no addresses: an owner without residuals adds up what it received.
+            messages = (each for argument in arguments for each in _messages(argument))
+            device = next((on_device(each.address) for each in messages), None)
         return _bodies[_active] if device is None else device
 
 
 def _is_table(argument: Any) -> bool:
     return isinstance(argument, np.ndarray) and argument.dtype == SEGMENT
+
+
+def _messages(argument: Any) -> Iterator[Twin]:
+    """What lies on a device: the argument, or members of it."""
+    members = argument if isinstance(argument, list | tuple) else (argument,)
+    return filter(is_twin, members)
 
 
 def _an_address(table: Any) -> int:

@@ -13,7 +13,7 @@ from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Rou
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.base import Call
-from gradcomp.transport.base import Operation
+from gradcomp.transport.base import Operation, Room, host_room
 
 #: Makes the reduction of a bucket's parts, for its number of layers and its own number.
 MakeReduction = Callable[[Sequence[Part], int, int], Reduction]
@@ -26,12 +26,19 @@ class BucketProgram:
     """
 
     def __init__(
-        self, bucket: Bucket, rank: int, world: int, context: Context, make_reduction: MakeReduction
+        self,
+        bucket: Bucket,
+        rank: int,
+        world: int,
+        context: Context,
+        make_reduction: MakeReduction,
+        room: Room = host_room,
     ) -> None:
         self.bucket = bucket
         self._rank = rank
         self._world = world
         self._servers = context.servers
+        self._room = room
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
         # Whether a generator reduces is the same in every step, and asking for its first message has no effect.
@@ -100,7 +107,7 @@ class BucketProgram:
     def _fused_sum(self, number: int, sums: Mapping[int, Sum]) -> FusedSum:
         key = (number, *((g, message.length, message.dtype) for g, message in sums.items()))
         if key not in self._sums:
-            self._sums[key] = FusedSum(self.bucket, number, sums)
+            self._sums[key] = FusedSum(self.bucket, number, sums, self._room)
         return self._sums[key]
 
     def _fused_gather(self, number: int, gathers: Mapping[int, Gather | Broadcast]) -> FusedGather:

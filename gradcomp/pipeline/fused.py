@@ -12,9 +12,10 @@ import numpy.typing as npt
 from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.header import NONFINITE, Ballot, ByteHeader, CountHeader
+from gradcomp.kernels.cuda.twins import fill
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce.base import Binding, Call
-from gradcomp.transport.base import AllGather, AllReduce, Operation
+from gradcomp.transport.base import AllGather, AllReduce, Operation, Room, host_room
 
 Bytes = npt.NDArray[np.uint8]
 Replies = dict[int, Any]
@@ -52,12 +53,17 @@ class Round:
 class FusedSum:
     """Sums of one dtype in one buffer: the groups' elements, then, in the first round, the counts."""
 
-    def __init__(self, bucket: Bucket, round_number: int, sums: Mapping[int, Sum]) -> None:
+    def __init__(
+        self, bucket: Bucket, round_number: int, sums: Mapping[int, Sum], room: Room = host_room
+    ) -> None:
         first = next(iter(sums.values()))
         self._header = CountHeader(len(bucket.layers)) if round_number == 0 else None
         ends = np.cumsum([message.length for message in sums.values()]).tolist()
         counts = self._header.length if self._header else 0
-        self._buffer = np.zeros(ends[-1] + counts, dtype=first.dtype)
+        dtype = np.dtype(first.dtype)
+        begin, end = ends[-1] * dtype.itemsize, (ends[-1] + counts) * dtype.itemsize
+        make = room if all(message.by_kernels for message in sums.values()) else host_room
+        self._buffer = make(end, [(begin, end)]).view(dtype)
         starts = [0, *ends[:-1]]
         self._views = {g: self._buffer[a:b] for g, a, b in zip(sums, starts, ends, strict=True)}
         self._counts = self._buffer[ends[-1] :]
@@ -71,7 +77,7 @@ class FusedSum:
                 flags = messages[g].write(view)
                 states[at.bucket.slots[g][flags != 0]] |= NONFINITE
                 if not self._header and (flags > at.flags(g)).any():
-                    view.fill(np.nan)  # no votes travel in later rounds: the sum itself says it
+                    fill(view, np.nan)  # no votes travel in later rounds: the sum itself says it
             if self._header:
                 self._header.write(self._counts, at.call.stamp, at.call.ready, states)
         yield [AllReduce(self._buffer)]

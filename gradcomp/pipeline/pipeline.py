@@ -37,7 +37,7 @@ from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_o
 from gradcomp.pipeline.memory import Allocate, StepMemory
 from gradcomp.pipeline.steering import Steering
 from gradcomp.reduce import Part, Reduction, make
-from gradcomp.reduce.base import Call
+from gradcomp.reduce.base import Call, Memory
 from gradcomp.reduce.costs import Network, cheapest
 from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
 
@@ -128,6 +128,7 @@ class Pipeline:
         self.sparse: frozenset[int] = frozenset()
         self.inbox = Inbox(self.layers)
         self.device = device
+        self._memory = Memory(device.zeros, transport.room(device))
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.rate = 0.0  # learning rate of the last accepted step; 0: not known
@@ -551,7 +552,10 @@ class Pipeline:
         )
         rank, world = self.transport.rank, self.transport.size
         context = Context(self._draw(0), self.trainers, servers=self.servers)
-        programs = [BucketProgram(bucket, rank, world, context, self._reduction) for bucket in layout.buckets]
+        programs = [
+            BucketProgram(bucket, rank, world, context, self._reduction, self._memory.messages)
+            for bucket in layout.buckets
+        ]
         compressors = compressors_of(self.layers, self.plan)
         ranges: list[Range] = []
         for program in programs:
@@ -607,7 +611,7 @@ class Pipeline:
         scheme = self._scheme
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
-        return make(scheme, parts, layers, self.transport.rank, self._topology, bucket)
+        return make(scheme, parts, layers, self.transport.rank, self._topology, bucket, self._memory)
 
 
 def _completed(handle: Handle) -> Generator[Waiting, None, None]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcomp.core.header import Ballot, ByteHeader
-from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.pieces import encode
 from gradcomp.reduce.whole import WholeCodes
 from gradcomp.transport.base import AllGather
@@ -23,13 +23,15 @@ class AllToAllBroadcast(Reduction):
     Source: thesis, section 2.2.1, "Full mesh", whose d N^2 is not per rank (readings).
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, rank: int, world: int) -> None:
+    def __init__(
+        self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
+    ) -> None:
         self._rank, self._world = rank, world
-        self._whole = WholeCodes(parts, layers, world)
+        self._whole = WholeCodes(parts, layers, world, memory)
         codes = self._whole.codes
         self._header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
-        self._messages: Bytes = np.zeros((world, codes.sizes[0]), dtype=np.uint8)
+        self._messages = codes.messages(memory, codes.sizes * world).reshape(world, codes.sizes[0])
         self.rounds = 1 if world > 1 else 0
         self.bytes_sent = (world - 1) * codes.sizes[0]
 

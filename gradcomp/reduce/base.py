@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.header import Ballot, Stamp
-from gradcomp.core.state import Range
+from gradcomp.core.state import Range, Zeros, host_zeros
 from gradcomp.kernels.codec import Codec, Draw, Group, Sizes, Table
-from gradcomp.transport.base import Operation
+from gradcomp.transport.base import Operation, Room, host_room
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -30,6 +30,21 @@ class Part:
     codec: Codec
     group: Group
     slots: Sizes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What reductions work in, beside what a binding refers to.
+
+    ``floats``: for what tables refer to; kernels of the gradients' device reach it, and this program too.
+    ``messages``: for coded messages, of which this program touches their headers only.
+    """
+
+    floats: Zeros = host_zeros
+    messages: Room = host_room
+
+
+HOST_MEMORY = Memory()
 
 
 class Binding(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcomp.core.header import Ballot, ByteHeader
-from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.pieces import encode
 from gradcomp.reduce.whole import WholeCodes
 from gradcomp.transport.base import Exchange
@@ -28,13 +28,16 @@ class GatherAndSum(Reduction):
     which one rank does, as servers do for other frameworks' sparse gradients. ``docs/decisions/0013`` has the reading.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, rank: int, world: int) -> None:
+    def __init__(
+        self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
+    ) -> None:
         self._rank, self._world = rank, world
-        self._whole = WholeCodes(parts, layers, world)
+        self._whole = WholeCodes(parts, layers, world, memory)
         codes, dense = self._whole.codes, self._whole.dense
         self._up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
-        self._messages: Bytes = np.zeros((world if rank == ROOT else 1, codes.sizes[0]), dtype=np.uint8)
+        held = world if rank == ROOT else 1
+        self._messages = codes.messages(memory, codes.sizes * held).reshape(held, codes.sizes[0])
         self.rounds = 2 if world > 1 else 0
         self.bytes_sent = (world - 1) * dense.sizes[0] if rank == ROOT else codes.sizes[0]
 

@@ -12,7 +12,7 @@ from gradcomp.core.header import Ballot, ByteHeader
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.segments import FLOAT32
-from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.partial import Addresses, carried, contribute
 from gradcomp.reduce.pieces import Chunks, Mean, encode
 from gradcomp.reduce.sra import Roles, ScatterReduceAllgather
@@ -37,7 +37,13 @@ class Hierarchical(Reduction):
     """
 
     def __init__(
-        self, parts: Sequence[Part], layers: int, rank: int, topology: Topology, turn: int = 0
+        self,
+        parts: Sequence[Part],
+        layers: int,
+        rank: int,
+        topology: Topology,
+        turn: int = 0,
+        memory: Memory = HOST_MEMORY,
     ) -> None:
         self._rank = rank
         members = topology.members(rank)
@@ -53,22 +59,24 @@ class Hierarchical(Reduction):
         self._dense = Chunks(as_float32(parts), layers, 1)
         self._up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))
         self._inputs = self._dense.inputs()
-        self._own = floats(self._dense)
+        self._own = floats(self._dense, memory)
         self._inner: ScatterReduceAllgather | None = None
         if rank == self._leader:
             voters = [len(topology.members(leader)) for leader in leaders]
             roles = Roles(leaders, len(leaders), voters, int(self._several))
-            self._inner = ScatterReduceAllgather(carried(parts), layers, rank, topology.world, roles)
+            self._inner = ScatterReduceAllgather(carried(parts), layers, rank, topology.world, roles, memory)
             self.ranges = self._inner.ranges
             self._mean = self._inner.mean
             self.bytes_sent = self._inner.bytes_sent + len(self._others) * len(self._mean.buffer)
         else:
-            self._mean = Mean(Chunks(carried(parts), layers, len(leaders)))
+            self._mean = Mean(Chunks(carried(parts), layers, len(leaders)), memory)
             self.bytes_sent = self._dense.sizes[0]
         if self._others and self._inner:
             self._sums = self._dense.place()
-            self._received: Bytes = np.zeros((len(self._others), self._dense.sizes[0]), dtype=np.uint8)
-            self._sum = floats(self._dense)
+            sent = len(self._others)
+            received = self._dense.messages(memory, self._dense.sizes * sent)
+            self._received = received.reshape(sent, self._dense.sizes[0])
+            self._sum = floats(self._dense, memory)
 
     def assign(self, rows: Sequence[int]) -> None:
         """Rows of the second residual, which leaders have."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.reduce.base import Part
+from gradcomp.reduce.base import HOST_MEMORY, Memory, Part
 from gradcomp.reduce.sra import Roles, ScatterReduceAllgather
 
 
@@ -34,6 +34,7 @@ class ParameterServer(ScatterReduceAllgather):
         servers: int = 1,
         *,
         dedicated: bool = False,
+        memory: Memory = HOST_MEMORY,
     ) -> None:
         if not 1 <= servers <= world:
             raise ConfigError(
@@ -43,4 +44,4 @@ class ParameterServer(ScatterReduceAllgather):
         if dedicated:
             voters = [0] * servers + [1] * (world - servers)
             roles = replace(roles, voters=voters, silent=servers)
-        super().__init__(parts, layers, rank, world, roles)
+        super().__init__(parts, layers, rank, world, roles, memory)

@@ -12,7 +12,7 @@ from gradcomp.core.errors import WireFormatError
 from gradcomp.core.header import NONFINITE, Ballot, ByteHeader, Stamp
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import FLOAT32
-from gradcomp.reduce.base import Binding, Bytes, Call, Part
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part
 
 
 @dataclass(eq=False)
@@ -73,6 +73,13 @@ class Chunks:
         """Of every chunk, without its header."""
         return [size - self.header.nbytes for size in self.sizes]
 
+    def messages(self, memory: Memory, sizes: Sequence[int]) -> Bytes:
+        """Room for messages of these sizes, one behind the other."""
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        begins = [0, *ends[:-1]]
+        headers = [(at, at + self.header.nbytes) for at, size in zip(begins, sizes, strict=False) if size]
+        return memory.messages(ends[-1] if ends else 0, headers)
+
     def place(self, bases: Sequence[int] | None = None) -> list[Pieces]:
         """Per part, all pieces, with messages that begin at ``bases`` of one buffer, or each in a buffer of its own."""
         placed = []
@@ -104,11 +111,11 @@ class Chunks:
 class Mean:
     """The coded mean as every rank has it in the end, chunk behind chunk, and its way to the outputs."""
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: Chunks, memory: Memory = HOST_MEMORY) -> None:
         self._chunks = chunks
         self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
         self._pieces = chunks.place(self._bounds[:-1])
-        self.buffer: Bytes = np.zeros(self._bounds[-1], dtype=np.uint8)
+        self.buffer = chunks.messages(memory, chunks.sizes)
 
     def chunk(self, j: int) -> Bytes:
         """The message of one chunk: a view."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
 from gradcomp.reduce.all_to_all import AllToAllBroadcast
-from gradcomp.reduce.base import Part, Reduction
+from gradcomp.reduce.base import HOST_MEMORY, Memory, Part, Reduction
 from gradcomp.reduce.gather import GatherAndSum
 from gradcomp.reduce.hierarchical import Hierarchical
 from gradcomp.reduce.parameter_server import ParameterServer
@@ -15,7 +15,7 @@ from gradcomp.reduce.ring import Ring
 from gradcomp.reduce.sra import ScatterReduceAllgather
 from gradcomp.reduce.tree import Tree
 
-_FLAT: dict[str, Callable[[Sequence[Part], int, int, int], Reduction]] = {
+_FLAT: dict[str, Callable[..., Reduction]] = {
     "sra": ScatterReduceAllgather,
     "ring": Ring,
     "tree": Tree,
@@ -31,10 +31,12 @@ def make(
     rank: int,
     topology: Topology,
     turn: int = 0,
+    memory: Memory = HOST_MEMORY,
 ) -> Reduction:
     """The reduction of that name for one bucket of ``layers`` layers, on one of the topology's ranks.
 
-    ``turn``: which bucket it is; where there is a choice of ranks, they take turns.
+    ``turn``: which bucket it is; where there is a choice of ranks, they take turns. ``memory``: that of the gradients'
+    device, if it is not the host.
 
     Raises ConfigError for an unknown name, for more servers than ranks, and for a codec that the reduction cannot add.
     ``auto`` is no reduction: whoever knows the network asks :func:`gradcomp.reduce.costs.cheapest` first.
@@ -42,11 +44,13 @@ def make(
     if isinstance(scheme, str):
         scheme = parse(scheme)
     if scheme.name in _FLAT:
-        return _FLAT[scheme.name](parts, layers, rank, topology.world)
+        return _FLAT[scheme.name](parts, layers, rank, topology.world, memory=memory)
     if scheme.name == "parameter_server":
         # Alone, a rank serves itself, whatever the setting of the jobs that have more.
         servers = scheme.servers if topology.world > 1 else 1
         dedicated = scheme.serving(topology.world) > 0
-        return ParameterServer(parts, layers, rank, topology.world, servers, dedicated=dedicated)
+        return ParameterServer(
+            parts, layers, rank, topology.world, servers, dedicated=dedicated, memory=memory
+        )
     assert scheme.name == "hierarchical", f"{scheme} is to be resolved by the caller"
-    return Hierarchical(parts, layers, rank, topology, turn)
+    return Hierarchical(parts, layers, rank, topology, turn, memory)

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradcomp.core.errors import WireFormatError
 from gradcomp.core.header import Ballot
-from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.partial import PartialSums, carried
 from gradcomp.reduce.pieces import Chunks, Mean
 from gradcomp.transport.base import Exchange
@@ -29,13 +29,15 @@ class Ring(Reduction):
     Source: thesis, sections 2.2.1 and 3.5.1. Differs: chunk p, not p+1, ends at rank p.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, rank: int, world: int) -> None:
+    def __init__(
+        self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
+    ) -> None:
         self._rank, self._world = rank, world
         self._chunks = chunks = Chunks(carried(parts), layers, world)
         self._sums = PartialSums(chunks)
-        self._mean = Mean(chunks)
-        self._send: Bytes = np.zeros(max(chunks.sizes), dtype=np.uint8)
-        self._recv: Bytes = np.zeros(max(chunks.sizes), dtype=np.uint8)
+        self._mean = Mean(chunks, memory)
+        self._send = chunks.messages(memory, [max(chunks.sizes)])
+        self._recv = chunks.messages(memory, [max(chunks.sizes)])
         self.rounds = 2 * (world - 1)
         after = (rank + 1) % world
         self.bytes_sent = 2 * sum(chunks.sizes) - chunks.sizes[rank] - chunks.sizes[after]

@@ -11,7 +11,7 @@ from gradcomp.core.header import NONFINITE, Ballot
 from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
-from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.pieces import Chunks, Mean, encode
 from gradcomp.transport.base import AllGather, AllToAll, Exchange, Operation
 
@@ -57,7 +57,13 @@ class ScatterReduceAllgather(Reduction):
     """
 
     def __init__(
-        self, parts: Sequence[Part], layers: int, rank: int, world: int, roles: Roles | None = None
+        self,
+        parts: Sequence[Part],
+        layers: int,
+        rank: int,
+        world: int,
+        roles: Roles | None = None,
+        memory: Memory = HOST_MEMORY,
     ) -> None:
         self._parts = parts
         self._roles = roles = roles or Roles.of(world, world)
@@ -76,10 +82,10 @@ class ScatterReduceAllgather(Reduction):
         order = [j for j in range(roles.owners) if j != me] + [me] * self._owns if self._adds else []
         begins = np.cumsum([0, *(chunks.sizes[j] for j in order)]).tolist()[:-1]
         self._sent_at = dict(zip(order, begins, strict=True))
-        self._send: Bytes = np.zeros(sum(chunks.sizes) * self._adds, dtype=np.uint8)
+        self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
         heard = others - roles.silent + (not self._adds)
-        self._recv: Bytes = np.zeros((heard, own_bytes), dtype=np.uint8)
-        self.mean = Mean(chunks)
+        self._recv = chunks.messages(memory, [own_bytes] * heard).reshape(heard, own_bytes)
+        self.mean = Mean(chunks, memory)
         self._encode = chunks.inputs([self._sent_at[j] for j in range(roles.owners)]) if self._adds else []
         self._reduce = chunks.only(me) if self._owns else []
         self.ranges = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcomp.core.header import Ballot, ByteHeader
-from gradcomp.reduce.base import Binding, Bytes, Call, Part, Reduction, Rounds
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.partial import PartialSums, carried
 from gradcomp.reduce.pieces import Chunks, Mean
 from gradcomp.transport.base import Exchange
@@ -30,15 +30,18 @@ class Tree(Reduction):
     and no round waits for two messages over one link.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, rank: int, world: int) -> None:
+    def __init__(
+        self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
+    ) -> None:
         self._rank, self._world = rank, world
         chunks = Chunks(carried(parts), layers, 1)
         self._header = ByteHeader(layers, np.full(world, chunks.payload_bytes[0], dtype=np.int64))
         self._sums = PartialSums(chunks)
-        self._mean = Mean(chunks)
+        self._mean = Mean(chunks, memory)
         self._levels = (world - 1).bit_length()
         self._children = children(rank, world)
-        self._received: Bytes = np.zeros((len(self._children), chunks.sizes[0]), dtype=np.uint8)
+        below = len(self._children)
+        self._received = chunks.messages(memory, chunks.sizes * below).reshape(below, chunks.sizes[0])
         self.rounds = 2 * self._levels
         self.bytes_sent = chunks.sizes[0] * (len(self._children) + (rank > 0))
 

@@ -9,7 +9,7 @@ import numpy as np
 from gradcomp.core.header import Ballot
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE
-from gradcomp.reduce.base import Binding, Bytes, Call, Part
+from gradcomp.reduce.base import Binding, Bytes, Call, Memory, Part
 from gradcomp.reduce.pieces import Chunks, Pieces, decode
 
 _LINE_BYTES = 64
@@ -20,10 +20,10 @@ def as_float32(parts: Sequence[Part]) -> list[Part]:
     return [Part(Codec(FP32), part.group, part.slots) for part in parts]
 
 
-def floats(chunks: Chunks) -> Bytes:
-    """Room for a message of uncompressed parts, whose floats begin at a cache line."""
+def floats(chunks: Chunks, memory: Memory) -> Bytes:
+    """Room for a message of uncompressed parts, whose floats begin at a cache line, and tables may refer to them."""
     lead = chunks.header.nbytes
-    room = np.zeros(chunks.sizes[0] + _LINE_BYTES, dtype=np.uint8)
+    room = memory.floats(-(-(chunks.sizes[0] + _LINE_BYTES) // 4)).view(np.uint8)
     begin = -(room.ctypes.data + lead) % _LINE_BYTES
     return room[begin : begin + chunks.sizes[0]]
 
@@ -34,11 +34,11 @@ class WholeCodes:
     ``sum``: what :meth:`add` writes; N times the mean, or, of votes, the majority.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, world: int) -> None:
+    def __init__(self, parts: Sequence[Part], layers: int, world: int, memory: Memory) -> None:
         self._world = world
         self.codes = Chunks(parts, layers, 1)
         self.dense = Chunks(as_float32(parts), layers, 1)
-        self.sum = floats(self.dense)
+        self.sum = floats(self.dense, memory)
         self._places = self.codes.place()
         for pieces in self._places:
             pieces.table["dtype"] = FLOAT32

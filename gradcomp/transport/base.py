@@ -13,11 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import WireFormatError
+from gradcomp.kernels.cuda.twins import Spans
+from gradcomp.kernels.devices import Device
 
 Bytes = npt.NDArray[np.uint8]
 
 #: What a rank may announce outside of steps: sparse rows are the largest such messages.
 MOST_MESSAGE_BYTES = 1 << 34
+
+
+#: Makes room for so many bytes of messages, zeros. Outside of the spans, from a byte up to another, ascending, only
+#: kernels touch them.
+Room = Callable[[int, Spans], Bytes]
+
+
+def host_room(nbytes: int, headers: Spans) -> Bytes:  # noqa: ARG001 - it is all one here
+    """In this process's memory, all of which it may touch."""
+    return np.zeros(nbytes, dtype=np.uint8)
 
 
 class Handle(Protocol):
@@ -83,6 +95,10 @@ class Transport(ABC):
         send = sends[0][1] if len(sends) == 1 else np.concatenate(parts)
         handle = self.alltoallv(send, [len(part) for part in parts], recv, recv_counts)
         return handle if len(recvs) <= 1 else _Unpack(handle, recv, recvs)
+
+    def room(self, device: Device) -> Room:
+        """What makes room for messages between kernels of ``device``: on it, if the engine takes them from there."""
+        return host_room
 
     def abandon(self) -> None:  # noqa: B027 - most engines have nothing to do here
         """Called once after a failure, when collectives may be left that never end. Must not block."""

@@ -1,7 +1,9 @@
 """NCCL as a transport, for ranks that each have a GPU of their own.
 
-Messages are the host's, as over every transport: an operation is copied to the device, exchanged there and copied back,
-all of it in the order of one stream that belongs to the transport. A poll asks whether the stream has come that far.
+Messages that this transport made room for stay on the device: only their headers are copied, up before they are sent
+and back when they have come (see :mod:`gradcomp.kernels.cuda.twins`). Others are the host's, as over every transport:
+they are copied to the device, exchanged there and copied back. All of it is in the order of one stream that belongs to
+the transport; a poll asks whether the stream has come that far. Whoever computes what is sent has waited for it.
 
 **Connections.** NCCL connects two ranks when they first talk, and makes the caller wait for the other one meanwhile. So
 construction lets all of them talk; no call after that waits.
@@ -12,9 +14,10 @@ watch finds. Abandoning aborts the communicator: its kernels leave the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -23,7 +26,11 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.transport.base import Bytes, Handle, Messages, Transport, parts_of
+from gradcomp.kernels.cuda.twins import is_twin, twin
+from gradcomp.kernels.devices import Device
+from gradcomp.transport.base import Bytes, Handle, Messages, Room, Transport, host_room, parts_of
+
+_Place = tuple[int, int]
 
 _BOUNDARY = 16  # of messages in staging memory: elements of sums must be aligned
 
@@ -99,8 +106,9 @@ class _Done:
 class NcclTransport(Transport):
     """Collectives of NCCL over a communicator of its own, which the transport destroys.
 
-    Construction is collective and takes at most ``timeout_seconds``. Memory, in use while an operation is: its messages
-    once on the device and once in pinned memory, from pools. Raises TransportError if the ranks do not meet in time.
+    Construction is collective and takes at most ``timeout_seconds``. Memory, in use while an operation is: messages of
+    the host once on the device and once in pinned memory, from pools; messages of :meth:`room` twice as well, for good,
+    though only headers of the pinned ones are used. Raises TransportError if the ranks do not meet in time.
     """
 
     def __init__(self, communicator: Communicator, timeout_seconds: float = 600.0) -> None:
@@ -117,6 +125,11 @@ class NcclTransport(Transport):
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         if self.size == 1 or not array.nbytes:
             return _Done()
+        if is_twin(array):
+            self._send_up_headers(array)
+            self._communicator.add_up(array.address, len(array), array.dtype)
+            self._bring_down_headers(array)
+            return self._issued([], array)
         staged, block = self._staging(array.nbytes)
         staged[:] = array.view(np.uint8)
         self._driver.upload(block.address, staged)
@@ -129,6 +142,9 @@ class NcclTransport(Transport):
     ) -> Handle:
         """See :class:`Transport`; a message to each rank that gets something, all of them together."""
         sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
+        assert not send_counts[self.rank] or not is_twin(send), (
+            "no reduction sends itself what kernels have to read"
+        )
         received[self.rank][:] = sent[self.rank]
         return self.exchange(self._to_others(sent), self._to_others(received))
 
@@ -138,34 +154,46 @@ class NcclTransport(Transport):
         return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """See :class:`Transport`; all messages together. What goes to several ranks is copied once."""
+        """See :class:`Transport`; all messages together. What goes to several ranks is copied up once."""
         self.bytes_sent += sum(len(message) for _, message in sends)
         # Both ranks know the lengths, so one of nothing need not travel.
         sends, recvs = [each for each in sends if len(each[1])], [each for each in recvs if len(each[1])]
         if not sends and not recvs:
             return _Done()
         outgoing = {_place(message): message for _, message in sends}
-        places, end = _packed(outgoing, (len(message) for message in outgoing.values()), 0)
-        arrivals, total = _packed(range(len(recvs)), (len(target) for _, target in recvs), end)
+        arriving = {_place(target): target for _, target in recvs}
+        up = {key: message for key, message in outgoing.items() if not is_twin(message)}
+        down = {key: target for key, target in arriving.items() if not is_twin(target)}
+        places, end, total = _packed([*up.values()], [*down.values()])
         staged, block = self._staging(total)
-        for key, message in outgoing.items():
+
+        def address(message: Bytes) -> int:
+            return message.address if is_twin(message) else int(block.address) + places[_place(message)]
+
+        for key, message in up.items():
             staged[places[key] : places[key] + len(message)] = message
         if end:
             self._driver.upload(block.address, staged[:end])
+        for key in outgoing.keys() - up.keys():
+            self._send_up_headers(outgoing[key])
         with self._communicator.together():
             for to, message in sends:
-                self._communicator.send(block.address + places[_place(message)], len(message), to)
-            for number, (source, target) in enumerate(recvs):
-                self._communicator.recv(block.address + arrivals[number], len(target), source)
+                self._communicator.send(address(message), len(message), to)
+            for source, target in recvs:
+                self._communicator.recv(address(target), len(target), source)
         if total > end:
             self._driver.download(staged[end:], block.address + end)
-        return self._issued(
-            [
-                (staged[at : at + len(target)], target)
-                for at, (_, target) in zip(arrivals.values(), recvs, strict=True)
-            ],
-            block,
-        )
+        for key in arriving.keys() - down.keys():
+            self._bring_down_headers(arriving[key])
+        found = [(staged[places[key] : places[key] + len(target)], target) for key, target in down.items()]
+        return self._issued(found, (block, sends, recvs))
+
+    def room(self, device: Device) -> Room:
+        """See :class:`Transport`; on the device, if it is this communicator's."""
+        if device.driver is None:
+            return host_room
+        block = device.driver.allocate(1)
+        return partial(twin, device.driver) if self._driver.reaches(block.address) else host_room
 
     def abandon(self) -> None:
         """See :class:`Transport`. What is under way ends; its memory is kept."""
@@ -182,8 +210,16 @@ class NcclTransport(Transport):
     def _to_others(self, parts: Sequence[Bytes]) -> Messages:
         return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
 
+    def _send_up_headers(self, message: Any) -> None:
+        for begin, end in message.host_spans():
+            self._driver.upload(message.address + begin, message.view(np.uint8)[begin:end])
+
+    def _bring_down_headers(self, message: Any) -> None:
+        for begin, end in message.host_spans():
+            self._driver.download(message.view(np.uint8)[begin:end], message.address + begin)
+
     def _staging(self, nbytes: int) -> tuple[Bytes, Any]:
-        return self._driver.pinned(nbytes), self._driver.allocate(nbytes)
+        return self._driver.pinned(nbytes), self._driver.allocate(max(nbytes, 1))
 
     def _issued(self, arriving: Sequence[tuple[Bytes, npt.NDArray[Any]]], memory: Any) -> _Handle:
         handle = _Handle(self, self._driver.mark(self._driver.stream), arriving, memory)
@@ -214,15 +250,19 @@ class NcclTransport(Transport):
         self.bytes_sent = 0
 
 
-def _place(message: Bytes) -> tuple[int, int]:
+def _place(message: Bytes) -> _Place:
     """Two messages that are the same memory have the same one."""
     return message.ctypes.data, len(message)
 
 
-def _packed(keys: Iterable[Any], lengths: Iterable[int], begin: int) -> tuple[dict[Any, int], int]:
-    """Where each begins, one behind the other, and where the last one ends."""
-    found, at = {}, begin
-    for key, length in zip(keys, lengths, strict=True):
-        found[key] = at
-        at += -(-length // _BOUNDARY) * _BOUNDARY
-    return found, at
+def _packed(up: Sequence[Bytes], down: Sequence[Bytes]) -> tuple[dict[_Place, int], int, int]:
+    """Where each begins in staging memory, where those that go up end, and where all end."""
+    found: dict[_Place, int] = {}
+    ends = [0, 0]
+    at = 0
+    for number, messages in enumerate((up, down)):
+        for message in messages:
+            found[_place(message)] = at
+            at += -(-len(message) // _BOUNDARY) * _BOUNDARY
+        ends[number] = at
+    return found, ends[0], ends[1]

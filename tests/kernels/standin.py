@@ -25,6 +25,9 @@ ORDERS = {"cuda": 2} | ({"gpu": GPU} if gpu.problem() is None else {})
 """Names of bodies, and the order in which their threads run: shuffled shows most of what barriers are missing."""
 
 
+ADDRESSES = ("gradient", "residual", "shadow", "output")
+"""What a table refers to."""
+
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "cuda_on_cpu"
 """Where compiled kernels are kept, by what they are made of."""
 
@@ -52,7 +55,7 @@ class _Strict:
             self.called.add(name)
             for table in arguments:
                 if isinstance(table, np.ndarray) and table.dtype == SEGMENT:
-                    for column in ("gradient", "residual", "shadow", "output"):
+                    for column in ADDRESSES:
                         for address in table[column][table["length"] > 0].tolist():
                             assert not address or self._driver.reaches(address), (
                                 f"{name}: a {column} of the host"
@@ -62,15 +65,37 @@ class _Strict:
         return call
 
 
+class _Unmixed(bodies._Routed):
+    """Refuses tables of which some addresses are the device's and others are not, whoever they are for.
+
+    The stand-in's managed memory is the host's too, so that a kernel of the host would take a gradient of the device.
+    """
+
+    def __init__(self, driver: CpuDriver) -> None:
+        super().__init__()
+        self._driver = driver
+
+    def _body_of(self, arguments: tuple[Any, ...]) -> Any:
+        for table in filter(bodies._is_table, arguments):
+            sides = {
+                (column, self._driver.reaches(address))
+                for column in ADDRESSES
+                for address in table[column][table["length"] > 0].tolist()
+                if address
+            }
+            assert len({side for _, side in sides}) < 2, f"a table of both sides: {sorted(sides)}"
+        return super()._body_of(arguments)
+
+
 @contextmanager
 def device(name: str = "stand-in", order: int = 0) -> Iterator[tuple[Device, Any]]:
     """A device of the stand-in, and its kernels, which note in ``called`` what ran; its memory is ``zeros`` only."""
     driver = CpuDriver(FOLDER, order)
-    place = devices.on(name, driver)
-    body, reaches = bodies._routed.devices[name]
-    strict = _Strict(body, driver)
-    bodies.bring(name, strict, reaches)
+    before, bodies._routed = bodies._routed, _Unmixed(driver)
     try:
+        place = devices.on(name, driver)
+        strict = _Strict(bodies._routed.devices[name][0], driver)
+        bodies.bring(name, strict, driver.reaches)
         yield place, strict
     finally:
-        bodies.take_away(name)
+        bodies._routed = before

@@ -32,6 +32,7 @@ from gradcomp import (
     TopK,
     UnbiasedRank,
 )
+from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
 
@@ -77,14 +78,21 @@ def gpu() -> Iterator[Any]:
         yield found
 
 
+#: Of three ranks, two share a host.
+TOPOLOGY = Topology([0, 0, 1])
 CASES = [(name, "sra") for name in COMPRESSORS]
-CASES += [(name, "ring") for name, compressor in COMPRESSORS.items() if compressor.reduces]
+CASES += [
+    (name, reduction)
+    for name, compressor in COMPRESSORS.items()
+    if compressor.reduces
+    for reduction in ("ring", "tree", "all_to_all", "gather", "parameter_server", "hierarchical")
+]
 
 
 @pytest.mark.parametrize(("name", "reduction"), CASES)
 def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: str, gpu: Any) -> None:
     device, kernels = gpu
-    settings = {"slice_elements": 512, "reduction": reduction}
+    settings: dict[str, Any] = {"slice_elements": 512, "reduction": reduction, "topology": TOPOLOGY}
     alone = Simulation(LAYERS, COMPRESSORS[name], 3, **settings)
     mixed = Simulation(LAYERS, COMPRESSORS[name], 3, devices=[HOST, device, device], **settings)
     for step in range(3):

@@ -1,0 +1,98 @@
+"""Messages whose coded part stays on the device, while this program reads and writes the rest of them on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.cuda.driver import Block, Driver
+
+#: Where parts of an array begin and end, ascending.
+Spans = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    """What a twin and its views are parts of: memory on both sides."""
+
+    driver: Driver
+    block: Block
+    begin: int
+    nbytes: int
+    host: Spans
+
+
+class Twin(np.ndarray[Any, np.dtype[Any]]):
+    """A contiguous array of pinned memory, and as many bytes of a device; views of it are twins too, copies are not.
+
+    The parts that ``host_spans`` lists hold on the host: headers, which this program writes and reads. All else holds
+    on the device and is garbage here: kernels and transports that find a ``__cuda_array_interface__`` work on it there.
+    """
+
+    _whole: _Whole | None = None
+
+    def __array_finalize__(self, made_from: Any) -> None:
+        """Of views too."""
+        self._whole = getattr(made_from, "_whole", None)
+
+    @property
+    def _offset(self) -> int:
+        """Where in the whole it begins; AttributeError for a copy."""
+        whole = self._whole
+        if whole is not None:
+            offset = int(self.__array_interface__["data"][0]) - whole.begin
+            if 0 <= offset <= whole.nbytes - self.nbytes:
+                return offset
+        raise AttributeError("a copy of a twin has no memory on the device")
+
+    @property
+    def address(self) -> int:
+        """Of its bytes on the device."""
+        offset = self._offset
+        assert self._whole is not None
+        return self._whole.block.address + offset
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """See CUDA's array interface, version 3."""
+        address = self.address
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (address, False), "version": 3}
+
+    def host_spans(self) -> list[tuple[int, int]]:
+        """The parts, in bytes from its beginning, that hold on the host."""
+        begin = self._offset
+        assert self._whole is not None
+        end = begin + self.nbytes
+        return [
+            (max(a, begin) - begin, min(b, end) - begin) for a, b in self._whole.host if a < end and b > begin
+        ]
+
+
+def twin(driver: Driver, nbytes: int, host: Spans) -> Twin:
+    """Zeros on both sides. ``host``: the parts that hold on the host."""
+    block = driver.allocate(max(nbytes, 1))
+    driver.zero(block.address, nbytes)
+    driver.synchronize()
+    made: Twin = driver.pinned(nbytes).view(Twin)
+    made[:] = 0
+    made._whole = _Whole(driver, block, int(made.ctypes.data), nbytes, tuple(host))
+    return made
+
+
+def fill(array: npt.NDArray[Any], value: float) -> None:
+    """Set all elements, on whichever side they hold."""
+    array.fill(value)
+    if is_twin(array):
+        assert array._whole is not None
+        driver = array._whole.driver
+        driver.upload(array.address, array.reshape(-1).view(np.uint8))
+        driver.synchronize()
+
+
+def is_twin(array: Any) -> TypeGuard[Twin]:
+    """Whether its bytes are on a device, all but some."""
+    return hasattr(array, "__cuda_array_interface__") and isinstance(array, Twin)

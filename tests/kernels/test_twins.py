@@ -1,0 +1,78 @@
+"""Arrays whose bytes are a device's, but for some."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from cuda_on_cpu.driver import CpuDriver
+from kernels.standin import FOLDER
+
+from gradcomp.kernels.cuda.twins import Twin, fill, is_twin, twin
+
+
+def on_device(array: Twin) -> bytes:
+    return ctypes.string_at(array.address, array.nbytes)
+
+
+@pytest.fixture
+def made() -> Twin:
+    return twin(CpuDriver(FOLDER), 120, [(0, 5), (60, 66), (114, 120)])
+
+
+def test_it_begins_as_zeros_on_both_sides(made: Twin) -> None:
+    assert made.tobytes() == on_device(made) == bytes(120)
+    assert made.ctypes.data != made.address
+
+
+def test_views_lie_where_they_lie_in_the_whole(made: Twin) -> None:
+    begin = made.address
+    views = [
+        (made[7:], 7, 113), (made[60:90][3:5], 63, 2), (made.reshape(2, 60)[1], 60, 60),
+        (made[8:24].view(np.float32), 8, 16), (list(made.reshape(3, 40))[2], 80, 40), (made.reshape(-1), 0, 120),
+    ]  # fmt: skip
+    for view, offset, nbytes in views:
+        assert is_twin(view)
+        assert (view.address - begin, view.nbytes) == (offset, nbytes)
+        interface = view.__cuda_array_interface__
+        assert interface["data"] == (view.address, False)
+        assert interface["shape"] == view.shape
+        assert np.dtype(interface["typestr"]) == view.dtype
+
+
+def test_of_views_the_host_holds_their_share(made: Twin) -> None:
+    assert made.host_spans() == [(0, 5), (60, 66), (114, 120)]
+    assert made[3:62].host_spans() == [(0, 2), (57, 59)]
+    assert made[5:60].host_spans() == []
+    assert made[61:64].host_spans() == [(0, 3)]
+    assert made[8:24].view(np.float64).host_spans() == []
+    assert made[112:].view(np.float32).host_spans() == [(2, 8)]
+
+
+def test_copies_are_the_hosts(made: Twin) -> None:
+    for copy in (made.copy(), made + 1, np.empty_like(made), made[[1, 2]]):
+        assert isinstance(copy, Twin)
+        assert not is_twin(copy)
+        assert not hasattr(copy, "__cuda_array_interface__")
+        with pytest.raises(AttributeError, match="a copy of a twin"):
+            copy.address  # noqa: B018
+    assert not is_twin(np.zeros(3))
+
+
+def test_filled_on_both_sides(made: Twin) -> None:
+    part = made[8:24].view(np.float32)
+    fill(part, 2.5)
+    assert part.tolist() == [2.5] * 4
+    assert on_device(part) == part.tobytes()
+    assert on_device(made)[:8] == bytes(8)
+    assert on_device(made)[24:] == bytes(96)
+    plain = np.zeros(3)
+    fill(plain, 1.0)
+    assert plain.tolist() == [1, 1, 1]
+
+
+def test_a_twin_of_nothing() -> None:
+    empty = twin(CpuDriver(FOLDER), 0, [])
+    assert is_twin(empty)
+    assert empty.host_spans() == []
