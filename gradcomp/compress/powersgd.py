@@ -105,7 +105,7 @@ class PowerSGD(LowRank):
         matrices.read_exact(group, context, reply.data[matrices.p_size :], flags)
         p = reply.data[: matrices.p_size]
         # A sum of M Q is the mean but for a factor, which the basis does not know.
-        lowrank.orthogonalise(matrices.rows, matrices.ranks, p, p_at)
+        lowrank.orthogonalise(matrices.rows, matrices.ranks, p, p_at, beside=group.inputs[matrices.low])
         own_q = group.scratch.array("own_q", matrices.q_size)
 
         def write_q(view: Floats) -> Bytes:
@@ -132,12 +132,12 @@ class PowerSGD(LowRank):
         def write(view: Floats) -> Bytes:
             flags = np.zeros(len(group.table), dtype=np.uint8)
             basis[:] = context.load(_Q if even else _P, group.layers[matrices.low])
+            table = group.inputs[matrices.low]
             if even:
-                lowrank.orthogonalise(matrices.columns, matrices.ranks, basis, q_at)
+                lowrank.orthogonalise(matrices.columns, matrices.ranks, basis, q_at, beside=table)
                 matrices.project(group, context, basis, view[:size], flags)
             else:
-                lowrank.orthogonalise(matrices.rows, matrices.ranks, basis, p_at)
-                table = group.inputs[matrices.low]
+                lowrank.orthogonalise(matrices.rows, matrices.ranks, basis, p_at, beside=table)
                 found = np.zeros(len(table), dtype=np.uint8)
                 contribute(table, found, context.factors(len(table)), decay=context.decay)
                 lowrank.back_project(table, *shape, basis, p_at, view[:size], q_at)

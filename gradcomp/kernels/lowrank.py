@@ -98,7 +98,9 @@ def back_project(
     _multiplier(table, ranks).back_project(table, rows, columns, ranks, p, p_at, q, q_at)
 
 
-def orthogonalise(rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
+def orthogonalise(
+    rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s, *, beside: SegmentTable | None = None
+) -> None:
     """Make the columns of each P orthonormal, in place, or zero where they depend on those before them.
 
     For each column x, from the first to the last:
@@ -120,8 +122,10 @@ def orthogonalise(rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
         ranks: int64, r of each layer.
         p: float32; read and written.
         p_at: int64, where each P begins.
+        beside: the layers; it runs where they are, with the same bytes.
     """
-    bodies.active().orthogonalise(rows, ranks, p, p_at)
+    body = (bodies.of(beside) if beside is not None else None) or bodies.active()
+    body.orthogonalise(rows, ranks, p, p_at)
 
 
 def expand(

@@ -63,13 +63,14 @@ COMPRESSORS: dict[str, Compressor] = {
     "AdaComp": AdaComp(),
     "GlobalTopK": GlobalTopK(0.1),
     "PowerSGD": PowerSGD(2),
+    "PowerSGD, a factor a step": PowerSGD(2, alternate=True),
     "UnbiasedRank": UnbiasedRank(2),
     "BestRank": BestRank(2),
     "SpectralAtomo": SpectralAtomo(2),
 }
 
 #: What products before the last reply may come to: another order of additions is allowed there.
-INEXACT = {"PowerSGD", "UnbiasedRank", "BestRank", "SpectralAtomo"}
+INEXACT = {"PowerSGD", "PowerSGD, a factor a step", "UnbiasedRank", "BestRank", "SpectralAtomo"}
 
 
 @pytest.fixture
@@ -111,6 +112,8 @@ def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: st
     if name not in INEXACT:
         assert mixed.state() == alone.state()
     assert kernels.called
+    if name.startswith("PowerSGD"):
+        assert {"project", "orthogonalise", "back_project", "subtract", "expand"} <= kernels.called
 
 
 def test_a_bucket_begins_behind_the_events_of_its_layers(gpu: Any) -> None:
