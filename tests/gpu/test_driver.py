@@ -9,7 +9,9 @@ import pytest
 
 from gradcomp import ConfigError
 from gradcomp.kernels import devices, segments
+from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.cuda.call import Call
+from gradcomp.kernels.cuda.twins import fill, twin
 
 torch: Any = pytest.importorskip("torch")
 
@@ -91,3 +93,24 @@ def test_other_threads_can_use_it(driver: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda tensor: nonzero(driver, tensor), tensors))
     assert found == [bool(i % 2) for i in range(8)]
+
+
+def test_a_twin_holds_on_the_device_what_kernels_write(driver: Any) -> None:
+    cupy: Any = pytest.importorskip("cupy")
+    values = torch.arange(1000, dtype=torch.float32, device="cuda:0")
+    torch.cuda.synchronize()
+    table = np.zeros(1, segments.SEGMENT)
+    table["gradient"], table["length"], table["payload"] = values.data_ptr(), 1000, 30
+    table["bucket_size"] = 8
+    message = twin(driver, 4030, [(0, 30)])
+    message[:30] = 9
+    flags = np.zeros(1, np.uint8)
+    settings: Any = {"stochastic": False, "seed": 0, "step": 0, "rank": 0, "scale": 1.0, "decay": 1.0}
+    CudaKernels(driver).encode(segments.FP32, table, message, flags, **settings)
+    there = cupy.asarray(message).get()
+    assert there[30:].view(np.float32).tolist() == values.tolist()
+    assert not there[:30].any()
+    assert not message[30:].any()  # the host's side
+    driver.upload(message.address, message[:30])
+    fill(message[30:].view(np.float32), 2.0)
+    assert cupy.asarray(message).get().tobytes() == bytes([9] * 30) + np.full(1000, 2, np.float32).tobytes()

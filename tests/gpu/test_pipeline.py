@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pipeline.test_devices import COMPRESSORS, INEXACT, LAYERS
+from pipeline.test_devices import CASES, COMPRESSORS, INEXACT, LAYERS, TOPOLOGY
 from simulation import Simulation
 
 from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
@@ -14,11 +14,12 @@ from gradcomp.kernels import devices
 from gradcomp.kernels.devices import HOST
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str) -> None:
+@pytest.mark.parametrize(("name", "reduction"), CASES)
+def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: str) -> None:
     device = devices.cuda(0)
-    alone = Simulation(LAYERS, COMPRESSORS[name], 3, slice_elements=512)
-    mixed = Simulation(LAYERS, COMPRESSORS[name], 3, slice_elements=512, devices=[HOST, device, device])
+    settings: dict[str, Any] = {"slice_elements": 512, "reduction": reduction, "topology": TOPOLOGY}
+    alone = Simulation(LAYERS, COMPRESSORS[name], 3, **settings)
+    mixed = Simulation(LAYERS, COMPRESSORS[name], 3, devices=[HOST, device, device], **settings)
     for step in range(3):
         gradients = alone.gradients(absent=[4] if step == 1 else [])
         expected, found = alone.step(gradients), mixed.step(gradients)
