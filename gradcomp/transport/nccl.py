@@ -142,9 +142,8 @@ class NcclTransport(Transport):
     ) -> Handle:
         """See :class:`Transport`; a message to each rank that gets something, all of them together."""
         sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
-        assert not send_counts[self.rank] or not is_twin(send), (
-            "no reduction sends itself what kernels have to read"
-        )
+        to_itself = send_counts[self.rank] and (is_twin(send) or is_twin(recv))
+        assert not to_itself, "no reduction sends itself what kernels write or read"
         received[self.rank][:] = sent[self.rank]
         return self.exchange(self._to_others(sent), self._to_others(received))
 
