@@ -18,6 +18,7 @@ from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec, Group, Scratch, Sizes, Table
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import FLOAT32, FP32, SEGMENT
 
 Addresses = npt.NDArray[np.uint64]
@@ -110,9 +111,12 @@ class Graded(Wrapper):
 
         def write(view: Floats) -> Bytes:
             flags = np.zeros(len(group.table), dtype=np.uint8)
-            # p is made where it is sent from.
-            places = np.uint64(view.ctypes.data) + group.table["payload"].astype(np.uint64)
+            # p is made where it is sent from, or, on a device, before it goes there.
+            made = view if group.scratch.device is HOST else group.scratch.room("p", len(view))
+            places = np.uint64(made.ctypes.data) + group.table["payload"].astype(np.uint64)
             self._select(self._levels(group), places, group, context, flags)
+            if made is not view:
+                view[:] = made
             view[np.repeat(flags != 0, lengths)] = np.nan
             if group.feedback:
                 _clear(group, "shadow")
@@ -175,7 +179,7 @@ class Levels:
 
     def __init__(self, group: Group, inner: Sparse, wanted: Sizes) -> None:
         self.group = replace(
-            group, compressor=inner, table=group.table.copy(), scratch=Scratch(group.scratch.zeros)
+            group, compressor=inner, table=group.table.copy(), scratch=Scratch(group.scratch.device)
         )
         self.minimum = Selection.room(inner.limits(group.table))
         self.everything = bool((wanted == group.table["length"]).all())

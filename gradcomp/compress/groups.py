@@ -9,8 +9,8 @@ import numpy as np
 
 from gradcomp.compress.base import Compressor
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.state import Zeros, host_zeros
 from gradcomp.kernels.codec import Group, Scratch
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 
 #: So many elements that an allreduce adds take the room of one that is encoded: without a codec to overlap with the
@@ -31,7 +31,7 @@ def group_of(
     pieces: Sequence[Piece],
     layers: Sequence[LayerSpec],
     compressors: Sequence[Compressor],
-    zeros: Zeros = host_zeros,
+    device: Device = HOST,
 ) -> Group:
     """Pieces of layers of one family and dtype, each at its own level; addresses are left to whoever makes a call."""
     table = np.zeros(len(pieces), dtype=SEGMENT)
@@ -51,7 +51,7 @@ def group_of(
         tuple(layers[p.layer].shape for p in pieces),
         first.follows_rate,
         first.momentum > 0 or first.clip_norm is not None,
-        Scratch(zeros),
+        Scratch(device),
     )
 
 

@@ -14,6 +14,8 @@ from gradcomp.compress.base import Coded
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.kernels import indices as kernel
 from gradcomp.kernels.codec import Draw, Sizes, Table
+from gradcomp.kernels.cuda.twins import address_of
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,7 +38,7 @@ _DEFLATE_LEVEL = 6
 class Selection:
     """Selected elements: those of row i are ``offsets[i]`` ... ``offsets[i] + counts[i]`` of the flat arrays.
 
-    ``indices``: ascending within each row. ``values``: float32.
+    ``indices``: ascending within each row. ``values``: float32. Both may be a device's, for kernels alone.
     """
 
     offsets: Sizes
@@ -45,12 +47,12 @@ class Selection:
     values: Floats
 
     @staticmethod
-    def room(limits: Sizes) -> Selection:
-        """Room for up to ``limits[i]`` elements of row i."""
+    def room(limits: Sizes, device: Device = HOST) -> Selection:
+        """Room for up to ``limits[i]`` elements of row i, for kernels of a device."""
         ends = np.cumsum(limits)
         total = int(ends[-1]) if len(ends) else 0
         return Selection(
-            ends - limits, limits.copy(), np.zeros(total, dtype=np.uint32), np.zeros(total, dtype=np.float32)
+            ends - limits, limits.copy(), device.array(total, np.uint32), device.array(total, np.float32)
         )
 
 
@@ -133,10 +135,20 @@ class SparseFormat:
 
     ``limits``: elements of each row, at most, or exactly if ``fixed``. Layout: the counts (4 bytes each, only if they
     vary), the coded indices row by row, the coded values row by row. Deflated indices come last; then no size is fixed.
+    Attribute ``device``: where its selections are; the host if they are to be deflated there.
     """
 
-    def __init__(self, table: Table, limits: Sizes, fixed: bool, indices: str, values: Coded) -> None:
+    def __init__(
+        self,
+        table: Table,
+        limits: Sizes,
+        fixed: bool,
+        indices: str,
+        values: Coded,
+        device: Device = HOST,
+    ) -> None:
         self._indices = IndexFormat(table["length"].astype(np.int64), indices)
+        self.device = HOST if self._indices.deflated else device
         self.limits = limits
         self.fixed = fixed and not self._indices.deflated
         self._counts_travel = not fixed
@@ -146,7 +158,7 @@ class SparseFormat:
         values.fill(self._values, values.level)
         self._lossless = values.is_exact
         self.max_bytes = int(self._without_indices(limits).sum()) + self._indices.most_bytes(limits, fixed)
-        self._errors: Floats = np.zeros(int(limits.sum()), dtype=np.float32)
+        self._errors: Floats = self.device.array(int(limits.sum()), np.float32)
 
     def wire_bytes(self, counts: Sizes) -> Sizes:
         """Bytes of every row; without the indices where those are deflated, which no formula knows."""
@@ -169,8 +181,8 @@ class SparseFormat:
             at = self._indices.encode(chosen, payload, at)
         at = self._place_values(counts, at)
         table = self._values
-        table["gradient"] = chosen.values.ctypes.data + 4 * chosen.offsets
-        table["shadow"] = 0 if self._lossless else self._errors.ctypes.data + 4 * chosen.offsets
+        table["gradient"] = address_of(chosen.values) + 4 * chosen.offsets
+        table["shadow"] = 0 if self._lossless else address_of(self._errors) + 4 * chosen.offsets
         self._codec.encode(table, payload[:at], flags, draw)
         if self._indices.deflated:
             at = self._indices.encode(chosen, payload, at)
@@ -209,7 +221,7 @@ class SparseFormat:
         if len(payload) < end or (len(payload) > end and not deflated):
             raise ValueError(f"{len(payload)} bytes where the counts ask for {end}")
         self._indices.decode(payload[end:] if deflated else payload[at:values_at], into)
-        self._values["output"] = into.values.ctypes.data + 4 * into.offsets
+        self._values["output"] = address_of(into.values) + 4 * into.offsets
         # A value that is not finite shows in the mean.
         self._codec.decode(self._values, payload[:end], np.zeros(len(counts), dtype=np.uint8))
 

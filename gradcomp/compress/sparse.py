@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Coded, Compressor
 from gradcomp.compress.cast import Cast
-from gradcomp.compress.messages import Bytes, Context, Exchange, Gather
+from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather
 from gradcomp.compress.payload import CODINGS, Selection, SparseFormat
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.devices import HOST, Device
 
 
 def check_density(density: Level) -> None:
@@ -78,6 +79,8 @@ class Sparse(Compressor):
 
     #: Whether a layer's size and level alone decide how many elements are sent.
     fixed = True
+    #: Whether kernels alone touch what is selected, so that it may stay on a device.
+    by_kernels = True
 
     def __post_init__(self) -> None:
         if isinstance(self.values, str):
@@ -113,9 +116,10 @@ class Sparse(Compressor):
     def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
         """Write p to the rows' shadows, and the selection; flag rows that are not finite."""
 
-    def format(self, table: Table) -> SparseFormat:
-        """The payload of a group with this table."""
-        return SparseFormat(table, self.limits(table), self.fixed, self.indices, self.values)
+    def format(self, table: Table, device: Device = HOST) -> SparseFormat:
+        """The payload of a group with this table, which lies on ``device``."""
+        device = device if self.by_kernels else HOST
+        return SparseFormat(table, self.limits(table), self.fixed, self.indices, self.values, device)
 
     def wire_bytes(self, group: Group) -> Sizes:
         """Indices and values; with DEFLATE, values only."""
@@ -124,30 +128,33 @@ class Sparse(Compressor):
 
     def exchange(self, group: Group, context: Context) -> Exchange:
         """One Gather."""
-        form = group.scratch.once("format", lambda: self.format(group.table))
-        chosen = group.scratch.once("chosen", lambda: Selection.room(form.limits))
+        form = group.scratch.once("format", lambda: self.format(group.table, group.scratch.device))
+        chosen = group.scratch.once("chosen", lambda: Selection.room(form.limits, form.device))
         table = group.inputs
 
         def write(view: Bytes) -> tuple[Bytes, int]:
             flags = np.zeros(len(table), dtype=np.uint8)
             self.select(group, context, chosen, flags)
             used, errors = form.encode(chosen, view, flags, context.draw)
-            settle(group, chosen, errors)
+            settle(group, chosen, errors, form.device)
             return flags, used
 
         reply = yield Gather(form.max_bytes, write, form.fixed)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
 
-def settle(group: Group, chosen: Selection, errors: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
-    """The residual of what is sent is what its coding lost; its momentum, if that is masked, starts again."""
+def settle(group: Group, chosen: Selection, errors: Floats, device: Device = HOST) -> None:
+    """The residual of what is sent is what its coding lost; its momentum, if that is masked, starts again.
+
+    ``device``: where the selection is.
+    """
     table = group.inputs
     if group.feedback:
         selection.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
     if group.compressor.masks_momentum:
         momentum = table.copy()
         momentum["shadow"] = table["gradient"]  # which holds the momentum, float32
-        zeros = group.scratch.once("zeros", lambda: np.zeros_like(chosen.values))
+        zeros = group.scratch.once("zeros", lambda: device.array(len(chosen.values), np.float32))
         selection.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
 
 
@@ -157,8 +164,8 @@ def scatter_payloads(
     """Decode every rank's payload and write the mean to the outputs; returns the rows that are not finite."""
     rows, total = len(form.limits), int(form.limits.sum())
     world = len(payloads)
-    found = group.scratch.array("indices", world * total, np.uint32)
-    values = group.scratch.array("values", world * total)
+    found = group.scratch.lists("indices", world * total, np.uint32, form.device)
+    values = group.scratch.lists("values", world * total, np.float32, form.device)
     begins = np.cumsum(form.limits) - form.limits
     offsets = np.empty((world, rows), dtype=np.int64)
     counts = np.empty((world, rows), dtype=np.int64)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp import kernels
-from gradcomp.core.state import Zeros, host_zeros
 from gradcomp.kernels import segments
+from gradcomp.kernels.devices import HOST, Device
 
 Bytes = npt.NDArray[np.uint8]
 Table = npt.NDArray[np.void]
@@ -107,11 +107,11 @@ class Codec:
 class Scratch:
     """Working memory that outlives a step, by name. What an array holds is only good until the step ends.
 
-    ``zeros``: makes room that tables can refer to, where the gradients are.
+    ``device``: where the gradients are.
     """
 
-    def __init__(self, zeros: Zeros = host_zeros) -> None:
-        self.zeros = zeros
+    def __init__(self, device: Device = HOST) -> None:
+        self.device = device
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._made: dict[str, Any] = {}
 
@@ -122,11 +122,18 @@ class Scratch:
             found = self._arrays[name] = np.empty(size, dtype=dtype)
         return found[:size]
 
+    def lists(self, name: str, size: int, dtype: npt.DTypeLike, device: Device) -> npt.NDArray[Any]:
+        """The same for what kernels alone touch, if ``device`` is not the host."""
+        found = self._arrays.get(name)
+        if found is None or len(found) < size:
+            found = self._arrays[name] = device.array(size, dtype)
+        return found[:size]
+
     def room(self, name: str, size: int) -> npt.NDArray[np.float32]:
         """``size`` floats, with anything in them, that tables of gradients can refer to."""
         found = self._arrays.get(name)
         if found is None or len(found) < size:
-            found = self._arrays[name] = self.zeros(size)
+            found = self._arrays[name] = self.device.zeros(size)
         return found[:size]
 
     def once(self, name: str, make: Callable[[], T]) -> T:

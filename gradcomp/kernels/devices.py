@@ -8,11 +8,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.state import Floats, Zeros, host_zeros
 from gradcomp.kernels import bodies
 from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.twins import twin
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,13 @@ class Device:
     name: str
     zeros: Zeros = host_zeros
     driver: Driver | None = None
+
+    def array(self, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Zeros for kernels: on a GPU nobody else may look at them."""
+        dtype = np.dtype(dtype)
+        if self.driver is None:
+            return np.zeros(size, dtype=dtype)
+        return twin(self.driver, size * dtype.itemsize, ()).view(dtype)
 
     def mark(self, stream: int) -> Any:
         """An event behind what a framework's stream holds by now; None where nothing runs beside this program."""

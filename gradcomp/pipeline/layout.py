@@ -12,8 +12,8 @@ from gradcomp.compress.groups import Piece, by_family, group_of, pack
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.state import Zeros, host_zeros
 from gradcomp.kernels.codec import Group, Sizes
+from gradcomp.kernels.devices import HOST, Device
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +63,11 @@ def build_layout(
     order: Sequence[int],
     cold: frozenset[int],
     bucket_elements: int,
-    zeros: Zeros = host_zeros,
+    device: Device = HOST,
 ) -> Layout:
     """Lay out the layers numbered in ``order``; those in ``cold`` come last. See :func:`gradcomp.compress.groups.pack`.
 
-    ``zeros``: where the groups' working memory lies. A layer missing from ``order`` does not travel (sparse gradients
+    ``device``: where the groups' working memory lies. A layer missing from ``order`` does not travel (sparse gradients
     go another way).
     """
     compressors = compressors_of(layers, plan)
@@ -81,7 +81,7 @@ def build_layout(
         for layer in dict.fromkeys(piece.layer for piece in pieces):
             buckets_of[layer].append(number)
     return Layout(
-        tuple(_bucket(n, pieces, layers, compressors, zeros) for n, pieces in enumerate(buckets)),
+        tuple(_bucket(n, pieces, layers, compressors, device) for n, pieces in enumerate(buckets)),
         tuple(tuple(numbers) for numbers in buckets_of),
     )
 
@@ -101,7 +101,7 @@ def _bucket(
     pieces: Sequence[Piece],
     layers: Sequence[LayerSpec],
     compressors: Sequence[Compressor],
-    zeros: Zeros,
+    device: Device,
 ) -> Bucket:
     if len(pieces) > 0xFFFF:
         raise ConfigError(
@@ -109,7 +109,7 @@ def _bucket(
         )
     slots = {layer: slot for slot, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
     families = by_family(pieces, layers, compressors)
-    groups = [group_of(members, layers, compressors, zeros) for members in families]
+    groups = [group_of(members, layers, compressors, device) for members in families]
     return Bucket(
         number,
         np.array(list(slots), dtype=np.int64),

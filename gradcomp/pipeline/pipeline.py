@@ -548,7 +548,7 @@ class Pipeline:
 
     def _arrange(self, order: Sequence[int]) -> Arrangement:
         layout = build_layout(
-            self.layers, self.plan, order, self.cold, self.config.slice_elements, self.device.zeros
+            self.layers, self.plan, order, self.cold, self.config.slice_elements, self.device
         )
         rank, world = self.transport.rank, self.transport.size
         context = Context(self._draw(0), self.trainers, servers=self.servers)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from configurations import ROWS
 from kernels import standin
 from simulation import Simulation
 
@@ -31,6 +32,7 @@ from gradcomp import (
     Threshold,
     TopK,
     UnbiasedRank,
+    WireFormatError,
 )
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST
@@ -69,6 +71,31 @@ COMPRESSORS: dict[str, Compressor] = {
     "SpectralAtomo": SpectralAtomo(2),
 }
 
+# What else the suite of the compressors has, of those that are special in what they touch.
+COMPRESSORS |= {
+    name: ROWS[name].compressor
+    for name in (
+        *(
+            "momentum-correction-topk",
+            "local-clip-topk",
+            "topk-raw",
+            "topk-bitmap",
+            "topk-deflate",
+            "topk-bf16",
+        ),
+        *(
+            "signum",
+            "onebit",
+            "terngrad",
+            "nuqsgd-4",
+            "nuqsgd-5-feedback",
+            "codebook-feedback",
+            "dgc-momentum",
+        ),
+        *("graded", "graded-minimum", "graded-dense", "graded-momentum", "graded-clip"),
+    )
+}
+
 #: What products before the last reply may come to: another order of additions is allowed there.
 INEXACT = {"PowerSGD", "PowerSGD, a factor a step", "UnbiasedRank", "BestRank", "SpectralAtomo"}
 
@@ -81,12 +108,14 @@ def gpu() -> Iterator[Any]:
 
 #: Of three ranks, two share a host.
 TOPOLOGY = Topology([0, 0, 1])
+REDUCED = ("4 bits", "nearest with feedback", "bfloat16", "sign")
 CASES = [(name, "sra") for name in COMPRESSORS]
 CASES += [
     (name, reduction)
     for name, compressor in COMPRESSORS.items()
     if compressor.reduces
     for reduction in ("ring", "tree", "all_to_all", "gather", "parameter_server", "hierarchical")
+    if name in REDUCED
 ]
 
 
@@ -112,6 +141,8 @@ def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: st
     if name not in INEXACT:
         assert mixed.state() == alone.state()
     assert kernels.called
+    if name in ("TopK", "DGC", "RedSync", "AdaComp", "topk-bitmap"):
+        assert {"encode_indices", "decode_indices", "scatter_mean"} <= kernels.called
     if name.startswith("PowerSGD"):
         assert {"project", "orthogonalise", "back_project", "subtract", "expand"} <= kernels.called
 
@@ -192,3 +223,20 @@ def test_a_controller_chooses_on_a_device_what_it_chooses_on_the_host(gpu: Any) 
     assert plans[0] == plans[1]
     assert len({level for _, level in plans[0]}) > 1
     assert {"losses", "moments"} <= kernels.called
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0x00])
+def test_indices_that_cannot_be_are_refused_by_the_rank_that_reads_them(byte: int, gpu: Any) -> None:
+    device, kernels = gpu
+
+    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        if source == 1 and len(message) > 300:
+            message[100:300] = byte  # among the raw indices, which come first
+        return message
+
+    layer = LayerSpec("a.weight", (40, 50), "float32", "weight")
+    ranks = Simulation([layer], TopK(0.1, indices="raw"), 2, devices=[device, HOST], tamper=tamper)
+    errors = ranks.attempt()
+    assert isinstance(errors[0], WireFormatError)
+    assert "rank 1 sent an impossible sparse payload" in str(errors[0])
+    assert "decode_indices" in kernels.called

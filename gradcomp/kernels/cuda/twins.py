@@ -27,7 +27,7 @@ class _Whole:
 
 
 class Twin(np.ndarray[Any, np.dtype[Any]]):
-    """A contiguous array of pinned memory, and as many bytes of a device; views of it are twins too, copies are not.
+    """A contiguous array of the host, and as many bytes of a device; views of it are twins too, copies are not.
 
     The parts that ``host_spans`` lists hold on the host: headers, which this program writes and reads. All else holds
     on the device and is garbage here: kernels and transports that find a ``__cuda_array_interface__`` work on it there.
@@ -73,14 +73,23 @@ class Twin(np.ndarray[Any, np.dtype[Any]]):
 
 
 def twin(driver: Driver, nbytes: int, host: Spans) -> Twin:
-    """Zeros on both sides. ``host``: the parts that hold on the host."""
+    """Zeros on both sides. ``host``: the parts that hold on the host, which then are in pinned memory."""
     block = driver.allocate(max(nbytes, 1))
     driver.zero(block.address, nbytes)
     driver.synchronize()
-    made: Twin = driver.pinned(nbytes).view(Twin)
-    made[:] = 0
+    if host:
+        room = driver.pinned(nbytes)
+        room[:] = 0
+    else:
+        room = np.zeros(nbytes, dtype=np.uint8)  # which takes no memory as long as nobody touches it
+    made: Twin = room.view(Twin)
     made._whole = _Whole(driver, block, int(made.ctypes.data), nbytes, tuple(host))
     return made
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where its bytes hold, for tables that are to refer to them; of all of a twin."""
+    return array.address if is_twin(array) else int(array.ctypes.data)
 
 
 def fill(array: npt.NDArray[Any], value: float) -> None:
