@@ -54,11 +54,14 @@ class Gather:
     ``write(view)`` fills the payload, in a view of ``max_bytes``, and returns one flag per segment and the bytes used.
     With ``fixed`` that is always ``max_bytes``; else sizes are exchanged first, in one round for the whole bucket.
     ``reply.data`` lists the payloads in rank order; their lengths are what was announced, their bytes nobody checked.
+
+    ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's.
     """
 
     max_bytes: int
     write: Callable[[Bytes], tuple[Bytes, int]]
     fixed: bool = True
+    by_kernels: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -139,7 +139,7 @@ class Sparse(Compressor):
             settle(group, chosen, errors, form.device)
             return flags, used
 
-        reply = yield Gather(form.max_bytes, write, form.fixed)
+        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels=self.by_kernels and form.fixed)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
 

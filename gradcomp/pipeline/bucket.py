@@ -114,7 +114,7 @@ class BucketProgram:
         key = (number, *((g, message.max_bytes, message.fixed) for g, message in gathers.items()))
         if key not in self._gathers:
             self._gathers[key] = FusedGather(
-                self.bucket, number, gathers, self._rank, self._world, self._servers
+                self.bucket, number, gathers, self._rank, self._world, self._servers, self._room
             )
         return self._gathers[key]
 

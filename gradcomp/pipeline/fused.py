@@ -91,8 +91,9 @@ class FusedSum:
 class FusedGather:
     """Payloads for everybody: gathered from all ranks, or broadcast by one; one part per rank, behind a header.
 
-    A part holds the payloads in the order of the groups. Where sizes depend on data, a round of sizes comes first.
-    The first ``servers`` ranks send votes only, and compressors do not know of them.
+    A part holds the payloads in the order of the groups. Where sizes depend on data, a round of sizes comes first, and
+    payloads are copied to where they belong then; else they are written there. The first ``servers`` ranks send votes
+    only, and compressors do not know of them.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class FusedGather:
         rank: int,
         world: int,
         servers: int = 0,
+        room: Room = host_room,
     ) -> None:
         self._rank, self._world, self._servers = rank, world, servers
         self._most = {g: message.max_bytes for g, message in messages.items()}
@@ -114,14 +116,23 @@ class FusedGather:
                 f"bucket {bucket.number}: payloads of up to {sum(self._most.values())} bytes; "
                 f"at most {_MOST_PART_BYTES} are possible"
             )
-        # Reserved, not touched: only what a payload fills takes memory.
-        self._room = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
         self._buffer: Bytes = np.zeros(0, dtype=np.uint8)
+        if servers or not all(isinstance(message, Gather) and message.fixed for message in messages.values()):
+            # Reserved, not touched: only what a payload fills takes memory.
+            self._room = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
+            return
+        self._room = {}
+        sizes = self._most_by_rank(messages)
+        ends = np.cumsum(sizes.sum(axis=1) + ByteHeader.size(self._layers)).tolist()
+        headers = [(begin, begin + ByteHeader.size(self._layers)) for begin in [0, *ends[:-1]]]
+        by_kernels = all(isinstance(message, Gather) and message.by_kernels for message in messages.values())
+        self._buffer = (room if by_kernels else host_room)(ends[-1], headers)
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
         """One all-gather, or two."""
         states = at.call.states.copy()
         most = self._most_by_rank(messages)
+        begins = self._bounds(most)[self._rank].tolist()
         used: dict[int, int] = {}
         with at.binding.span("encode"):
             for column, (g, message) in enumerate(messages.items()):
@@ -129,7 +140,10 @@ class FusedGather:
                 # What a server writes, of nothing, does not leave it; writing also settles residuals.
                 serves = self._rank < self._servers and isinstance(message, Gather)
                 limit = int(most[self._rank, column])
-                room = self._room[g] if serves else self._room[g][:limit]
+                if g in self._room:
+                    room = self._room[g] if serves else self._room[g][:limit]
+                else:
+                    room = self._buffer[begins[column] : begins[column] + limit]
                 flags, count = message.write(room)
                 used[g] = min(count, limit)
                 states[at.bucket.slots[g][flags != 0]] |= NONFINITE
@@ -200,8 +214,9 @@ class FusedGather:
         if len(self._buffer) < sum(parts):
             self._buffer = np.empty(sum(parts), dtype=np.uint8)
         mine = self._bounds(sizes)[self._rank].tolist()
-        for (g, room), begin in zip(self._room.items(), mine, strict=True):
-            self._buffer[begin : begin + used[g]] = room[: used[g]]
+        for g, begin in zip(used, mine, strict=True):
+            if g in self._room:
+                self._buffer[begin : begin + used[g]] = self._room[g][: used[g]]
         yield from self._gather(self._buffer[: sum(parts)], parts, header, 1, states, at)
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

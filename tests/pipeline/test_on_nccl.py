@@ -14,6 +14,7 @@ from kernels import standin
 from simulation import Simulation
 
 from gradcomp import (
+    DGC,
     Cast,
     Compressor,
     LayerSpec,
@@ -49,12 +50,25 @@ COMPRESSORS: dict[str, Compressor] = {
     "one bit": OneBit(),
     "vote": Signum(),
     "TopK": TopK(0.1),
+    "TopK of 4 bits": TopK(0.1, values=Quantize(4)),
+    "TopK, deflated": TopK(0.1, indices="deflate"),
+    "DGC": DGC(0.1),
     "PowerSGD": PowerSGD(2),
 }
 #: That make partial sums, which votes do not have.
 PARTIAL = ("ring", "tree", "hierarchical")
 OTHERS = ("all_to_all", "gather", "parameter_server", "parameter_server:servers=2")
-STAY = ("none", "4 bits", "3 bits, with feedback", "bfloat16", "sign", "one bit", "vote")
+STAY = (
+    "TopK",
+    "TopK of 4 bits",
+    "none",
+    "4 bits",
+    "3 bits, with feedback",
+    "bfloat16",
+    "sign",
+    "one bit",
+    "vote",
+)
 
 
 @pytest.fixture
