@@ -71,8 +71,9 @@ def typed_errors() -> Iterator[None]:
 
 
 def lent(tensor: Any) -> Array:
-    """The values of a tensor in eager mode, where they lie; not to be written."""
-    return np.asarray(tensor)
+    """The values of a tensor in eager mode, where they lie, of a scalar a copy; not to be written."""
+    # NumPy cannot ask TensorFlow for an array of a scalar whose dtype is none of NumPy's own.
+    return np.asarray(tensor.numpy() if isinstance(tensor, tf.Tensor) and not tensor.ndim else tensor)
 
 
 def taken_over(array: Array) -> Any:

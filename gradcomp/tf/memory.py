@@ -66,7 +66,7 @@ class HostMemory:
             return bridge.op(function, [*head, *tensors], dtypes)
 
     def value(self, given: Any) -> Any:
-        """Lent; of a scalar, which may come as one of NumPy's, a copy."""
+        """Lent; of a scalar a copy."""
         return bridge.lent(given)
 
     def address(self, value: Any) -> int:
