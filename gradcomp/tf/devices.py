@@ -46,7 +46,7 @@ def place_of(variables: Sequence[Any]) -> Place | None:
             raise ConfigError(f"the variables are on {', '.join(names)}")
         return Place(names[0], devices.cuda_at(address_of(filled[0])))
     except ConfigError as error:
-        _warn(f"{error}; their gradients are exchanged on the CPU")
+        _warn(f"gradients are exchanged on the CPU: {error}")
         return None
 
 

@@ -41,7 +41,8 @@ class Exchange:
 
     Construction is collective over the ranks of ``process_set``: see :func:`gradcomp.tf.DistributedGradientTape` for
     the arguments and the errors. ``predivide``: gradients are divided by it before the exchange, the mean multiplied
-    after. ``names``: of the layers, if variables are called otherwise than when a compression state was saved.
+    after. ``names``: of the layers, if variables are called otherwise than when a compression state was saved. If all
+    variables lie on one GPU, gradients are exchanged there, else on the host: see :func:`gradcomp.tf.devices.place_of`.
 
     Every exchange commits when its means are handed out, for they are applied right away; one with a value that is not
     finite does not. At the beginning of the next one the ranks compare the variables, in the steps in which it is due.

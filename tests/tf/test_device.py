@@ -144,7 +144,7 @@ def test_a_loss_scale_and_predivide_reach_the_device() -> None:
     found = []
     for here in (False, True):
         with on_device(here):
-            exchange = Exchange(variables(), FOUR_BITS, predivide=4.0)
+            exchange = Exchange(variables(), Policy(COMPRESSIONS[1]), predivide=4.0)  # keeps residuals
             function = tf.function(
                 lambda scale, *gradients, exchange=exchange: exchange.exchange(gradients, scale)
             )
@@ -219,10 +219,19 @@ def test_only_what_is_the_hosts_runs_on_the_host() -> None:
 def test_gradients_that_were_computed_elsewhere_are_brought() -> None:
     with on_device():
         exchange = Exchange(variables(), FOUR_BITS)
+        exchanger, seen = inside(exchange), []
+        submit = exchanger.submit
+
+        def watched(*arguments: Any) -> None:
+            seen.append(arguments[3].backing_device[-5:])
+            submit(*arguments)
+
+        exchanger.submit = watched
         means = exchange.exchange(draw(0, where="CPU:0"))
+        assert seen == ["CPU:1"] * 4
         assert all(mean.backing_device.endswith("CPU:1") for mean in means)
         own = bytes_of(means)
-        assert set(inside(exchange).allgather_bytes(own)) == {own}
+        assert set(exchanger.allgather_bytes(own)) == {own}
 
 
 @on_ranks(2, env=ENV)
@@ -343,8 +352,7 @@ def test_without_cupy_gradients_are_exchanged_on_the_host(
     for _ in range(2):
         assert place_of(given) is None
     (text,) = caplog.messages
-    assert "pip install 'gradcomp[cuda]'" in text
-    assert text.endswith("their gradients are exchanged on the CPU")
+    assert text.startswith("gradients are exchanged on the CPU: GPUs need CuPy: pip install 'gradcomp[cuda]'")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
