@@ -90,7 +90,8 @@ class DeviceMemory:
         self._place = place.name
         self._dtypes = dtypes
         with tf.init_scope():
-            self._shapes = [tf.constant(shape, tf.int32) for shape in shapes]
+            with tf.device("CPU:0"):
+                self._shapes = [tf.constant(shape, tf.int32) for shape in shapes]
             with tf.device(self._place):
                 self._zeros = {dtype: tf.zeros((), dtype) for dtype in set(dtypes)}
 

@@ -266,6 +266,18 @@ def test_rows_travel_beside_dense_gradients(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, env=ENV)
+def test_rows_alone(mode: str) -> None:
+    with on_device():
+        exchange = Exchange(variables([(5, 3)]))
+        rows = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([runtime.rank()]), tf.constant([5, 3]))
+        (mean,) = MODES[mode](lambda: exchange.exchange([rows]))()
+        expected = np.zeros((5, 3), np.float32)
+        expected[:2] = 0.5
+        np.testing.assert_array_equal(tf.convert_to_tensor(mean), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, env=ENV)
 def test_a_gradient_that_only_another_rank_has_is_named(mode: str) -> None:
     with on_device() as driver:
         exchange = Exchange(variables(), FOUR_BITS)
