@@ -69,6 +69,15 @@ def cuda(index: int) -> Device:
     return on(f"cuda:{index}", driver)
 
 
+def cuda_at(address: int) -> Device:
+    """The GPU in whose memory an address is, whatever others call it; ConfigError as for :func:`cuda`, or without."""
+    try:
+        from gradcomp.kernels.cuda.over_cupy import index_of
+    except ImportError as error:
+        raise ConfigError(f"GPUs need CuPy: pip install 'gradcomp[cuda]' ({error})") from error
+    return cuda(index_of(address))
+
+
 def on(name: str, driver: Driver) -> Device:
     """The device behind a driver; kernels run there for tables of its memory, from now on."""
     from gradcomp.kernels.cuda.body import CudaKernels

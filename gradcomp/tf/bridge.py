@@ -1,7 +1,8 @@
 """Arrays that TensorFlow and the engine share, and how the errors of one reach the other.
 
 Inside a tf.function TensorFlow calls Python through ``tf.numpy_function``: it lends its tensors as arrays, and takes
-aligned arrays over as tensors, both without a copy (see decision 19).
+aligned arrays over as tensors, both without a copy (see decision 19). On a GPU it is ``tf.py_function``, which
+passes eager tensors both ways, without a copy either.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ def op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any
 
     It may return a list of arrays, one for each dtype. A gradcomp error is kept for :func:`typed_errors`.
     """
+    return list(tf.numpy_function(_keeping_errors(function), list(inputs), list(dtypes)))
 
+
+def eager_op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """As :func:`op`, with eager tensors in place of arrays, on the device on which the op runs."""
+    return list(tf.py_function(_keeping_errors(function), list(inputs), list(dtypes)))
+
+
+def _keeping_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*values: Any) -> Any:
         try:
@@ -45,8 +54,7 @@ def op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any
             _raised.append(error)
             raise
 
-    made = tf.numpy_function(call, list(inputs), list(dtypes))
-    return list(made)
+    return call
 
 
 @contextmanager
@@ -63,8 +71,9 @@ def typed_errors() -> Iterator[None]:
 
 
 def lent(tensor: Any) -> Array:
-    """The values of a tensor in eager mode, where they lie; not to be written."""
-    return np.asarray(tensor)
+    """The values of a tensor in eager mode, where they lie, of a scalar a copy; not to be written."""
+    # NumPy cannot ask TensorFlow for an array of a scalar whose dtype is none of NumPy's own.
+    return np.asarray(tensor.numpy() if isinstance(tensor, tf.Tensor) and not tensor.ndim else tensor)
 
 
 def taken_over(array: Array) -> Any:

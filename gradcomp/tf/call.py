@@ -29,17 +29,29 @@ class Site:
         """The group's layers with dense gradients."""
         return [layer for layer in self.groups[number] if self._counts[layer] == 1]
 
-    def inputs(self, number: int) -> list[Any]:
-        """The tensors of the group's gradients, which are forgotten."""
-        return [tensor for layer in self.groups[number] for tensor in self._tensors.pop(layer)]
+    def inputs(self, number: int) -> tuple[list[Any], list[Any]]:
+        """The tensors of the group's sparse gradients, and of its dense ones, which are all forgotten."""
+        rows, dense = (
+            [
+                tensor
+                for layer in self.groups[number]
+                if self._counts[layer] == count
+                for tensor in self._tensors.pop(layer)
+            ]
+            for count in (2, 1)
+        )
+        return rows, dense
 
     def take(self, number: int, values: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
-        """The group's layers with the values of their tensors."""
-        start = 0
+        """The group's layers with the values of their tensors, which come in the order of :meth:`inputs`."""
+        row, gradient = 0, 2 * sum(self._counts[layer] == 2 for layer in self.groups[number])
         for layer in self.groups[number]:
-            end = start + self._counts[layer]
-            yield layer, values[start:end]
-            start = end
+            if self._counts[layer] == 2:
+                yield layer, values[row : row + 2]
+                row += 2
+            else:
+                yield layer, values[gradient : gradient + 1]
+                gradient += 1
 
 
 def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_elements: int) -> list[list[int]]:

@@ -29,7 +29,9 @@ from gradcomp.job.start import (
 )
 from gradcomp.tf import bridge
 from gradcomp.tf.call import Gradients, Site, groups_of
+from gradcomp.tf.devices import place_of
 from gradcomp.tf.layers import specs
+from gradcomp.tf.memory import DeviceMemory, HostMemory, Memory
 from gradcomp.tf.ordered import plain, refuse_xla, the_turn
 from gradcomp.tf.steps import Steps
 
@@ -39,7 +41,8 @@ class Exchange:
 
     Construction is collective over the ranks of ``process_set``: see :func:`gradcomp.tf.DistributedGradientTape` for
     the arguments and the errors. ``predivide``: gradients are divided by it before the exchange, the mean multiplied
-    after. ``names``: of the layers, if variables are called otherwise than when a compression state was saved.
+    after. ``names``: of the layers, if variables are called otherwise than when a compression state was saved. If all
+    variables lie on one GPU, gradients are exchanged there, else on the host: see :func:`gradcomp.tf.devices.place_of`.
 
     Every exchange commits when its means are handed out, for they are applied right away; one with a value that is not
     finite does not. At the beginning of the next one the ranks compare the variables, in the steps in which it is due.
@@ -75,7 +78,8 @@ class Exchange:
         self._shapes = [tuple(variable.shape) for variable in self._variables]
         self._dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
         divisor = float(len(self.ranks)) if op is Average else 1.0
-        self._steps = Steps(self._variables, self._names, self._dtypes, divisor, predivide)
+        self._memory = self._memory_of_gradients() if transport is not None else HostMemory([], [])
+        self._steps = Steps(self._variables, self._names, self._dtypes, divisor, predivide, self._memory)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
         self.exchanger: Exchanger | None = None
         self.reporter: Reporter | None = None
@@ -94,6 +98,7 @@ class Exchange:
                     "sparse_as_dense": sparse_as_dense,
                     "gradient_predivide_factor": predivide,
                 },
+                device=self._memory.device,
             )
         else:
             say_what_is_bypassed(proposal.policy)
@@ -109,6 +114,13 @@ class Exchange:
         )
         if self.exchanger is not None and self.reporter is not None:
             self._steps.attach(state, self.exchanger, self.reporter, self.keeper)
+
+    def _memory_of_gradients(self) -> Memory:
+        """A GPU's if all variables are there, else the host's."""
+        place = place_of(self._variables)
+        if place is None:
+            return HostMemory(self._shapes, self._dtypes)
+        return DeviceMemory(place, self._shapes, self._dtypes)
 
     @plain
     def exchange(self, gradients: Sequence[Any], scale: Any = None, rate: Any = None) -> list[Any]:
@@ -141,17 +153,19 @@ class Exchange:
     def _now(self, gradients: Gradients, scale: Any, rate: Any) -> list[Any]:
         # The last variables' gradients come first in a backward pass: the order in which a graph would have them.
         site = Site(gradients, [[i for i in reversed(range(len(gradients))) if gradients[i] is not None]])
+        rows, dense = site.inputs(0)
         self._steps.submit(
             site,
             0,
             1.0 if scale is None else float(scale),
             0.0 if rate is None else float(rate),
-            *(bridge.lent(tensor) for tensor in site.inputs(0)),
+            *rows,
+            *dense,
         )
-        arrays = self._steps.collect(site.dense(0))
+        values = self._steps.collect(site.dense(0))
         means: list[Any] = [None] * len(gradients)
-        for layer, array in zip(site.dense(0), arrays, strict=True):
-            means[layer] = bridge.taken_over(array)
+        for layer, value in zip(site.dense(0), values, strict=True):
+            means[layer] = self._memory.tensor(value)
         return self._with_rows(means, site, [tf.constant(array) for array in self._steps.finish(site)])
 
     def _traced(self, gradients: Gradients, scale: Any, rate: Any) -> list[Any]:
@@ -164,21 +178,22 @@ class Exchange:
         turn = the_turn()
         head = [turn.read_value(), _tensor(scale, 1.0), _tensor(rate, 0.0)]
         means: list[Any] = [None] * len(gradients)
-        with tf.device("CPU:0"):
-            submits = [
-                bridge.op(partial(self._submit, site, number), [*head, *site.inputs(number)], [tf.int64])[0]
-                for number in numbers
-            ]
-            with tf.control_dependencies(submits):
-                for layers in filter(None, map(site.dense, numbers)):
-                    dtypes = [self._dtypes[layer] for layer in layers]
-                    outputs = bridge.op(partial(self._steps.collect, layers), [], dtypes)
-                    for layer, mean in zip(layers, outputs, strict=True):
-                        mean.set_shape(self._shapes[layer])
-                        means[layer] = mean
-            with tf.control_dependencies([*submits, *(mean for mean in means if mean is not None)]):
-                dtypes = [dtype for layer in site.sparse for dtype in (tf.int64, self._dtypes[layer])]
-                rows = bridge.op(partial(self._steps.finish, site), [], [*dtypes, tf.int64])
+        submits = []
+        for number in numbers:
+            rows, dense = site.inputs(number)
+            submit = partial(self._submit, site, number)
+            submits += self._memory.op(submit, [*head, *rows], dense, [tf.int64])
+        with tf.control_dependencies(submits):
+            for layers in filter(None, map(site.dense, numbers)):
+                dtypes = [self._dtypes[layer] for layer in layers]
+                outputs = self._memory.op(partial(self._steps.collect, layers), [], [], dtypes)
+                for layer, mean in zip(layers, outputs, strict=True):
+                    mean.set_shape(self._shapes[layer])
+                    means[layer] = mean
+        arrived = [*submits, *(mean for mean in means if mean is not None)]
+        with tf.control_dependencies(arrived), tf.device("CPU:0"):
+            dtypes = [dtype for layer in site.sparse for dtype in (tf.int64, self._dtypes[layer])]
+            rows = bridge.op(partial(self._steps.finish, site), [], [*dtypes, tf.int64])
         with tf.control_dependencies(rows):
             turn.assign_add(1)
         return self._with_rows(means, site, rows)

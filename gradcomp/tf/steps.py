@@ -18,9 +18,10 @@ from gradcomp.job.report import Reporter
 from gradcomp.job.runtime import Runtime
 from gradcomp.job.sparse import mean_of_rows
 from gradcomp.job.start import comparison_is_due
-from gradcomp.tf.bridge import Array, Pool
+from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
 from gradcomp.tf.landing import Landing
+from gradcomp.tf.memory import Memory
 from gradcomp.tf.tensors import bytes_of
 
 
@@ -30,7 +31,7 @@ class _Step:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.submitted: set[int] = set()  # numbers of groups
-        self.means: dict[int, Array] = {}
+        self.means: dict[int, Any] = {}  # values of the memory's
         self.rows: dict[int, tuple[Array, Array]] = {}
 
 
@@ -48,6 +49,7 @@ class Steps:
         dtypes: Sequence[Any],
         divisor: float,
         predivide: float,
+        memory: Memory,
     ) -> None:
         self._variables = variables
         self._names = names
@@ -55,7 +57,7 @@ class Steps:
         self._dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
         self._divisor = divisor
         self._predivide = predivide
-        self._pool = Pool(self._shapes, self._dtypes)
+        self._memory = memory
         self.landing = Landing()
         self._lock = threading.RLock()
         self._step: _Step | None = None
@@ -72,10 +74,10 @@ class Steps:
     def allocate(self, layer: int) -> int:
         """Room for the mean of a layer that only other ranks had (engine's thread)."""
         assert self._step is not None, "the step that the engine works at"
-        mean = self._step.means[layer] = self._pool.take(layer)
-        return int(mean.ctypes.data)
+        mean = self._step.means[layer] = self._memory.room(layer)
+        return self._memory.address(mean)
 
-    def submit(self, site: Site, number: int, scale: float, rate: float, *values: Array) -> None:
+    def submit(self, site: Site, number: int, scale: float, rate: float, *values: Any) -> None:
         """Hand in a group's gradients, which must stay as they are until the step ends.
 
         The step's first group opens it, its last one flushes it.
@@ -112,25 +114,26 @@ class Steps:
             )
         return step
 
-    def _hand_in(self, step: _Step, layer: int, parts: Sequence[Array]) -> None:
-        exchanger = self._exchanger
+    def _hand_in(self, step: _Step, layer: int, parts: Sequence[Any]) -> None:
+        exchanger, memory = self._exchanger, self._memory
         if len(parts) == 2:
-            step.rows[layer] = (parts[0], parts[1])
+            step.rows[layer] = (lent(parts[0]), lent(parts[1]))
             exchanger.submit_absent(layer, sparse=True)
             return
-        gradient = np.asarray(parts[0])  # a scalar may come as one of NumPy's
-        if gradient.shape != self._shapes[layer]:
+        gradient = memory.value(parts[0])
+        if tuple(gradient.shape) != self._shapes[layer]:
             raise StateError(
-                f"layer {self._names[layer]!r} has shape {self._shapes[layer]}, and its gradient {gradient.shape}"
+                f"layer {self._names[layer]!r} has shape {self._shapes[layer]}, and its gradient "
+                f"{tuple(gradient.shape)}"
             )
         if layer in exchanger.pipeline.sparse:
             raise StateError(
                 f"layer {self._names[layer]!r} had sparse gradients before and has a dense one now"
             )
-        mean = step.means[layer] = self._pool.take(layer)
-        exchanger.submit(layer, gradient.ctypes.data or mean.ctypes.data, mean.ctypes.data, gradient)
+        mean = step.means[layer] = memory.room(layer)
+        exchanger.submit(layer, memory.address(gradient), memory.address(mean), gradient)
 
-    def collect(self, layers: Sequence[int]) -> list[Array]:
+    def collect(self, layers: Sequence[int]) -> list[Any]:
         """Wait for the means of these layers, when all groups have been submitted."""
         self.landing.wait(layers)
         assert self._step is not None, "collects come before the step's end"

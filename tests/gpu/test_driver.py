@@ -56,7 +56,11 @@ def test_the_framework_sees_what_a_call_wrote(driver: Any) -> None:
 
 
 def test_reaches_what_torch_allocates_there_and_nothing_of_the_host(driver: Any) -> None:
-    assert driver.reaches(torch.zeros(9, device="cuda:0").data_ptr())
+    tensor = torch.zeros(9, device="cuda:0")
+    assert driver.reaches(tensor.data_ptr())
+    assert devices.cuda_at(tensor.data_ptr()) is devices.cuda(0)
+    with pytest.raises(ConfigError, match="not in the memory of a CUDA device"):
+        devices.cuda_at(torch.zeros(9).data_ptr())
     assert not driver.reaches(torch.zeros(9).data_ptr())
     assert not driver.reaches(torch.zeros(9).pin_memory().data_ptr())
     if torch.cuda.device_count() > 1:

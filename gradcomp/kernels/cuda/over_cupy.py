@@ -18,6 +18,17 @@ _TO_DEVICE, _TO_HOST = 1, 2  # of cudaMemcpyKind
 _DEVICE, _MANAGED = 2, 3  # of cudaMemoryType
 
 
+def index_of(address: int) -> int:
+    """The number, in this process, of the device in whose memory an address is; ConfigError if none is."""
+    try:
+        found = _cuda.pointerGetAttributes(address)
+    except _cuda.CUDARuntimeError as error:
+        raise ConfigError(f"CUDA cannot be asked whose memory it is: {error}") from error
+    if found.type not in (_DEVICE, _MANAGED):
+        raise ConfigError("what lies on a GPU is not in the memory of a CUDA device")
+    return int(found.device)
+
+
 class _Pooled:
     """Memory of CuPy's pool."""
 

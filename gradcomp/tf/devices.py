@@ -1,0 +1,100 @@
+"""Where variables lie, and at which address a tensor does."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.kernels import devices
+from gradcomp.kernels.devices import Device
+
+logger = logging.getLogger("gradcomp")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A GPU: what TensorFlow calls it, and what gradcomp knows of it."""
+
+    name: str
+    device: Device
+
+
+def place_of(variables: Sequence[Any]) -> Place | None:
+    """The GPU on which all variables lie; None where their gradients are exchanged on the host.
+
+    That is so for variables on the CPU. It is so too, and a warning says why, where variables are on several devices,
+    which TensorFlow's copies bring together, and for a GPU that gradcomp cannot use. TensorFlow has chosen the device,
+    not the script, so an error would break what works.
+    """
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    with tf.init_scope():
+        tensors = [tf.convert_to_tensor(variable) for variable in variables]
+    names = sorted({tensor.backing_device for tensor in tensors})
+    filled = [tensor for tensor in tensors if tensor.shape.num_elements()]
+    if not filled or not any(map(_is_gpu, names)):
+        return None
+    try:
+        if len(names) > 1:
+            raise ConfigError(f"the variables are on {', '.join(names)}")
+        return Place(names[0], devices.cuda_at(address_of(filled[0])))
+    except ConfigError as error:
+        _warn(f"gradients are exchanged on the CPU: {error}")
+        return None
+
+
+def _is_gpu(name: str) -> bool:
+    return bool(tf.DeviceSpec.from_string(name).device_type == "GPU")
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once, for tapes and optimizers are many."""
+    logger.warning("%s", text)
+
+
+class _DLTensor(ctypes.Structure):
+    """As dlpack.h has it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def address_of(tensor: Any) -> int:
+    """Where an eager tensor's memory begins, for as long as the tensor is referred to; 0 if it has none.
+
+    DLPack tells it. On a GPU TensorFlow first waits for all that its stream holds by then: the kernels that compute the
+    tensor, and those that still use what was in its memory before. So whoever has the address may read and write at
+    once, on any stream, and no event is needed.
+    """
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)
+    described = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))
+    stride = 1
+    for dimension in reversed(range(described.ndim if described.strides else 0)):
+        length = described.shape[dimension]
+        if length > 1 and described.strides[dimension] != stride:
+            raise StateError(f"a tensor of shape {tensor.shape} is not contiguous in memory")
+        stride *= length
+    return int(described.data + described.byte_offset) if described.data else 0
