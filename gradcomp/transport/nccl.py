@@ -14,7 +14,7 @@ watch finds. Abandoning aborts the communicator: its kernels leave the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from gradcomp.kernels.cuda.twins import is_twin, twin
 from gradcomp.kernels.devices import Device
 from gradcomp.transport.base import Bytes, Handle, Messages, Room, Transport, host_room, parts_of
 
-_Place = tuple[int, int]
+Array = npt.NDArray[Any]
 
 _BOUNDARY = 16  # of messages in staging memory: elements of sums must be aligned
 
@@ -74,24 +74,82 @@ class Communicator(Protocol):
         ...
 
 
+class _Staging:
+    """The messages of an operation on their way between the host and the device.
+
+    Of a message that lies on the device its headers are copied, else all of it, through pinned memory that must stay
+    until the stream is behind the copies. A message that is both sent and received is so in place.
+    """
+
+    def __init__(self, driver: Driver, sends: Sequence[Array], recvs: Sequence[Array]) -> None:
+        self._driver = driver
+        self._kept = sends, recvs
+        sent, received = ({_key(message): message for message in messages} for messages in (sends, recvs))
+        ends = {}
+        at = 0
+        for key, message in (sent | received).items():
+            if not is_twin(message):
+                ends[key] = at
+                at += -(-message.nbytes // _BOUNDARY) * _BOUNDARY
+        self._block = driver.allocate(max(at, 1))
+        self._places = {key: self._block.address + begin for key, begin in ends.items()}
+        self._up, self._down = (
+            [part for message in messages.values() for part in self._parts(message)]
+            for messages in (sent, received)
+        )
+        self._pinned = driver.pinned(sum(len(part) for part, _ in (*self._up, *self._down)))
+
+    def address(self, message: Array) -> int:
+        """Where it is on the device."""
+        return message.address if is_twin(message) else self._places[_key(message)]
+
+    def _parts(self, message: Array) -> list[tuple[Bytes, int]]:
+        if is_twin(message):
+            return message.host_parts()
+        return [(message.view(np.uint8), self._places[_key(message)])]
+
+    def up(self) -> None:
+        """Start to copy what is sent."""
+        for part, staged, address in self._staged(self._up, 0):
+            staged[:] = part
+            self._driver.upload(address, staged)
+
+    def down(self) -> None:
+        """Start to copy what is received."""
+        for _, staged, address in self._staged(self._down, sum(len(part) for part, _ in self._up)):
+            self._driver.download(staged, address)
+
+    def deliver(self) -> None:
+        """Hand out what has been received."""
+        for part, staged, _ in self._staged(self._down, sum(len(part) for part, _ in self._up)):
+            part[:] = staged
+
+    def _staged(self, parts: Sequence[tuple[Bytes, int]], at: int) -> Iterator[tuple[Bytes, Bytes, int]]:
+        for part, address in parts:
+            yield part, self._pinned[at : at + len(part)], address
+            at += len(part)
+
+
+def _key(message: Array) -> tuple[int, int]:
+    """Two messages that are the same memory have the same one."""
+    return message.ctypes.data, message.nbytes
+
+
 @dataclass(eq=False)
 class _Handle:
     """An operation under way: its memory stays until the stream is behind it, whoever forgets the handle."""
 
     transport: NcclTransport
     event: Any
-    #: Where what arrives lies, and where it goes.
-    arriving: Sequence[tuple[Bytes, npt.NDArray[Any]]]
-    memory: Any
+    staging: _Staging | None
 
     def poll(self) -> bool:
-        if self.event is None:
+        if self.staging is None:
             return True
         if not self.transport._reached(self.event):
             return False
-        for staged, target in self.arriving:
-            target.view(np.uint8)[:] = staged
-        self.event, self.arriving, self.memory = None, (), None
+        self.staging.deliver()
+        self.event = self.staging = None
         self.transport._under_way.discard(self)
         return True
 
@@ -107,8 +165,8 @@ class NcclTransport(Transport):
     """Collectives of NCCL over a communicator of its own, which the transport destroys.
 
     Construction is collective and takes at most ``timeout_seconds``. Memory, in use while an operation is: messages of
-    the host once on the device and once in pinned memory, from pools; messages of :meth:`room` twice as well, for good,
-    though only headers of the pinned ones are used. Raises TransportError if the ranks do not meet in time.
+    the host once on the device and once in pinned memory, headers of others once pinned; from pools. Raises
+    TransportError if the ranks do not meet in time.
     """
 
     def __init__(self, communicator: Communicator, timeout_seconds: float = 600.0) -> None:
@@ -125,17 +183,10 @@ class NcclTransport(Transport):
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         if self.size == 1 or not array.nbytes:
             return _Done()
-        if is_twin(array):
-            self._send_up_headers(array)
-            self._communicator.add_up(array.address, len(array), array.dtype)
-            self._bring_down_headers(array)
-            return self._issued([], array)
-        staged, block = self._staging(array.nbytes)
-        staged[:] = array.view(np.uint8)
-        self._driver.upload(block.address, staged)
-        self._communicator.add_up(block.address, len(array), array.dtype)
-        self._driver.download(staged, block.address)
-        return self._issued([(staged, array)], block)
+        staging = _Staging(self._driver, [array], [array])
+        staging.up()
+        self._communicator.add_up(staging.address(array), len(array), array.dtype)
+        return self._issued(staging)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
@@ -159,33 +210,14 @@ class NcclTransport(Transport):
         sends, recvs = [each for each in sends if len(each[1])], [each for each in recvs if len(each[1])]
         if not sends and not recvs:
             return _Done()
-        outgoing = {_place(message): message for _, message in sends}
-        arriving = {_place(target): target for _, target in recvs}
-        up = {key: message for key, message in outgoing.items() if not is_twin(message)}
-        down = {key: target for key, target in arriving.items() if not is_twin(target)}
-        places, end, total = _packed([*up.values()], [*down.values()])
-        staged, block = self._staging(total)
-
-        def address(message: Bytes) -> int:
-            return message.address if is_twin(message) else int(block.address) + places[_place(message)]
-
-        for key, message in up.items():
-            staged[places[key] : places[key] + len(message)] = message
-        if end:
-            self._driver.upload(block.address, staged[:end])
-        for key in outgoing.keys() - up.keys():
-            self._send_up_headers(outgoing[key])
+        staging = _Staging(self._driver, [message for _, message in sends], [target for _, target in recvs])
+        staging.up()
         with self._communicator.together():
             for to, message in sends:
-                self._communicator.send(address(message), len(message), to)
+                self._communicator.send(staging.address(message), len(message), to)
             for source, target in recvs:
-                self._communicator.recv(address(target), len(target), source)
-        if total > end:
-            self._driver.download(staged[end:], block.address + end)
-        for key in arriving.keys() - down.keys():
-            self._bring_down_headers(arriving[key])
-        found = [(staged[places[key] : places[key] + len(target)], target) for key, target in down.items()]
-        return self._issued(found, (block, sends, recvs))
+                self._communicator.recv(staging.address(target), len(target), source)
+        return self._issued(staging)
 
     def room(self, device: Device) -> Room:
         """See :class:`Transport`; on the device, if it is this communicator's."""
@@ -209,19 +241,9 @@ class NcclTransport(Transport):
     def _to_others(self, parts: Sequence[Bytes]) -> Messages:
         return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
 
-    def _send_up_headers(self, message: Any) -> None:
-        for begin, end in message.host_spans():
-            self._driver.upload(message.address + begin, message.view(np.uint8)[begin:end])
-
-    def _bring_down_headers(self, message: Any) -> None:
-        for begin, end in message.host_spans():
-            self._driver.download(message.view(np.uint8)[begin:end], message.address + begin)
-
-    def _staging(self, nbytes: int) -> tuple[Bytes, Any]:
-        return self._driver.pinned(nbytes), self._driver.allocate(max(nbytes, 1))
-
-    def _issued(self, arriving: Sequence[tuple[Bytes, npt.NDArray[Any]]], memory: Any) -> _Handle:
-        handle = _Handle(self, self._driver.mark(self._driver.stream), arriving, memory)
+    def _issued(self, staging: _Staging) -> _Handle:
+        staging.down()
+        handle = _Handle(self, self._driver.mark(self._driver.stream), staging)
         self._under_way.add(handle)
         return handle
 
@@ -247,21 +269,3 @@ class NcclTransport(Transport):
             self.abandon()
             raise
         self.bytes_sent = 0
-
-
-def _place(message: Bytes) -> _Place:
-    """Two messages that are the same memory have the same one."""
-    return message.ctypes.data, len(message)
-
-
-def _packed(up: Sequence[Bytes], down: Sequence[Bytes]) -> tuple[dict[_Place, int], int, int]:
-    """Where each begins in staging memory, where those that go up end, and where all end."""
-    found: dict[_Place, int] = {}
-    ends = [0, 0]
-    at = 0
-    for number, messages in enumerate((up, down)):
-        for message in messages:
-            found[_place(message)] = at
-            at += -(-len(message) // _BOUNDARY) * _BOUNDARY
-        ends[number] = at
-    return found, ends[0], ends[1]

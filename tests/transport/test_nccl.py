@@ -49,6 +49,21 @@ def test_memory_is_kept_for_an_operation_whose_handle_is_forgotten() -> None:
     assert not ranks[1]._under_way
 
 
+def test_what_is_sent_is_kept_until_it_has_been_copied() -> None:
+    ranks = nccl_ranks(2)
+    started = threading.Event()
+    ranks[0]._driver.start(started.wait)  # the stream has not come so far
+    sent = [ranks[0].exchange([(1, np.full(200, number, dtype=np.uint8))], []) for number in (1, 2)]
+    gc.collect()
+    started.set()
+    for number in (1, 2):
+        received = np.zeros(200, np.uint8)
+        wait(ranks[1].exchange([], [(0, received)]))
+        assert received.tolist() == [number] * 200
+    for handle in sent:
+        wait(handle)
+
+
 @pytest.mark.parametrize("left", ["abandon", "close"])
 def test_a_communicator_is_released_once(left: str) -> None:
     ranks = nccl_ranks(1)

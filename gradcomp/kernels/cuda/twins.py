@@ -29,7 +29,7 @@ class _Whole:
 class Twin(np.ndarray[Any, np.dtype[Any]]):
     """A contiguous array of the host, and as many bytes of a device; views of it are twins too, copies are not.
 
-    The parts that ``host_spans`` lists hold on the host: headers, which this program writes and reads. All else holds
+    The parts that ``host_parts`` lists hold on the host: headers, which this program writes and reads. All else holds
     on the device and is garbage here: kernels and transports that find a ``__cuda_array_interface__`` work on it there.
     """
 
@@ -39,22 +39,20 @@ class Twin(np.ndarray[Any, np.dtype[Any]]):
         """Of views too."""
         self._whole = getattr(made_from, "_whole", None)
 
-    @property
-    def _offset(self) -> int:
-        """Where in the whole it begins; AttributeError for a copy."""
+    def _place(self) -> tuple[_Whole, int]:
+        """The whole, and where in it this begins; AttributeError for a copy."""
         whole = self._whole
         if whole is not None:
             offset = int(self.__array_interface__["data"][0]) - whole.begin
             if 0 <= offset <= whole.nbytes - self.nbytes:
-                return offset
+                return whole, offset
         raise AttributeError("a copy of a twin has no memory on the device")
 
     @property
     def address(self) -> int:
         """Of its bytes on the device."""
-        offset = self._offset
-        assert self._whole is not None
-        return self._whole.block.address + offset
+        whole, offset = self._place()
+        return whole.block.address + offset
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -62,27 +60,20 @@ class Twin(np.ndarray[Any, np.dtype[Any]]):
         address = self.address
         return {"shape": self.shape, "typestr": self.dtype.str, "data": (address, False), "version": 3}
 
-    def host_spans(self) -> list[tuple[int, int]]:
-        """The parts, in bytes from its beginning, that hold on the host."""
-        begin = self._offset
-        assert self._whole is not None
-        end = begin + self.nbytes
-        return [
-            (max(a, begin) - begin, min(b, end) - begin) for a, b in self._whole.host if a < end and b > begin
-        ]
+    def host_parts(self) -> list[tuple[npt.NDArray[np.uint8], int]]:
+        """The parts that hold on the host, as bytes, each with the address of its bytes on the device."""
+        whole, begin = self._place()
+        end, flat = begin + self.nbytes, self.reshape(-1).view(np.uint8)
+        parts = [(max(a, begin) - begin, min(b, end) - begin) for a, b in whole.host if a < end and b > begin]
+        return [(flat[a:b], whole.block.address + begin + a) for a, b in parts]
 
 
 def twin(driver: Driver, nbytes: int, host: Spans) -> Twin:
-    """Zeros on both sides. ``host``: the parts that hold on the host, which then are in pinned memory."""
+    """Zeros on both sides. ``host``: the parts that hold on the host, where only they take memory, page by page."""
     block = driver.allocate(max(nbytes, 1))
     driver.zero(block.address, nbytes)
     driver.synchronize()
-    if host:
-        room = driver.pinned(nbytes)
-        room[:] = 0
-    else:
-        room = np.zeros(nbytes, dtype=np.uint8)  # which takes no memory as long as nobody touches it
-    made: Twin = room.view(Twin)
+    made: Twin = np.zeros(nbytes, dtype=np.uint8).view(Twin)
     made._whole = _Whole(driver, block, int(made.ctypes.data), nbytes, tuple(host))
     return made
 
@@ -94,14 +85,16 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 def fill(array: npt.NDArray[Any], value: float) -> None:
     """Set all elements, on whichever side they hold."""
-    array.fill(value)
-    if is_twin(array):
-        assert array._whole is not None
-        driver = array._whole.driver
-        driver.upload(array.address, array.reshape(-1).view(np.uint8))
-        driver.synchronize()
+    if not is_twin(array):
+        array.fill(value)
+        return
+    driver = array._place()[0].driver
+    staged = driver.pinned(array.nbytes)
+    staged.view(array.dtype).fill(value)
+    driver.upload(array.address, staged)
+    driver.synchronize()
 
 
 def is_twin(array: Any) -> TypeGuard[Twin]:
-    """Whether its bytes are on a device, all but some."""
-    return hasattr(array, "__cuda_array_interface__") and isinstance(array, Twin)
+    """Whether its bytes are on a device, all but some; a copy's are not."""
+    return isinstance(array, Twin) and hasattr(array, "__cuda_array_interface__")
