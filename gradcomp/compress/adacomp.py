@@ -39,6 +39,7 @@ class AdaComp(Sparse):
 
     name: ClassVar[str] = "adacomp"
     fixed = False
+    by_kernels = True
 
     bin_size: int = 500
     limit: float = 0.1

@@ -32,6 +32,7 @@ class EstimatedThreshold(ByDensity, Sparse):
     """
 
     fixed = False
+    by_kernels = True
 
     @abstractmethod
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:

@@ -40,7 +40,6 @@ class GlobalTopK(Sparse):
     name: ClassVar[str] = "global_topk"
     level_field: ClassVar[str | None] = "density"
     fixed = False
-    by_kernels = False  # which elements are the largest of all is found out on the host
 
     density: float = 0.01
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,7 @@ class Broadcast:
     write: Callable[[Bytes], tuple[Bytes, int]]
     root: int
     fixed: bool = True
+    by_kernels: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, eq=False)

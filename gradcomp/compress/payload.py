@@ -38,13 +38,14 @@ _DEFLATE_LEVEL = 6
 class Selection:
     """Selected elements: those of row i are ``offsets[i]`` ... ``offsets[i] + counts[i]`` of the flat arrays.
 
-    ``indices``: ascending within each row. ``values``: float32. Both may be a device's, for kernels alone.
+    ``indices``: ascending within each row. ``values``: float32. On a ``device``, kernels alone may touch both.
     """
 
     offsets: Sizes
     counts: Sizes
     indices: Indices
     values: Floats
+    device: Device = HOST
 
     @staticmethod
     def room(limits: Sizes, device: Device = HOST) -> Selection:
@@ -52,7 +53,11 @@ class Selection:
         ends = np.cumsum(limits)
         total = int(ends[-1]) if len(ends) else 0
         return Selection(
-            ends - limits, limits.copy(), device.array(total, np.uint32), device.array(total, np.float32)
+            ends - limits,
+            limits.copy(),
+            device.array(total, np.uint32),
+            device.array(total, np.float32),
+            device,
         )
 
 

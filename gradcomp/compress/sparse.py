@@ -79,8 +79,8 @@ class Sparse(Compressor):
 
     #: Whether a layer's size and level alone decide how many elements are sent.
     fixed = True
-    #: Whether kernels alone touch what is selected, so that it may stay on a device.
-    by_kernels = True
+    #: Whether kernels alone touch what ``select`` selects, so that it may stay on a device.
+    by_kernels = False
 
     def __post_init__(self) -> None:
         if isinstance(self.values, str):
@@ -136,25 +136,22 @@ class Sparse(Compressor):
             flags = np.zeros(len(table), dtype=np.uint8)
             self.select(group, context, chosen, flags)
             used, errors = form.encode(chosen, view, flags, context.draw)
-            settle(group, chosen, errors, form.device)
+            settle(group, chosen, errors)
             return flags, used
 
         reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels=self.by_kernels and form.fixed)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
 
-def settle(group: Group, chosen: Selection, errors: Floats, device: Device = HOST) -> None:
-    """The residual of what is sent is what its coding lost; its momentum, if that is masked, starts again.
-
-    ``device``: where the selection is.
-    """
+def settle(group: Group, chosen: Selection, errors: Floats) -> None:
+    """The residual of what is sent is what its coding lost; its momentum, if that is masked, starts again."""
     table = group.inputs
     if group.feedback:
         selection.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
     if group.compressor.masks_momentum:
         momentum = table.copy()
         momentum["shadow"] = table["gradient"]  # which holds the momentum, float32
-        zeros = group.scratch.once("zeros", lambda: device.array(len(chosen.values), np.float32))
+        zeros = group.scratch.once("zeros", lambda: chosen.device.array(len(chosen.values), np.float32))
         selection.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
 
 
@@ -164,8 +161,8 @@ def scatter_payloads(
     """Decode every rank's payload and write the mean to the outputs; returns the rows that are not finite."""
     rows, total = len(form.limits), int(form.limits.sum())
     world = len(payloads)
-    found = group.scratch.lists("indices", world * total, np.uint32, form.device)
-    values = group.scratch.lists("values", world * total, np.float32, form.device)
+    found = group.scratch.array("indices", world * total, np.uint32, form.device)
+    values = group.scratch.array("values", world * total, np.float32, form.device)
     begins = np.cumsum(form.limits) - form.limits
     offsets = np.empty((world, rows), dtype=np.int64)
     counts = np.empty((world, rows), dtype=np.int64)

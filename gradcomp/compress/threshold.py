@@ -37,6 +37,7 @@ class Threshold(Sparse):
     name: ClassVar[str] = "threshold"
     level_field: ClassVar[str | None] = "threshold"
     fixed = False
+    by_kernels = True
 
     threshold: float = 0.01
     capacity: float = 1.0

@@ -27,6 +27,7 @@ class TopK(ByDensity, Sparse):
     """
 
     name: ClassVar[str] = "topk"
+    by_kernels = True
 
     def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
         """The k largest."""

@@ -115,15 +115,10 @@ class Scratch:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._made: dict[str, Any] = {}
 
-    def array(self, name: str, size: int, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-        """``size`` elements, with anything in them."""
-        found = self._arrays.get(name)
-        if found is None or len(found) < size:
-            found = self._arrays[name] = np.empty(size, dtype=dtype)
-        return found[:size]
-
-    def lists(self, name: str, size: int, dtype: npt.DTypeLike, device: Device) -> npt.NDArray[Any]:
-        """The same for what kernels alone touch, if ``device`` is not the host."""
+    def array(
+        self, name: str, size: int, dtype: npt.DTypeLike = np.float32, device: Device = HOST
+    ) -> npt.NDArray[Any]:
+        """``size`` elements, with anything in them; kernels alone may touch those of a device."""
         found = self._arrays.get(name)
         if found is None or len(found) < size:
             found = self._arrays[name] = device.array(size, dtype)

@@ -105,13 +105,19 @@ class BucketProgram:
     # Buffers are made when messages of these sizes are met for the first time.
 
     def _fused_sum(self, number: int, sums: Mapping[int, Sum]) -> FusedSum:
-        key = (number, *((g, message.length, message.dtype) for g, message in sums.items()))
+        key = (
+            number,
+            *((g, message.length, message.dtype, message.by_kernels) for g, message in sums.items()),
+        )
         if key not in self._sums:
             self._sums[key] = FusedSum(self.bucket, number, sums, self._room)
         return self._sums[key]
 
     def _fused_gather(self, number: int, gathers: Mapping[int, Gather | Broadcast]) -> FusedGather:
-        key = (number, *((g, message.max_bytes, message.fixed) for g, message in gathers.items()))
+        key = (
+            number,
+            *((g, message.max_bytes, message.fixed, message.by_kernels) for g, message in gathers.items()),
+        )
         if key not in self._gathers:
             self._gathers[key] = FusedGather(
                 self.bucket, number, gathers, self._rank, self._world, self._servers, self._room

@@ -117,16 +117,18 @@ class FusedGather:
                 f"at most {_MOST_PART_BYTES} are possible"
             )
         self._buffer: Bytes = np.zeros(0, dtype=np.uint8)
-        if servers or not all(isinstance(message, Gather) and message.fixed for message in messages.values()):
+        self._room: dict[int, Bytes] = {}
+        fixed = all(isinstance(message, Gather) and message.fixed for message in messages.values())
+        self._in_place = fixed and not servers
+        if not self._in_place:
             # Reserved, not touched: only what a payload fills takes memory.
             self._room = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
             return
-        self._room = {}
-        sizes = self._most_by_rank(messages)
-        ends = np.cumsum(sizes.sum(axis=1) + ByteHeader.size(self._layers)).tolist()
-        headers = [(begin, begin + ByteHeader.size(self._layers)) for begin in [0, *ends[:-1]]]
-        by_kernels = all(isinstance(message, Gather) and message.by_kernels for message in messages.values())
-        self._buffer = (room if by_kernels else host_room)(ends[-1], headers)
+        header = ByteHeader.size(self._layers)
+        ends = np.cumsum(self._most_by_rank(messages).sum(axis=1) + header).tolist()
+        by_kernels = all(message.by_kernels for message in messages.values())
+        make = room if by_kernels else host_room
+        self._buffer = make(ends[-1], [(begin, begin + header) for begin in [0, *ends[:-1]]])
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
         """One all-gather, or two."""
@@ -140,10 +142,10 @@ class FusedGather:
                 # What a server writes, of nothing, does not leave it; writing also settles residuals.
                 serves = self._rank < self._servers and isinstance(message, Gather)
                 limit = int(most[self._rank, column])
-                if g in self._room:
-                    room = self._room[g] if serves else self._room[g][:limit]
-                else:
+                if self._in_place:
                     room = self._buffer[begins[column] : begins[column] + limit]
+                else:
+                    room = self._room[g] if serves else self._room[g][:limit]
                 flags, count = message.write(room)
                 used[g] = min(count, limit)
                 states[at.bucket.slots[g][flags != 0]] |= NONFINITE
@@ -214,9 +216,8 @@ class FusedGather:
         if len(self._buffer) < sum(parts):
             self._buffer = np.empty(sum(parts), dtype=np.uint8)
         mine = self._bounds(sizes)[self._rank].tolist()
-        for g, begin in zip(used, mine, strict=True):
-            if g in self._room:
-                self._buffer[begin : begin + used[g]] = self._room[g][: used[g]]
+        for (g, room), begin in zip(self._room.items(), [] if self._in_place else mine, strict=True):
+            self._buffer[begin : begin + used[g]] = room[: used[g]]
         yield from self._gather(self._buffer[: sum(parts)], parts, header, 1, states, at)
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

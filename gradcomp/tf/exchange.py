@@ -68,17 +68,20 @@ class Exchange:
         self._sparse_as_dense = sparse_as_dense
         self._group_elements = state.config.slice_elements
 
-        def validate() -> Proposal:
+        self._shapes = [tuple(variable.shape) for variable in self._variables]
+
+        def validate() -> tuple[Proposal, Memory]:
             check_arguments(op, predivide, reduction)
             refuse_servers(reduction or state.config.reduction, len(self.ranks), "gradcomp.tf")
-            return propose(as_policy(compression), specs(self._variables, names), 0, controller)
+            proposal = propose(as_policy(compression), specs(self._variables, names), 0, controller)
+            return proposal, self._memory_of_gradients(
+                [tf.as_dtype(layer.dtype) for layer in proposal.layers]
+            )
 
-        proposal, transport = validate_together(state, self.ranks, validate)
+        (proposal, self._memory), transport = validate_together(state, self.ranks, validate)
         self._names = [layer.name for layer in proposal.layers]
-        self._shapes = [tuple(variable.shape) for variable in self._variables]
         self._dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
         divisor = float(len(self.ranks)) if op is Average else 1.0
-        self._memory = self._memory_of_gradients() if transport is not None else HostMemory([], [])
         self._steps = Steps(self._variables, self._names, self._dtypes, divisor, predivide, self._memory)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
         self.exchanger: Exchanger | None = None
@@ -115,12 +118,12 @@ class Exchange:
         if self.exchanger is not None and self.reporter is not None:
             self._steps.attach(state, self.exchanger, self.reporter, self.keeper)
 
-    def _memory_of_gradients(self) -> Memory:
-        """A GPU's if all variables are there, else the host's."""
-        place = place_of(self._variables)
+    def _memory_of_gradients(self, dtypes: Sequence[Any]) -> Memory:
+        """A GPU's if all variables are there and there is something to exchange, else the host's."""
+        place = place_of(self._variables) if len(self.ranks) > 1 else None
         if place is None:
-            return HostMemory(self._shapes, self._dtypes)
-        return DeviceMemory(place, self._shapes, self._dtypes)
+            return HostMemory(self._shapes, dtypes)
+        return DeviceMemory(place, self._shapes, dtypes)
 
     @plain
     def exchange(self, gradients: Sequence[Any], scale: Any = None, rate: Any = None) -> list[Any]:

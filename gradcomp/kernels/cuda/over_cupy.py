@@ -45,14 +45,14 @@ class CupyDriver:
             self._device = cupy.cuda.Device(index)
             shared = _cuda.deviceGetAttribute(_cuda.cudaDevAttrConcurrentManagedAccess, index)
             self._capability = int(self._device.compute_capability)
+            with self._device:
+                self._stream = cupy.cuda.Stream(non_blocking=True)
+                self._pool = cupy.cuda.MemoryPool()
         except _cuda.CUDARuntimeError as error:
             raise ConfigError(f"there is no usable cuda:{index}: {error}") from error
         if not shared:
             raise ConfigError(f"the host cannot reach managed memory of cuda:{index} while its kernels run")
         self._index = index
-        with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
-            self._pool = cupy.cuda.MemoryPool()
         self._functions: dict[tuple[object, ...], Any] = {}
         self._modules: dict[tuple[object, ...], Any] = {}
 
