@@ -31,7 +31,7 @@ class AllToAllBroadcast(Reduction):
         codes = self._whole.codes
         self._header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
-        self._messages = codes.messages(memory, codes.sizes * world).reshape(world, codes.sizes[0])
+        self._messages = codes.copies(memory, world)
         self.rounds = 1 if world > 1 else 0
         self.bytes_sent = (world - 1) * codes.sizes[0]
 

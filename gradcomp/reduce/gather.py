@@ -36,8 +36,7 @@ class GatherAndSum(Reduction):
         codes, dense = self._whole.codes, self._whole.dense
         self._up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
-        held = world if rank == ROOT else 1
-        self._messages = codes.messages(memory, codes.sizes * held).reshape(held, codes.sizes[0])
+        self._messages = codes.copies(memory, world if rank == ROOT else 1)
         self.rounds = 2 if world > 1 else 0
         self.bytes_sent = (world - 1) * dense.sizes[0] if rank == ROOT else codes.sizes[0]
 

@@ -73,9 +73,7 @@ class Hierarchical(Reduction):
             self.bytes_sent = self._dense.sizes[0]
         if self._others and self._inner:
             self._sums = self._dense.place()
-            sent = len(self._others)
-            received = self._dense.messages(memory, self._dense.sizes * sent)
-            self._received = received.reshape(sent, self._dense.sizes[0])
+            self._received = self._dense.copies(memory, len(self._others))
             self._sum = floats(self._dense, memory)
 
     def assign(self, rows: Sequence[int]) -> None:

@@ -75,10 +75,13 @@ class Chunks:
 
     def messages(self, memory: Memory, sizes: Sequence[int]) -> Bytes:
         """Room for messages of these sizes, one behind the other."""
-        ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        begins = [0, *ends[:-1]]
-        headers = [(at, at + self.header.nbytes) for at, size in zip(begins, sizes, strict=False) if size]
-        return memory.messages(ends[-1] if ends else 0, headers)
+        *begins, end = np.cumsum([0, *sizes]).tolist()
+        headers = [(at, at + self.header.nbytes) for at, size in zip(begins, sizes, strict=True) if size]
+        return memory.messages(end, headers)
+
+    def copies(self, memory: Memory, count: int, j: int = 0) -> Bytes:
+        """Room for ``count`` messages of chunk j: a row each."""
+        return self.messages(memory, [self.sizes[j]] * count).reshape(count, self.sizes[j])
 
     def place(self, bases: Sequence[int] | None = None) -> list[Pieces]:
         """Per part, all pieces, with messages that begin at ``bases`` of one buffer, or each in a buffer of its own."""

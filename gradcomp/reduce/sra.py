@@ -84,7 +84,7 @@ class ScatterReduceAllgather(Reduction):
         self._sent_at = dict(zip(order, begins, strict=True))
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
         heard = others - roles.silent + (not self._adds)
-        self._recv = chunks.messages(memory, [own_bytes] * heard).reshape(heard, own_bytes)
+        self._recv = chunks.copies(memory, heard, me) if self._owns else memory.messages(0, [])
         self.mean = Mean(chunks, memory)
         self._encode = chunks.inputs([self._sent_at[j] for j in range(roles.owners)]) if self._adds else []
         self._reduce = chunks.only(me) if self._owns else []

@@ -40,8 +40,7 @@ class Tree(Reduction):
         self._mean = Mean(chunks, memory)
         self._levels = (world - 1).bit_length()
         self._children = children(rank, world)
-        below = len(self._children)
-        self._received = chunks.messages(memory, chunks.sizes * below).reshape(below, chunks.sizes[0])
+        self._received = chunks.copies(memory, len(self._children))
         self.rounds = 2 * self._levels
         self.bytes_sent = chunks.sizes[0] * (len(self._children) + (rank > 0))
 

@@ -67,7 +67,6 @@ class Exchange:
         self._variables = list(variables)
         self._sparse_as_dense = sparse_as_dense
         self._group_elements = state.config.slice_elements
-
         self._shapes = [tuple(variable.shape) for variable in self._variables]
 
         def validate() -> tuple[Proposal, Memory]:

@@ -77,57 +77,77 @@ class Communicator(Protocol):
 class _Staging:
     """The messages of an operation on their way between the host and the device.
 
-    Of a message that lies on the device its headers are copied, else all of it, through pinned memory that must stay
-    until the stream is behind the copies. A message that is both sent and received is so in place.
+    Messages of the host lie in pinned memory as they do on the device, what is sent before what is received: one copy
+    each way. Of those that lie on the device their headers are copied, one by one. A message that is both sent and
+    received is so in place. Pinned memory must stay until the stream is behind the copies.
     """
 
     def __init__(self, driver: Driver, sends: Sequence[Array], recvs: Sequence[Array]) -> None:
         self._driver = driver
         self._kept = sends, recvs
         sent, received = ({_key(message): message for message in messages} for messages in (sends, recvs))
-        ends = {}
+        self._places: dict[tuple[int, int], int] = {}
         at = 0
         for key, message in (sent | received).items():
             if not is_twin(message):
-                ends[key] = at
+                self._places[key] = at
                 at += -(-message.nbytes // _BOUNDARY) * _BOUNDARY
         self._block = driver.allocate(max(at, 1))
-        self._places = {key: self._block.address + begin for key, begin in ends.items()}
-        self._up, self._down = (
-            [part for message in messages.values() for part in self._parts(message)]
-            for messages in (sent, received)
+        self._sent, self._received = (
+            [
+                (message.view(np.uint8), self._places[key])
+                for key, message in each.items()
+                if key in self._places
+            ]
+            for each in (sent, received)
         )
-        self._pinned = driver.pinned(sum(len(part) for part, _ in (*self._up, *self._down)))
+        self._up, self._down = (
+            [part for message in each.values() if is_twin(message) for part in message.host_parts()]
+            for each in (sent, received)
+        )
+        self._headers_at = at, at + sum(len(part) for part, _ in self._up)
+        self._pinned = driver.pinned(self._headers_at[1] + sum(len(part) for part, _ in self._down))
 
     def address(self, message: Array) -> int:
         """Where it is on the device."""
-        return message.address if is_twin(message) else self._places[_key(message)]
-
-    def _parts(self, message: Array) -> list[tuple[Bytes, int]]:
-        if is_twin(message):
-            return message.host_parts()
-        return [(message.view(np.uint8), self._places[_key(message)])]
+        return message.address if is_twin(message) else self._block.address + self._places[_key(message)]
 
     def up(self) -> None:
         """Start to copy what is sent."""
-        for part, staged, address in self._staged(self._up, 0):
+        for message, at in self._sent:
+            self._pinned[at : at + len(message)] = message
+        if self._sent:
+            first, end = _span(self._sent)
+            self._driver.upload(self._block.address + first, self._pinned[first:end])
+        for part, staged, address in self._headers(self._up, self._headers_at[0]):
             staged[:] = part
             self._driver.upload(address, staged)
 
     def down(self) -> None:
         """Start to copy what is received."""
-        for _, staged, address in self._staged(self._down, sum(len(part) for part, _ in self._up)):
+        if self._received:
+            first, end = _span(self._received)
+            self._driver.download(self._pinned[first:end], self._block.address + first)
+        for _, staged, address in self._headers(self._down, self._headers_at[1]):
             self._driver.download(staged, address)
 
     def deliver(self) -> None:
         """Hand out what has been received."""
-        for part, staged, _ in self._staged(self._down, sum(len(part) for part, _ in self._up)):
+        for message, at in self._received:
+            message[:] = self._pinned[at : at + len(message)]
+        for part, staged, _ in self._headers(self._down, self._headers_at[1]):
             part[:] = staged
 
-    def _staged(self, parts: Sequence[tuple[Bytes, int]], at: int) -> Iterator[tuple[Bytes, Bytes, int]]:
+    def _headers(self, parts: Sequence[tuple[Bytes, int]], at: int) -> Iterator[tuple[Bytes, Bytes, int]]:
         for part, address in parts:
             yield part, self._pinned[at : at + len(part)], address
             at += len(part)
+
+
+def _span(placed: Sequence[tuple[Bytes, int]]) -> tuple[int, int]:
+    """From where to where messages lie that are placed in order."""
+    message, last = placed[-1]
+    return placed[0][1], last + len(message)
 
 
 def _key(message: Array) -> tuple[int, int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from pipeline.test_devices import CASES, COMPRESSORS, INEXACT, LAYERS, TOPOLOGY
+from pipeline.test_devices import CASES, COMPRESSORS, INEXACT, LAYERS, TOPOLOGY, assert_alike
 from simulation import Simulation
 
 from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
@@ -20,19 +19,7 @@ def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: st
     settings: dict[str, Any] = {"slice_elements": 512, "reduction": reduction, "topology": TOPOLOGY}
     alone = Simulation(LAYERS, COMPRESSORS[name], 3, **settings)
     mixed = Simulation(LAYERS, COMPRESSORS[name], 3, devices=[HOST, device, device], **settings)
-    for step in range(3):
-        gradients = alone.gradients(absent=[4] if step == 1 else [])
-        expected, found = alone.step(gradients), mixed.step(gradients)
-        assert found.committed == expected.committed == [True] * 3
-        for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
-            if mine is None or theirs is None:
-                assert mine is theirs
-            elif name in INEXACT:
-                np.testing.assert_allclose(mine.astype(np.float64), theirs.astype(np.float64), atol=2e-2)
-            else:
-                assert mine.tobytes() == theirs.tobytes()
-    if name not in INEXACT:
-        assert mixed.state() == alone.state()
+    assert_alike(mixed, alone, exact=name not in INEXACT)
 
 
 @pytest.mark.parametrize("compressor", [Quantize(4), TopK(0.1), PowerSGD(2)], ids=lambda c: c.family_string())

@@ -35,6 +35,20 @@ def test_an_operation_is_one_group_and_what_goes_to_all_is_copied_once() -> None
     assert all(buffer.tolist() == [0] * 1600 + [1] * 1600 + [2] * 1600 for buffer in buffers)
     assert [communicator.groups for communicator in communicators] == [[4]] * 3
     assert uploaded == [1600]
+    downloaded: list[int] = []
+    download = driver.download
+    driver.download = lambda target, address: (downloaded.append(target.nbytes), download(target, address))
+    received = [np.zeros(1600, np.uint8) for _ in range(2)]
+    sent = [np.full(1600, rank, np.uint8) for rank in range(3)]
+    handles = [
+        ranks[0].exchange([(1, sent[1]), (2, sent[2])], [(1, received[0]), (2, received[1])]),
+        ranks[1].exchange([(0, sent[1])], [(0, buffers[1][:1600])]),
+        ranks[2].exchange([(0, sent[2])], [(0, buffers[2][:1600])]),
+    ]
+    for handle in handles:
+        wait(handle)
+    assert (uploaded, downloaded) == ([1600, 3200], [3200])  # one copy each way
+    assert [set(each.tolist()) for each in received] == [{1}, {2}]
 
 
 def test_memory_is_kept_for_an_operation_whose_handle_is_forgotten() -> None:
