@@ -61,7 +61,7 @@ def fit(ping: list[list[float]]) -> tuple[float, float]:
 
 def evaluate(found: list[dict[str, Any]], task: Task, alpha: float, beta: float) -> list[dict[str, Any]]:
     """One row per reduction, and Gloo's."""
-    from gradcomp.core.header import ByteHeader
+    from gradcomp.reduce.header import ByteHeader
     from gradcomp.core.scheme import parse
     from gradcomp.core.topology import Topology
     from gradcomp.reduce.costs import Load, Network, cost, predict

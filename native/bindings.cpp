@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "adacomp.hpp"
+#include "crc32c.hpp"
 #include "indices.hpp"
 #include "kernels.hpp"
 #include "program.hpp"
@@ -191,6 +192,11 @@ void nonzero(const Rows& rows, const Bytes& out) {
     for (std::int64_t row = 0; row < table.size(); ++row) gradcomp::check_elements(row, table[row]);
     const nb::gil_scoped_release released;
     for (std::int64_t row = 0; row < table.size(); ++row) out.data()[row] = gradcomp::any_nonzero(table[row]);
+}
+
+std::uint32_t crc32c(const ConstBytes& data, std::uint32_t value) {
+    const nb::gil_scoped_release released;
+    return gradcomp::crc32c(data.data(), data.size(), value);
 }
 
 template <class Array>
@@ -778,6 +784,7 @@ NB_MODULE(_native, module) {
                nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a,
                "rank"_a = gradcomp::owner_rank, magnitudes);
     module.def("nonzero", &nonzero, array("table"), array("out"));
+    module.def("crc32c", &crc32c, array("data"), "value"_a = 0);
 
     module.def("encode_indices", &encode_indices, array("codings"), array("lengths"), array("counts"),
                array("offsets"), array("indices"), array("places"), array("payload"));

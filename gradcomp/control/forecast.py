@@ -14,13 +14,13 @@ from gradcomp.compress.groups import Piece, by_family, group_of, pack
 from gradcomp.compress.messages import Broadcast, Context, Gather, Reduce
 from gradcomp.compress.policy import EXACT
 from gradcomp.control.base import Setting
-from gradcomp.core.header import ByteHeader
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.reduce import Part
 from gradcomp.reduce.costs import Cost, Load, Network, cheapest, cost, load_of
+from gradcomp.reduce.header import ByteHeader
 
 Doubles = npt.NDArray[np.float64]
 

@@ -92,9 +92,16 @@ class Config:
         "not negative", shared=True,
     )  # fmt: skip
     fingerprint_every_steps: int = _setting(
-        0, "Further comparisons of parameters, every so many steps; 0 for none.", _not_negative, "not negative",
+        500, "Further comparisons of parameters, every so many steps; 0 for none.", _not_negative, "not negative",
         shared=True,
     )  # fmt: skip
+    checksums: bool = _setting(
+        True,
+        "A CRC-32C in every message of bytes, verified before it is decoded; never over NCCL, nor in sums.",
+        lambda v: True,
+        "a boolean",
+        shared=True,
+    )
     transport: str = _setting(
         AUTO,
         "What carries the gradients: torch.distributed, MPI, shared memory on one host, Horovod, NCCL, or shared "

@@ -85,7 +85,8 @@ class Statistics:
     """What one rank did since the start. Bytes are those this rank sent; seconds are wall time.
 
     ``dense_bytes`` is what an uncompressed exchange of the same gradients in their own dtype would have sent by the
-    same reduction, 2 d (N-1) / N. ``exposed_seconds`` is the time the training thread waited for the exchange.
+    same reduction, 2 d (N-1) / N. ``exposed_seconds`` is the time the training thread waited for the exchange, ``vote_seconds`` for ranks to agree on steps
+    (``on_skip="agree"``).
     """
 
     steps: int = 0
@@ -95,9 +96,10 @@ class Statistics:
     codec_seconds: float = 0.0
     wire_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    vote_seconds: float = 0.0
 
     FIELDS = ("steps", "skipped_steps", "wire_bytes", "dense_bytes", "codec_seconds", "wire_seconds",
-              "exposed_seconds")  # fmt: skip
+              "exposed_seconds", "vote_seconds")  # fmt: skip
 
     def vector(self) -> npt.NDArray[np.float64]:
         """The fields in order, for reduction."""

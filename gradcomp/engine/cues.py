@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradcomp.core.errors import WireFormatError
-from gradcomp.core.header import MAGIC, PROTOCOL
+from gradcomp.reduce.header import MAGIC, PROTOCOL
 from gradcomp.transport.base import Handle, Transport
 
 #: A step begins; there will be none until the server serves again.

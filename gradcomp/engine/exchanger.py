@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
@@ -18,7 +18,7 @@ from gradcomp.compress import Compressor
 from gradcomp.compress.policy import Schedule
 from gradcomp.control import Controller, Pilot, Setting
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError
+from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.journal import Journal
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -27,6 +27,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.background import in_background
 from gradcomp.engine.cues import DONE, STEP, Cues
+from gradcomp.engine.divergence import comparison_is_due, different_outcomes, different_parameters
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
 from gradcomp.engine.plan_log import PlanLog
@@ -34,6 +35,8 @@ from gradcomp.engine.watch import Position, Watch, place
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
+from gradcomp.pipeline.pipeline import Digests
+from gradcomp.reduce.header import APPLIED
 from gradcomp.transport.base import Handle, Transport
 from gradcomp.transport.control import ControlChannel
 
@@ -92,6 +95,7 @@ class Exchanger:
         controlled: Controlled | None = None,
         compression: str = "",
         device: Device = HOST,
+        digests: Callable[[], Digests] | None = None,
     ) -> None:
         topology = topology or Topology.one_host(transport.size)
         shared = {
@@ -130,7 +134,14 @@ class Exchanger:
         self._engine = engine
         self._config = config
         self._transport = transport
-        self._watch = Watch(control, f"exchanger/{name}", transport.rank, transport.size)
+        self._control, self._prefix = control, f"exchanger/{name}"
+        self._watch = Watch(control, self._prefix, transport.rank, transport.size)
+        self._digests = digests
+        #: Whether the others may wait for a vote about the exchange that was waited for.
+        self.owes_vote = False
+        self._exchanges = 0  # begun so far; the same on all ranks, whatever became of their steps
+        #: Called before each exchange but the first with the number of those before it; may use collectives.
+        self.before_exchange: Callable[[int], None] | None = None
         self._done = threading.Event()
         self._opened = False
         self._aside: Handle | None = None  # a collective between steps
@@ -178,7 +189,11 @@ class Exchanger:
         pilot = self._pipeline.pilot
         if pilot is not None and pilot.wants_network:
             pilot.hear(measure(self._transport, pilot.setting.topology, self._settle))
-        self._pipeline.open(scale, rate)
+        if self._exchanges and self.before_exchange is not None:
+            self.before_exchange(self._exchanges)
+        due = self._digests is not None and comparison_is_due(self._config, self._exchanges)
+        self._pipeline.open(scale, rate, in_background(self._digests) if self._digests and due else None)
+        self._exchanges += 1
         self._asides = 0
         self._cued = False
         if self._cues is not None and not self._pipeline.serves:
@@ -222,10 +237,13 @@ class Exchanger:
         assert result is not None, "a step that is done has a result"
         return result
 
-    def commit(self) -> bool:
-        """Accept the step that was waited for; False, on all ranks alike, if a value was not finite."""
+    def commit(self, outcome: int = APPLIED) -> bool:
+        """Accept the step that was waited for; False, on all ranks alike, if a value was not finite.
+
+        ``outcome``: what the optimizer does with the means. The other ranks hear of it in the next exchange.
+        """
         self._check()
-        accepted = self._pipeline.commit()
+        accepted = self._pipeline.commit(outcome)
         if self._plan_log is not None:
             self._plan_log.after_step()
         return accepted
@@ -279,43 +297,46 @@ class Exchanger:
             self._settle(self._cues.give(DONE, self._pipeline.step))
 
     def part(self, seconds: float) -> None:
-        """The program ends in good order: trainers dismiss the servers, and servers listen, for so long at most."""
+        """The program ends in good order: trainers dismiss the servers, and servers listen, for so long at most.
+
+        A rank that ends between backward and ``step()`` votes against the step.
+        """
+        if self.owes_vote and self._error is None:
+            self.owes_vote = False
+            self._wait_for(self._transport.allreduce(np.zeros(1, dtype=np.float32)), monotonic() + seconds)
         if self._cues is None or self._last_cue == DONE or self._opened or self._error is not None:
             return
         serves, step = self._pipeline.serves, self._pipeline.step
         deadline = monotonic() + seconds
         try:
             handle = self._cues.listen() if serves else self._cues.give(DONE, step)
-            while not handle.poll():
-                if monotonic() > deadline or self._error is not None:
-                    self._aborted = True  # the collective may never end
-                    return
-                sleep(1e-3)
+            if not self._wait_for(handle, deadline):
+                return
             if serves and self._cues.heard(step) == STEP:
                 self.abort(f"rank {self._transport.rank} only serves, and ended without opt.serve()")
         except GradcompError as error:
             logger.debug("parting: %s", error)
 
-    def fingerprint(self, digests: npt.NDArray[np.uint32]) -> None:
-        """Collective, between steps: raise StateError naming the first layer whose digest differs between ranks."""
-        everyone = self.allgather_bytes(np.ascontiguousarray(digests, dtype="<u4").tobytes())
-        for rank, other in enumerate(everyone):
-            theirs = np.frombuffer(other, dtype="<u4")
-            if len(theirs) != len(digests):
-                raise StateError(
-                    f"rank {rank} has {len(theirs)} parameters, rank {self._transport.rank} {len(digests)}"
-                )
-        table = np.stack([np.frombuffer(other, dtype="<u4") for other in everyone])
-        differs = (table != table[0]).any(axis=0)
-        if differs.any():
-            layer = int(np.argmax(differs))
-            ranks = np.flatnonzero(table[:, layer] != table[0, layer]).tolist()
-            name = self._pipeline.layers[layer].name
-            raise StateError(
-                f"after step {self._pipeline.step} the parameter of layer {name!r} differs between rank 0 "
-                f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
-                "parameters (broadcast them) or do not apply the same update"
-            )
+    def vote(self, yes: bool) -> bool:
+        """Collective, between steps, blocking: whether all ranks say yes. Wire: one number."""
+        self._check()
+        begin = perf_counter()
+        votes = np.full(1, yes, dtype=np.float32)
+        self.owes_vote = False
+        self._settle(self._transport.allreduce(votes))
+        self._pipeline.statistics.vote_seconds += perf_counter() - begin
+        if votes[0] not in range(self._transport.size + 1):
+            raise WireFormatError(f"{votes[0]} of {self._transport.size} ranks voted for a step")
+        return bool(votes[0] == self._transport.size)
+
+    def _wait_for(self, handle: Handle, deadline: float) -> bool:
+        """Whether a collective of the end came to its own."""
+        while not handle.poll():
+            if monotonic() > deadline or self._error is not None:
+                self._aborted = True  # the collective may never end
+                return False
+            sleep(1e-3)
+        return True
 
     def probe(self, nbytes: int) -> float:
         """Collective, between steps: median seconds in which every rank sends and receives ``nbytes``."""
@@ -380,6 +401,9 @@ class Exchanger:
             return Waiting.NOTHING
         if waiting is Waiting.NOTHING:
             self._cue = None
+            if aside is None and (divergence := self._divergence()) is not None:
+                # All ranks have found it in the same step: nobody is to be told.
+                self._end_with(divergence)
             self._done.set()
         if waiting is not Waiting.WIRE or self._pipeline.advances != self._seen_advances:
             self._seen_advances = self._pipeline.advances
@@ -433,12 +457,28 @@ class Exchanger:
         more = ", ..." if len(buckets[bucket].layers) > 3 else ""
         return f"{place(self._position)} ({', '.join(names)}{more})"
 
+    def _divergence(self) -> StateError | None:
+        """What has become known in the step that is done, on all ranks alike."""
+        result = self._pipeline.result
+        assert result is not None, "a step that is done has a result"
+        if result.parted:
+            rank, size = self._transport.rank, self._transport.size
+            outcome = self._pipeline.outcome
+            return different_outcomes(self._control, self._prefix, rank, size, result.step, outcome)
+        table, self._pipeline.digest_table = self._pipeline.digest_table, None
+        if table is None:
+            return None
+        return different_parameters(table, [layer.name for layer in self._pipeline.layers], result.step)
+
     def _stop_with(self, error: GradcompError) -> None:
-        self._error = error
         self._transport.abandon()
+        self._end_with(error)
+        self._done.set()
+
+    def _end_with(self, error: GradcompError) -> None:
+        self._error = error
         if self._listener is not None:
             self._listener.failed(error)
-        self._done.set()
 
 
 def _begin_pilot(

@@ -124,21 +124,19 @@ class Reporter:
         self._exchanger = exchanger
         self._pipeline = exchanger.pipeline
         self._every = config.statistics_every_steps
-        self._steps = 0
         self._before = Statistics()
 
-    def after_step(self) -> None:
-        """Count a step; log what is due. All ranks call it alike."""
-        self._steps += 1
-        if self._steps == WARM_UP_STEPS:
+    def after_steps(self, steps: int) -> None:
+        """Log what is due after so many exchanges, before the next one. All ranks call it alike."""
+        if steps == WARM_UP_STEPS:
             self._before = replace(self._pipeline.statistics)
-        if self._steps == VERDICT_STEPS:
+        if steps == VERDICT_STEPS:
             latency = self._exchanger.probe(PROBE_BYTES[0])
             rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
             pilot = self._pipeline.pilot
             chosen = f"; {pilot.name}: {pilot.reason}" if pilot is not None and pilot.reason else ""
             self._log(self._verdict(rate) + chosen)
-        if self._every and self._steps % self._every == 0:
+        if self._every and steps % self._every == 0:
             self._periodic()
 
     def _log(self, line: str) -> None:

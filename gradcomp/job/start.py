@@ -11,7 +11,6 @@ from gradcomp.compress import Policy
 from gradcomp.compress.policy import Automatic
 from gradcomp.control import Controller, controller_from_string
 from gradcomp.control.auto import Auto
-from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -25,6 +24,7 @@ from gradcomp.job.runtime import Runtime, leave_first
 from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline.memory import Allocate
+from gradcomp.pipeline.pipeline import Digests
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
@@ -108,8 +108,12 @@ def start(
     reduction: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     device: Device = HOST,
-) -> tuple[Exchanger, Reporter]:
-    """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`."""
+    digests: Callable[[], Digests] | None = None,
+) -> Exchanger:
+    """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`.
+
+    ``digests``: of the parameters, one number per layer; called on a thread of its own while gradients are exchanged.
+    """
     config = state.config if reduction is None else replace(state.config, reduction=reduction)
     exchanger = Exchanger(
         state.engine,
@@ -129,12 +133,14 @@ def start(
         controlled=proposal.controlled,
         compression=proposal.policy.title,
         device=device,
+        digests=digests,
     )
+    exchanger.before_exchange = Reporter(exchanger, config).after_steps
     state.exchangers.append(exchanger)
     if exchanger.pipeline.servers:
         leave_first()  # servers wait to hear of the end, and MPI's would be before it
     banner(exchanger, proposal.policy)
-    return exchanger, Reporter(exchanger, config)
+    return exchanger
 
 
 def say_what_is_bypassed(policy: Policy) -> None:
@@ -149,9 +155,3 @@ def _schedule_of(policy: Policy) -> dict[str, Any]:
     """What ranks compare beside the first plan, where it is not the last one."""
     changing = [c for c in policy.compressors if c.changes]
     return {"schedule": [c.to_string() for c in changing]} if changing else {}
-
-
-def comparison_is_due(config: Config, steps: int) -> bool:
-    """Whether parameters are compared across ranks after so many steps."""
-    every = config.fingerprint_every_steps
-    return steps <= config.fingerprint_steps or bool(every and steps % every == 0)

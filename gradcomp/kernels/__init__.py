@@ -73,6 +73,7 @@ __all__ = [
     "Magnitudes",
     "SegmentTable",
     "body",
+    "crc32c",
     "decode",
     "decode_add",
     "encode",
@@ -175,3 +176,9 @@ def reduce(
 def nonzero(table: SegmentTable, out: Bytes) -> None:
     """Which gradients have a nonzero element; see `reference.nonzero`."""
     bodies.active().nonzero(table, out)
+
+
+def crc32c(data: Bytes, value: int = 0) -> int:
+    """The checksum of bytes that follow those with the checksum ``value``; see `reference_checksum.crc32c`."""
+    checksum: int = bodies.active().crc32c(data, value)
+    return checksum

@@ -15,6 +15,7 @@ import numpy as np
 from gradcomp.kernels import (
     reference,
     reference_adacomp,
+    reference_checksum,
     reference_draws,
     reference_indices,
     reference_lowrank,
@@ -110,6 +111,7 @@ def _installed() -> dict[str, Body]:
     references = (
         reference,
         reference_adacomp,
+        reference_checksum,
         reference_draws,
         reference_indices,
         reference_lowrank,

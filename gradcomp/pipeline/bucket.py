@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import numpy as np
 
 from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
-from gradcomp.core.header import NONFINITE, Ballot
 from gradcomp.kernels.codec import Sizes
 from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.base import Call
+from gradcomp.reduce.header import NONFINITE, Ballot
 from gradcomp.transport.base import Operation, Room, host_room
 
 #: Makes the reduction of a bucket's parts, for its number of layers and its own number.

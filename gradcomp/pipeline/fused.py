@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.core.header import NONFINITE, Ballot, ByteHeader, CountHeader
 from gradcomp.kernels.cuda.twins import fill
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce.base import Binding, Call
+from gradcomp.reduce.header import NONFINITE, Ballot, ByteHeader, CountHeader, check_covers, padded
 from gradcomp.transport.base import AllGather, AllReduce, Operation, Room, host_room
 
 Bytes = npt.NDArray[np.uint8]
@@ -83,6 +83,7 @@ class FusedSum:
         yield [AllReduce(self._buffer)]
         if self._header:
             self._header.read(self._counts, at.call.stamp, at.call.world, at.ballot)
+            check_covers(at.ballot.states, states, "all ranks")
         for g in self._views:
             at.bind_outputs(g)
         return {g: Reply(at.flags(g), view) for g, view in self._views.items()}
@@ -124,11 +125,11 @@ class FusedGather:
             # Reserved, not touched: only what a payload fills takes memory.
             self._room = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
             return
-        header = ByteHeader.size(self._layers)
-        ends = np.cumsum(self._most_by_rank(messages).sum(axis=1) + header).tolist()
+        header = ByteHeader(self._layers, self._most_by_rank(messages).sum(axis=1))
+        ends = np.cumsum(header.message_bytes).tolist()
         by_kernels = all(message.by_kernels for message in messages.values())
         make = room if by_kernels else host_room
-        self._buffer = make(ends[-1], [(begin, begin + header) for begin in [0, *ends[:-1]]])
+        self._buffer = make(ends[-1], [(begin, begin + header.nbytes) for begin in [0, *ends[:-1]]])
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
         """One all-gather, or two."""
@@ -190,15 +191,15 @@ class FusedGather:
     ) -> Generator[list[Operation], None, npt.NDArray[np.int64]]:
         """The round of sizes: eight bytes for each group whose size varies."""
         header = ByteHeader(self._layers, np.full(self._world, 8 * len(self._varying), dtype=np.int64))
-        part = header.nbytes + 8 * len(self._varying)
-        buffer = np.zeros(part * self._world, dtype=np.uint8)
-        mine = buffer[part * self._rank : part * (self._rank + 1)]
-        mine[header.nbytes :] = np.array([used[g] for g in self._varying], dtype="<i8").view(np.uint8)
-        yield from self._gather(buffer, [part] * self._world, header, 0, states, at)
+        buffer = np.zeros(sum(header.message_bytes), dtype=np.uint8)
+        parts = buffer.reshape(self._world, -1)
+        told = slice(header.nbytes, header.nbytes + 8 * len(self._varying))
+        parts[self._rank, told] = np.array([used[g] for g in self._varying], dtype="<i8").view(np.uint8)
+        yield from self._gather(buffer, header, 0, states, at)
         sizes = most.copy()
         columns = [groups.index(g) for g in self._varying]
         for sender in range(self._world):
-            announced = buffer[part * sender + header.nbytes : part * (sender + 1)].view("<i8")
+            announced = parts[sender, told].view("<i8")
             wrong = (announced < 0) | (announced > most[sender, columns])
             if wrong.any():
                 raise WireFormatError(
@@ -212,18 +213,18 @@ class FusedGather:
         self, sizes: npt.NDArray[np.int64], used: Mapping[int, int], states: Bytes, at: Round
     ) -> Generator[list[Operation], None, None]:
         header = ByteHeader(self._layers, sizes.sum(axis=1))
-        parts = (sizes.sum(axis=1) + header.nbytes).tolist()
-        if len(self._buffer) < sum(parts):
-            self._buffer = np.empty(sum(parts), dtype=np.uint8)
+        total = sum(header.message_bytes)
+        if len(self._buffer) < total:
+            self._buffer = np.zeros(total, dtype=np.uint8)
         mine = self._bounds(sizes)[self._rank].tolist()
         for (g, room), begin in zip(self._room.items(), [] if self._in_place else mine, strict=True):
             self._buffer[begin : begin + used[g]] = room[: used[g]]
-        yield from self._gather(self._buffer[: sum(parts)], parts, header, 1, states, at)
+        yield from self._gather(self._buffer[:total], header, 1, states, at)
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where every rank's payload of every group begins."""
         header = ByteHeader.size(self._layers)
-        parts = sizes.sum(axis=1) + header
+        parts = padded(sizes.sum(axis=1)) + header
         begins = np.cumsum(parts) - parts + header
         bounds: npt.NDArray[np.int64] = begins[:, None] + np.cumsum(sizes, axis=1) - sizes
         return bounds
@@ -231,13 +232,13 @@ class FusedGather:
     def _gather(
         self,
         buffer: Bytes,
-        parts: Sequence[int],
         header: ByteHeader,
         sub_round: int,
         states: Bytes,
         at: Round,
     ) -> Generator[list[Operation], None, None]:
         header.stamp(at.call.stamp, self._rounds + sub_round, at.call.ready)
+        parts = header.message_bytes
         begins = np.concatenate(([0], np.cumsum(parts))).tolist()
         header.write(buffer[begins[self._rank] :], self._rank, states)
         yield [AllGather(buffer, parts)]

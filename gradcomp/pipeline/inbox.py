@@ -10,11 +10,11 @@ import numpy as np
 
 from gradcomp import kernels
 from gradcomp.core.errors import StateError
-from gradcomp.core.header import PRESENT, SPARSE
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.pipeline.layout import Layout
+from gradcomp.reduce.header import PRESENT, SPARSE
 
 #: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
 Allocate = Callable[[int], int]

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.core.header import Ballot
 from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.kernels import selection
@@ -18,6 +17,7 @@ from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.segments import DTYPES
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket
+from gradcomp.reduce.header import Ballot
 
 Addresses = npt.NDArray[np.uint64]
 

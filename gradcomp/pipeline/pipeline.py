@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import zlib
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -21,7 +22,6 @@ from gradcomp.control.base import Pilot
 from gradcomp.control.menu import sent_bytes
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
-from gradcomp.core.header import PRESENT, SPARSE, Ballot, Stamp
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Fingerprint, Plan
 from gradcomp.core.scheme import AUTO, parse
@@ -39,9 +39,12 @@ from gradcomp.pipeline.steering import Steering
 from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Call, Memory
 from gradcomp.reduce.costs import Network, cheapest
+from gradcomp.reduce.header import APPLIED, DISCARDED, PRESENT, SPARSE, Ballot, Stamp
 from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
 
 Mask = npt.NDArray[np.bool_]
+#: One number per layer.
+Digests = npt.NDArray[np.uint32]
 
 
 class Waiting(enum.Enum):
@@ -58,18 +61,24 @@ class StepResult:
     """What all ranks know of a finished exchange. One boolean per layer; equal on all ranks.
 
     ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank had a
-    NaN or an infinity, or the mean overflowed.
+    NaN or an infinity, or the mean overflowed. ``outcomes``: what became of the exchange before, as bits of all ranks.
     """
 
     step: int
     present: Mask
     sparse: Mask
     nonfinite: Mask
+    outcomes: int = 0
 
     @property
     def finite(self) -> bool:
         """Whether the step may be committed."""
         return not self.nonfinite.any()
+
+    @property
+    def parted(self) -> bool:
+        """Whether some ranks applied the means of the exchange before, and others did something else."""
+        return self.outcomes & (self.outcomes - 1) != 0
 
 
 @dataclass(eq=False)
@@ -132,6 +141,11 @@ class Pipeline:
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.rate = 0.0  # learning rate of the last accepted step; 0: not known
+        #: What became of this rank's last exchange, for the next one to tell the others; 0: there was none.
+        self.outcome = 0
+        self._digests: Future[Digests] | None = None
+        #: Digests of the parameters that were last compared, one row per rank.
+        self.digest_table: npt.NDArray[np.uint32] | None = None
         self.statistics = Statistics()
         self.reduced_statistics: Statistics | None = None
         self.trace = Trace(config.trace_spans, transport.rank)
@@ -155,6 +169,7 @@ class Pipeline:
         self._due: int | None = None  # the step of the schedule whose plan has not been proposed yet
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
+        self._checksums = config.checksums and transport.checksums
         self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._scale = 1.0
         self._open_rate = 0.0
@@ -195,16 +210,19 @@ class Pipeline:
         """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
         return self._laid_out.predicted_bytes
 
-    def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
+    def open(self, scale: float = 1.0, rate: float = 0.0, digests: Future[Digests] | None = None) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
         ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
-        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known.
+        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known. ``digests``: one number per
+        layer, of its parameter, to be compared over the ranks at the end of the exchange; on all ranks or on none.
         """
         if self.is_open:
             raise StateError("an exchange is already open")
-        self.result = None
+        if self.result is not None:
+            self.discard()
         self.settle()
+        self._digests = digests
         self._scale, self._open_rate = scale, rate
         self.inbox.open(self.layout)
         self._position = (0, -1)
@@ -222,14 +240,15 @@ class Pipeline:
             self._running = None
             return Waiting.NOTHING
 
-    def commit(self) -> bool:
+    def commit(self, outcome: int = APPLIED) -> bool:
         """Accept the finished step: residuals take their new values, unless a value was not finite.
 
-        Returns whether it was accepted; the answer is the same on all ranks.
+        ``outcome``: what the other ranks hear of it. Returns whether it was accepted; the same on all ranks.
         """
         if self.is_open or self.result is None:
             raise StateError("there is no finished exchange to commit")
         result, self.result = self.result, None
+        self.outcome = outcome
         if result.finite:
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
@@ -244,6 +263,7 @@ class Pipeline:
         if self.is_open:
             raise StateError("the exchange is still under way")
         self.result = None
+        self.outcome = DISCARDED
 
     def propose(self, plan: Plan) -> None:
         """Vote for the next plan; it takes over at the step after the one in which all ranks hold it.
@@ -295,6 +315,7 @@ class Pipeline:
         if rate is not None:
             self.rate = rate
         self.result = None
+        self.outcome = 0
         self.layout = self._relayout()
 
     # -- the step, inside ---------------------------------------------------------------------------------------
@@ -338,10 +359,12 @@ class Pipeline:
             yield from self._advance(flights)
 
         states = np.zeros(count, dtype=np.uint8)
+        outcomes = 0
         for layers, ballot in votes:
-            states[layers] |= ballot.states
+            states[layers] |= ballot.states[:-1]
+            outcomes |= ballot.outcomes
         all_ready = bool(votes) and votes[0][1].ready == self.trainers
-        yield from self._finish(states, all_ready)
+        yield from self._finish(states, outcomes, all_ready)
 
     def _gradients(self, bucket: Bucket) -> Generator[Waiting, None, None]:
         """Until a device has computed the gradients of a bucket."""
@@ -369,8 +392,9 @@ class Pipeline:
         self, program: BucketProgram, ballot: Ballot, ready: int
     ) -> Generator[list[Operation], None, None]:
         draw = self._draw(self.step)
-        stamp = Stamp(self._check, self.step, program.bucket.number)
-        states = self.inbox.states[program.bucket.layers]
+        stamp = Stamp(self._check, self.step, program.bucket.number, self._checksums)
+        outcome = 0 if self.serves else self.outcome
+        states = np.append(self.inbox.states[program.bucket.layers], np.uint8(outcome))
         world = self.trainers
         scale = 1.0 / self._scale
         ratio = self.rate / self._open_rate if self.rate and self._open_rate else 1.0
@@ -444,7 +468,9 @@ class Pipeline:
     def _collective(self, operation: Operation) -> Generator[Waiting, None, None]:
         yield from _completed(operation.issue(self.transport))
 
-    def _finish(self, states: npt.NDArray[np.uint8], all_ready: bool) -> Generator[Waiting, None, None]:
+    def _finish(
+        self, states: npt.NDArray[np.uint8], outcomes: int, all_ready: bool
+    ) -> Generator[Waiting, None, None]:
         """Draw the conclusions that every rank draws from the same votes."""
         present = (states & PRESENT) != 0
         sparse = (states & SPARSE) != 0
@@ -474,8 +500,10 @@ class Pipeline:
             vector = self.statistics.vector()
             yield from self._collective(AllReduce(vector))
             self.reduced_statistics = Statistics.mean(vector, self.transport.size)
+        if self._digests is not None:
+            yield from self._compare(self._digests)
         self.inbox.release()
-        self.result = StepResult(self.step, present, sparse, nonfinite)
+        self.result = StepResult(self.step, present, sparse, nonfinite, outcomes)
         self.step += 1
 
     def _agree_on_order(self) -> Generator[Waiting, None, None]:
@@ -498,6 +526,16 @@ class Pipeline:
         if order.tolist() != self.order:
             self.order = order.tolist()
             self._stale = True
+
+    def _compare(self, future: Future[Digests]) -> Generator[Waiting, None, None]:
+        """Every rank's digests of its parameters; the table, one row per rank, is the same on all."""
+        while not future.done():
+            yield Waiting.DEVICE
+        count, world = len(self.layers), self.transport.size
+        table = np.zeros((world, count), dtype="<u4")
+        table[self.transport.rank] = future.result()
+        yield from self._collective(AllGather(table.reshape(-1).view(np.uint8), [4 * count] * world))
+        self._digests, self.digest_table = None, table
 
     def _swap_plan(self) -> Generator[Waiting, None, None]:
         """All ranks hold a next plan: make sure that it is the same one, since message sizes follow from it."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradcomp.core.header import Ballot, ByteHeader
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds
+from gradcomp.reduce.header import Ballot, ByteHeader
 from gradcomp.reduce.pieces import encode
 from gradcomp.reduce.whole import WholeCodes
 from gradcomp.transport.base import AllGather

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.header import Ballot, Stamp
 from gradcomp.core.state import Range, Zeros, host_zeros
 from gradcomp.kernels.codec import Codec, Draw, Group, Sizes, Table
+from gradcomp.reduce.header import Ballot, Stamp
 from gradcomp.transport.base import Operation, Room, host_room
 
 Bytes = npt.NDArray[np.uint8]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.header import ByteHeader
 from gradcomp.core.scheme import NAMES, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.segments import VOTE
 from gradcomp.reduce.base import Part
+from gradcomp.reduce.header import ByteHeader, padded
 from gradcomp.reduce.partial import PARTIAL, carried
 from gradcomp.reduce.pieces import Chunks
 from gradcomp.reduce.tree import children
@@ -40,7 +40,17 @@ class Load:
     def chunks(self, count: int) -> Numbers:
         """Bytes of ``count`` chunks, headers included."""
         sizes = [self.payload / count] * count if self.cut is None else self.cut(count)
-        return np.asarray(sizes, dtype=np.float64) + self.header
+        return self._messages(sizes)
+
+    @property
+    def dense_message(self) -> float:
+        """Bytes of the bucket as float32, header included."""
+        return float(self._messages([self.dense])[0])
+
+    def _messages(self, payloads: Sequence[float]) -> Numbers:
+        """Payloads behind headers are padded."""
+        sizes = np.asarray(payloads, dtype=np.float64)
+        return padded(sizes) + self.header if self.header else sizes
 
 
 @dataclass(frozen=True)
@@ -217,7 +227,7 @@ def _gather(load: Load, topology: Topology) -> Cost:
     world = topology.world
     (size,) = load.chunks(1)
     up = _to_owners(topology, range(world), {0: size})
-    down = _to_owners(topology, range(world), {0: load.dense + load.header}).back()
+    down = _to_owners(topology, range(world), {0: load.dense_message}).back()
     return Cost([up, down] if world > 1 else [], 1, 1, world + 1)
 
 
@@ -231,7 +241,7 @@ def _hierarchical(load: Load, topology: Topology) -> Cost:
     if members.max() > 1:
         to = np.asarray(leaders)[hosts]
         follows = to != np.arange(topology.world)
-        up = _to(topology, to, (load.dense + load.header) * follows)
+        up = _to(topology, to, load.dense_message * follows)
         flows = [up, *flows, _to(topology, to, sizes.sum() * follows).back()]
         added = float(members.max())
     return Cost(flows, 2, 1 + 1 / len(leaders), added + 1 + 1)

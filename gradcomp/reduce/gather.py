@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradcomp.core.header import Ballot, ByteHeader
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds
+from gradcomp.reduce.header import Ballot, ByteHeader, check_covers
 from gradcomp.reduce.pieces import encode
 from gradcomp.reduce.whole import WholeCodes
 from gradcomp.transport.base import Exchange
@@ -60,8 +60,9 @@ class GatherAndSum(Reduction):
 
         down = self._whole.dense.header
         down.stamp(call.stamp, 1, 0)
-        ballot.ready, states = down.read(self._whole.sum, 0, ROOT, self._world)
-        ballot.states |= states
+        ballot.ready, result = down.read(self._whole.sum, 0, ROOT, self._world)
+        check_covers(result, states, f"rank {ROOT}")
+        ballot.states |= result
         with binding.span("decode"):
             return self._whole.decode(call, binding, ballot)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradcomp.core.header import Ballot, ByteHeader
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.segments import FLOAT32
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
+from gradcomp.reduce.header import Ballot, ByteHeader
 from gradcomp.reduce.partial import Addresses, carried, contribute
 from gradcomp.reduce.pieces import Chunks, Mean, encode
 from gradcomp.reduce.sra import Roles, ScatterReduceAllgather
@@ -99,7 +99,7 @@ class Hierarchical(Reduction):
             yield [Exchange([], [])]
         yield [Exchange([], [(self._leader, self._mean.buffer)])]
         # The leaders' own headers, of their last round: what they gathered comes unchanged.
-        ballot.ready = self._mean.read(call.stamp, 2, self._leaders, self._world, ballot)
+        ballot.ready = self._mean.read(call.stamp, 2, self._leaders, self._world, ballot, states)
 
     def _lead(
         self, inner: ScatterReduceAllgather, call: Call, binding: Binding, ballot: Ballot

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import WireFormatError
-from gradcomp.core.header import NONFINITE, Ballot, ByteHeader, Stamp
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import FLOAT32
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part
+from gradcomp.reduce.header import NONFINITE, Ballot, ByteHeader, Stamp, check_covers
 
 
 @dataclass(eq=False)
@@ -65,13 +65,10 @@ class Chunks:
             rows = np.diff(pieces.bounds)
             pieces.table["payload"] = ends[:-1] + np.repeat(begins - of_chunks[:-1], rows)
             begins += np.diff(of_chunks)
-        self.header = ByteHeader(layers, begins - ByteHeader.size(layers))
-        self.sizes: list[int] = begins.tolist()
-
-    @property
-    def payload_bytes(self) -> list[int]:
-        """Of every chunk, without its header."""
-        return [size - self.header.nbytes for size in self.sizes]
+        #: Of every chunk: of what its header announces, and of the message.
+        self.payload_bytes: list[int] = (begins - ByteHeader.size(layers)).tolist()
+        self.header = ByteHeader(layers, np.array(self.payload_bytes, dtype=np.int64))
+        self.sizes = self.header.message_bytes
 
     def messages(self, memory: Memory, sizes: Sequence[int]) -> Bytes:
         """Room for messages of these sizes, one behind the other."""
@@ -125,14 +122,25 @@ class Mean:
         return self.buffer[self._bounds[j] : self._bounds[j + 1]]
 
     def read(
-        self, stamp: Stamp, round_number: int, senders: Sequence[int], voters: int, ballot: Ballot
+        self,
+        stamp: Stamp,
+        round_number: int,
+        senders: Sequence[int],
+        voters: int,
+        ballot: Ballot,
+        own: Bytes | None = None,
     ) -> int:
-        """Check every chunk's header, add the states to the ballot; return the ready votes, on which all agree."""
+        """Check every chunk's header, add the states to the ballot; return the ready votes, on which all agree.
+
+        ``own``: the states that this rank sent, where all states come back.
+        """
         header = self._chunks.header
         header.stamp(stamp, round_number, 0)
         counts = []
         for j, sender in enumerate(senders):
             ready, states = header.read(self.chunk(j), j, sender, voters)
+            if own is not None:
+                check_covers(states, own, f"rank {sender}")
             ballot.states |= states
             counts.append(ready)
         if len(set(counts)) != 1:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcomp.core.errors import WireFormatError
-from gradcomp.core.header import Ballot
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
+from gradcomp.reduce.header import Ballot, check_covers
 from gradcomp.reduce.partial import PartialSums, carried
 from gradcomp.reduce.pieces import Chunks, Mean
 from gradcomp.transport.base import Exchange
@@ -64,6 +64,7 @@ class Ring(Reduction):
             yield [Exchange([(right, message)], [(left, self._mean.chunk(k))])]
             header.stamp(call.stamp, last + t, ready)
             counted, states = header.read(self._mean.chunk(k), k, left, world)
+            check_covers(states, call.states, f"rank {left}")
             if counted != ready:
                 raise WireFormatError(
                     f"chunk {k} has {counted} votes for the next plan, chunk {me} has {ready}"

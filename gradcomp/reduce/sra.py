@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradcomp.core.header import NONFINITE, Ballot
 from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
+from gradcomp.reduce.header import NONFINITE, Ballot
 from gradcomp.reduce.pieces import Chunks, Mean, encode
 from gradcomp.transport.base import AllGather, AllToAll, Exchange, Operation
 
@@ -131,7 +131,8 @@ class ScatterReduceAllgather(Reduction):
 
         voters = self._divisor if self._relays else 0
         senders = self._roles.ranks[: self._roles.owners]
-        ready = self.mean.read(call.stamp, first + 1, senders, voters, ballot)
+        own = states if self._relays else None
+        ready = self.mean.read(call.stamp, first + 1, senders, voters, ballot, own)
         if self._relays:
             ballot.ready = ready
 

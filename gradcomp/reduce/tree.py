@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradcomp.core.header import Ballot, ByteHeader
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
+from gradcomp.reduce.header import Ballot, ByteHeader, check_covers
 from gradcomp.reduce.partial import PartialSums, carried
 from gradcomp.reduce.pieces import Chunks, Mean
 from gradcomp.transport.base import Exchange
@@ -76,6 +76,7 @@ class Tree(Reduction):
                 yield [Exchange([], [(parent, message)])]
                 header.stamp(call.stamp, number, 0)
                 ready, states = header.read(message, parent, parent, self._world)
+                check_covers(states, call.states, f"rank {parent}")
                 votes = states.copy()
             else:
                 yield [Exchange([], [])]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradcomp.core.header import Ballot
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE
 from gradcomp.reduce.base import Binding, Bytes, Call, Memory, Part
+from gradcomp.reduce.header import Ballot
 from gradcomp.reduce.pieces import Chunks, Pieces, decode
 
 _LINE_BYTES = 64

@@ -17,7 +17,6 @@ from gradcomp.job import runtime
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
-from gradcomp.job.report import Reporter
 from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import (
     Proposal,
@@ -84,10 +83,9 @@ class Exchange:
         self._steps = Steps(self._variables, self._names, self._dtypes, divisor, predivide, self._memory)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
         self.exchanger: Exchanger | None = None
-        self.reporter: Reporter | None = None
         if transport is not None:
             the_turn()  # made in the midst of a trace, it would cost a second trace
-            self.exchanger, self.reporter = start(
+            self.exchanger = start(
                 state,
                 self.ranks,
                 transport,
@@ -101,6 +99,7 @@ class Exchange:
                     "gradient_predivide_factor": predivide,
                 },
                 device=self._memory.device,
+                digests=self._steps.digests,
             )
         else:
             say_what_is_bypassed(proposal.policy)
@@ -114,8 +113,8 @@ class Exchange:
             unit=predivide,
             ranks=self.ranks,
         )
-        if self.exchanger is not None and self.reporter is not None:
-            self._steps.attach(state, self.exchanger, self.reporter, self.keeper)
+        if self.exchanger is not None:
+            self._steps.attach(state, self.exchanger, self.keeper)
 
     def _memory_of_gradients(self, dtypes: Sequence[Any]) -> Memory:
         """A GPU's if all variables are there and there is something to exchange, else the host's."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
+from gradcomp import kernels
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job.checkpoint import Keeper
-from gradcomp.job.report import Reporter
 from gradcomp.job.runtime import Runtime
 from gradcomp.job.sparse import mean_of_rows
-from gradcomp.job.start import comparison_is_due
 from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
 from gradcomp.tf.landing import Landing
@@ -64,11 +63,10 @@ class Steps:
         self._count = 0
         self._failed: Exception | None = None  # here, for which the other ranks were told to stop
 
-    def attach(self, state: Runtime, exchanger: Exchanger, reporter: Reporter, keeper: Keeper) -> None:
+    def attach(self, state: Runtime, exchanger: Exchanger, keeper: Keeper) -> None:
         """What the steps are made with."""
         self._runtime = state
         self._exchanger = exchanger
-        self._reporter = reporter
         self._keeper = keeper
 
     def allocate(self, layer: int) -> int:
@@ -84,8 +82,6 @@ class Steps:
         """
         with self._lock:
             self.check()
-            if self._step is None:
-                self._compare_variables()
             with self.failing():
                 step = self._opened(site, number, scale, rate)
                 for layer, parts in site.take(number, values):
@@ -94,12 +90,11 @@ class Steps:
                 if len(step.submitted) == len(site.groups):
                     self._exchanger.flush()
 
-    def _compare_variables(self) -> None:
-        """The fingerprint of what the last step has made of the variables, if it is due."""
-        if self._count and comparison_is_due(self._runtime.config, self._count):
-            with tf.init_scope():
-                digests = [zlib.crc32(bytes_of(variable.numpy()).data) for variable in self._variables]
-            self._exchanger.fingerprint(np.array(digests, dtype=np.uint32))
+    def digests(self) -> npt.NDArray[np.uint32]:
+        """A number for every variable, by which ranks compare them."""
+        with tf.init_scope():
+            numbers = [kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
+        return np.array(numbers, dtype=np.uint32)
 
     def _opened(self, site: Site, number: int, scale: float, rate: float) -> _Step:
         step = self._step
@@ -166,7 +161,6 @@ class Steps:
                 )
             exchanger.commit()
             self._count += 1
-            self._reporter.after_step()
             rows = [array for layer in site.sparse for array in means[layer] or ()]
             return [*rows, np.zeros((), dtype=np.int64)]
 

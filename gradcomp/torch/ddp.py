@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,18 @@ from gradcomp.job import runtime
 from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import members
-from gradcomp.job.report import Readers, Reporter
+from gradcomp.job.report import Readers
 from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import Proposal, start, validate_together
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Layout
+from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.devices import device_of, stream_of
 from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.plain import load_state, state_of
-from gradcomp.torch.start import compare_parameters, propose
+from gradcomp.torch.start import digests, propose
+from gradcomp.torch.step_watch import StepWatch
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
@@ -49,6 +52,7 @@ def ddp_comm_hook(
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
     controller: Controller | str | None = None,
+    on_skip: str = "raise",
 ) -> tuple["HookState", Hook]:
     """A state and a hook for ``ddp.register_comm_hook(state, hook)``: DDP's gradients, averaged in compressed form.
 
@@ -66,6 +70,9 @@ def ddp_comm_hook(
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+        on_skip: what follows when a rank does not step on means that others step on: "raise", a StateError on all ranks
+            in the next exchange. To agree first, as ``DistributedOptimizer(on_skip="agree")`` does, a hook has no part
+            in ``step()``.
 
     Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
     2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
@@ -80,6 +87,11 @@ def ddp_comm_hook(
 
     def validate() -> tuple[Named, Proposal, Device]:
         policy = as_policy(compression)
+        if on_skip != "raise":
+            raise ConfigError(
+                f"on_skip={on_skip!r} needs a part in step(), which a hook has not: use DistributedOptimizer, or leave "
+                '"raise"'
+            )
         refuse_servers(
             state.config.reduction, len(ranks), "DistributedDataParallel, in which all ranks train,"
         )
@@ -122,13 +134,12 @@ class HookState(Readers):
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
         self._layers = layers
         self._where = named[0][1].device
-        self._steps = 0
         self._complete = False  # all buckets of the step that is open or not yet accepted were handed in
         self._futures = BucketFutures(len(layers))
         self._exchanger: Exchanger | None = None
-        self._reporter: Reporter | None = None
+        self._optimizers = StepWatch(parameter for _, parameter in named)
         if transport is not None:
-            self._exchanger, self._reporter = start(
+            self._exchanger = start(
                 state,
                 ranks,
                 transport,
@@ -137,6 +148,7 @@ class HookState(Readers):
                 listener=self._futures,
                 order_step=_ORDER_STEP,
                 device=device,
+                digests=partial(digests, named),
             )
         #: Where :func:`gradcomp.torch.save` finds the compression state.
         self.keeper = Keeper(layers, proposal.plan, state.config, self._exchanger, self.settle, ranks=ranks)
@@ -223,12 +235,9 @@ class HookState(Readers):
 
     def _begin(self, exchanger: Exchanger) -> None:
         self.settle()
-        if self._steps:
-            compare_parameters(self._runtime, exchanger, self._named, self._steps)
-            assert self._reporter is not None, "an exchanger comes with a reporter"
-            self._reporter.after_step()
+        if self._optimizers.stepped() is False and exchanger.pipeline.outcome:
+            exchanger.pipeline.outcome = DISCARDED
         scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
-        self._steps += 1
         exchanger.open(scale)
         self._futures.open(exchanger.pipeline.layout)
 

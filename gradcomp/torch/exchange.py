@@ -16,12 +16,14 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import StepResult
+from gradcomp.reduce.header import DISCARDED, KEPT
 from gradcomp.torch.devices import stream_of
 from gradcomp.torch.sparse import mean_of_rows
 
 logger = logging.getLogger("gradcomp")
 
 Finish = Literal["backward", "step"]
+OnSkip = Literal["raise", "agree"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,13 @@ class Timing:
 
     ``passes``: backward passes per exchange. ``finish="backward"``: when the last of them returns, gradients are means;
     ``"step"``: when ``synchronize()`` or ``step()`` returns, for several backward passes over disjoint parameters.
+    ``on_skip``: what follows when a rank does not step on means that others step on: an error on all ranks, or all ask
+    each other before they step.
     """
 
     passes: int = 1
     finish: Finish = "backward"
+    on_skip: OnSkip = "raise"
 
     def __post_init__(self) -> None:
         if not isinstance(self.passes, int) or self.passes < 1:
@@ -42,6 +47,8 @@ class Timing:
             )
         if self.finish not in ("backward", "step"):
             raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
+        if self.on_skip not in ("raise", "agree"):
+            raise ConfigError(f'on_skip must be "raise" or "agree", got {self.on_skip!r}')
 
 
 #: Exchanges at the end of their window, in the backward pass that is about to return.
@@ -173,10 +180,14 @@ class GradientExchange:
                 f"layer {self.names[layer]!r} has a gradient after its step closed; with several backward passes over "
                 'different parameters use finish="step"'
             )
+        if self._agrees:
+            self.exchanger.vote(False)
         if kept:
-            self.exchanger.commit()
+            self.exchanger.commit(KEPT)
             # The means stay part of the sum on every rank, on those without a new gradient too.
             self._touched.update(dict.fromkeys(kept, 0))
+        else:
+            self.exchanger.discard()
         self.forget()
 
     def _submit(self, layer: int) -> None:
@@ -253,6 +264,7 @@ class GradientExchange:
             if (gradient := self.parameters[layer].grad) is not None
         }
         self._result = result
+        self.exchanger.owes_vote = self._agrees
         return result
 
     def serve(self) -> bool:
@@ -290,11 +302,25 @@ class GradientExchange:
         """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
         return self._result is not None and not self._touched
 
+    @property
+    def _agrees(self) -> bool:
+        return self.timing.on_skip == "agree"
+
     def commit(self) -> bool:
-        """The means will be applied: residuals take their new values."""
-        accepted = self.exchanger.commit()
+        """The means will be applied: residuals take their new values. False if the ranks agreed to skip the step."""
+        applied = not self._agrees or self.exchanger.vote(True)
+        if applied:
+            self.exchanger.commit()
+        else:
+            self.exchanger.discard()
+            self.exchanger.pipeline.statistics.skipped_steps += 1
         self.forget()
-        return accepted
+        return applied
+
+    def refuse(self) -> None:
+        """End an exchange that cannot be accepted, for a value was not finite."""
+        self.exchanger.commit(DISCARDED)
+        self.forget()
 
     def drain(self) -> None:
         """Gradients are about to be zeroed: end what is under way, and let it not count."""
@@ -306,6 +332,8 @@ class GradientExchange:
         if self.exchanger.is_open:
             self.finish()
         if self._result is not None:
+            if self._agrees:
+                self.exchanger.vote(False)
             self.exchanger.discard()
         self.forget()
         self._touched, self._passes = {}, 0

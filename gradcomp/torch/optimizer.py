@@ -7,6 +7,7 @@ import copyreg
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,16 +22,16 @@ from gradcomp.job.checkpoint import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
-from gradcomp.job.report import Readers, Reporter
+from gradcomp.job.report import Readers
 from gradcomp.job.serving import refuse_servers, serving
 from gradcomp.job.start import Proposal, check_arguments, say_what_is_bypassed, start, validate_together
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
-from gradcomp.torch.exchange import Finish, GradientExchange, Timing
+from gradcomp.torch.exchange import Finish, GradientExchange, OnSkip, Timing
 from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
-from gradcomp.torch.start import compare_parameters, propose
+from gradcomp.torch.start import digests, propose
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -50,6 +51,7 @@ def DistributedOptimizer(
     process_set: Members = None,
     reduction: str | None = None,
     controller: Controller | str | None = None,
+    on_skip: OnSkip = "raise",
 ) -> Optimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -75,8 +77,12 @@ def DistributedOptimizer(
             ``"auto"``. With ``"parameter_server:dedicated=true"`` rank 0 only serves: it calls ``serve()``.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+        on_skip: what follows when a rank does not step on means that others step on, as after
+            ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
+            exchange. ``"agree"``: all ranks vote before each step, and skip it if one of them gives up.
 
-    Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the
+    Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` one number more, in a
+    round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
     compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
     Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
     ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
@@ -92,6 +98,7 @@ def DistributedOptimizer(
         grad_scaler,
         reduction,
         controller,
+        on_skip,
     )
     core = _build(state, members(process_set), optimizer, named_parameters, arguments)
     _adopt(optimizer, core)
@@ -112,7 +119,9 @@ class Arguments:
         grad_scaler: Any,
         reduction: str | None,
         controller: Controller | str | None,
+        on_skip: OnSkip,
     ) -> None:
+        self._on_skip = on_skip
         self._compression = compression
         self._passes = passes
         self._finish = finish
@@ -126,7 +135,7 @@ class Arguments:
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
         check_arguments(self.op, self.predivide, self.reduction)
-        return as_policy(self._compression), Timing(self._passes, self._finish)
+        return as_policy(self._compression), Timing(self._passes, self._finish, self._on_skip)
 
 
 class Core:
@@ -147,10 +156,8 @@ class Core:
         self.frozen = frozen
         self.exchange = exchange
         self.keeper = keeper
-        self.reporter: Reporter | None = None
         self.skip_synchronize = False
         self.warned_about_scaler = False
-        self.steps = 0
 
 
 def _build(
@@ -170,7 +177,8 @@ def _build(
         if isinstance(optimizer, Distributed) and before is None:
             raise StateError("this optimizer is already a DistributedOptimizer")
         policy, timing = arguments.check()
-        serving(reduction, len(ranks))
+        if serving(reduction, len(ranks)) and timing.on_skip == "agree":
+            refuse_servers(reduction, len(ranks), 'on_skip="agree", in which all ranks vote,')
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(policy, named, 0 if before is None else before.keeper.step, arguments.controller)
         if proposal.controller is not None:
@@ -194,12 +202,11 @@ def _build(
         rate=lambda: float(optimizer.param_groups[0].get("lr", 0.0)),
     )
     exchanger: Exchanger | None = None
-    reporter: Reporter | None = None
     if transport is not None:
         if transport.rank == 0:
             _check_momentum(optimizer, proposal.policy)
         average = arguments.op is Average
-        exchanger, reporter = start(
+        exchanger = start(
             state,
             ranks,
             transport,
@@ -213,7 +220,9 @@ def _build(
                 "finish": timing.finish,
                 "sparse_as_dense": arguments.sparse_as_dense,
                 "gradient_predivide_factor": arguments.predivide,
+                "on_skip": timing.on_skip,
             },
+            digests=partial(digests, named),
         )
         exchange.attach(exchanger)
     else:
@@ -227,9 +236,7 @@ def _build(
         ranks=ranks,
         unit=arguments.predivide,
     )
-    core = Core(ranks, arguments, named, frozen, exchange, keeper)
-    core.reporter = reporter
-    return core
+    return Core(ranks, arguments, named, frozen, exchange, keeper)
 
 
 def _settle(exchange: GradientExchange) -> None:
@@ -239,7 +246,7 @@ def _settle(exchange: GradientExchange) -> None:
     if exchange.exchanger.error is not None:
         raise exchange.exchanger.error
     if exchange.has_result() and not exchange.finish().finite:
-        exchange.commit()  # refused, as it will be whatever the caller does next
+        exchange.refuse()
     if exchange._touched or exchange._result is not None or exchange.exchanger.is_open:
         raise StateError(
             "a step is open: there are gradients that neither step() nor zero_grad() has dealt with"
@@ -268,10 +275,10 @@ class Distributed(Serving, Readers):
             return self._step_with(closure)
         if not (core.skip_synchronize and core.exchange.has_result()):
             core.exchange.finish()
-        core.exchange.commit()
-        result = super().step()  # type: ignore[misc]
-        self._after_step()
-        return result
+        self._opt_called = True  # for schedulers, which a step that all ranks skip does not hold up
+        if not core.exchange.commit():
+            return None
+        return super().step()  # type: ignore[misc]
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Every evaluation of the closure is an exchange of its own, used by the wrapped optimizer."""
@@ -283,20 +290,15 @@ class Distributed(Serving, Readers):
             core.exchange.commit()
             return loss
 
-        result = super().step(evaluate)  # type: ignore[misc]
-        self._after_step()
-        return result
+        if core.exchange.timing.on_skip == "agree":
+            raise StateError(
+                'a step with a closure cannot be skipped once it has begun: on_skip="agree" needs step() alone'
+            )
+        self._opt_called = True
+        return super().step(evaluate)  # type: ignore[misc]
 
     # A scheduler made before wrapping looks for this mark, and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def _after_step(self) -> None:
-        core = self._gradcomp
-        core.steps += 1
-        self._opt_called = True
-        compare_parameters(runtime.current(), core.exchange.exchanger, core.named, core.steps)
-        if core.reporter is not None:
-            core.reporter.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients; an exchange that ``step()`` did not accept is ended and forgotten."""
@@ -417,7 +419,6 @@ def _rebuild(optimizer: Any, core: Core, named: NamedParameters) -> None:
     if old.attached:
         state.exchangers.remove(old.exchanger)
         old.exchanger.close()
-    fresh.steps = core.steps
     optimizer.__dict__["_gradcomp"] = fresh
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradcomp import kernels
 from gradcomp.compress import Policy
 from gradcomp.control import Controller
-from gradcomp.engine import Exchanger
 from gradcomp.job import start
-from gradcomp.job.runtime import Runtime
 from gradcomp.job.start import Proposal
 from gradcomp.torch.layers import Named, spec
 
@@ -24,13 +21,8 @@ def propose(
     return start.propose(policy, [spec(name, parameter) for name, parameter in named], step, controller)
 
 
-def compare_parameters(state: Runtime, exchanger: Exchanger, named: Named, steps: int) -> None:
-    """The fingerprint, in the steps in which it is due. Collective: StateError names the first layer that differs."""
-    if start.comparison_is_due(state.config, steps):
-        exchanger.fingerprint(_digests(named))
-
-
-def _digests(named: Named) -> npt.NDArray[np.uint32]:
+def digests(named: Named) -> npt.NDArray[np.uint32]:
+    """A number for every parameter, by which ranks compare them."""
     return np.array([_digest(parameter) for _, parameter in named], dtype=np.uint32)
 
 
@@ -38,4 +30,4 @@ def _digest(parameter: torch.Tensor) -> int:
     data = parameter.detach()
     if not data.is_contiguous():
         data = data.contiguous()
-    return zlib.crc32(data.view(-1).view(torch.uint8).cpu().numpy().data)
+    return kernels.crc32c(data.view(-1).view(torch.uint8).cpu().numpy())

@@ -55,6 +55,8 @@ class Transport(ABC):
     rank: int
     size: int
     bytes_sent: int = 0
+    #: Whether this program can read the messages that it sends, as checksums need: not where they lie on a GPU.
+    checksums: bool = True
 
     @abstractmethod
     def allreduce(self, array: npt.NDArray[Any]) -> Handle:

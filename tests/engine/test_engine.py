@@ -19,6 +19,7 @@ from gradcomp.engine import Engine, Exchanger, Watch
 from gradcomp.engine.engine import sleep_precisely
 from gradcomp.engine.watch import place
 from gradcomp.transport.base import Transport
+from gradcomp.reduce.header import APPLIED, DISCARDED
 from gradcomp.transport.control import ControlChannel, LocalControl, StoreSilentError
 from gradcomp.transport.inprocess import World
 
@@ -149,10 +150,29 @@ def test_many_steps_and_collectives_between_them_do_not_mix(ranks):
 
 def test_a_fingerprint_names_the_layer_and_the_ranks(ranks):
     def work(rank, exchanger):
-        with pytest.raises(StateError, match="layer 'b' differs between rank 0 and rank 2"):
-            exchanger.fingerprint(np.array([7, 8 + (rank == 2)], dtype=np.uint32))
+        exchanger._digests = lambda: np.array([7, 8 + (rank == 2)], dtype=np.uint32)
+        step(rank, exchanger)  # before which there is nothing to compare
+        with pytest.raises(StateError, match="after step 1 .* 'b' differs between rank 0 and rank 2"):
+            step(rank, exchanger)
 
     ranks(3).each(work)
+
+
+def test_ranks_that_did_not_all_apply_a_step_are_named(ranks):
+    def work(rank, exchanger):
+        step(rank, exchanger)
+        exchanger.pipeline.outcome = DISCARDED if rank == 1 else APPLIED
+        with pytest.raises(StateError, match=r"rank 0, 2 applied .*; rank 1 threw the means away"):
+            step(rank, exchanger)
+
+    ranks(3).each(work)
+
+
+def test_a_vote_is_yes_if_all_say_yes(ranks):
+    world = ranks(3)
+    world.each(step)
+    assert world.each(lambda rank, e: e.vote(True)) == [True] * 3
+    assert world.each(lambda rank, e: e.vote(rank != 1)) == [False] * 3
 
 
 # ---------------------------------------------------------------------------------------- failure

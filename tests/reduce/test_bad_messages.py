@@ -21,9 +21,10 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.core.topology import Topology
+from gradcomp.reduce.header import PRESENT, ByteHeader
 
 LAYERS = [LayerSpec("a", (300,)), LayerSpec("b", (100,))]
-HEADER = 24 + len(LAYERS)
+HEADER = ByteHeader.size(len(LAYERS))
 HOSTS = Topology((0, 0, 1, 1))
 WORLD = HOSTS.world
 
@@ -49,7 +50,10 @@ class Wire:
         return changed
 
 
-def simulate(reduction: str, wire: Wire | None = None, compressor=None) -> Simulation:
+def simulate(
+    reduction: str, wire: Wire | None = None, compressor=None, *, checksums: bool = False
+) -> Simulation:
+    """Without checksums, what is behind them has to hold by itself."""
     return Simulation(
         LAYERS,
         compressor or Quantize(4, 50),
@@ -58,6 +62,7 @@ def simulate(reduction: str, wire: Wire | None = None, compressor=None) -> Simul
         reduction=reduction,
         topology=HOSTS,
         reorder=False,
+        checksums=checksums,
     )
 
 
@@ -120,7 +125,7 @@ def test_a_wrong_header_is_noticed_where_it_arrives(reduction: str, field: str):
 @every_reduction
 def test_more_votes_than_ranks_are_refused(reduction: str):
     def change(_, message: np.ndarray) -> np.ndarray:
-        message[22:24] = np.array([WORLD + 1], "<u2").view(np.uint8)
+        message[24:26] = np.array([WORLD + 1], "<u2").view(np.uint8)
         return message
 
     ways = ways_of(reduction)
@@ -133,7 +138,7 @@ def test_a_message_that_speaks_for_few_cannot_bring_the_votes_of_many(reduction:
     """In the first round nobody speaks for more ranks than it can have heard of."""
 
     def change(_, message: np.ndarray) -> np.ndarray:
-        message[22:24] = np.array([2], "<u2").view(np.uint8)
+        message[24:26] = np.array([2], "<u2").view(np.uint8)
         return message
 
     wire = Wire()
@@ -153,7 +158,7 @@ def test_chunks_that_count_different_votes_are_refused(reduction: str, first_rou
     """Nobody holds the next plan; one chunk's sum says that somebody does."""
 
     def change(_, message: np.ndarray) -> np.ndarray:
-        message[22:24] = np.array([1], "<u2").view(np.uint8)
+        message[24:26] = np.array([1], "<u2").view(np.uint8)
         return message
 
     wire = Wire()
@@ -187,7 +192,7 @@ def test_a_message_of_another_round_or_sender_is_refused(reduction: str):
         for late, message in enumerate(wire.kept)
         for early in range(late)
         if len(message) and len(wire.kept[early]) == len(message)
-        if wire.kept[early][:22].tobytes() != message[:22].tobytes()
+        if wire.kept[early][:24].tobytes() != message[:24].tobytes()
     ]
     assert swaps
     for late, early in swaps:
@@ -235,6 +240,49 @@ def test_ranks_that_leave_at_any_time_never_make_the_others_hang(reduction: str,
         )
         errors = ranks.attempt(dying=[gone])
         assert all(error is None or isinstance(error, GradcompError) for error in errors)
+
+
+@every_reduction
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_with_checksums_a_changed_message_is_noticed_where_it_arrives(reduction: str, data):
+    wire = Wire()
+    simulate(reduction, wire, checksums=True).step()
+    number = data.draw(st.sampled_from([n for n, message in enumerate(wire.kept) if len(message)]))
+    at = data.draw(st.integers(0, len(wire.kept[number]) - 1))
+    difference = data.draw(st.integers(1, 255))
+
+    def change(_, message: np.ndarray) -> np.ndarray:
+        message[at] ^= difference
+        return message
+
+    errors = simulate(reduction, Wire(number, change), checksums=True).attempt()
+    assert isinstance(errors[wire.ways[number][1]], WireFormatError | PlanMismatchError), errors
+
+
+#: Rounds in which the sender speaks for all ranks.
+RESULTS = {"ring": WORLD - 1, "tree": 2, "gather": 1, "parameter_server:servers=2": 1, "hierarchical": 3}
+
+
+@pytest.mark.parametrize("reduction", RESULTS)
+def test_a_result_without_a_layer_that_the_receiver_sent_is_refused(reduction: str):
+    """Else the receiver would take the layer for absent, and step on its own gradient."""
+
+    def change(_, message: np.ndarray) -> np.ndarray:
+        message[32] &= ~np.uint8(PRESENT)
+        return message
+
+    wire = Wire()
+    simulate(reduction, wire).step()
+    # What leaders hand on in round 3 are their own messages of round 2.
+    last = 2 if reduction == "hierarchical" else RESULTS[reduction]
+    final = [n for n, message in enumerate(wire.kept) if len(message) and message[3] >= last]
+    assert final
+    for number in final:
+        errors = simulate(reduction, Wire(number, change)).attempt()
+        receiver = errors[wire.ways[number][1]]
+        assert isinstance(receiver, WireFormatError), errors
+        assert "lacks states" in str(receiver)
 
 
 @every_reduction

@@ -10,7 +10,7 @@ from reduce.schemes import chunk_numbers, compressors, layer_lists, one_bucket
 from simulation import plan_for
 
 from gradcomp import Assignment, Cast, LayerSpec, Plan, Quantize
-from gradcomp.core.header import ByteHeader
+from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.pieces import Chunks
 
 counts = st.integers(1, 9)

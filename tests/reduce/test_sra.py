@@ -19,11 +19,11 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
-from gradcomp.core.header import NONFINITE, PRESENT
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
 from gradcomp.pipeline import build_layout
 from gradcomp.reduce import ScatterReduceAllgather
+from gradcomp.reduce.header import NONFINITE, PRESENT, ByteHeader
 
 
 def owners(layers, compressor, world: int) -> list[ScatterReduceAllgather]:
@@ -89,7 +89,7 @@ def test_the_mean_is_the_codecs(layers, compressor, world: int, cap: int, overla
 # --- payloads from elsewhere --------------------------------------------------------------------------------
 
 LAYERS = [LayerSpec("a", (300,)), LayerSpec("b", (100,))]
-HEADER = 24 + len(LAYERS)
+HEADER = ByteHeader.size(len(LAYERS))
 
 
 class Tamper:
@@ -108,7 +108,8 @@ class Tamper:
 
 def run(change, number: int, compressor=None, world: int = 3, steps: int = 1):
     compressor = compressor or Quantize(4, 50)
-    ranks = Simulation(LAYERS, compressor, world, tamper=Tamper(change, number=number), reorder=False)
+    tamper = Tamper(change, number=number)
+    ranks = Simulation(LAYERS, compressor, world, tamper=tamper, reorder=False, checksums=False)
     for _ in range(steps - 1):
         ranks.step()
     return ranks, ranks.attempt()
@@ -194,7 +195,7 @@ def test_a_scale_or_value_that_is_not_finite_is_flagged_on_every_rank(compressor
     )  # two blocks of float16 leave rank 0 without a chunk
     change = overwritten(HEADER, np.full(4, bad, DTYPES[dtype]).tobytes())
     tamper = Tamper(change, source=2, destination=first_owner)
-    ranks = Simulation(LAYERS, compressor, 3, tamper=tamper, reorder=False)
+    ranks = Simulation(LAYERS, compressor, 3, tamper=tamper, reorder=False, checksums=False)
     errors = ranks.attempt()
     assert errors == [None] * 3
     assert all(not p.result.finite for p in ranks.pipelines)
@@ -203,7 +204,7 @@ def test_a_scale_or_value_that_is_not_finite_is_flagged_on_every_rank(compressor
 
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 def test_a_vote_that_reached_one_owner_only_reaches_all(layer: int):
-    ranks, errors = run(overwritten(24 + layer, bytes([PRESENT | NONFINITE])), 0)
+    ranks, errors = run(overwritten(32 + layer, bytes([PRESENT | NONFINITE])), 0)
     assert errors == [None] * 3
     for pipeline in ranks.pipelines:
         assert pipeline.result.nonfinite.tolist() == [i == layer for i in range(len(LAYERS))]

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradcomp import PlanMismatchError, WireFormatError
-from gradcomp.core.header import FIXED, NONFINITE, PRESENT, SPARSE, Ballot, ByteHeader, CountHeader, Stamp
+from gradcomp.reduce.header import (
+    APPLIED,
+    DISCARDED,
+    FIXED,
+    NONFINITE,
+    PRESENT,
+    SPARSE,
+    Ballot,
+    ByteHeader,
+    CountHeader,
+    Stamp,
+    check_covers,
+)
 
 STAMP = Stamp(check=0xDEADBEEF, step=41, bucket=3)
+CHECKED = replace(STAMP, checksums=True)
 LAYERS = 5
-STATES = np.array([0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE], dtype=np.uint8)
+STATES = np.array(
+    [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED], dtype=np.uint8
+)
 CHUNK = 1
 
 
@@ -24,7 +41,7 @@ def header(stamp: Stamp = STAMP, ready: int = 1, round_number: int = 0, layers: 
 
 def message(states: np.ndarray = STATES, **options) -> np.ndarray:
     made = header(**options)
-    buffer = np.full(made.nbytes + 20, 0xAA, dtype=np.uint8)
+    buffer = np.full(made.message_bytes[CHUNK], 0xAA, dtype=np.uint8)
     made.write(buffer, CHUNK, states)
     return buffer
 
@@ -36,22 +53,21 @@ class TestByteHeader:
             assert vote == ready
             assert states.tolist() == STATES.tolist()
 
-    def test_it_is_24_bytes_and_one_per_layer(self):
-        assert header().nbytes == FIXED.itemsize + LAYERS == 24 + LAYERS
-        assert (message()[header().nbytes :] == 0xAA).all()
+    @pytest.mark.parametrize(("layers", "size"), [(0, 48), (5, 48), (15, 48), (16, 64)])
+    def test_it_is_32_bytes_and_one_per_layer_and_one_and_padded(self, layers: int, size: int):
+        made = header(layers=layers)
+        assert made.nbytes == ByteHeader.size(layers) == size
+        assert made.message_bytes == [size + 16, size + 32, size + 32]
+        assert (message(np.zeros(layers + 1, np.uint8), layers=layers)[made.nbytes :] == 0xAA).all()
 
-    def test_a_bucket_may_hold_no_layers_states(self):
-        states = np.zeros(0, np.uint8)
-        assert header(layers=0).read(message(states, layers=0), CHUNK, sender=0)[1].size == 0
-
-    @pytest.mark.parametrize("kept", [0, 1, 23, 24, 28])
+    @pytest.mark.parametrize("kept", [0, 1, 23, 32, 48, 79])
     def test_a_truncated_one_is_refused(self, kept: int):
         with pytest.raises(WireFormatError, match=f"rank 2 sent {kept} bytes"):
             header().read(message()[:kept], CHUNK, sender=2)
 
     WRONG = {
         "magic": (0x1234, WireFormatError),
-        "protocol": (2, PlanMismatchError),
+        "protocol": (1, PlanMismatchError),
         "round": (1, WireFormatError),
         "check": (0, PlanMismatchError),
         "step": (40, WireFormatError),
@@ -59,10 +75,11 @@ class TestByteHeader:
         "chunk": (0, WireFormatError),
         "payload_bytes": (21, WireFormatError),
         "layers": (4, WireFormatError),
+        "zero": (1, WireFormatError),
         "ready": (2, WireFormatError),
     }
 
-    @pytest.mark.parametrize("name", FIXED.names)
+    @pytest.mark.parametrize("name", WRONG)
     def test_every_field_is_checked_and_named(self, name: str):
         value, error = self.WRONG[name]
         buffer = message()
@@ -85,7 +102,15 @@ class TestByteHeader:
         with pytest.raises((WireFormatError, PlanMismatchError)):
             header().read(np.frombuffer(data, np.uint8), CHUNK, sender=2)
 
-    @given(st.integers(0, 24 + LAYERS - 1), st.integers(0, 255))
+    @given(st.integers(0, 79), st.integers(1, 255), st.integers(0, 9))
+    def test_a_checksum_finds_a_changed_byte(self, at: int, change: int, extra: int):
+        buffer = np.append(message(stamp=CHECKED), np.zeros(extra, np.uint8))  # what is behind does not count
+        header(CHECKED).read(buffer, CHUNK, sender=2)
+        buffer[at] ^= change
+        with pytest.raises((WireFormatError, PlanMismatchError)):
+            header(CHECKED).read(buffer, CHUNK, sender=2)
+
+    @given(st.integers(0, 32 + LAYERS), st.integers(0, 255))
     def test_a_changed_byte_is_an_error_or_a_vote(self, at: int, value: int):
         buffer = message()
         buffer[at] = value
@@ -99,7 +124,7 @@ class TestByteHeader:
 
 def summed(stamps: list[Stamp], readies: list[int], states: list[np.ndarray]) -> np.ndarray:
     """What an allreduce makes of the ranks' counts."""
-    counts = CountHeader(len(states[0]))
+    counts = CountHeader(len(states[0]) - 1)
     total = np.zeros(counts.length, np.float32)
     for stamp, ready, mine in zip(stamps, readies, states, strict=True):
         one = np.full(counts.length, np.nan, np.float32)
@@ -109,7 +134,7 @@ def summed(stamps: list[Stamp], readies: list[int], states: list[np.ndarray]) ->
 
 
 votes = st.lists(
-    st.tuples(st.integers(0, 1), st.lists(st.integers(0, 7), min_size=LAYERS, max_size=LAYERS)),
+    st.tuples(st.integers(0, 1), st.lists(st.integers(0, 7), min_size=LAYERS + 1, max_size=LAYERS + 1)),
     min_size=1,
     max_size=7,
 )
@@ -166,7 +191,7 @@ class TestCountHeader:
             CountHeader(LAYERS).read(total, STAMP, 3, Ballot(LAYERS))
 
     @settings(max_examples=50)
-    @given(st.binary(min_size=4 * 32, max_size=4 * 32))
+    @given(st.binary(min_size=4 * 35, max_size=4 * 35))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
         with pytest.raises((WireFormatError, PlanMismatchError)):
             CountHeader(LAYERS).read(np.frombuffer(data, np.float32), STAMP, 3, Ballot(LAYERS))
@@ -177,3 +202,17 @@ def test_a_ballot_tells_dense_from_sparse():
     ballot.states |= STATES
     assert ballot.present.tolist() == [False, True, True, False, True]
     assert ballot.nonfinite.tolist() == [False, False, True, False, True]
+    assert ballot.outcomes == APPLIED
+
+
+def test_a_ballot_holds_the_outcomes_of_all_ranks():
+    ballot = Ballot(LAYERS)
+    for outcome in (APPLIED, DISCARDED):
+        ballot.states |= np.array([0] * LAYERS + [outcome], np.uint8)
+    assert ballot.outcomes == APPLIED | DISCARDED
+
+
+def test_a_result_without_what_this_rank_sent_is_refused():
+    check_covers(STATES | PRESENT, STATES, "rank 1")
+    with pytest.raises(WireFormatError, match=r"rank 1 lacks .* entries \[2\]"):
+        check_covers(STATES & ~np.array([0, 0, PRESENT, 0, 0, 0], np.uint8), STATES, "rank 1")

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
+from gradcomp.kernels import crc32c
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = 0x6347
 
 #: State of a layer on one rank in one step: bits of one byte.
 PRESENT, NONFINITE, SPARSE = 1, 2, 4
+
+#: What became of a rank's last exchange, as bits of one more byte behind the states of the layers: the optimizer
+#: stepped on the means; they were thrown away; they stay in the gradients, to which more is added. 0: there was none.
+APPLIED, DISCARDED, KEPT = 1, 2, 4
+
+#: Payloads, and messages, begin at multiples of this many bytes, as loads of vectors want.
+ALIGNMENT = 16
 
 FIXED = np.dtype(
     [
@@ -34,56 +43,92 @@ FIXED = np.dtype(
         ("chunk", "<u2"),
         ("payload_bytes", "<u4"),
         ("layers", "<u2"),
-        (
-            "ready",
-            "<u2",
-        ),  # the only field that may differ between ranks; last, so that the rest compares as one
+        ("zero", "<u2"),
+        # Up to here all ranks expect the same bytes.
+        ("ready", "<u2"),
+        ("zero_too", "<u2"),
+        ("checksum", "<u4"),
     ]
 )
-_COMPARED_BYTES = FIXED.itemsize - 2
+_COMPARED_BYTES = 24
+_CHECKSUM_AT = 28
+
+
+Numbers = TypeVar("Numbers", int, npt.NDArray[np.int64], npt.NDArray[np.float64])
+
+
+def padded(nbytes: Numbers) -> Numbers:
+    """Up to the next multiple of :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Ballot:
     """The votes on one bucket: what all ranks together know of its layers.
 
-    ``present``, ``nonfinite``, ``sparse``: one boolean per layer, true if any rank said so. ``ready``: ranks that hold
-    the next plan.
+    ``states``: a byte per layer, and one for the outcomes of the last exchange. ``present``, ``nonfinite``: one boolean
+    per layer, true if any rank said so. ``ready``: ranks that hold the next plan.
     """
 
     def __init__(self, layers: int) -> None:
-        self.states: Bytes = np.zeros(layers, dtype=np.uint8)
+        self.states: Bytes = np.zeros(layers + 1, dtype=np.uint8)
         self.ready = 0
+
+    @property
+    def outcomes(self) -> int:
+        """What became of the last exchange: the union of all ranks' bits."""
+        return int(self.states[-1])
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
         """Layers that some rank had a dense gradient for."""
-        return (self.states & PRESENT).astype(np.bool_)
+        return (self.states[:-1] & PRESENT).astype(np.bool_)
 
     @property
     def nonfinite(self) -> npt.NDArray[np.bool_]:
         """Layers that some rank found a non-finite value in."""
-        return (self.states & NONFINITE).astype(np.bool_)
+        return (self.states[:-1] & NONFINITE).astype(np.bool_)
+
+
+def check_covers(result: Bytes, own: Bytes, sender: object) -> None:
+    """WireFormatError unless a result has all states that this rank sent: else its gradient would stay as it is."""
+    if np.any(own & ~result):
+        layers = np.flatnonzero(own & ~result).tolist()
+        raise WireFormatError(
+            f"the result from {sender} lacks states that this rank sent, of entries {layers[:5]}"
+        )
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Where we are: equal on all ranks at the same collective, or something is badly wrong."""
+    """Where we are: equal on all ranks at the same collective, or something is badly wrong.
+
+    ``checksums``: whether messages carry checksums; a setting on which all ranks agree.
+    """
 
     check: int
     step: int
     bucket: int
+    checksums: bool = False
 
 
 class ByteHeader:
-    """Headers of ``len(payload_bytes)`` chunks over ``layers`` layers: 24 bytes and one state byte per layer."""
+    """Headers of ``len(payload_bytes)`` messages about ``layers`` layers.
+
+    32 bytes, a state byte per layer and one for the outcome of the last exchange, zeros up to a multiple of 16. The
+    payload follows, and zeros up to a multiple of 16 again: ``message_bytes`` says how long each message is. The
+    checksum is the CRC-32C of the whole message without the checksum's own four bytes, or 0 where there are none.
+    """
 
     @staticmethod
     def size(layers: int) -> int:
         """Bytes of one header."""
-        return FIXED.itemsize + layers
+        return padded(FIXED.itemsize + layers + 1)
 
     def __init__(self, layers: int, payload_bytes: npt.NDArray[np.int64]) -> None:
         self.nbytes = self.size(layers)
+        self._states = slice(FIXED.itemsize, FIXED.itemsize + layers + 1)
+        self.message_bytes: list[int] = (self.nbytes + padded(payload_bytes)).tolist()
+        self._checksums = False
         self._fixed = np.zeros(len(payload_bytes), dtype=FIXED)
         self._fixed["magic"] = MAGIC
         self._fixed["protocol"] = PROTOCOL
@@ -98,24 +143,38 @@ class ByteHeader:
         self._fixed["bucket"] = stamp.bucket
         self._fixed["round"] = round_number & 0xFF
         self._fixed["ready"] = ready
+        self._checksums = stamp.checksums
 
     def write(self, target: Bytes, chunk: int, states: Bytes) -> None:
-        """Put the header of ``chunk`` at the start of ``target``."""
+        """Put the header of ``chunk`` at the start of ``target``, where its payload is already."""
         target[: FIXED.itemsize] = self._fixed[chunk : chunk + 1].view(np.uint8)
-        target[FIXED.itemsize : self.nbytes] = states
+        target[self._states] = states
+        target[self._states.stop : self.nbytes] = 0
+        if self._checksums:
+            length = self.message_bytes[chunk]
+            checksum = _checksum(target[:length])
+            target[_CHECKSUM_AT : FIXED.itemsize] = np.array([checksum], dtype="<u4").view(np.uint8)
 
     def read(self, source: Bytes, chunk: int, sender: int, voters: int = 1) -> tuple[int, Bytes]:
-        """Check the header of ``chunk`` from ``sender``; return its ready votes and its layer states.
+        """Check the message ``chunk`` from ``sender``; return its ready votes and its states.
 
         ``voters``: the number of ranks that the sender speaks for, itself included.
         """
-        if len(source) < self.nbytes:
-            raise WireFormatError(f"rank {sender} sent {len(source)} bytes, a header has {self.nbytes}")
+        length = self.message_bytes[chunk]
+        if len(source) < length:
+            raise WireFormatError(f"rank {sender} sent {len(source)} bytes, the message has {length}")
         expected = self._fixed[chunk : chunk + 1].view(np.uint8)[:_COMPARED_BYTES]
         if not np.array_equal(source[:_COMPARED_BYTES], expected):
             self._explain(source, chunk, sender)
-        states = source[FIXED.itemsize : self.nbytes]
-        if states.size and int(states.max()) > (PRESENT | NONFINITE | SPARSE):
+        if self._checksums:
+            stated = int(source[_CHECKSUM_AT : FIXED.itemsize].copy().view("<u4")[0])
+            if stated != _checksum(source[:length]):
+                raise WireFormatError(
+                    f"a message of {length} bytes from rank {sender} has not the checksum that it states: it was "
+                    "damaged on its way"
+                )
+        states = source[self._states]
+        if int(states.max()) > (PRESENT | NONFINITE | SPARSE):
             raise WireFormatError(f"rank {sender} sent an unknown layer state {int(states.max())}")
         ready = int(source[_COMPARED_BYTES]) | int(source[_COMPARED_BYTES + 1]) << 8
         if ready > voters:
@@ -126,7 +185,8 @@ class ByteHeader:
         got = source[: FIXED.itemsize].copy().view(FIXED)[0]
         want = self._fixed[chunk]
         names = FIXED.names or ()
-        wrong = [f"{n} {got[n]} instead of {want[n]}" for n in names if n != "ready" and got[n] != want[n]]
+        compared = names[: names.index("ready")]
+        wrong = [f"{n} {got[n]} instead of {want[n]}" for n in compared if got[n] != want[n]]
         text = f"rank {sender} sent a header with {', '.join(wrong)}"
         if got["magic"] == MAGIC and (got["protocol"] != PROTOCOL or got["check"] != want["check"]):
             raise PlanMismatchError(text)
@@ -134,15 +194,15 @@ class ByteHeader:
 
 
 class CountHeader:
-    """The same fields as float32 counts that survive a sum over up to 65,536 ranks.
+    """The same fields but the checksum, as float32 counts that survive a sum over up to 65,536 ranks.
 
     The check value travels as 8 nibbles and their squares: sum(v) = N v0 and sum(v^2) = N v0^2 hold together only if
     every rank's v is v0.
     """
 
     def __init__(self, layers: int) -> None:
-        self.layers = layers
-        self.length = 17 + 3 * layers
+        self._rows = layers + 1  # the outcome of the last exchange has one, too
+        self.length = 17 + 3 * self._rows
 
     def write(self, target: npt.NDArray[np.floating], stamp: Stamp, ready: int, states: Bytes) -> None:
         """Fill ``target`` (``length`` elements) with this rank's counts."""
@@ -150,7 +210,7 @@ class CountHeader:
         target[0:8] = nibbles
         target[8:16] = nibbles * nibbles
         target[16] = ready
-        counts = target[17 : self.length].reshape(3, self.layers)
+        counts = target[17 : self.length].reshape(3, self._rows)
         for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):
             counts[row] = (states & bit) != 0
 
@@ -170,7 +230,7 @@ class CountHeader:
         if not np.array_equal(counts, np.floor(counts)):
             raise WireFormatError(f"step {stamp.step}, bucket {stamp.bucket}: counts that are not whole")
         ballot.ready = int(counts[0])
-        votes = counts[1:].reshape(3, self.layers)
+        votes = counts[1:].reshape(3, self._rows)
         for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):
             ballot.states |= np.where(votes[row] > 0, np.uint8(bit), np.uint8(0))
 
@@ -179,3 +239,7 @@ def _nibbles(stamp: Stamp) -> Floats:
     text = f"{PROTOCOL},{stamp.check},{stamp.step},{stamp.bucket}"
     value = zlib.crc32(text.encode())
     return np.array([(value >> shift) & 0xF for shift in range(0, 32, 4)], dtype=np.float32)
+
+
+def _checksum(message: Bytes) -> int:
+    return crc32c(message[FIXED.itemsize :], crc32c(message[:_CHECKSUM_AT]))

@@ -1,0 +1,86 @@
+"""Ranks that no longer do the same: what became of the last exchange, and parameters that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import monotonic, sleep
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import StateError, TransportError
+from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
+from gradcomp.transport.control import ControlChannel
+
+#: How long a rank waits for the others to say what they did; all of them know by then that they must.
+ANSWER_SECONDS = 5.0
+
+_IN_WORDS = {
+    APPLIED: "applied the means (step())",
+    DISCARDED: "threw the means away (no step(), or zero_grad() before it)",
+    KEPT: "went on accumulating (neither step() nor zero_grad())",
+    0: "had no exchange",
+}
+
+
+def comparison_is_due(config: Config, exchanges: int) -> bool:
+    """Whether parameters are compared across ranks in the exchange after so many."""
+    every = config.fingerprint_every_steps
+    return 0 < exchanges <= config.fingerprint_steps or bool(every and exchanges and exchanges % every == 0)
+
+
+def different_parameters(
+    table: npt.NDArray[np.uint32], names: Sequence[str], steps: int
+) -> StateError | None:
+    """What is to be raised if the ranks' digests of their parameters, one row each, differ."""
+    differs = (table != table[0]).any(axis=0)
+    if not differs.any():
+        return None
+    layer = int(np.argmax(differs))
+    ranks = np.flatnonzero(table[:, layer] != table[0, layer]).tolist()
+    return StateError(
+        f"after step {steps} the parameter of layer {names[layer]!r} differs between rank 0 "
+        f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
+        "parameters (broadcast them) or do not apply the same update"
+    )
+
+
+def different_outcomes(
+    control: ControlChannel, prefix: str, rank: int, size: int, step: int, outcome: int
+) -> StateError:
+    """What every rank raises when some applied the means of a step and others did not; names them all.
+
+    All ranks call it for the same step. Each publishes what it did and waits up to five seconds for the others.
+    """
+    told = _told(control, f"{prefix}/outcome/{step}", rank, size, outcome)
+    ranks = {bits: [r for r in sorted(told) if told[r] == bits] for bits in sorted(set(told.values()))}
+    parts = [f"rank {', '.join(map(str, those))} {_IN_WORDS[bits]}" for bits, those in ranks.items()]
+    if silent := [r for r in range(size) if r not in told]:
+        parts.append(f"rank {', '.join(map(str, silent))} did not say")
+    return StateError(
+        f"after step {step} the ranks went different ways: {'; '.join(parts)}. Their parameters differ now, and training "
+        "cannot go on. A step must be skipped on all ranks or on none: decide it by a value that all ranks share, "
+        'or let a rank that gives up skip the step everywhere by DistributedOptimizer(on_skip="agree")'
+    )
+
+
+def _told(control: ControlChannel, prefix: str, rank: int, size: int, outcome: int) -> Mapping[int, int]:
+    told = {rank: outcome}
+    deadline = monotonic() + ANSWER_SECONDS
+    try:
+        control.publish(f"{prefix}/{rank}", str(outcome).encode())
+        while len(told) < size and monotonic() < deadline:
+            for other in range(size):
+                value = None if other in told else control.lookup(f"{prefix}/{other}")
+                if value is not None and (bits := _parse(value)) is not None:
+                    told[other] = bits
+            sleep(0.01)
+    except TransportError:
+        pass  # what is known is said all the same
+    return told
+
+
+def _parse(value: bytes) -> int | None:
+    known = {str(bits).encode(): bits for bits in _IN_WORDS}
+    return known.get(bytes(value))
