@@ -289,7 +289,7 @@ class _Span:
 
 
 def started(reduction: Reduction, rank: int, world: int):
-    call = Call(Stamp(1, 2, 0), Draw(0, 0, rank), np.ones(len(LARGE), np.uint8), 1, world, 1.0, 1.0)
+    call = Call(Stamp(1, 2, 0), Draw(0, 0, rank), np.ones(len(LARGE) + 1, np.uint8), 1, world, 1.0, 1.0)
     ballot = Ballot(len(LARGE))
     return reduction.run(call, Nothing(), ballot), ballot
 
