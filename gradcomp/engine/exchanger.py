@@ -6,9 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,10 +28,12 @@ from gradcomp.core.topology import Topology
 from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.background import in_background
 from gradcomp.engine.cues import DONE, STEP, Cues
-from gradcomp.engine.engine import Engine
+from gradcomp.engine.engine import WATCH_SECONDS, Engine
 from gradcomp.engine.links import measure, shift
+from gradcomp.engine.patience import hold, patient
 from gradcomp.engine.plan_log import PlanLog
 from gradcomp.engine.watch import Position, Watch, place
+from gradcomp.engine.whereabouts import LEFT_GRACE_SECONDS, Roster
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
@@ -38,6 +41,9 @@ from gradcomp.transport.base import Handle, Transport
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
+
+#: A wait looks so often whether the engine's thread still lives.
+_LIFE_SECONDS = 1.0
 
 #: Name of the job's first exchanger among all ranks.
 FIRST = "all-0"
@@ -92,7 +98,9 @@ class Exchanger:
         controlled: Controlled | None = None,
         compression: str = "",
         device: Device = HOST,
+        roster: Roster | None = None,
     ) -> None:
+        settle = patient(config, "the other ranks to compare layers and settings")
         topology = topology or Topology.one_host(transport.size)
         shared = {
             "average": average,
@@ -104,7 +112,7 @@ class Exchanger:
             shared["controller"] = controlled.controller.to_string()
         journal = _open_journal(transport, config, name)
         try:
-            agree(transport, describe(layers, plan, config, **shared))
+            agree(transport, describe(layers, plan, config, **shared), settle=settle)
             pilot = _begin_pilot(controlled, layers, transport, topology, config, device)
         except GradcompError:
             if journal is not None:
@@ -122,7 +130,7 @@ class Exchanger:
             order_step=order_step,
             schedule=schedule,
             topology=topology,
-            network=measure(transport, topology) if between_hosts else None,
+            network=measure(transport, topology, settle) if between_hosts else None,
             pilot=pilot,
             device=device,
         )
@@ -130,7 +138,7 @@ class Exchanger:
         self._engine = engine
         self._config = config
         self._transport = transport
-        self._watch = Watch(control, f"exchanger/{name}", transport.rank, transport.size)
+        self._watch = Watch(control, f"exchanger/{name}", transport.rank, transport.size, roster)
         self._done = threading.Event()
         self._opened = False
         self._aside: Handle | None = None  # a collective between steps
@@ -214,7 +222,7 @@ class Exchanger:
     def wait(self) -> StepResult:
         """Block until the step is done; the means are then in the outputs."""
         begin = perf_counter()
-        self._done.wait()
+        self._await()
         self._pipeline.statistics.exposed_seconds += perf_counter() - begin
         self._opened = False
         self._check()
@@ -250,9 +258,15 @@ class Exchanger:
         self._begin()
         self._aside = handle
         self._engine.wake()
-        self._done.wait()
+        self._await()
         self._aside = None
         self._check()
+
+    def _await(self) -> None:
+        """Until the engine's thread says that it is done, or is no more."""
+        while not self._done.wait(_LIFE_SECONDS):
+            if not self._engine.alive and not self._done.is_set():
+                self._stop_with(StateError("the engine's thread has ended: gradcomp was shut down meanwhile"))
 
     def _begin(self) -> None:
         self._progress_at = monotonic()
@@ -278,19 +292,23 @@ class Exchanger:
             self._last_cue = DONE
             self._settle(self._cues.give(DONE, self._pipeline.step))
 
-    def part(self, seconds: float) -> None:
-        """The program ends in good order: trainers dismiss the servers, and servers listen, for so long at most."""
+    def part(self) -> None:
+        """The program ends in good order: trainers dismiss the servers, and servers listen, until the deadline."""
         if self._cues is None or self._last_cue == DONE or self._opened or self._error is not None:
             return
         serves, step = self._pipeline.serves, self._pipeline.step
-        deadline = monotonic() + seconds
+        self._asides += 1
         try:
             handle = self._cues.listen() if serves else self._cues.give(DONE, step)
-            while not handle.poll():
-                if monotonic() > deadline or self._error is not None:
-                    self._aborted = True  # the collective may never end
-                    return
-                sleep(1e-3)
+            whom = "the ranks that train to end" if serves else "the ranks that serve to hear of the end"
+            done = hold(
+                lambda: self._error is not None or handle.poll(),
+                self._config,
+                lambda: f"shutdown: {self._watch.own_rank} waits for {whom}",
+            )
+            if not done or self._error is not None:
+                self._aborted = True  # the collective may never end
+                return
             if serves and self._cues.heard(step) == STEP:
                 self.abort(f"rank {self._transport.rank} only serves, and ended without opt.serve()")
         except GradcompError as error:
@@ -321,6 +339,11 @@ class Exchanger:
         """Collective, between steps: median seconds in which every rank sends and receives ``nbytes``."""
         self._check()
         return shift(self._transport, nbytes, self._settle)
+
+    def leave(self) -> None:
+        """Say that this rank opens no further step: those that wait for it in one need not wait for the deadline."""
+        if self._error is None and not self._closed and not self._opened:
+            self._watch.leave(self._position)
 
     def abort(self, message: str) -> None:
         """End the exchange on all ranks: they raise TransportError with this message within seconds."""
@@ -374,10 +397,6 @@ class Exchanger:
         except GradcompError as error:
             self._fail(error)
             return Waiting.NOTHING
-        except Exception as error:
-            logger.exception("the engine met a bug")
-            self._fail(StateError(f"the engine met a bug: {error!r}"))
-            return Waiting.NOTHING
         if waiting is Waiting.NOTHING:
             self._cue = None
             self._done.set()
@@ -401,9 +420,11 @@ class Exchanger:
             self._fail(error)
 
     def watch(self) -> None:
-        """Look at the control channel."""
+        """Look at the control channel; while this rank waits, say so, and ask whether the others are still there."""
         if self._error is not None:
             return
+        waited = monotonic() - self._progress_at if self._waits else 0.0
+        self._watch.waits(self._where() if waited > WATCH_SECONDS / 2 else "")
         try:
             message = self._watch.look(self._position)
         except TransportError as error:
@@ -413,6 +434,30 @@ class Exchanger:
             return
         if message is not None:
             self._stop_with(TransportError(f"aborted: {message}"))
+        elif waited > LEFT_GRACE_SECONDS:
+            left = self._watch.departed(self._position)
+            if left is not None:
+                self._fail(
+                    TransportError(f"{self._watch.own_rank} waited {waited:.1f} s at {self._where()}; {left}")
+                )
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something is under way that the training thread waits for, or will."""
+        return (self._opened or self._aside is not None) and not self._done.is_set()
+
+    def crash(self, error: BaseException) -> None:
+        """What should never be raised on the engine's thread was: stop here and on all ranks. Raises nothing."""
+        problem = StateError(f"the engine's thread failed: {type(error).__name__}")
+        with suppress(BaseException):  # its text may be what raises
+            problem = StateError(
+                f"the engine's thread failed at {self._where()}: {type(error).__name__}: {error}"
+            )
+        problem.__cause__ = error
+        with suppress(BaseException):
+            self._watch.publish_abort(f"{self._watch.own_rank}: {problem}")
+        with suppress(BaseException):
+            self._stop_with(problem)
 
     def _fail(self, error: GradcompError) -> None:
         """Something broke here: find out why, tell everyone, raise in the training thread."""
@@ -421,7 +466,7 @@ class Exchanger:
             if "waited" not in text:
                 text = f"{self._where()}: {text}; {self._watch.culprits(self._position)}"
             error = TransportError(text)
-        self._watch.publish_abort(f"rank {self._transport.rank}: {type(error).__name__}: {error}")
+        self._watch.publish_abort(f"{self._watch.own_rank}: {type(error).__name__}: {error}")
         self._stop_with(error)
 
     def _where(self) -> str:
@@ -435,10 +480,12 @@ class Exchanger:
 
     def _stop_with(self, error: GradcompError) -> None:
         self._error = error
-        self._transport.abandon()
-        if self._listener is not None:
-            self._listener.failed(error)
-        self._done.set()
+        try:
+            self._transport.abandon()
+            if self._listener is not None:
+                self._listener.failed(error)
+        finally:
+            self._done.set()
 
 
 def _begin_pilot(

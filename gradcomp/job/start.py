@@ -18,6 +18,8 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
 from gradcomp.engine import Controlled, Exchanger, Listener
 from gradcomp.engine.agreement import agree
+from gradcomp.engine.patience import patient
+from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
@@ -37,12 +39,15 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
 
     Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
-    transport = make_transport(state, ranks) if len(ranks) > 1 else None
+    transport, settle = None, patient(state.config, "the other ranks to check their arguments")
+    if len(ranks) > 1:
+        meet(state, ranks, "build its optimizer", "has not built its optimizer")
+        transport = make_transport(state, ranks)
     try:
         return validate(), transport
     except Exception as error:
         if transport is not None:
-            agree(transport, None, error)
+            agree(transport, None, error, settle=settle)
         raise
 
 
@@ -129,6 +134,7 @@ def start(
         controlled=proposal.controlled,
         compression=proposal.policy.title,
         device=device,
+        roster=state.roster(ranks),
     )
     state.exchangers.append(exchanger)
     if exchanger.pipeline.servers:
