@@ -110,7 +110,7 @@ class Config:
         f"one of {', '.join(TRANSPORTS)}",
     )
     stall_warning_seconds: float = _setting(
-        60.0, "Wait after which a rank says what it waits for.", _positive, "positive"
+        10.0, "Wait after which a rank says what it waits for.", _positive, "positive"
     )
     timeout_seconds: float = _setting(
         600.0, "Wait after which a rank aborts the job with a TransportError.", _positive, "positive"

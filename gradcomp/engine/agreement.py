@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.transport.base import Transport
+from gradcomp.transport.base import Handle, Transport, wait
 from gradcomp.version import __version__
 
 
@@ -27,20 +27,27 @@ def describe(layers: Sequence[LayerSpec], plan: Plan, config: Config, **extra: A
 
 
 def agree(
-    transport: Transport, description: Mapping[str, Any] | None, error: Exception | None = None
+    transport: Transport,
+    description: Mapping[str, Any] | None,
+    error: Exception | None = None,
+    *,
+    settle: Callable[[Handle], None] = wait,
 ) -> None:
     """Collective: raise PlanMismatchError on every rank unless all descriptions are equal.
 
     A rank that cannot go on passes its ``error`` instead; it raises that one, the others one that quotes it.
+    ``settle`` waits for a handle.
     Wire: two rounds of a digest; the descriptions themselves travel only if the digests differ.
     """
     mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(description or {})
     text = json.dumps(mine, sort_keys=True)
-    digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest())
+    digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest(), settle)
     if error is None and len(set(digests)) == 1:
         return
     if len(set(digests)) > 1 or error is not None:
-        everyone = [_parse(rank, part) for rank, part in enumerate(transport.allgather_bytes(text.encode()))]
+        everyone = [
+            _parse(rank, part) for rank, part in enumerate(transport.allgather_bytes(text.encode(), settle))
+        ]
         if error is not None:
             raise error
         raise PlanMismatchError(_difference(everyone))

@@ -37,6 +37,8 @@ class Engine:
     While a collective is under way it spins for 50 microseconds, then sleeps up to 250. While no bucket is complete
     it sleeps until a layer completes one. After half a second without progress, and every two seconds in any case, it
     looks at the control channel: a look is a round trip behind whatever is queued on the link.
+
+    Whatever is raised on the thread, by a log handler as well, ends the exchanger that it was raised for.
     """
 
     def __init__(self) -> None:
@@ -65,6 +67,12 @@ class Engine:
         """Something changed: look at once."""
         self._wake.set()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs: without it nobody says that a wait is over."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
     def stop(self) -> None:
         """End the thread; idempotent."""
         with self._lock:
@@ -75,6 +83,13 @@ class Engine:
             thread.join()
 
     def _loop(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - nobody else would end the waits
+            for exchanger in self._exchangers:
+                exchanger.crash(error)
+
+    def _serve(self) -> None:
         sleep_precisely()
         progress_at = watched_at = monotonic()
         pause = 0.0
@@ -83,7 +98,10 @@ class Engine:
             waiting, advanced = set(), False
             for exchanger in self._exchangers:
                 before = exchanger.advances
-                waiting.add(exchanger.poll())
+                try:
+                    waiting.add(exchanger.poll())
+                except BaseException as error:  # noqa: BLE001 - it ends this exchanger, not the others
+                    exchanger.crash(error)
                 advanced |= exchanger.advances != before
             now = monotonic()
             if advanced:
@@ -91,7 +109,10 @@ class Engine:
             if now - max(watched_at, progress_at) > WATCH_SECONDS or now - watched_at > LONGEST_WATCH_SECONDS:
                 watched_at = now
                 for exchanger in self._exchangers:
-                    exchanger.watch()
+                    try:
+                        exchanger.watch()
+                    except BaseException as error:  # noqa: BLE001 - as above
+                        exchanger.crash(error)
             if not waiting & {Waiting.WIRE, Waiting.DEVICE}:
                 self._wake.wait(WATCH_SECONDS)
                 continue

@@ -6,9 +6,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,10 +29,12 @@ from gradcomp.engine.agreement import agree, describe
 from gradcomp.engine.background import in_background
 from gradcomp.engine.cues import DONE, STEP, Cues
 from gradcomp.engine.divergence import comparison_is_due, different_outcomes, different_parameters
-from gradcomp.engine.engine import Engine
+from gradcomp.engine.engine import WATCH_SECONDS, Engine
 from gradcomp.engine.links import measure, shift
+from gradcomp.engine.patience import hold, patient
 from gradcomp.engine.plan_log import PlanLog
 from gradcomp.engine.watch import Position, Watch, place
+from gradcomp.engine.whereabouts import LEFT_GRACE_SECONDS, Roster
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.memory import Allocate
@@ -41,6 +44,9 @@ from gradcomp.transport.base import Handle, Transport
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
+
+#: A wait looks so often whether the engine's thread still lives.
+_LIFE_SECONDS = 1.0
 
 #: Name of the job's first exchanger among all ranks.
 FIRST = "all-0"
@@ -96,7 +102,9 @@ class Exchanger:
         compression: str = "",
         device: Device = HOST,
         digests: Callable[[], Digests] | None = None,
+        roster: Roster | None = None,
     ) -> None:
+        settle = patient(config, "the other ranks to compare layers and settings")
         topology = topology or Topology.one_host(transport.size)
         shared = {
             "average": average,
@@ -108,7 +116,7 @@ class Exchanger:
             shared["controller"] = controlled.controller.to_string()
         journal = _open_journal(transport, config, name)
         try:
-            agree(transport, describe(layers, plan, config, **shared))
+            agree(transport, describe(layers, plan, config, **shared), settle=settle)
             pilot = _begin_pilot(controlled, layers, transport, topology, config, device)
         except GradcompError:
             if journal is not None:
@@ -126,7 +134,7 @@ class Exchanger:
             order_step=order_step,
             schedule=schedule,
             topology=topology,
-            network=measure(transport, topology) if between_hosts else None,
+            network=measure(transport, topology, settle) if between_hosts else None,
             pilot=pilot,
             device=device,
         )
@@ -135,7 +143,7 @@ class Exchanger:
         self._config = config
         self._transport = transport
         self._control, self._prefix = control, f"exchanger/{name}"
-        self._watch = Watch(control, self._prefix, transport.rank, transport.size)
+        self._watch = Watch(control, self._prefix, transport.rank, transport.size, roster)
         self._digests = digests
         #: Whether the others may wait for a vote about the exchange that was waited for.
         self.owes_vote = False
@@ -229,7 +237,7 @@ class Exchanger:
     def wait(self) -> StepResult:
         """Block until the step is done; the means are then in the outputs."""
         begin = perf_counter()
-        self._done.wait()
+        self._await()
         self._pipeline.statistics.exposed_seconds += perf_counter() - begin
         self._opened = False
         self._check()
@@ -268,9 +276,15 @@ class Exchanger:
         self._begin()
         self._aside = handle
         self._engine.wake()
-        self._done.wait()
+        self._await()
         self._aside = None
         self._check()
+
+    def _await(self) -> None:
+        """Until the engine's thread says that it is done, or is no more."""
+        while not self._done.wait(_LIFE_SECONDS):
+            if not self._engine.alive and not self._done.is_set():
+                self._stop_with(StateError("the engine's thread has ended: gradcomp was shut down meanwhile"))
 
     def _begin(self) -> None:
         self._progress_at = monotonic()
@@ -296,21 +310,22 @@ class Exchanger:
             self._last_cue = DONE
             self._settle(self._cues.give(DONE, self._pipeline.step))
 
-    def part(self, seconds: float) -> None:
-        """The program ends in good order: trainers dismiss the servers, and servers listen, for so long at most.
+    def part(self) -> None:
+        """The program ends in good order: trainers dismiss the servers, and servers listen, until the deadline.
 
         A rank that ends between backward and ``step()`` votes against the step.
         """
         if self.owes_vote and self._error is None:
             self.owes_vote = False
-            self._wait_for(self._transport.allreduce(np.zeros(1, dtype=np.float32)), monotonic() + seconds)
+            self._leave_with(self._transport.allreduce(np.zeros(1, dtype=np.float32)), "all ranks to vote")
         if self._cues is None or self._last_cue == DONE or self._opened or self._error is not None:
             return
         serves, step = self._pipeline.serves, self._pipeline.step
-        deadline = monotonic() + seconds
+        self._asides += 1
         try:
             handle = self._cues.listen() if serves else self._cues.give(DONE, step)
-            if not self._wait_for(handle, deadline):
+            whom = "the ranks that train to end" if serves else "the ranks that serve to hear of the end"
+            if not self._leave_with(handle, whom):
                 return
             if serves and self._cues.heard(step) == STEP:
                 self.abort(f"rank {self._transport.rank} only serves, and ended without opt.serve()")
@@ -329,19 +344,25 @@ class Exchanger:
             raise WireFormatError(f"{votes[0]} of {self._transport.size} ranks voted for a step")
         return bool(votes[0] == self._transport.size)
 
-    def _wait_for(self, handle: Handle, deadline: float) -> bool:
-        """Whether a collective of the end came to its own."""
-        while not handle.poll():
-            if monotonic() > deadline or self._error is not None:
-                self._aborted = True  # the collective may never end
-                return False
-            sleep(1e-3)
-        return True
+    def _leave_with(self, handle: Handle, whom: str) -> bool:
+        """Whether a collective of the program's end came to its own before the deadline."""
+        done = hold(
+            lambda: self._error is not None or handle.poll(),
+            self._config,
+            lambda: f"shutdown: {self._watch.own_rank} waits for {whom}",
+        )
+        self._aborted |= not done or self._error is not None  # it may never end
+        return not self._aborted
 
     def probe(self, nbytes: int) -> float:
         """Collective, between steps: median seconds in which every rank sends and receives ``nbytes``."""
         self._check()
         return shift(self._transport, nbytes, self._settle)
+
+    def leave(self) -> None:
+        """Say that this rank opens no further step: those that wait for it in one need not wait for the deadline."""
+        if self._error is None and not self._closed and not self._opened:
+            self._watch.leave(self._position)
 
     def abort(self, message: str) -> None:
         """End the exchange on all ranks: they raise TransportError with this message within seconds."""
@@ -395,10 +416,6 @@ class Exchanger:
         except GradcompError as error:
             self._fail(error)
             return Waiting.NOTHING
-        except Exception as error:
-            logger.exception("the engine met a bug")
-            self._fail(StateError(f"the engine met a bug: {error!r}"))
-            return Waiting.NOTHING
         if waiting is Waiting.NOTHING:
             self._cue = None
             if aside is None and (divergence := self._divergence()) is not None:
@@ -425,9 +442,11 @@ class Exchanger:
             self._fail(error)
 
     def watch(self) -> None:
-        """Look at the control channel."""
+        """Look at the control channel; while this rank waits, say so, and ask whether the others are still there."""
         if self._error is not None:
             return
+        waited = monotonic() - self._progress_at if self._waits else 0.0
+        self._watch.waits(self._where() if waited > WATCH_SECONDS / 2 else "")
         try:
             message = self._watch.look(self._position)
         except TransportError as error:
@@ -437,6 +456,30 @@ class Exchanger:
             return
         if message is not None:
             self._stop_with(TransportError(f"aborted: {message}"))
+        elif waited > LEFT_GRACE_SECONDS:
+            left = self._watch.departed(self._position)
+            if left is not None:
+                self._fail(
+                    TransportError(f"{self._watch.own_rank} waited {waited:.1f} s at {self._where()}; {left}")
+                )
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something is under way that the training thread waits for, or will."""
+        return (self._opened or self._aside is not None) and not self._done.is_set()
+
+    def crash(self, error: BaseException) -> None:
+        """What should never be raised on the engine's thread was: stop here and on all ranks. Raises nothing."""
+        problem = StateError(f"the engine's thread failed: {type(error).__name__}")
+        with suppress(BaseException):  # its text may be what raises
+            problem = StateError(
+                f"the engine's thread failed at {self._where()}: {type(error).__name__}: {error}"
+            )
+        problem.__cause__ = error
+        with suppress(BaseException):
+            self._watch.publish_abort(f"{self._watch.own_rank}: {problem}")
+        with suppress(BaseException):
+            self._stop_with(problem)
 
     def _fail(self, error: GradcompError) -> None:
         """Something broke here: find out why, tell everyone, raise in the training thread."""
@@ -445,7 +488,7 @@ class Exchanger:
             if "waited" not in text:
                 text = f"{self._where()}: {text}; {self._watch.culprits(self._position)}"
             error = TransportError(text)
-        self._watch.publish_abort(f"rank {self._transport.rank}: {type(error).__name__}: {error}")
+        self._watch.publish_abort(f"{self._watch.own_rank}: {type(error).__name__}: {error}")
         self._stop_with(error)
 
     def _where(self) -> str:
@@ -471,9 +514,13 @@ class Exchanger:
         return different_parameters(table, [layer.name for layer in self._pipeline.layers], result.step)
 
     def _stop_with(self, error: GradcompError) -> None:
-        self._transport.abandon()
-        self._end_with(error)
-        self._done.set()
+        try:
+            self._transport.abandon()
+        finally:
+            try:
+                self._end_with(error)
+            finally:
+                self._done.set()
 
     def _end_with(self, error: GradcompError) -> None:
         self._error = error

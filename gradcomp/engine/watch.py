@@ -1,7 +1,8 @@
-"""Who is late, who is dead: stall warnings, deadlines and aborts over the control channel.
+"""Who is late, who is dead, who has left: stall warnings, deadlines and aborts over the control channel.
 
 Keys, all below the exchanger's prefix: ``question`` (a counter: "where are you?"), ``at/<rank>`` (that rank's answer
-and position), ``abort`` (the message with which every rank raises).
+and position), ``abort`` (the message with which every rank raises), ``left`` (see :mod:`gradcomp.engine.whereabouts`).
+What they hold is checked before it is used.
 """
 
 from __future__ import annotations
@@ -9,10 +10,17 @@ from __future__ import annotations
 import json
 import logging
 from time import monotonic, sleep
-from typing import Any
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.control import ControlChannel, StoreSilentError
+from gradcomp.engine.whereabouts import LEFT, Roster, Whereabouts, departure, publish_departure
+from gradcomp.transport.control import (
+    ControlChannel,
+    StoreSilentError,
+    bounded,
+    count_of,
+    numbers_of,
+    text_of,
+)
 
 logger = logging.getLogger("gradcomp")
 
@@ -25,16 +33,25 @@ Position = tuple[int, int, int]
 
 
 class Watch:
-    """One exchanger's view of the control channel. Used by the engine's thread only."""
+    """One exchanger's view of the control channel. Used by the engine's thread; :meth:`leave` by any."""
 
-    def __init__(self, control: ControlChannel, prefix: str, rank: int, size: int) -> None:
+    def __init__(
+        self, control: ControlChannel, prefix: str, rank: int, size: int, roster: Roster | None = None
+    ) -> None:
         self._control = control
         self._prefix = prefix
         self._rank = rank
         self._size = size
+        self._roster = roster or Roster.of_size(size)
+        self._whereabouts = Whereabouts(control, self._roster, rank)
         self._answered = 0
         self._warned = False
         self._lost = False
+
+    @property
+    def own_rank(self) -> str:
+        """This rank, by its number in the job."""
+        return f"rank {self._roster.ranks[self._rank]}"
 
     def look(self, position: Position) -> str | None:
         """Answer a question if there is one; return the abort message if the job was aborted.
@@ -52,12 +69,41 @@ class Watch:
     def _look(self, position: Position) -> str | None:
         abort = self._lookup("abort")
         if abort is not None:
-            return abort.decode(errors="replace")
-        question = self._lookup("question")
-        if question is not None and question.isdigit() and int(question) > self._answered:
-            self._answered = int(question)
-            self._publish(f"at/{self._rank}", json.dumps([self._answered, *position]).encode())
+            return text_of(abort)
+        question = count_of(self._lookup("question"))
+        if question > self._answered:
+            self._answered = question
+            self._publish(f"at/{self._rank}", json.dumps([question, *position]).encode())
         return None
+
+    def waits(self, where: str) -> None:
+        """Say what this rank waits for; empty: for nothing."""
+        self._whereabouts.say(where)
+
+    def leave(self, position: Position) -> None:
+        """Say that this rank takes part in no further step."""
+        publish_departure(self._control, self._prefix, self._rank, position)
+
+    def departed(self, position: Position) -> str | None:
+        """Why what this rank waits for at ``position`` never ends: another has left before; None if none has."""
+        if self._lost:
+            return None
+        try:
+            left = departure(self._lookup("left"), 3)
+        except TransportError:
+            return None
+        if left is None or not 0 <= left[0] < self._size or left[0] == self._rank:
+            return None
+        step, bucket, round_number = left[1]
+        if _order((step, bucket, round_number)) >= _order(position):
+            return None
+        return self._departure(left[0], step)
+
+    def _departure(self, rank: int, step: int) -> str:
+        return (
+            f"{self._roster.name(rank)} has left the training loop after {step} steps: it is in shutdown(); all ranks "
+            "must take the same number of steps"
+        )
 
     def waited(
         self, seconds: float, position: Position, where: str, warn_after: float, abort_after: float
@@ -68,13 +114,13 @@ class Watch:
             return
         if seconds >= abort_after:
             raise TransportError(
-                f"rank {self._rank} waited {seconds:.1f} s at {where}; {self.culprits(position)}"
+                f"{self.own_rank} waited {seconds:.1f} s at {where}; {self.culprits(position)}"
             )
         if not self._warned:
             self._warned = True
             logger.warning(
-                "rank %d has waited %.0f s at %s; %s",
-                self._rank,
+                "%s has waited %.0f s at %s; %s",
+                self.own_rank,
                 seconds,
                 where,
                 self.culprits(position),
@@ -91,18 +137,28 @@ class Watch:
         except TransportError as error:
             return f"the ranks cannot be asked: {error}"
         if abort is not None:
-            return f"aborted by {abort.decode(errors='replace')}"
+            return f"aborted by {text_of(abort)}"
         silent = [r for r in range(self._size) if r not in answers]
         behind = [r for r, at in answers.items() if _order(at) < _order(position)]
         parts = []
         if silent:
-            parts.append(f"no answer from rank {', '.join(map(str, silent))} (dead or stopped)")
-        parts += [f"rank {r} has only reached {place(answers[r])}" for r in behind]
+            parts.append(f"no answer from {self._roster.names(silent)} (dead or stopped)")
+        parts += [self._behind(r, answers[r]) for r in behind]
         return "; ".join(parts) or "all ranks answer and are at the same place"
 
+    def _behind(self, rank: int, at: Position) -> str:
+        where = self._whereabouts.of(rank)
+        if where == LEFT:
+            return self._departure(rank, at[0])
+        if where and at[1] < 0:
+            return (
+                f"{self._roster.name(rank)} is not in the training loop: after {at[0]} steps it waits in {where}; all "
+                "ranks must take the same number of steps"
+            )
+        return f"{self._roster.name(rank)} has only reached {place(at)}"
+
     def _ask(self, position: Position) -> dict[int, Position]:
-        known = self._lookup("question")
-        number = (int(known) if known is not None and known.isdigit() else 0) + 1
+        number = count_of(self._lookup("question")) + 1
         self._answered = number
         self._publish(f"at/{self._rank}", json.dumps([number, *position]).encode())
         self._publish("question", str(number).encode())
@@ -114,7 +170,7 @@ class Watch:
                 break
             for r in range(self._size):
                 if r not in answers:
-                    answer = _parse(self._lookup(f"at/{r}"))
+                    answer = numbers_of(self._lookup(f"at/{r}"), 4)
                     if answer is not None and answer[0] >= number:
                         answers[r] = (answer[1], answer[2], answer[3])
         return answers
@@ -140,24 +196,12 @@ class Watch:
 
     def _publish(self, key: str, value: bytes) -> None:
         try:
-            self._control.publish(f"{self._prefix}/{key}", value)
+            self._control.publish(f"{self._prefix}/{key}", bounded(value))
         except StoreSilentError:
             raise
         except TransportError:
             self._lost = True
             raise
-
-
-def _parse(answer: bytes | None) -> list[int] | None:
-    if answer is None:
-        return None
-    try:
-        data: Any = json.loads(answer)
-    except ValueError:
-        return None
-    if isinstance(data, list) and len(data) == 4 and all(isinstance(v, int) for v in data):
-        return data
-    return None
 
 
 def place(position: Position) -> str:

@@ -3,7 +3,9 @@
 On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of 56
 bytes per rank: a digest of what this rank calls. Waiting ends at a deadline, or within a second of another rank's
 failure, which is published in the job's key-value store (``user/<ranks>/abort``). Past a second of waiting a rank
-publishes how many calls it has made (``user/<ranks>/at/<rank>``), so that the ranks that stay away can be named.
+publishes how many calls it has made (``user/<ranks>/at/<rank>``) and what it waits for, so that the ranks that stay
+away can be named; at the end it publishes that it left (:mod:`gradcomp.engine.whereabouts`). A store that does not
+answer ends no call: the deadline does.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,11 +33,20 @@ from gradcomp.core.errors import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.engine.whereabouts import (
+    LEFT,
+    LEFT_GRACE_SECONDS,
+    Roster,
+    Whereabouts,
+    departure,
+    publish_departure,
+)
+from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.runtime import current
+from gradcomp.job.runtime import ABORT, current
 from gradcomp.transport.base import Bytes, Handle, Transport
-from gradcomp.transport.control import ControlChannel
+from gradcomp.transport.control import ControlChannel, StoreSilentError, bounded, count_of, text_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -42,7 +54,7 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5  # between looks at the store while waiting
 _MOST_DESCRIPTION_BYTES = 1 << 26
-_DRAIN_SECONDS = 10.0
+_DRAIN_SECONDS = 10.0  # for a thread whose calls have ended
 _CHUNK_BYTES = 64 << 20
 
 
@@ -60,16 +72,30 @@ class Call:
 
 
 class Channel:
-    """One process group's queue of calls and the thread that makes them."""
+    """One process group's queue of calls and the thread that makes them.
+
+    ``aborts``: keys of the control channel that end every call, beside the channel's own.
+    """
 
     def __init__(
-        self, group: Transport, control: ControlChannel, name: str, timeout: float, stall_warning: float
+        self,
+        group: Transport,
+        control: ControlChannel,
+        name: str,
+        timeout: float,
+        stall_warning: float,
+        roster: Roster | None = None,
+        aborts: Sequence[str] = (),
     ) -> None:
         self.rank = group.rank
         self.size = group.size
         self._group = group
         self._control = control
         self._prefix = f"user/{name}"
+        self._roster = roster or Roster.of_size(group.size)
+        self._whereabouts = Whereabouts(control, self._roster, group.rank)
+        self._aborts = (f"{self._prefix}/abort", *aborts)
+        self._ended = False
         self._timeout_seconds = timeout
         self._stall_warning_seconds = stall_warning
         self._calls = 0
@@ -79,6 +105,11 @@ class Channel:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="gradcomp-user", daemon=True)
         self._thread.start()
+
+    @property
+    def failure(self) -> GradcompError | None:
+        """Why the group is unusable, if it is."""
+        return self._failure
 
     @property
     def failed(self) -> bool:
@@ -102,8 +133,11 @@ class Channel:
                 future.set_result(work(self._agree(call)))
             except (ConfigError, PlanMismatchError) as error:
                 future.set_exception(error)
-            except Exception as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
+            except BaseException as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
                 future.set_exception(self._fail(error))
+            finally:
+                with suppress(BaseException):
+                    self._whereabouts.say("")
 
         if os.getpid() != self._process:
             raise StateError(f"{call.name}: a forked child is not a rank")
@@ -115,10 +149,16 @@ class Channel:
     def close(self, reason: str | None = None) -> None:
         """End the thread after the calls under way; with a reason, tell the other ranks to stop waiting instead."""
         self._queue.put(None)
-        if reason is not None and self._failure is None:
-            self._publish_abort(reason)
-        elif self._failure is None:
-            self._thread.join(_DRAIN_SECONDS)
+        if reason is not None:
+            self._ended = True
+            if self._failure is None:
+                self._publish_abort(reason)
+        # Every wait ends at the deadline, or at once where this rank has ended.
+        self._thread.join(
+            _DRAIN_SECONDS if self._ended or self.failed else self._timeout_seconds + _DRAIN_SECONDS
+        )
+        if reason is None and self._failure is None:
+            publish_departure(self._control, self._prefix, self.rank, (self._calls,))
 
     # ------------------------------------------------------------------ for the work of a call, on the thread
 
@@ -202,40 +242,68 @@ class Channel:
             self._look(now - started)
             if not warned and now - started > self._stall_warning_seconds:
                 warned = True
-                logger.warning("%s: rank %d waits; %s", self._name, self.rank, self._absent())
+                own = self._roster.ranks[self.rank]
+                logger.warning("%s: rank %d waits; %s", self._name, own, self._absent())
 
     def _look(self, waited_seconds: float) -> None:
-        self._control.publish(f"{self._prefix}/at/{self.rank}", str(self._calls).encode())
-        abort = self._control.lookup(f"{self._prefix}/abort")
-        if abort is not None:
-            self._failure = TransportError(abort.decode(errors="replace"))
-            raise self._failure
+        if self._ended:
+            raise TransportError("gradcomp was shut down meanwhile")
+        try:
+            self._tell_and_listen(waited_seconds)
+        except StoreSilentError as error:
+            logger.debug("%s: %s", self._name, error)
         if waited_seconds > self._timeout_seconds:
             raise TransportError(f"no end after {waited_seconds:.1f} s; {self._absent()}")
 
-    def _absent(self) -> str:
-        """The ranks that do not wait in this call."""
-        absent = []
-        for rank in range(self.size):
-            at = self._control.lookup(f"{self._prefix}/at/{rank}") or b"0"
-            if not at.isdigit() or int(at) < self._calls:
-                absent.append(str(rank))
-        return f"rank {', '.join(absent)} did not call it" if absent else "all ranks called it"
+    def _tell_and_listen(self, waited_seconds: float) -> None:
+        """Say where this rank is; raise TransportError if the call never ends."""
+        self._control.publish(f"{self._prefix}/at/{self.rank}", str(self._calls).encode())
+        self._whereabouts.say(f"{self._name}, call {self._calls} of its collectives")
+        for key in self._aborts:
+            if (abort := self._control.lookup(key)) is not None:
+                self._failure = TransportError(text_of(abort))
+                raise self._failure
+        left = departure(self._control.lookup(f"{self._prefix}/left"), 1)
+        if left is None or left[1][0] >= self._calls or waited_seconds < LEFT_GRACE_SECONDS:
+            return
+        if 0 <= left[0] < self.size and left[0] != self.rank:
+            absence = f"{self._roster.name(left[0])} did not call it: it has left, and is in {LEFT}"
+            raise TransportError(f"no end after {waited_seconds:.1f} s; {absence}")
 
-    def _fail(self, error: Exception) -> GradcompError:
-        """Give the channel up and tell the others."""
+    def _absent(self) -> str:
+        """The ranks that do not wait in this call, and where they are."""
+        try:
+            calls = [count_of(self._control.lookup(f"{self._prefix}/at/{rank}")) for rank in range(self.size)]
+        except StoreSilentError as error:
+            return str(error)
+        absent = [rank for rank in range(self.size) if calls[rank] < self._calls and rank != self.rank]
+        return "; ".join(map(self._absence, absent)) or "all ranks called it"
+
+    def _absence(self, rank: int) -> str:
+        where = self._whereabouts.of(rank)
+        at = (
+            f": it has left, and is in {LEFT}" if where == LEFT else f": it waits in {where}" if where else ""
+        )
+        return f"{self._roster.name(rank)} did not call it{at}"
+
+    def _fail(self, error: BaseException) -> GradcompError:
+        """Give the channel up and tell the others. Raises nothing."""
         if self._failure is None:
-            message = f"{self._name}: rank {self.rank}: {error}"
+            message = f"{self._name}: rank {self._roster.ranks[self.rank]}: {type(error).__name__}"
+            with suppress(BaseException):  # its text may be what raises
+                message = f"{self._name}: rank {self._roster.ranks[self.rank]}: {error}"
             kind = type(error) if isinstance(error, GradcompError) else TransportError
-            self._failure = kind(message)
-            self._failure.__cause__ = error
-            self._publish_abort(message)
+            self._failure = TransportError(message) if kind is StoreSilentError else kind(message)
+            if not isinstance(error, GradcompError):
+                self._failure.__cause__ = error
+            with suppress(BaseException):
+                self._publish_abort(message)
         return self._failure
 
     def _publish_abort(self, message: str) -> None:
         try:
             if self._control.lookup(f"{self._prefix}/abort") is None:
-                self._control.publish(f"{self._prefix}/abort", message.encode())
+                self._control.publish(f"{self._prefix}/abort", bounded(message.encode()))
         except TransportError:
             logger.debug("the abort could not be published", exc_info=True)
 
@@ -251,6 +319,8 @@ def channel_of(ranks: Ranks) -> Channel | None:
         return None
     state = current()
     if ranks not in state.channels:
+        if ranks != state.everyone:  # who met in init()
+            meet(state, ranks, "call a collective", f"has called none of ranks {list(ranks)}")
         config = state.config
         state.channels[ranks] = Channel(
             state.group(ranks),
@@ -258,6 +328,8 @@ def channel_of(ranks: Ranks) -> Channel | None:
             state.key(ranks),
             config.timeout_seconds,
             config.stall_warning_seconds,
+            state.roster(ranks),
+            (ABORT,) if ranks == state.everyone else (),
         )
     channel = state.channels[ranks]
     assert isinstance(channel, Channel)

@@ -35,6 +35,9 @@ class Network(ABC):
         """The ranks of a group that the engine's user has made; None if this is none. ConfigError for strangers."""
         return None
 
+    def finish(self, timeout_seconds: float) -> None:  # noqa: B027 - most engines can be left at any time
+        """This rank has done its work without an error: from here on it ends no other rank, however long that takes."""
+
     def close(self) -> None:  # noqa: B027 - most have nothing to release
         """The job is over; communicators are closed or abandoned by then."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradcomp.core.errors import ConfigError
 from gradcomp.job.launch import Launch, discover
 from gradcomp.job.network import Alone, Network, Ranks
-from gradcomp.transport.control import ControlChannel
+from gradcomp.transport.control import ControlChannel, Prefixed
 from gradcomp.transport.mpi import MpiTransport
 from gradcomp.transport.mpi_control import MpiControl
 from gradcomp.transport.mpi_process import mpi_process
@@ -44,8 +44,12 @@ class MpiNetwork(Network):
         return MpiTransport(None if ranks == self.ranks else ranks, timeout_seconds, world=len(self.ranks))
 
     def control(self, life: int, timeout_seconds: float) -> ControlChannel:
+        """See :class:`Network`. The lives share a communicator, whose values stay: each has keys of its own."""
+        return Prefixed(self._control, str(life))
+
+    def finish(self, timeout_seconds: float) -> None:
         """See :class:`Network`."""
-        return self._control
+        mpi_process().patience_seconds = timeout_seconds
 
     def describe(self) -> str:
         """The library's own name and version."""

@@ -53,6 +53,7 @@ class TorchNetwork(Network):
         self.rank = rank
         self._owns_default_group = owns_default_group
         self._attempt = attempt
+        self._controls: list[TorchControl] = []
 
     def group(self, ranks: Ranks, timeout_seconds: float) -> TorchTransport:
         """See :class:`Network`."""
@@ -61,11 +62,13 @@ class TorchNetwork(Network):
     def control(self, life: int, timeout_seconds: float) -> TorchControl:
         """A connection to the job's key-value store. It may take long where names are resolved slowly: make few."""
         # torchrun's store outlives a failed attempt, and with it that attempt's abort.
-        return TorchControl(
+        control = TorchControl(
             f"gradcomp/{self._attempt or 0}/{life}/{self.ranks[0]}-{len(self.ranks)}",
             timeout_seconds,
             "rank 0" if self._attempt is None else "torchrun",
         )
+        self._controls.append(control)
+        return control
 
     def members(self, group: Any) -> Ranks | None:
         """Of a process group, or of one dimension of a DeviceMesh."""
@@ -83,7 +86,9 @@ class TorchNetwork(Network):
         return tuple(sorted(self.ranks.index(rank) for rank in there))
 
     def close(self) -> None:
-        """Destroy the default group, if gradcomp made it."""
+        """End the connections; destroy the default group, if gradcomp made it."""
+        for control in self._controls:
+            control.close()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
 

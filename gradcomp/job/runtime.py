@@ -7,38 +7,41 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from time import monotonic, sleep
 from typing import Any, Protocol
 
 import numpy as np
 
 from gradcomp import kernels
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, StateError, TransportError, WireFormatError
+from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.scheme import AUTO
 from gradcomp.core.topology import Topology
 from gradcomp.engine import Engine, Exchanger
+from gradcomp.engine.background import finish_background
+from gradcomp.engine.patience import hold
+from gradcomp.engine.whereabouts import LEFT, Roster, Whereabouts
+from gradcomp.job import ending
 from gradcomp.job.launch import Launch, placed
 from gradcomp.job.network import Network, Ranks
 from gradcomp.transport.base import Transport
-from gradcomp.transport.control import ControlChannel
+from gradcomp.transport.control import ControlChannel, StoreSilentError, bounded
 from gradcomp.version import __version__
 
 logger = logging.getLogger("gradcomp")
 
-#: How long an orderly shutdown waits for the other ranks.
-FAREWELL_SECONDS = 10.0
+#: Key of the control channel: why a rank ended before its work was done. The first one stays.
+ABORT = "abort"
 
 
 class _Channel(Protocol):
     """A :class:`gradcomp.job.channel.Channel`, which stands above this module."""
 
     @property
-    def failed(self) -> bool: ...
+    def failure(self) -> GradcompError | None: ...
 
     def close(self, reason: str | None = None) -> None: ...
 
@@ -57,7 +60,10 @@ class Runtime:
     groups: dict[Ranks, Transport] = field(default_factory=dict)
     channels: dict[Ranks, _Channel] = field(default_factory=dict)
     topology: Topology = field(init=False)
+    #: The ranks' hosts, by name.
+    hosts: tuple[str, ...] = ()
     _names: dict[Ranks, int] = field(default_factory=dict)
+    _meetings: dict[Ranks, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.topology = Topology.one_host(self.size)
@@ -93,6 +99,16 @@ class Runtime:
         self._names[ranks] = number + 1
         return f"{self.key(ranks)}-{number}"
 
+    def next_meeting(self, ranks: Ranks) -> str:
+        """A name for one more meeting of ``ranks``: the same on all of them."""
+        number = self._meetings.get(ranks, 0)
+        self._meetings[ranks] = number + 1
+        return f"{self.key(ranks)}-{number}"
+
+    def roster(self, ranks: Ranks) -> Roster:
+        """Who ``ranks`` are."""
+        return Roster(ranks, tuple(self.hosts[rank] for rank in ranks) if self.hosts else ())
+
     def key(self, ranks: Ranks) -> str:
         """What tells these ranks from others in the job's key-value store."""
         return "all" if ranks == self.everyone else hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -105,6 +121,11 @@ class Runtime:
     def engine_control(self) -> ControlChannel:
         """The connection that all exchangers share: the engine's thread uses it."""
         return self.make_control()
+
+    @cached_property
+    def whereabouts(self) -> Whereabouts:
+        """Where the ranks of the job are."""
+        return Whereabouts(self.engine_control, self.roster(self.everyone), self.rank)
 
 
 _runtime: Runtime | None = None
@@ -133,10 +154,14 @@ def begin(
     if runtime.size > 1:
         try:
             _introduce(runtime, sorted(_members(one, runtime.size) for one in process_sets))
+            _ = (
+                runtime.engine_control
+            )  # shutdown() needs it, and can make none without the rank that hosts the store
         except BaseException:
             _release(runtime, orderly=True)
             raise
     _runtime = runtime
+    ending.observe()
     atexit.register(shutdown)
     _banner(runtime)
 
@@ -153,24 +178,36 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if os.getpid() != runtime.process:
         return  # a forked child has nothing of its own to leave
-    failed = getattr(sys, "last_value", None)
-    reason = None
-    if failed is not None:
-        reason = f"rank {runtime.rank} ended with {type(failed).__name__}: {failed}"
-        for exchanger in runtime.exchangers:
-            exchanger.abort(reason)
-    for channel in runtime.channels.values():
-        channel.close(reason)
-    orderly = failed is None and not any(channel.failed for channel in runtime.channels.values())
-    orderly = orderly and all(exchanger.error is None for exchanger in runtime.exchangers)
-    if orderly and runtime.size > 1:
-        for exchanger in runtime.exchangers:
-            exchanger.part(FAREWELL_SECONDS)
-        _farewell(runtime.group(runtime.everyone))
+    failed = ending.uncaught()
+    ending.stop_observing()
+    reason = None if failed is None else f"rank {runtime.rank} ended with {describe(failed)}"
+    orderly = _part(runtime, reason) if runtime.size > 1 else reason is None
     runtime.engine.stop()
+    finish_background()
     for exchanger in runtime.exchangers:
         exchanger.close()
     _release(runtime, orderly)
+
+
+def _part(runtime: Runtime, reason: str | None) -> bool:
+    """Tell the others that this rank leaves, and wait for them; whether all have left in good order."""
+    for exchanger in runtime.exchangers:
+        if reason is not None:
+            exchanger.abort(reason)
+    for channel in runtime.channels.values():
+        channel.close(reason)
+    failures = [e.error for e in runtime.exchangers if e.error is not None]
+    failures += [channel.failure for channel in runtime.channels.values() if channel.failure is not None]
+    if reason is not None or failures:
+        runtime.whereabouts.leave()
+        _publish_abort(runtime, reason or f"rank {runtime.rank} ended after {describe(failures[0])}")
+        return False
+    runtime.network.finish(runtime.config.timeout_seconds)
+    for exchanger in runtime.exchangers:
+        exchanger.part()
+        exchanger.leave()
+    runtime.whereabouts.leave()
+    return _farewell(runtime)
 
 
 def leave_first() -> None:
@@ -215,6 +252,7 @@ def _introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
             f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks name them all"
         )
     hosts = [host for host, _, _ in told]
+    runtime.hosts = tuple(hosts)
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
     if process_sets and runtime.config.transport == "horovod":
@@ -232,19 +270,57 @@ def _introduction(part: bytes) -> tuple[str, str, str]:
     return str(host), str(transport), str(process_sets)
 
 
-def _farewell(group: Transport) -> None:
-    """A bounded barrier: the rank that hosts the job's store must not leave first."""
+def _farewell(runtime: Runtime) -> bool:
+    """Wait until all ranks are here, as long as ``timeout_seconds``; whether they are.
+
+    The rank that hosts the job's store must not leave before them. A rank that failed will not come: the others need
+    not wait for it.
+    """
+    group, control = runtime.group(runtime.everyone), runtime.engine_control
+    aborted = False
+
+    def look(_: float) -> None:
+        nonlocal aborted
+        with suppress(StoreSilentError):
+            aborted = control.lookup(ABORT) is not None
+
+    def failed() -> bool:
+        return aborted or any(exchanger.error is not None for exchanger in runtime.exchangers)
+
+    def waits_for() -> str:
+        at = {rank: runtime.whereabouts.of(rank) for rank in runtime.everyone if rank != runtime.rank}
+        absent = [rank for rank, where in at.items() if where != LEFT]
+        names = runtime.roster(runtime.everyone).names(absent) or "the others"
+        return (
+            f"shutdown: rank {runtime.rank} is done and waits for {names} to end, at most "
+            f"{runtime.config.timeout_seconds:g} s"
+        )
+
     try:
         handle = group.allreduce(np.zeros(1, dtype=np.float32))
-        deadline = monotonic() + FAREWELL_SECONDS
-        while not handle.poll():
-            if monotonic() > deadline:
-                logger.warning("shutdown: the other ranks did not arrive within %.0f s", FAREWELL_SECONDS)
-                group.abandon()
-                return
-            sleep(1e-3)
+        if not hold(lambda: failed() or handle.poll(), runtime.config, waits_for, look):
+            logger.warning("%s: that is over, this rank ends", waits_for())
+            return False
     except TransportError as error:
         logger.debug("shutdown: %s", error)
+        return False
+    return not failed()
+
+
+def _publish_abort(runtime: Runtime, reason: str) -> None:
+    try:
+        if runtime.engine_control.lookup(ABORT) is None:
+            runtime.engine_control.publish(ABORT, bounded(reason.encode()))
+    except TransportError as error:
+        logger.debug("shutdown: %s", error)
+
+
+def describe(error: BaseException) -> str:
+    """An error with its type; another program's may not be able to say its text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - as it says
+        return type(error).__name__
 
 
 def is_initialized() -> bool:

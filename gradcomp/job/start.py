@@ -17,6 +17,8 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
 from gradcomp.engine import Controlled, Exchanger, Listener
 from gradcomp.engine.agreement import agree
+from gradcomp.engine.patience import patient
+from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
@@ -37,12 +39,15 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
 
     Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
-    transport = make_transport(state, ranks) if len(ranks) > 1 else None
+    transport, settle = None, patient(state.config, "the other ranks to check their arguments")
+    if len(ranks) > 1:
+        meet(state, ranks, "build its optimizer", "has not built its optimizer")
+        transport = make_transport(state, ranks)
     try:
         return validate(), transport
     except Exception as error:
         if transport is not None:
-            agree(transport, None, error)
+            agree(transport, None, error, settle=settle)
         raise
 
 
@@ -134,6 +139,7 @@ def start(
         compression=proposal.policy.title,
         device=device,
         digests=digests,
+        roster=state.roster(ranks),
     )
     exchanger.before_exchange = Reporter(exchanger, config).after_steps
     state.exchangers.append(exchanger)

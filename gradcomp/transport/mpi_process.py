@@ -22,7 +22,7 @@ logger = logging.getLogger("gradcomp")
 
 #: The tag that says that a rank is about to end after a failure; the largest that every MPI has.
 FAREWELL_TAG = 32767
-#: How long a process waits at exit for the others after a failure: every rank raises within five seconds.
+#: How long a process waits at exit for the others after a failure of its own: every rank raises within five seconds.
 FAREWELL_SECONDS = 6.0
 
 
@@ -38,6 +38,8 @@ class MpiProcess:
     abandoned: list[Any] = field(default_factory=list)
     #: A thread stays inside MPI: no orderly end.
     stuck: bool = False
+    #: This rank has done its work: it waits so long for those that gave up, and ends none of them.
+    patience_seconds: float | None = None
 
     def communicator(self, ranks: Sequence[int] | None, timeout_seconds: float) -> Any:
         """A communicator among these processes of the job (None: all), made by them together."""
@@ -150,19 +152,24 @@ def _finalize(MPI: Any) -> None:
 
 
 def _leave(process: MpiProcess) -> None:
-    """At exit, after a failure: wait for the others, since MPI_Finalize would wait for ever for one that is stopped."""
+    """At exit, after a failure: wait for the others, since MPI_Finalize would wait for ever for one that is stopped.
+
+    A rank that itself has done its work leaves it at that wait: it must not end one that still saves what it has.
+    """
     if process.MPI.Is_finalized() or not (process.abandoned or process.stuck):
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    if process.stuck or not _all_leave(process):
+    if process.patience_seconds is not None and not process.stuck:
+        _all_leave(process, process.patience_seconds)
+    elif process.stuck or not _all_leave(process, FAREWELL_SECONDS):
         process.MPI.COMM_WORLD.Abort(1)
 
 
-def _all_leave(process: MpiProcess) -> bool:
-    """Whether all ranks of all abandoned communicators have got as far as this one, before the deadline."""
+def _all_leave(process: MpiProcess, seconds: float) -> bool:
+    """Whether all ranks of all abandoned communicators have got as far as this one, within so many seconds."""
     nothing = np.empty(0, dtype=np.uint8)
-    deadline = monotonic() + FAREWELL_SECONDS
+    deadline = monotonic() + seconds
     try:
         messages = []
         for comm in process.abandoned:

@@ -21,11 +21,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Transport
 from gradcomp.transport.control import ControlChannel, StoreSilentError
+from gradcomp.transport.sockets import cut, open_sockets
 
 #: Gloo's own deadline lies behind the engine's, so that the engine is the one to say what happened.
 GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
 #: How long a call of the control channel waits for the store's answer.
 _ANSWER_SECONDS = 3.0
+#: How long the end of the control channel waits for one.
+_END_SECONDS = 0.5
 
 
 #: Between two ranks, from this size on, each way has a connection of its own.
@@ -173,11 +176,13 @@ class TorchControl(ControlChannel):
     """
 
     def __init__(self, prefix: str, timeout_seconds: float, server: str = "rank 0") -> None:
+        self._socket: tuple[int, int] | None = None
         store: Any = dist.distributed_c10d._get_default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if isinstance(store, TCPStore):
             # The default group's client may be inside a blocking call of the training thread.
+            before = open_sockets()
             try:
                 store = TCPStore(
                     store.host,
@@ -191,20 +196,36 @@ class TorchControl(ControlChannel):
                 raise TransportError(
                     f"no connection to the job's key-value store: {_reason(error)}"
                 ) from error
+            made = open_sockets().items() - before.items()
+            self._socket = made.pop() if len(made) == 1 else None
         self._store = PrefixStore(prefix, store)
         self._server = server
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._unanswered: Future[Any] | None = None
-        threading.Thread(target=self._serve, name="gradcomp-control", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="gradcomp-control", daemon=True)
+        self._thread.start()
 
     def publish(self, key: str, value: bytes) -> None:
         """Set a value."""
-        self._call(lambda: self._store.set(key, value.decode()))
+        self._call(lambda: self._store.set(key, value.decode(errors="replace")))
 
     def lookup(self, key: str) -> bytes | None:
         """Get a value without waiting for one to be set."""
         found = self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if found is None else bytes(found)
+
+    def close(self) -> None:
+        """End the thread, if need be by cutting the connection on which it waits for an answer.
+
+        A thread that is still inside the client when the interpreter ends would take the process down with SIGABRT.
+        """
+        if threading.current_thread() is self._thread:
+            return
+        self._calls.put(None)
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive() and self._socket is not None:
+            cut(*self._socket)
+            self._thread.join(_ANSWER_SECONDS)
 
     def _call(self, work: Callable[[], Any]) -> Any:
         silent = StoreSilentError(f"the job's key-value store, served by {self._server}, does not answer")
@@ -221,9 +242,9 @@ class TorchControl(ControlChannel):
             raise TransportError(f"the job's key-value store, served by {self._server}, is gone") from error
 
     def _serve(self) -> None:
-        while True:
-            work, future = self._calls.get()
+        while (call := self._calls.get()) is not None:
+            work, future = call
             try:
                 future.set_result(work())
-            except Exception as error:  # noqa: BLE001 - the caller's business
+            except BaseException as error:  # noqa: BLE001 - the caller's business
                 future.set_exception(error)

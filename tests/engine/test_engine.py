@@ -18,8 +18,8 @@ from gradcomp import Config, LayerSpec, Plan, PlanMismatchError, Policy, Quantiz
 from gradcomp.engine import Engine, Exchanger, Watch
 from gradcomp.engine.engine import sleep_precisely
 from gradcomp.engine.watch import place
-from gradcomp.transport.base import Transport
 from gradcomp.reduce.header import APPLIED, DISCARDED
+from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel, LocalControl, StoreSilentError
 from gradcomp.transport.inprocess import World
 
