@@ -200,9 +200,9 @@ class GradientExchange:
                 f"layer {self.names[layer]!r} has a second gradient in one exchange; declare all passes with "
                 "backward_passes_per_step, or accumulate under no_sync()"
             )
+        gradient = self._gradient(layer)  # a rank whose own is wrong says so, whatever the others have met
         self._open()
         self._submitted.add(layer)
-        gradient = self._gradient(layer)
         if gradient is None:
             self.exchanger.submit_absent(layer, sparse=True)
         else:
