@@ -17,9 +17,9 @@ from gradcomp.torch.live import live
 _MARK = "gradcomp"
 
 _REFUSAL = """\
-the optimizer's parameters are in a DistributedDataParallel, which averages the same gradients at the same time: ranks \
-would apply different ones. With DistributedDataParallel, keep the optimizer as it is, without DistributedOptimizer, and \
-let a hook compress the gradients:
+the optimizer's parameters are in a DistributedDataParallel, which averages the same gradients at the same time: \
+ranks would apply different ones. With DistributedDataParallel, keep the optimizer as it is, without \
+DistributedOptimizer, and let a hook compress the gradients:
     state, hook = gc.ddp_comm_hook(model, compression=...)
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(state, hook)

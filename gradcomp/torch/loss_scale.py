@@ -39,9 +39,7 @@ class LossScale:
     def check(self) -> None:
         """ConfigError for what is no scaler."""
         if self._wrong:
-            raise ConfigError(
-                f"grad_scaler must be a torch.amp.GradScaler, None or False, got {self._wrong}"
-            )
+            raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler, None or False, got {self._wrong}")
 
     def of(self, pipeline: Pipeline) -> float:
         """The scale of the gradients of the exchange that is about to begin."""

@@ -67,8 +67,8 @@ def DistributedOptimizer(
         gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
         sparse_as_dense: exchange sparse gradients as dense ones; else their rows are gathered, uncompressed.
         finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
-        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units. Without it, the only enabled one
-            that exists when state begins is taken, and several are an error; False: the loss is not scaled.
+        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units. Without it, the only enabled
+            one that exists when state begins is taken, and several are an error; False: the loss is not scaled.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
             dimension of a DeviceMesh. Only they call this.
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,

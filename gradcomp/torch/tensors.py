@@ -76,7 +76,9 @@ class Form:
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy whose memory can be exchanged."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(tensor)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(
+            tensor
+        )
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)} on {self.device}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import types
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -121,8 +122,7 @@ def accelerated():
     optimizer = wrap(model)
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     model = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True), backend="eager")
-    step = optimizer.step
-    optimizer.step = lambda *arguments: step(*arguments)
+    optimizer.step = types.MethodType(type(optimizer).step, optimizer)
     return model, optimizer
 
 
@@ -218,7 +218,9 @@ def distributed_tensors():
     model = net()
     for module in (model[0], model[2]):
         for name, parameter in list(module.named_parameters()):
-            setattr(module, name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh(), [Replicate()])))
+            setattr(
+                module, name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh(), [Replicate()]))
+            )
     return model
 
 
@@ -290,7 +292,7 @@ def test_an_object_with_a_dtensor_is_not_broadcast():
 @on_ranks(2)
 def test_a_parameter_that_became_another_after_wrapping_is_refused(case):
     model = net()
-    optimizer = wrap(model, WITH_RESIDUALS)
+    wrap(model, WITH_RESIDUALS)
     if case in ("bfloat16", "float64"):
         model.to(getattr(torch, case))
         data = torch.ones(2, 8, dtype=getattr(torch, case))
@@ -301,7 +303,6 @@ def test_a_parameter_that_became_another_after_wrapping_is_refused(case):
         model = torch.nn.Sequential(Weighted(model[2].weight))
     with pytest.raises(gc.StateError, match=r"layer '.*' was .* when the optimizer was wrapped"):
         model(data).sum().backward()
-        optimizer.step()
 
 
 class Weighted(torch.nn.Module):
@@ -334,7 +335,9 @@ def test_a_gradient_that_a_hook_put_there_is_refused_if_it_does_not_fit(case):
 
     weight.register_post_accumulate_grad_hook(replace)
     optimizer = wrap(model, WITH_RESIDUALS)
-    with pytest.raises(gc.StateError, match=r"layer '0\.weight' was float32.* when the optimizer was wrapped"):
+    with pytest.raises(
+        gc.StateError, match=r"layer '0\.weight' was float32.* when the optimizer was wrapped"
+    ):
         train(model, optimizer)
     assert_still_working()
 
@@ -345,10 +348,10 @@ def test_a_gradient_that_does_not_fit_on_one_rank_is_told_to_the_others():
     optimizer = wrap(model)
     if gc.rank() == 1:
         model.bfloat16()
-        with pytest.raises(gc.StateError, match="layer '2.bias' was float32"):
+        with pytest.raises(gc.StateError, match=r"layer '2\.bias' was float32"):
             model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     else:
-        with pytest.raises(gc.TransportError, match="rank 1: StateError: layer '2.bias' was float32"):
+        with pytest.raises(gc.TransportError, match=r"rank 1: StateError: layer '2\.bias' was float32"):
             train(model, optimizer)
     assert_still_working()
 
@@ -502,7 +505,7 @@ def test_a_scaler_that_only_one_rank_has_is_an_error_on_every_rank(frontend):
 def test_a_scaler_that_only_one_rank_names_is_an_error_on_every_rank(frontend):
     mine = scaler()
     model, optimizer, _ = MAKERS[frontend]("none", **({"grad_scaler": mine} if gc.rank() == 1 else {}))
-    with pytest.raises(gc.ConfigError, match="rank 1 .*rank 0 "):
+    with pytest.raises(gc.ConfigError, match=r"rank 1 .*rank 0 "):
         scaled_step(model, optimizer, mine)
 
 
