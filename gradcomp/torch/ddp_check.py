@@ -73,5 +73,12 @@ class DdpCheck:
 def _have_autograd_state(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Whether somebody keeps the graph's node of one of these parameters: a graph, or DistributedDataParallel."""
     for parameter in parameters:
-        get_gradient_edge(parameter).node.metadata[_MARK] = True
-    return any(_MARK in get_gradient_edge(parameter).node.metadata for parameter in parameters)
+        _node_data(parameter)[_MARK] = True
+    return any(_MARK in _node_data(parameter) for parameter in parameters)
+
+
+def _node_data(parameter: torch.nn.Parameter) -> dict[Any, Any]:
+    """A dictionary that lives as long as the node at which the parameter's gradient arrives."""
+    node: Any = get_gradient_edge(parameter).node
+    data: dict[Any, Any] = node.metadata
+    return data
