@@ -85,8 +85,8 @@ class Statistics:
     """What one rank did since the start. Bytes are those this rank sent; seconds are wall time.
 
     ``dense_bytes`` is what an uncompressed exchange of the same gradients in their own dtype would have sent by the
-    same reduction, 2 d (N-1) / N. ``exposed_seconds`` is the time the training thread waited for the exchange, ``vote_seconds`` for ranks to agree on steps
-    (``on_skip="agree"``).
+    same reduction, 2 d (N-1) / N. ``exposed_seconds`` is the time the training thread waited for the exchange,
+    ``vote_seconds`` for ranks to agree on steps (``on_skip="agree"``).
     """
 
     steps: int = 0

@@ -16,8 +16,8 @@ _LANES = 256
 def crc32c(data: Bytes, value: int = 0) -> int:
     """CRC-32C of the bytes whose checksum is ``value``, followed by ``data``.
 
-    With ~value as the state s, each byte b gives s <- (s >> 8) ^ T[(s ^ b) & 255], where T[b] is b after eight divisions
-    by the polynomial 0x1EDC6F41 of Castagnoli et al. 1993; the result is ~s. ``crc32c(b, crc32c(a)) == crc32c(a + b)``.
+    With ~value as the state s, each byte b gives s <- (s >> 8) ^ T[(s ^ b) & 255]; the result is ~s. T[b] is b after
+    eight divisions by the polynomial 0x1EDC6F41 of Castagnoli et al. 1993. ``crc32c(b, crc32c(a)) == crc32c(a + b)``.
 
     Args:
         data: uint8, one-dimensional and contiguous.

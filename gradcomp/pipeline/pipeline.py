@@ -32,6 +32,7 @@ from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
 from gradcomp.pipeline.bucket import BucketProgram
+from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
 from gradcomp.pipeline.memory import Allocate, StepMemory
@@ -159,6 +160,7 @@ class Pipeline:
         #: How many ranks, the first ones, only serve; and how many train.
         self.servers = self._scheme.serving(transport.size)
         self.trainers = transport.size - self.servers
+        self._discards = Discards()
         self._handing_over = False  # servers have to tell each other what they no longer own
         self._topology = topology or Topology.one_host(transport.size)
         self._network = network
@@ -206,6 +208,11 @@ class Pipeline:
         return self._steering.pilot
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether compressors keep residuals or fields; the same on all ranks."""
+        return bool(self.residuals.first.nbytes + self.fields.nbytes)
+
+    @property
     def predicted_bytes(self) -> float:
         """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
         return self._laid_out.predicted_bytes
@@ -250,6 +257,7 @@ class Pipeline:
         result, self.result = self.result, None
         self.outcome = outcome
         if result.finite:
+            self._discards.accepted()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
             self.rate = self._open_rate
@@ -262,6 +270,8 @@ class Pipeline:
         """Forget the finished step; the state stays what it was before."""
         if self.is_open:
             raise StateError("the exchange is still under way")
+        if self.result is not None and self.result.finite and self.keeps_state:
+            self._discards.count(speaks=self.transport.rank == self.servers)
         self.result = None
         self.outcome = DISCARDED
 

@@ -17,7 +17,7 @@ from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.job.channel import Call, Channel, alone, chunks, current_channel
 from gradcomp.job.checkpoint import not_from_checkpoint
 from gradcomp.job.process_sets import Members, root_of
-from gradcomp.torch.tensors import bytes_of, dense_problem, form
+from gradcomp.torch.tensors import bytes_of, dense_problem, form, has_memory
 
 _ALIGNMENT_BYTES = 16
 
@@ -134,7 +134,7 @@ def _encode(obj: Any) -> tuple[bytes, int]:
         buffer = io.BytesIO()
         torch.save(obj, buffer)
         data = buffer.getvalue()
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        _refuse_wrapped(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     except Exception as error:  # noqa: BLE001 - pickling runs the object's own code
         found = re.search(r"GLOBAL (\S+)", str(error))
         culprit = found[1] if found else f"{type(obj).__name__}: {str(error).partition(chr(10))[0]}"
@@ -144,6 +144,17 @@ def _encode(obj: Any) -> tuple[bytes, int]:
         ).encode()
         return complaint, -len(complaint)
     return data, len(data)
+
+
+def _refuse_wrapped(value: Any) -> None:
+    """Torch reads back DTensors too: of those, the others would get the root's part."""
+    if isinstance(value, torch.Tensor) and not has_memory(value):
+        raise TypeError("a tensor whose values are in others; use to_local() or full_tensor()")
+    if isinstance(value, Mapping):
+        value = value.values()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | torch.Tensor):
+        for each in value:
+            _refuse_wrapped(each)
 
 
 def _decode(data: bytes) -> Any:

@@ -33,6 +33,7 @@ from gradcomp.pipeline import Bucket, Layout
 from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.devices import device_of, stream_of
 from gradcomp.torch.layers import Named, dtype_name
+from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.start import digests, propose
 from gradcomp.torch.step_watch import StepWatch
@@ -50,7 +51,7 @@ def ddp_comm_hook(
     model: torch.nn.Module,
     compression: Policy | Compressor | str = Compression.none,
     *,
-    grad_scaler: torch.amp.GradScaler | None = None,
+    grad_scaler: Scaler = None,
     controller: Controller | str | None = None,
     on_skip: str = "raise",
 ) -> tuple["HookState", Hook]:
@@ -67,7 +68,7 @@ def ddp_comm_hook(
     Args:
         model: the module, or the DistributedDataParallel around it.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
-        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        grad_scaler: the GradScaler in use, as for :func:`DistributedOptimizer`.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
         on_skip: what follows when a rank does not step on means that others step on: "raise", a StateError on all ranks
@@ -83,6 +84,7 @@ def ddp_comm_hook(
     with its text, for DDP then waits for the futures.
     """
     state = runtime.current()
+    loss_scale = LossScale(grad_scaler)
     ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
 
     def validate() -> tuple[Named, Proposal, Device]:
@@ -100,13 +102,14 @@ def ddp_comm_hook(
                 f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
             )
         named = _named(model)
-        device = device_of(named) if len(ranks) > 1 else HOST
-        return named, propose(policy, named, controller=controller), device
+        proposal = propose(policy, named, controller=controller)
+        loss_scale.check()
+        return named, proposal, device_of(named) if len(ranks) > 1 else HOST
 
     (named, proposal, device), transport = validate_together(state, ranks, validate)
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
-    return HookState(state, ranks, named, proposal, transport, grad_scaler, device), exchange_bucket
+    return HookState(state, ranks, named, proposal, transport, loss_scale, device), exchange_bucket
 
 
 def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tensor]:
@@ -124,13 +127,13 @@ class HookState(Readers):
         named: Named,
         proposal: Proposal,
         transport: Transport | None,
-        grad_scaler: Any,
+        loss_scale: LossScale,
         device: Device = HOST,
     ) -> None:
         layers = proposal.layers
         self._runtime = state
         self._named = named
-        self._grad_scaler = grad_scaler
+        self._loss_scale = loss_scale
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
         self._layers = layers
         self._where = named[0][1].device
@@ -237,7 +240,8 @@ class HookState(Readers):
         self.settle()
         if self._optimizers.stepped() is False and exchanger.pipeline.outcome:
             exchanger.pipeline.outcome = DISCARDED
-        scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
+        scale = self._loss_scale.of(exchanger.pipeline)
+        self._loss_scale.agree(exchanger)
         exchanger.open(scale)
         self._futures.open(exchanger.pipeline.layout)
 

@@ -17,8 +17,12 @@ from gradcomp.engine import Exchanger
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import StepResult
 from gradcomp.reduce.header import DISCARDED, KEPT
+from gradcomp.torch.ddp_check import DdpCheck
 from gradcomp.torch.devices import stream_of
+from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.sparse import mean_of_rows
+from gradcomp.torch.tensors import Form, has_memory
+from gradcomp.torch.tensors import form as form_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -84,14 +88,16 @@ class GradientExchange:
         sparse_as_dense: bool,
         divisor: float,
         predivide: float,
-        grad_scaler: Any,
+        loss_scale: LossScale,
         rate: Callable[[], float],
     ) -> None:
         self.number = next(_numbers)
         self.parameters = list(parameters)
         self.names = list(names)
+        self._forms = [Form.of(parameter) for parameter in parameters]
         self.timing = timing
-        self.grad_scaler = grad_scaler
+        self._loss_scale = loss_scale
+        self._ddp_check: DdpCheck | None = None
         self._rate = rate
         self._exchanger: Exchanger | None = None
         self._sparse_as_dense = sparse_as_dense
@@ -126,6 +132,7 @@ class GradientExchange:
     def attach(self, exchanger: Exchanger) -> None:
         """Start listening to autograd."""
         self._exchanger = exchanger
+        self._ddp_check = DdpCheck(self.parameters)
         for layer, parameter in enumerate(self.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -135,13 +142,21 @@ class GradientExchange:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._end_ddp_check()
+
+    def _end_ddp_check(self) -> None:
+        if self._ddp_check is not None:
+            self._ddp_check.end()
+            self._ddp_check = None
 
     def allocate(self, layer: int) -> int:
         """Room for the mean of a layer that only other ranks had (engine's thread)."""
-        parameter = self.parameters[layer]
+        parameter, form = self.parameters[layer], self._forms[layer]
         gradient = parameter.grad
-        if gradient is None or gradient.is_sparse or gradient.stride() != parameter.stride():
-            gradient = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if gradient is None or gradient.is_sparse or gradient.stride() != form.strides:
+            gradient = form.zeros()
+        if not (form.fits(parameter) and form.fits(gradient)):
+            raise self._became_another(layer, parameter)
         self._room[layer] = gradient.detach()
         self._device.follow([self._device.mark(stream_of(gradient))])  # the zeros come before the mean
         return int(gradient.data_ptr())
@@ -196,10 +211,9 @@ class GradientExchange:
                 f"layer {self.names[layer]!r} has a second gradient in one exchange; declare all passes with "
                 "backward_passes_per_step, or accumulate under no_sync()"
             )
-        if not self.exchanger.is_open:
-            self.exchanger.open(self._scale(), self._rate())
+        gradient = self._gradient(layer)  # a rank whose own is wrong says so, whatever the others have met
+        self._open()
         self._submitted.add(layer)
-        gradient = self._gradient(layer)
         if gradient is None:
             self.exchanger.submit_absent(layer, sparse=True)
         else:
@@ -212,6 +226,11 @@ class GradientExchange:
         parameter = self.parameters[layer]
         gradient = parameter.grad
         assert gradient is not None, "a hook fires after its gradient was accumulated"
+        form = self._forms[layer]
+        if not form.fits(gradient):
+            error = self._became_another(layer, gradient)
+            self.exchanger.abort(f"rank {self.exchanger.pipeline.transport.rank}: StateError: {error}")
+            raise error
         if gradient.is_sparse:
             if not self._sparse_as_dense:
                 self._sparse_rows[layer] = gradient
@@ -221,14 +240,26 @@ class GradientExchange:
             raise StateError(
                 f"layer {self.names[layer]!r} had sparse gradients before and has a dense one now"
             )
-        if gradient.stride() != parameter.stride() or gradient is not parameter.grad:
-            gradient = torch.empty_like(parameter).copy_(gradient)
+        if gradient.stride() != form.strides:
+            gradient = form.dense(gradient)
+        if gradient is not parameter.grad:
             parameter.grad = gradient
         return gradient.detach()
 
-    def _scale(self) -> float:
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-        return scale * self._predivide
+    def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
+        kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "
+        return StateError(
+            f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
+            f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
+            "its final dtype, shapes and device, and let hooks keep the form of gradients"
+        )
+
+    def _open(self) -> None:
+        if self.exchanger.is_open:
+            return
+        if self._ddp_check is not None:
+            self._ddp_check.first_gradient()
+        self.exchanger.open(self._loss_scale.of(self.exchanger.pipeline) * self._predivide, self._rate())
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
@@ -250,6 +281,8 @@ class GradientExchange:
         result = self.exchanger.wait()
         room, self._room = self._room, {}
         self._touched, self._submitted, self._passes = {}, set(), 0
+        self._end_ddp_check()
+        self._loss_scale.agree(self.exchanger)
         mixed = (result.present & result.sparse).nonzero()[0].tolist()
         if mixed:
             raise StateError(
@@ -276,8 +309,7 @@ class GradientExchange:
 
     def _flush(self) -> None:
         """Submit what is left of the window; nothing more will come."""
-        if not self.exchanger.is_open:
-            self.exchanger.open(self._scale(), self._rate())
+        self._open()
         for layer in sorted(self._touched.keys() - self._submitted):
             if self.parameters[layer].grad is not None:
                 self._submit(layer)

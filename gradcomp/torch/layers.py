@@ -10,6 +10,7 @@ import torch
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import Kind, LayerSpec
+from gradcomp.torch.tensors import dense_problem, is_dtensor
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -28,12 +29,28 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
     """A parameter's spec; the shape is in memory order, so that another layout does not pass for an equal one."""
+    if problem := _sharded(parameter) or dense_problem(parameter):
+        raise ConfigError(f"layer {name!r}: {problem}")
     if parameter.dtype.is_complex:
         raise ConfigError(f"layer {name!r} is complex; register its view_as_real form")
     shape = tuple(parameter.shape)
     if not parameter.is_contiguous():
         shape = tuple(shape[d] for d in memory_order(parameter))
     return LayerSpec(name, shape, dtype_name(parameter.dtype), _kind(name, parameter.dim()))
+
+
+def _sharded(parameter: torch.Tensor) -> str | None:
+    """Why a parameter of which ranks hold different parts cannot be exchanged; None if it is none."""
+    if is_dtensor(parameter):
+        kind = "a DTensor, as fully_shard and tensor parallelism make them"
+    elif getattr(parameter, "_fsdp_flattened", False):
+        kind = "a part of a FullyShardedDataParallel"
+    else:
+        return None
+    return (
+        f"{kind}: its gradients are reduced by what sharded it. gradcomp exchanges the gradients of models that every "
+        "rank has as a whole: leave the sharding away, or leave these parameters out"
+    )
 
 
 def _kind(name: str, dimensions: int) -> Kind:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +28,7 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.exchange import Finish, GradientExchange, OnSkip, Timing
 from gradcomp.torch.layers import Named, name_parameters
+from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
 from gradcomp.torch.start import digests, propose
@@ -47,7 +47,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     *,
     finish: Finish = "backward",
-    grad_scaler: torch.amp.GradScaler | None = None,
+    grad_scaler: Scaler = None,
     process_set: Members = None,
     reduction: str | None = None,
     controller: Controller | str | None = None,
@@ -69,7 +69,8 @@ def DistributedOptimizer(
         gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
         sparse_as_dense: exchange sparse gradients as dense ones; else their rows are gathered, uncompressed.
         finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
-        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units. Without it, the only enabled
+            one that exists when state begins is taken, and several are an error; False: the loss is not scaled.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
             dimension of a DeviceMesh. Only they call this.
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
@@ -81,8 +82,8 @@ def DistributedOptimizer(
             ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
             exchange. ``"agree"``: all ranks vote before each step, and skip it if one of them gives up.
 
-    Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` one number more, in a
-    round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
+    Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` one number
+    more, in a round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
     compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
     Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
     ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
@@ -116,7 +117,7 @@ class Arguments:
         predivide: float,
         sparse_as_dense: bool,
         finish: Finish,
-        grad_scaler: Any,
+        grad_scaler: Scaler,
         reduction: str | None,
         controller: Controller | str | None,
         on_skip: OnSkip,
@@ -128,13 +129,14 @@ class Arguments:
         self.op = op
         self.predivide = predivide
         self.sparse_as_dense = sparse_as_dense
-        self.grad_scaler = grad_scaler
+        self.loss_scale = LossScale(grad_scaler)
         self.reduction = reduction
         self.controller = controller
 
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
         check_arguments(self.op, self.predivide, self.reduction)
+        self.loss_scale.check()
         return as_policy(self._compression), Timing(self._passes, self._finish, self._on_skip)
 
 
@@ -157,7 +159,6 @@ class Core:
         self.exchange = exchange
         self.keeper = keeper
         self.skip_synchronize = False
-        self.warned_about_scaler = False
 
 
 def _build(
@@ -198,7 +199,7 @@ def _build(
         sparse_as_dense=arguments.sparse_as_dense,
         divisor=float(len(ranks) - serving(reduction, len(ranks))) if arguments.op is Average else 1.0,
         predivide=arguments.predivide,
-        grad_scaler=arguments.grad_scaler,
+        loss_scale=arguments.loss_scale,
         rate=lambda: float(optimizer.param_groups[0].get("lr", 0.0)),
     )
     exchanger: Exchanger | None = None
@@ -269,7 +270,6 @@ class Distributed(Serving, Readers):
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         _check_frozen(core)
-        _check_scaler(core, sys._getframe(1))
         core.keeper.before_step()
         if closure is not None:
             return self._step_with(closure)
@@ -442,17 +442,3 @@ def _check_momentum(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
             twice[0].to_string(),
             type(optimizer).__name__,
         )
-
-
-def _check_scaler(core: Core, caller: Any) -> None:
-    """Warn once if a GradScaler steps us that we were not told of, and residuals would be in scaled units."""
-    if core.warned_about_scaler or core.arguments.grad_scaler is not None:
-        return
-    if isinstance(caller.f_locals.get("self"), torch.amp.GradScaler):
-        core.warned_about_scaler = True
-        pipeline = core.exchange.exchanger.pipeline
-        if pipeline.residuals.nbytes + pipeline.fields.nbytes:
-            runtime.logger.warning(
-                "a GradScaler is in use: pass it as DistributedOptimizer(grad_scaler=...), or every change of its "
-                "scale leaves residuals and momentum in the wrong units"
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,73 @@ def dense_problem(tensor: Any, dtypes: Iterable[torch.dtype] | None = None) -> s
         return f"not a tensor but {type(tensor).__name__}"
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter has no values yet; run one forward pass first"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        return f"not a dense tensor with values ({tensor.layout} on {tensor.device}); use to_dense() if it is sparse"
+    if is_dtensor(tensor):
+        return "a DTensor, of which each rank may hold a part; use its to_local() or full_tensor()"
+    if not has_memory(tensor):
+        return f"a {type(tensor).__name__}, whose values are not in its own memory; use a plain torch.Tensor"
+    if tensor.device.type == "meta":
+        return "on the meta device, without values; give it some first, with to_empty() and an initialisation"
+    if tensor.is_nested:
+        return "a nested tensor; use torch.nested.to_padded_tensor() or its buffer"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantised" if tensor.is_quantized else tensor.layout
+        return f"not a dense tensor with plain values ({kind}); use to_dense() if it is sparse"
     if dtypes is not None and tensor.dtype not in dtypes:
         return f"{tensor.dtype} cannot be reduced"
     return None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values are in memory of the tensor's own, and not in tensors that its class wraps."""
+    kind = type(tensor)
+    return kind is torch.Tensor or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; asks without the import of its package, which takes long."""
+    return not has_memory(tensor) and any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a layer's gradient is like, as the ranks agreed: its values and where they are.
+
+    ``strides``: those of a dense tensor, which a gradient has where its memory can be exchanged as it lies.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Form:
+        """The form of a parameter's gradients."""
+        dense = torch.empty_like(parameter, device="meta")
+        return cls(parameter.dtype, parameter.shape, parameter.device, dense.stride())
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether it has these values, in whatever order; rows alone are possible."""
+        return (
+            tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.device == self.device
+            and (tensor.layout is torch.strided or tensor.is_sparse)
+            and has_memory(tensor)
+        )
+
+    def zeros(self) -> torch.Tensor:
+        """A gradient of zeros."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).zero_()
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy whose memory can be exchanged."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(
+            tensor
+        )
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)} {list(self.shape)} on {self.device}"
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -152,7 +152,7 @@ def test_a_fingerprint_names_the_layer_and_the_ranks(ranks):
     def work(rank, exchanger):
         exchanger._digests = lambda: np.array([7, 8 + (rank == 2)], dtype=np.uint32)
         step(rank, exchanger)  # before which there is nothing to compare
-        with pytest.raises(StateError, match="after step 1 .* 'b' differs between rank 0 and rank 2"):
+        with pytest.raises(StateError, match=r"after step 1 .* 'b' differs between rank 0 and rank 2"):
             step(rank, exchanger)
 
     ranks(3).each(work)

@@ -560,16 +560,17 @@ def test_an_error_in_the_engine_is_raised_by_backward_as_what_it_is():
 
 @on_ranks(2, "faults")
 def test_an_error_in_the_first_step_of_a_static_graph_is_raised_with_its_text():
-    def gives_up(state, bucket):
-        if gc.rank() == 1:
-            state.exchanger.abort("rank 1 had enough")
-            time.sleep(2)
-        return hook(state, bucket)
+    def gives_up(scale):
+        state.exchanger.abort("rank 1 had enough")
+        time.sleep(2)
+        type(state.exchanger).open(state.exchanger, scale)
 
     model = build()
     state, hook = gc.ddp_comm_hook(model, FOUR_BITS)
     ddp = DistributedDataParallel(model, static_graph=True)
-    ddp.register_comm_hook(state, gives_up)
+    ddp.register_comm_hook(state, hook)
+    if gc.rank() == 1:
+        state.exchanger.open = gives_up
     with pytest.raises(RuntimeError if gc.rank() == 0 else gc.TransportError, match="rank 1 had enough"):
         ddp(data(0)).square().mean().backward()
 

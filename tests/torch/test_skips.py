@@ -219,7 +219,7 @@ def test_ddp_ranks_that_do_not_all_step_raise(steps_by_hand: bool):
             backward(model, step)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
         assert equal_everywhere(model)
         return

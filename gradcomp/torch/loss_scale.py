@@ -1,0 +1,96 @@
+"""The scale of the loss that gradients carry: whose it is, and that all ranks agree about it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.engine import Exchanger
+from gradcomp.pipeline import Pipeline
+from gradcomp.torch.live import live
+
+logger = logging.getLogger("gradcomp")
+
+#: A GradScaler, or what has its ``get_scale()``; None: find it; False: the loss is not scaled.
+Scaler = torch.amp.GradScaler | Literal[False] | None
+
+
+class LossScale:
+    """A GradScaler's scale, of the one that was given or of the only enabled one that the program holds.
+
+    It is looked for when compression state begins, for only state needs it: residuals and momentum are kept in unscaled
+    units. Ranks must be alike, or gradients in different units would be added: see :meth:`agree`. The scaler stays the
+    program's: it is not kept alive for us.
+    """
+
+    def __init__(self, given: Scaler) -> None:
+        self._given = given is not None
+        self._wrong = "" if not given or callable(getattr(given, "get_scale", None)) else repr(given)
+        self._scaler = _reference(given)
+        self._several = False
+        self._has_state = False
+        self._agreed = False
+
+    def check(self) -> None:
+        """ConfigError for what is no scaler."""
+        if self._wrong:
+            raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler, None or False, got {self._wrong}")
+
+    def of(self, pipeline: Pipeline) -> float:
+        """The scale of the gradients of the exchange that is about to begin."""
+        pipeline.settle()  # with the state of the next step's plan
+        if pipeline.keeps_state and not self._has_state:
+            self._has_state, self._agreed = True, False
+            if not self._given:
+                self._find(pipeline)
+        scaler = self._scaler()
+        if scaler is None or getattr(scaler, "_scale", scaler) is None:
+            return 1.0  # a scaler gets its scale with the first loss that it scales
+        return float(scaler.get_scale())
+
+    def _find(self, pipeline: Pipeline) -> None:
+        enabled = [scaler for scaler in live(torch.amp.GradScaler) if scaler.is_enabled()]
+        self._several = len(enabled) > 1
+        self._scaler = _reference(enabled[0] if len(enabled) == 1 else None)
+        if len(enabled) == 1 and pipeline.transport.rank == pipeline.servers:
+            logger.info(
+                "the GradScaler of this program is taken for that of these gradients; name it with grad_scaler=, or "
+                "say grad_scaler=False if their loss is not scaled"
+            )
+
+    def agree(self, exchanger: Exchanger) -> None:
+        """In the first exchange, and when state begins: ConfigError on every rank if some have a scaler, or several.
+
+        Collective, between steps: one byte a rank. Ranks that only serve need none.
+        """
+        if self._agreed:
+            return
+        mine = 2 if self._several else int(self._scaler() is not None)
+        found = [said[0] for said in exchanger.allgather_bytes(bytes([mine]))]
+        found = found[exchanger.pipeline.servers :]
+        if len(set(found)) == 1 and found[0] < 2:
+            self._agreed = True
+            return
+        self._has_state = False  # whoever goes on is told again
+        if several := [str(rank) for rank, count in enumerate(found) if count == 2]:
+            raise ConfigError(
+                f"several enabled GradScalers exist (on rank {', '.join(several)}), and compression state is kept in "
+                "unscaled units: say whose gradients these are with grad_scaler=scaler, or grad_scaler=False if their "
+                "loss is not scaled"
+            )
+        raise ConfigError(
+            f"rank {found.index(1)} has a GradScaler for these gradients and rank {found.index(0)} has none, so they "
+            "are in different units: give every rank the same grad_scaler=, or grad_scaler=False if the loss is not "
+            "scaled"
+        )
+
+
+def _reference(scaler: Any) -> Callable[[], Any]:
+    if isinstance(scaler, torch.amp.GradScaler):
+        return weakref.ref(scaler)
+    return lambda: scaler or None

@@ -1,0 +1,601 @@
+"""What would train wrongly without a word is refused, or said: on every rank, and nobody hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from batch import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
+
+import gradcomp.torch as gc
+
+WITH_RESIDUALS = gc.Policy(
+    "quantize:bits=4,bucket_size=32,rounding=nearest", filter=gc.Filter(min_elements=8)
+)
+
+
+def net(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+
+
+def wrap(model: torch.nn.Module, compression: gc.Policy | str = "none", **arguments):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
+
+
+def hooked(compression: gc.Policy | str = "none", seed: int = 0, **arguments):
+    """A model in DistributedDataParallel with the hook, and the hook's state."""
+    model = net(seed)
+    state, hook = gc.ddp_comm_hook(model, compression, **arguments)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def loss(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + gc.rank()))
+    return model(data).square().mean()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def assert_still_working() -> None:
+    model = net()
+    train(model, wrap(model))
+    everyone = gc.allgather(weights(model)[None])
+    assert torch.equal(everyone[0], everyone[1])
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the gradcomp logger says from INFO on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("gradcomp")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+# ---------------------------------------------------------------------- DistributedOptimizer under DDP
+
+
+def ddp_before():
+    model = DistributedDataParallel(net())
+    return model, wrap(model)
+
+
+def ddp_after():
+    model = net()
+    optimizer = wrap(model)
+    return DistributedDataParallel(model), optimizer
+
+
+def compiled_ddp_before():
+    model = torch.compile(DistributedDataParallel(net()), backend="eager")
+    return model, wrap(model)
+
+
+def compiled_ddp_after():
+    model = net()
+    optimizer = wrap(model)
+    return torch.compile(DistributedDataParallel(model), backend="eager"), optimizer
+
+
+def ddp_of_compiled():
+    model = DistributedDataParallel(torch.compile(net(), backend="eager"))
+    return model, wrap(model)
+
+
+def accelerated():
+    """As Accelerate's ``prepare(model, optimizer)`` does: the forward pass under autocast, then DDP, then compiled.
+
+    Its optimizer calls ours through a patched ``step``.
+    """
+    model = net()
+    optimizer = wrap(model)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    model = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True), backend="eager")
+    optimizer.step = types.MethodType(type(optimizer).step, optimizer)
+    return model, optimizer
+
+
+IN_DDP = {
+    make.__name__: make
+    for make in (ddp_before, ddp_after, compiled_ddp_before, compiled_ddp_after, ddp_of_compiled, accelerated)
+}
+
+
+@pytest.mark.parametrize("case", IN_DDP)
+@on_ranks(2)
+def test_an_optimizer_of_a_model_in_ddp_is_refused(case):
+    model, optimizer = IN_DDP[case]()
+    for _ in range(2):  # a caller who goes on is told again
+        with pytest.raises(gc.ConfigError, match=r"register_comm_hook\(state, hook\)"):
+            train(model, optimizer)
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_it_is_refused_too_where_ddp_only_ever_runs_without_synchronisation():
+    model, optimizer = ddp_before()
+    with model.no_sync(), pytest.raises(gc.ConfigError, match="ddp_comm_hook"):
+        train(model, optimizer)
+
+
+@on_ranks(2)
+def test_the_other_optimizers_of_the_job_go_on_after_the_refusal():
+    model, optimizer = ddp_after()
+    with pytest.raises(gc.ConfigError):
+        train(model, optimizer)
+    assert_still_working()
+
+
+@on_ranks(2)
+def test_one_model_in_ddp_with_the_hook_and_another_with_the_optimizer_train_together():
+    ddp, _ = hooked()
+    plain = net(1)
+    mine, theirs = wrap(plain), torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp_without_hook = DistributedDataParallel(net(2))
+    for step in range(2):
+        mine.zero_grad()
+        theirs.zero_grad()
+        (loss(ddp, step) + loss(plain, step) + loss(ddp_without_hook, step)).backward()
+        mine.step()
+        theirs.step()
+
+
+@on_ranks(2)
+def test_a_ddp_that_is_no_longer_run_is_no_reason_to_refuse():
+    ddp = DistributedDataParallel(net())
+    loss(ddp).backward()
+    ddp.zero_grad()
+    train(ddp.module, wrap(ddp.module))
+
+
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_may_be_the_optimizers():
+    model = net()
+    ignored = [name for name, _ in model[2].named_parameters(prefix="2")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model)
+    optimizer = gc.DistributedOptimizer(
+        torch.optim.SGD(model[2].parameters(), lr=0.1), model[2].named_parameters()
+    )
+    train(ddp, optimizer)
+
+
+@on_ranks(2)
+def test_nothing_is_left_of_the_check_after_the_first_exchange():
+    ddp = DistributedDataParallel(net())
+    before = dict(ddp._forward_pre_hooks)  # of optimizers that are still without a first exchange
+    optimizer = wrap(ddp.module)
+    assert dict(ddp._forward_pre_hooks) != before
+    train(ddp.module, optimizer, 1)
+    assert dict(ddp._forward_pre_hooks) == before
+
+
+# ---------------------------------------------------------------------- parameters that cannot be exchanged
+
+
+def mesh():
+    return init_device_mesh("cpu", (2,))
+
+
+def sharded():
+    model = net()
+    fully_shard(model, mesh=mesh())
+    return model
+
+
+def distributed_tensors():
+    model = net()
+    for module in (model[0], model[2]):
+        for name, parameter in list(module.named_parameters()):
+            setattr(
+                module, name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh(), [Replicate()]))
+            )
+    return model
+
+
+def flat():
+    return FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+
+
+def flat_views():
+    return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def with_weight(make: Callable[[torch.Tensor], torch.Tensor]):
+    model = net()
+    model[0].weight = torch.nn.Parameter(make(model[0].weight.detach()))
+    return model
+
+
+UNUSABLE = {
+    "fully_shard": (sharded, "DTensor.*shard"),
+    "tensor parallel": (distributed_tensors, "DTensor.*shard"),
+    "FSDP": (flat, "FullyShardedDataParallel"),
+    "FSDP, use_orig_params": (flat_views, "FullyShardedDataParallel"),
+    "meta": (lambda: net().to("meta"), "meta.*to_empty"),
+    "sparse": (lambda: with_weight(torch.Tensor.to_sparse), r"'0\.weight'.*sparse"),
+    "nested": (lambda: with_weight(lambda w: torch.nested.nested_tensor([w, w])), r"'0\.weight'.*nested"),
+    "jagged": (
+        lambda: with_weight(lambda w: torch.nested.nested_tensor([w, w], layout=torch.jagged)),
+        r"'0\.weight'",
+    ),
+    "subclass": (lambda: with_weight(lambda w: TwoTensor(w, w.clone())), r"'0\.weight'.*TwoTensor"),
+    "lazy": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(4)), "forward pass"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@on_ranks(2)
+def test_parameters_that_cannot_be_exchanged_as_they_lie_are_refused(case):
+    make, says = UNUSABLE[case]
+    model = make()
+    for construct in (wrap, gc.ddp_comm_hook):
+        with pytest.raises(gc.ConfigError, match=says):
+            construct(model)
+
+
+@on_ranks(2)
+def test_collectives_and_broadcasts_of_a_dtensor_are_refused():
+    tensor = distribute_tensor(torch.ones(4), mesh(), [Replicate()])
+    assert isinstance(tensor, DTensor)
+    for call in (
+        lambda: gc.allreduce(tensor),
+        lambda: gc.allgather(tensor),
+        lambda: gc.broadcast_parameters({"x": tensor}),
+    ):
+        with pytest.raises(gc.ConfigError, match="to_local"):
+            call()
+
+
+@on_ranks(2)
+def test_an_object_with_a_dtensor_is_not_broadcast():
+    tensor = distribute_tensor(torch.ones(4), mesh(), [Replicate()])
+    with pytest.raises(gc.ConfigError, match="to_local"):
+        gc.broadcast_object({"x": tensor})
+
+
+# ---------------------------------------------------------------------- gradients that are not as agreed
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "float64", "smaller", "larger", "other shape"])
+@on_ranks(2)
+def test_a_parameter_that_became_another_after_wrapping_is_refused(case):
+    model = net()
+    wrap(model, WITH_RESIDUALS)
+    if case in ("bfloat16", "float64"):
+        model.to(getattr(torch, case))
+        data = torch.ones(2, 8, dtype=getattr(torch, case))
+    else:
+        shape = {"smaller": (4, 4), "larger": (64, 8), "other shape": (8, 4)}[case]
+        model[2].weight.data = torch.ones(shape)
+        data = torch.ones(2, 8)
+        model = torch.nn.Sequential(Weighted(model[2].weight))
+    with pytest.raises(gc.StateError, match=r"layer '.*' was .* when the optimizer was wrapped"):
+        model(data).sum().backward()
+
+
+class Weighted(torch.nn.Module):
+    """Its weight has a gradient whatever its shape."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum() * x.sum()
+
+
+REPLACED = {
+    "dtype": torch.Tensor.bfloat16,
+    "subclass": lambda w: TwoTensor(w, w.clone()),
+    "DTensor": lambda w: distribute_tensor(w, mesh(), [Replicate()]),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+@on_ranks(2)
+def test_a_gradient_that_a_hook_put_there_is_refused_if_it_does_not_fit(case):
+    model = net()
+    weight = model[0].weight
+    weight.grad_dtype = None  # torch allows gradients of any dtype then
+
+    def replace(parameter: torch.nn.Parameter) -> None:
+        parameter.grad = REPLACED[case](parameter.detach())
+
+    weight.register_post_accumulate_grad_hook(replace)
+    optimizer = wrap(model, WITH_RESIDUALS)
+    with pytest.raises(
+        gc.StateError, match=r"layer '0\.weight' was float32.* when the optimizer was wrapped"
+    ):
+        train(model, optimizer)
+    assert_still_working()
+
+
+@on_ranks(2)
+def test_a_gradient_that_does_not_fit_on_one_rank_is_told_to_the_others():
+    model = net()
+    optimizer = wrap(model)
+    if gc.rank() == 1:
+        model.bfloat16()
+        with pytest.raises(gc.StateError, match=r"layer '2\.bias' was float32"):
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    else:
+        with pytest.raises(gc.TransportError, match=r"rank 1: StateError: layer '2\.bias' was float32"):
+            train(model, optimizer)
+    assert_still_working()
+
+
+@on_ranks(2)
+def test_there_is_no_room_for_a_mean_in_a_parameter_that_became_another():
+    model = net()
+    optimizer = wrap(model)
+    if gc.rank() == 1:
+        model[2].bfloat16()
+        with pytest.raises(gc.StateError, match=r"layer '2\.(weight|bias)' was float32"):
+            model[0](torch.ones(2, 8)).sum().backward()
+    else:
+        with pytest.raises(gc.TransportError, match=r"layer '2\.(weight|bias)' was float32"):
+            train(model, optimizer)
+    assert_still_working()
+
+
+@on_ranks(2)
+def test_a_gradient_with_gaps_in_memory_is_exchanged_by_its_values():
+    model = torch.nn.Linear(4, 2, bias=False)
+    model.weight = torch.nn.Parameter(torch.ones(2, 8)[:, ::2])
+
+    def spread(parameter: torch.nn.Parameter) -> None:
+        room = torch.full((2, 8), 100.0)
+        room[:, ::2] = parameter.grad
+        parameter.grad = room[:, ::2]
+
+    model.weight.register_post_accumulate_grad_hook(spread)
+    optimizer = wrap(model)
+    model(torch.full((1, 4), 1.0 + gc.rank())).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((2, 4), 1.5))
+    optimizer.step()
+
+
+# ---------------------------------------------------------------------- loss scalers
+
+
+def residual(exchanger, name: str) -> np.ndarray:
+    names = [layer.name for layer in exchanger.pipeline.layers]
+    return exchanger.pipeline.residuals.first.value(names.index(name)).copy()
+
+
+def optimized(compression, **arguments):
+    model = net()
+    optimizer = wrap(model, compression, **arguments)
+    return model, optimizer, lambda: optimizer._gradcomp.exchange.exchanger
+
+
+def under_ddp(compression, **arguments):
+    ddp, state = hooked(compression, **arguments)
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), lambda: state.exchanger
+
+
+MAKERS = {"optimizer": optimized, "hook": under_ddp}
+FRONTENDS = pytest.mark.parametrize("frontend", MAKERS)
+
+
+def scaled_step(model, optimizer, scaler, step: int = 0) -> None:
+    optimizer.zero_grad()
+    scaler.scale(loss(model, step)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def residual_after(frontend, scaler, steps: int = 3, **arguments) -> np.ndarray:
+    model, optimizer, exchanger = MAKERS[frontend](WITH_RESIDUALS, **arguments)
+    for step in range(steps):
+        scaled_step(model, optimizer, scaler, step)
+    if frontend == "hook":
+        scaled_step(model, optimizer, scaler, steps)  # whose first bucket accepts the step before
+    return residual(exchanger(), "0.weight")
+
+
+def scaler(**arguments) -> torch.amp.GradScaler:
+    """One whose scale changes at every other step."""
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, **arguments)
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_the_one_scaler_there_is_gives_residuals_the_units_that_a_named_one_does(frontend):
+    named = scaler()
+    want = residual_after(frontend, named, grad_scaler=named)
+    del named
+    with logged() as lines:
+        found = residual_after(frontend, scaler())
+    assert want.any()
+    np.testing.assert_array_equal(found, want)
+    said = [line for line in lines if "GradScaler" in line]
+    assert len(said) == (gc.rank() == 0)
+    assert all("grad_scaler=" in line for line in said)
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_several_scalers_are_an_error_that_names_the_argument(frontend):
+    mine, other = scaler(), scaler()
+    for _ in range(2):
+        model, optimizer, _ = MAKERS[frontend](WITH_RESIDUALS)
+        with pytest.raises(gc.ConfigError, match=r"grad_scaler=scaler"):
+            scaled_step(model, optimizer, mine)
+    assert other.get_scale()
+    residual_after(frontend, mine, grad_scaler=mine)
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_a_disabled_scaler_beside_one_that_is_enabled_does_not_count(frontend):
+    mine, other = scaler(), scaler(enabled=False)
+    want = residual_after(frontend, scaler(), grad_scaler=mine)
+    assert other.get_scale() == 1.0
+    assert want.any()
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_a_scaler_of_other_gradients_is_left_alone_if_the_caller_says_so(frontend):
+    other = scaler()
+    other.scale(torch.zeros(()))
+    model, optimizer, exchanger = MAKERS[frontend](WITH_RESIDUALS, grad_scaler=False)
+    with logged() as lines:
+        train(model, optimizer, 2)
+    assert exchanger().pipeline._scale == 1.0
+    assert not [line for line in lines if "GradScaler" in line]
+    assert other.get_scale() == 1024.0
+
+
+@on_ranks(2)
+def test_a_scaler_that_has_scaled_nothing_leaves_gradients_in_their_units():
+    other = scaler()
+    model, optimizer, exchanger = optimized(WITH_RESIDUALS)
+    train(model, optimizer, 2)
+    assert exchanger().pipeline._scale == 1.0
+    assert other.get_scale() == 1024.0
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_a_scaler_that_only_one_rank_has_is_an_error_on_every_rank(frontend):
+    mine = scaler() if gc.rank() == 1 else None
+    model, optimizer, _ = MAKERS[frontend](WITH_RESIDUALS)
+    with pytest.raises(gc.ConfigError, match=r"rank 1 .*rank 0 .*grad_scaler="):
+        train(model, optimizer)
+    assert mine is None or mine.get_scale()
+    assert_still_working()
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_a_scaler_that_only_one_rank_names_is_an_error_on_every_rank(frontend):
+    mine = scaler()
+    model, optimizer, _ = MAKERS[frontend]("none", **({"grad_scaler": mine} if gc.rank() == 1 else {}))
+    with pytest.raises(gc.ConfigError, match=r"rank 1 .*rank 0 "):
+        scaled_step(model, optimizer, mine)
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_without_compression_state_no_scaler_is_needed(frontend):
+    mine, other = scaler(), scaler()
+    model, optimizer, _ = MAKERS[frontend]("none")
+    scaled_step(model, optimizer, mine)
+    assert other.get_scale() == 1024.0
+
+
+@on_ranks(2)
+def test_a_scaler_is_looked_for_when_state_begins():
+    mine = scaler()
+    policy = gc.Policy(gc.Warmup(WITH_RESIDUALS.default, steps=2), filter=gc.Filter(min_elements=8))
+    model, optimizer, exchanger = optimized(policy)
+    scales = []
+    for step in range(4):
+        scaled_step(model, optimizer, mine, step)
+        scales.append(exchanger().pipeline._scale)
+    assert scales == [1.0, 1.0, 2048.0, 2048.0]
+
+
+@pytest.mark.parametrize("wrong", [True, "auto"])
+@on_ranks(2)
+def test_what_is_no_scaler_is_refused(wrong):
+    for construct in (wrap, gc.ddp_comm_hook):
+        with pytest.raises(gc.ConfigError, match="grad_scaler"):
+            construct(net(), grad_scaler=wrong)
+
+
+# ---------------------------------------------------------------------- feedback that is never committed
+
+
+def by_hand(model: torch.nn.Module, optimizer, step: int, loss_factor: float = 1.0) -> None:
+    """A step that does not call ``optimizer.step()``."""
+    (loss(model, step) * loss_factor).backward()
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def told(lines: list[str]) -> int:
+    return len([line for line in lines if "never applied" in line])
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+@on_ranks(2)
+def test_three_exchanges_that_no_step_accepts_are_warned_about_once(zero):
+    model = net()
+    optimizer = wrap(model, WITH_RESIDUALS)
+    counts = []
+    with logged() as lines:
+        for step in range(8):
+            (optimizer if zero == "optimizer" else model).zero_grad()
+            by_hand(model, optimizer, step)
+            counts.append(told(lines))
+    assert counts == [0, 0, 0, *[int(gc.rank() == 0)] * 5]
+
+
+@on_ranks(2)
+def test_exchanges_without_state_may_be_discarded():
+    model = net()
+    optimizer = wrap(model)
+    with logged() as lines:
+        for step in range(5):
+            optimizer.zero_grad()
+            by_hand(model, optimizer, step)
+    assert not told(lines)
+
+
+@on_ranks(2)
+def test_exchanges_that_were_not_finite_do_not_count():
+    model = net()
+    optimizer = wrap(model, WITH_RESIDUALS)
+    with logged() as lines:
+        for step in range(5):
+            optimizer.zero_grad()
+            (loss(model, step) * float("inf")).backward()
+    assert not told(lines)
+
+
+@on_ranks(2)
+def test_two_discarded_exchanges_between_steps_are_no_reason_to_warn():
+    model = net()
+    optimizer = wrap(model, WITH_RESIDUALS)
+    with logged() as lines:
+        for step in range(9):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            if step % 3 == 2:
+                optimizer.step()
+    assert not told(lines)
