@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.report import Reporter
 from gradcomp.job.runtime import Runtime
 from gradcomp.job.sparse import mean_of_rows
 from gradcomp.job.start import comparison_is_due
+from gradcomp.pipeline.digests import Digests
 from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
 from gradcomp.tf.landing import Landing
@@ -97,9 +98,13 @@ class Steps:
     def _compare_variables(self) -> None:
         """The fingerprint of what the last step has made of the variables, if it is due."""
         if self._count and comparison_is_due(self._runtime.config, self._count):
-            with tf.init_scope():
-                digests = [zlib.crc32(bytes_of(variable.numpy()).data) for variable in self._variables]
-            self._exchanger.fingerprint(np.array(digests, dtype=np.uint32))
+            self._exchanger.fingerprint(np.array(list(self.digests().values.values()), dtype=np.uint32))
+
+    def digests(self) -> Digests:
+        """What the variables hold."""
+        with tf.init_scope():
+            values = [zlib.crc32(bytes_of(variable.numpy()).data) for variable in self._variables]
+        return Digests("crc32", dict(zip(self._names, values, strict=True)))
 
     def _opened(self, site: Site, number: int, scale: float, rate: float) -> _Step:
         step = self._step

@@ -20,7 +20,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers, Reporter
@@ -31,8 +31,9 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Layout
 from gradcomp.torch.devices import device_of, stream_of
 from gradcomp.torch.layers import Named, dtype_name
+from gradcomp.torch.modules import bare
 from gradcomp.torch.plain import load_state, state_of
-from gradcomp.torch.start import compare_parameters, propose
+from gradcomp.torch.start import compare_parameters, digests_of, propose
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
@@ -139,7 +140,15 @@ class HookState(Readers):
                 device=device,
             )
         #: Where :func:`gradcomp.torch.save` finds the compression state.
-        self.keeper = Keeper(layers, proposal.plan, state.config, self._exchanger, self.settle, ranks=ranks)
+        self.keeper = Keeper(
+            layers,
+            proposal.plan,
+            state.config,
+            self._exchanger,
+            self.settle,
+            ranks=ranks,
+            digests=lambda: digests_of(named),
+        )
 
     # -- what a user may ask --------------------------------------------------------------------------------------
 
@@ -195,6 +204,7 @@ class HookState(Readers):
         """Exchange a bucket in place; the last one of a step ends the step."""
         exchanger = self._exchanger
         if exchanger is None:
+            self.keeper.before_step()
             future = _future_of(bucket.buffer())
             future.set_result(bucket.buffer())
             return future
@@ -223,6 +233,7 @@ class HookState(Readers):
 
     def _begin(self, exchanger: Exchanger) -> None:
         self.settle()
+        self.keeper.before_step()
         if self._steps:
             compare_parameters(self._runtime, exchanger, self._named, self._steps)
             assert self._reporter is not None, "an exchanger comes with a reporter"
@@ -341,8 +352,7 @@ def _named(model: torch.nn.Module) -> Named:
     """The trainable parameters by the names that the bare module gives them, without those that DDP ignores."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    while (inner := _inside(model)) is not None:
-        model = inner
+    model = bare(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise ConfigError(
@@ -350,9 +360,3 @@ def _named(model: torch.nn.Module) -> Named:
             )
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
-
-
-def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The module inside DistributedDataParallel or a compiled module."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, torch.nn.Module) else None

@@ -17,7 +17,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
@@ -30,7 +30,7 @@ from gradcomp.torch.exchange import Finish, GradientExchange, Timing
 from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
-from gradcomp.torch.start import compare_parameters, propose
+from gradcomp.torch.start import compare_parameters, digests_of, propose
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -226,6 +226,7 @@ def _build(
         settle=lambda: _settle(exchange),
         ranks=ranks,
         unit=arguments.predivide,
+        digests=lambda: digests_of(named),
     )
     core = Core(ranks, arguments, named, frozen, exchange, keeper)
     core.reporter = reporter
@@ -259,6 +260,7 @@ class Distributed(Serving, Readers):
         """Step on the means. Exchanges first what was not exchanged yet (a short last window, ``finish="step"``)."""
         core = self._gradcomp
         if not core.exchange.attached:
+            core.keeper.before_step()
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         _check_frozen(core)

@@ -14,7 +14,11 @@ from gradcomp.engine import Exchanger
 from gradcomp.job import start
 from gradcomp.job.runtime import Runtime
 from gradcomp.job.start import Proposal
+from gradcomp.pipeline.digests import Digests
 from gradcomp.torch.layers import Named, spec
+
+#: What :func:`_digest` computes. Checkpoints name it.
+DIGEST = "crc32"
 
 
 def propose(
@@ -28,6 +32,12 @@ def compare_parameters(state: Runtime, exchanger: Exchanger, named: Named, steps
     """The fingerprint, in the steps in which it is due. Collective: StateError names the first layer that differs."""
     if start.comparison_is_due(state.config, steps):
         exchanger.fingerprint(_digests(named))
+
+
+def digests_of(named: Named) -> Digests:
+    """What the parameters hold."""
+    values = _digests(named).tolist()
+    return Digests(DIGEST, {name: value for (name, _), value in zip(named, values, strict=True)})
 
 
 def _digests(named: Named) -> npt.NDArray[np.uint32]:
