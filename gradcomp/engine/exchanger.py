@@ -37,8 +37,8 @@ from gradcomp.engine.watch import Position, Watch, place
 from gradcomp.engine.whereabouts import LEFT_GRACE_SECONDS, Roster
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
+from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.memory import Allocate
-from gradcomp.pipeline.pipeline import Digests
 from gradcomp.reduce.header import APPLIED
 from gradcomp.transport.base import Handle, Transport
 from gradcomp.transport.control import ControlChannel

@@ -1,91 +1,152 @@
-"""``save`` and ``load``: the compression state of all ranks, in a directory."""
+"""``save`` and ``load``: what a job goes on from, in a directory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import re
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
-from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
-from gradcomp.core.layers import LayerSpec
-from gradcomp.core.plan import Plan
-from gradcomp.engine import Exchanger
-from gradcomp.job.channel import Call, channel_of
-from gradcomp.job.network import Ranks
+from gradcomp.core.errors import ConfigError, StateError, WireFormatError
+from gradcomp.job.keeper import Expected, Keeper, keeper_of, keeper_or_none
 from gradcomp.job.runtime import current
-from gradcomp.pipeline import Pipeline, checkpoint
-from gradcomp.pipeline.snapshot import Snapshot, check, inherit, merge, restore, snapshot
-from gradcomp.transport.inprocess import World
+from gradcomp.job.together import Together
+from gradcomp.pipeline import checkpoint, history
+from gradcomp.pipeline.checkpoint import File, Manifest, Writer
+from gradcomp.pipeline.digests import Digests
+from gradcomp.pipeline.snapshot import Snapshot, merge
 
 logger = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
 
-_MOST_REPORT_BYTES = 1 << 29
-_KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "TransportError": TransportError}
-_TOKEN = re.compile("[0-9a-f]{16}")
+#: How many checkpoints stay beside the new one.
+KEEP = 2
 
 
-def save(directory: str | Path, opt: Any) -> None:
-    """Write the compression state of all ranks to ``directory``: residuals, step, plan, bucket order.
+def save(directory: str | Path, opt: Any, *, keep: int = KEEP) -> None:
+    """Write the compression state of all ranks to a new checkpoint in ``directory``: residuals, step, plan, order.
 
-    ``opt``: what :func:`DistributedOptimizer` returned, or the state of :func:`ddp_comm_hook`. Model and optimizer are
-    not in it; save them as always. One directory holds one checkpoint of one optimizer: the new one takes the place of
-    the old one in a single rename, after all ranks' files are on disk.
+    ``opt``: what :func:`DistributedOptimizer` returned. Model and optimizer are not in it; save them as always. The
+    checkpoint counts once all ranks' files are on disk; then all but the last ``keep`` older ones are removed. One
+    directory is for one optimizer.
 
     Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank. Disk: 4 bytes for each
     element with feedback per rank, and 4/N for the chunk owner's.
-    Raises StateError on every rank if a gradient has come that ``step()`` has not used, or a file cannot be written;
-    the old checkpoint is then untouched. ConfigError if ``opt`` is something else, PlanMismatchError if the ranks call
-    different things.
+    Raises StateError on every rank if a step is open, or a file cannot be written; the older checkpoints are then
+    untouched. ConfigError if ``opt`` is something else, PlanMismatchError if the ranks call different things.
     """
-    talk = _Talk("gc.save", opt)
+    save_with(directory, opt, lambda rank, world: {}, keep=keep)
+
+
+def save_with(
+    directory: str | Path,
+    opt: Any,
+    parts: Callable[[int, int], Mapping[str, Writer]],
+    *,
+    keep: int,
+    arguments: Sequence[str] = (),
+) -> None:
+    """:func:`save`, with further files. ``parts``: from rank and world, the files that this rank writes."""
+    ranks = _meet("gc.save", opt, arguments)
     path = Path(directory)
 
-    def take() -> tuple[Snapshot, dict[str, str]]:
-        state = keeper_of(opt).snapshot()
-        shared = json.dumps(state.shared.to_plain(), sort_keys=True)
-        return state, {"shared": hashlib.sha256(shared.encode()).hexdigest(), "token": secrets.token_hex(8)}
+    def take() -> tuple[_Taken, dict[str, Any]]:
+        if type(keep) is not int or keep < 0:
+            raise ConfigError(f"keep must be a whole number of at least 0, got {keep!r}")
+        keeper = keeper_of(opt)
+        taken = _Taken(keeper.snapshot(), keeper.digests(), parts(ranks.rank, ranks.size))
+        told = taken.told()
+        if ranks.rank == 0:
+            _refuse_another_model(path, taken.state)
+            told |= {"name": history.new_name(path), "complete": history.complete(path)}
+        return taken, told
 
-    state, told = talk.together("take", take)
-    if any(other["shared"] != told[0]["shared"] for other in told):
-        raise StateError("gc.save: the ranks are not at the same step of the same run")
-    token = str(told[0]["token"])
-    if not _TOKEN.fullmatch(token):
-        raise WireFormatError(f"gc.save: rank 0 sent {token!r:.40} for a token")
+    taken, told = ranks.do("take", take)
+    _compare(taken, told)
+    name, complete = told[0].get("name"), told[0].get("complete")
+    if not history.is_name(name) or not isinstance(complete, list) or not all(map(history.is_name, complete)):
+        raise WireFormatError(f"gc.save: rank 0 sent {name!r:.40} for a name")
 
-    def write() -> tuple[None, dict[str, Any]]:
-        return None, asdict(checkpoint.write_rank(path, state, token))
+    def write() -> tuple[tuple[File, ...], Any]:
+        history.remove_others(path, [*complete, name])  # what killed saves left would take the room
+        files = checkpoint.write_files(path / name, taken.writers)
+        return files, [asdict(file) for file in files]
 
     def publish() -> tuple[None, None]:
-        if talk.rank == 0:
-            checkpoint.write_manifest(path, checkpoint.Manifest(state.shared, files))
+        if ranks.rank == 0:
+            checkpoint.write_manifest(path / name, _manifest(taken, written))
         return None, None
 
-    own = f"rank-{state.rank}-of-{state.world}.{token}.safetensors"
+    def undo() -> None:
+        history.remove_others(path, complete)
+
+    _, written = ranks.do("write", write, undo)
+    ranks.do("publish", publish, undo)
+    history.remove_others(path, [*complete[len(complete) - min(keep, len(complete)) :], name])
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What one rank is about to write."""
+
+    state: Snapshot
+    digests: Digests | None
+    parts: Mapping[str, Writer]
+
+    @property
+    def writers(self) -> dict[str, Writer]:
+        """The rank's files; that of its compression state is the first."""
+        own = checkpoint.rank_name(self.state.rank, self.state.world)
+        return {own: checkpoint.rank_writer(self.state), **self.parts}
+
+    def told(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        shared = json.dumps(self.state.shared.to_plain(), sort_keys=True)
+        return {
+            "shared": hashlib.sha256(shared.encode()).hexdigest(),
+            "digests": None if self.digests is None else list(self.digests.values.values()),
+        }
+
+
+def _compare(taken: _Taken, told: list[Any]) -> None:
+    if any(other["shared"] != told[0]["shared"] for other in told):
+        raise StateError("gc.save: the ranks are not at the same step of the same run")
+    for rank, other in enumerate(told):
+        if taken.digests is not None and other["digests"] != told[0]["digests"]:
+            pairs = zip(taken.digests.values, told[0]["digests"], other["digests"], strict=True)
+            name = next(name for name, mine, theirs in pairs if mine != theirs)
+            raise StateError(
+                f"gc.save: parameter {name!r} differs between rank 0 and rank {rank}: the ranks did not start from the "
+                "same parameters (broadcast them) or do not apply the same update"
+            )
+
+
+def _refuse_another_model(path: Path, state: Snapshot) -> None:
+    """StateError if the directory is another optimizer's: saving there would remove what belongs to that one."""
     try:
-        files = tuple(checkpoint.File.from_plain(file) for file in talk.together("write", write)[1])
+        last = path / history.last(path)
+        there = Manifest.from_text(checkpoint.read_manifest(last)).shared.layers
     except StateError:
-        with suppress(OSError):
-            (path / own).unlink()  # nothing refers to it
-        raise
-    talk.together("publish", publish)
-    checkpoint.remove_others(path, {file.name for file in files})
+        return  # there is none, or it is damaged or of another version, which is a matter for load()
+    if not there.items() & state.shared.layers.items():
+        raise StateError(
+            f"{path} has checkpoints of another model, whose first layer is {next(iter(there))!r}: "
+            "give each optimizer a directory of its own"
+        )
+
+
+def _manifest(taken: _Taken, written: list[Any]) -> Manifest:
+    files = [[File.from_plain(file) for file in of_rank] for of_rank in written]
+    parts = tuple(file for of_rank in files for file in of_rank[1:])
+    return Manifest(taken.state.shared, tuple(of_rank[0] for of_rank in files), parts, taken.digests)
 
 
 def load(directory: str | Path, opt: Any) -> None:
-    """Go on from what :func:`save` wrote to ``directory``.
+    """Go on from the last complete checkpoint that :func:`save` wrote to ``directory``.
 
     ``opt``: as for :func:`save`, wrapped anew with the same layers; its step, plan, bucket order and residuals are
     replaced. With the number of ranks that saved, training then continues bit for bit. With another, every rank gets
@@ -97,200 +158,87 @@ def load(directory: str | Path, opt: Any) -> None:
     layer is unknown, missing or misshapen (one error lists them all), the format is another version's, or a step is
     open. ConfigError and PlanMismatchError as for :func:`save`.
     """
-    talk = _Talk("gc.load", opt)
+    load_with(directory, opt, lambda found: lambda: None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is being loaded, on one rank of ``world``."""
+
+    directory: Path
+    manifest: Manifest
+    keeper: Keeper
+    rank: int
+    world: int
+
+    def part(self, name: str) -> Path | None:
+        """The path of a further file, which is as it was written; None if the checkpoint has none of this name."""
+        file = self.manifest.part(name)
+        return None if file is None else checkpoint.checked(self.directory, file)
+
+    def state(self) -> Snapshot:
+        """This rank's compression state. StateError if it does not fit."""
+        world = len(self.manifest.files)
+        if world == self.world:
+            state = checkpoint.read_rank(self.directory, self.manifest, self.rank)
+        else:
+            states = (checkpoint.read_rank(self.directory, self.manifest, rank) for rank in range(world))
+            state = merge(states, self.rank, self.world)
+            if self.rank == 0:
+                logger.info("residuals of %d ranks are taken over by %d", world, self.world)
+        self.keeper.check(state)
+        return state
+
+    def expected(self) -> Expected | None:
+        """What the parameters must hold; None if the checkpoint does not say."""
+        if self.manifest.parameters is None:
+            return None
+        return Expected(self.manifest.parameters, self.manifest.shared.step, str(self.directory))
+
+
+def load_with(
+    directory: str | Path,
+    opt: Any,
+    prepare: Callable[[Found], Callable[[], T]],
+    *,
+    missing_ok: bool = False,
+    arguments: Sequence[str] = (),
+) -> T | None:
+    """:func:`load`, with further files: what ``prepare`` returned puts them to use, once all ranks are prepared.
+
+    ``missing_ok``: None where there is no checkpoint.
+    """
+    ranks = _meet("gc.load", opt, arguments)
     path = Path(directory)
 
-    def open_manifest() -> tuple[Keeper, str]:
+    def open_last() -> tuple[Keeper, Any]:
         keeper = keeper_of(opt)
         keeper.settle()
-        return keeper, checkpoint.read_manifest(path) if talk.rank == 0 else ""
+        if ranks.rank or (missing_ok and not history.complete(path)):
+            return keeper, None
+        name = history.last(path)
+        return keeper, {"name": name, "manifest": checkpoint.read_manifest(path / name)}
 
-    def read() -> tuple[Snapshot, None]:
-        manifest = checkpoint.Manifest.from_text(str(told[0]))
-        world = len(manifest.files)
-        if world == talk.size:
-            state = checkpoint.read_rank(path, manifest, talk.rank)
-        else:
-            states = (checkpoint.read_rank(path, manifest, rank) for rank in range(world))
-            state = merge(states, talk.rank, talk.size)
-            if talk.rank == 0:
-                logger.info("residuals of %d ranks are taken over by %d", world, talk.size)
-        keeper.check(state)
-        return state, None
+    def read() -> tuple[tuple[Found, Snapshot, Callable[[], T]], None]:
+        if not history.is_name(told[0].get("name")):
+            raise WireFormatError(f"rank 0 sent {told[0]!r:.40} for a checkpoint")
+        manifest = Manifest.from_text(str(told[0].get("manifest")))
+        found = Found(path / told[0]["name"], manifest, keeper, ranks.rank, ranks.size)
+        return (found, found.state(), prepare(found)), None
 
-    keeper, told = talk.together("open", open_manifest)
-    state, _ = talk.together("read", read)
-    keeper.restore(state)
-
-
-class Keeper:
-    """Where the compression state of an exchanger is.
-
-    Without an exchanger, in a world of one, it keeps for a later job what a checkpoint holds, and applies nothing.
-    ``settle``: called before the state is read or replaced; raises StateError in the midst of a step. ``unit``: see
-    :class:`gradcomp.pipeline.snapshot.Shared`. ``ranks``: those that exchange.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        plan: Plan,
-        config: Config,
-        exchanger: Exchanger | None,
-        settle: Callable[[], None],
-        unit: float = 1.0,
-        *,
-        ranks: Ranks,
-    ) -> None:
-        self.settle = settle
-        self.ranks = ranks
-        self._layers = layers
-        self._plan = plan
-        self._config = config
-        self._exchanger = exchanger
-        self._unit = unit
-        self.awaited = False
-        self._restored = False
-
-    @cached_property
-    def pipeline(self) -> Pipeline:
-        """The exchanger's; in a world of one, one that never steps, made when it is first asked for."""
-        if self._exchanger is not None:
-            return self._exchanger.pipeline
-        (transport,) = World(1).transports()
-        return Pipeline(self._layers, self._plan, transport, self._config, lambda layer: 0)
-
-    @property
-    def step(self) -> int:
-        """Steps so far; none where nothing is exchanged and nothing was restored."""
-        return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
-
-    def snapshot(self) -> Snapshot:
-        """This rank's state. Local."""
-        self.refuse_servers("saving the compression state")
-        self.settle()
-        return snapshot(self.pipeline, self._unit)
-
-    def refuse_servers(self, what: str) -> None:
-        """ConfigError if some ranks only serve: these answer steps, and nothing else. Local."""
-        if self._exchanger is not None and self._exchanger.pipeline.servers:
-            raise ConfigError(f"{what} does not work with dedicated servers, which answer nothing but steps")
-
-    def check(self, state: Snapshot) -> None:
-        """Raise StateError if the state does not fit. Local."""
-        check(self.pipeline, state)
-
-    def restore(self, state: Snapshot) -> None:
-        """Go on from ``state``. Local."""
-        self.refuse_servers("loading a compression state")
-        self.settle()
-        restore(self.pipeline, state, self._unit)
-        self.awaited, self._restored = False, True
-
-    def inherit(self, old: Keeper) -> None:
-        """Go on from the state of a keeper with fewer layers. Local."""
-        if self._exchanger is not None or "pipeline" in old.__dict__:
-            inherit(self.pipeline, old.pipeline)
-
-    def state_is_due(self) -> None:
-        """The optimizer's own state came from elsewhere: unless ours does too, the next step says so."""
-        self.awaited = not self._restored
-
-    def before_step(self) -> None:
-        """Warn if only the optimizer's own state was loaded."""
-        awaited, self.awaited, self._restored = self.awaited, False, False
-        if (
-            awaited
-            and self._exchanger is not None
-            and self.pipeline.residuals.nbytes + self.pipeline.fields.nbytes
-        ):
-            logger.warning(
-                "the optimizer's state was loaded, its compression state was not: residuals start again from zero, "
-                "what had not been sent is lost (gc.load)"
-            )
+    keeper, told = ranks.do("open", open_last)
+    if told[0] is None and missing_ok:
+        return None
+    (found, state, use), _ = ranks.do("read", read)
+    result = use()
+    keeper.restore(state, found.expected())
+    return result
 
 
-def keeper_of(opt: Any) -> Keeper:
-    """The keeper of a distributed optimizer or of a hook's state; ConfigError for anything else."""
-    keeper = _keeper_or_none(opt)
+def _meet(name: str, opt: Any, arguments: Sequence[str]) -> Together:
+    """The ranks of ``opt``; all of them if it is nothing that can be saved, for they must hear of that."""
+    keeper = keeper_or_none(opt)
     if keeper is None:
-        raise ConfigError(
-            f"expected what DistributedOptimizer or ddp_comm_hook returned, got {type(opt).__name__}"
-        )
-    return keeper
-
-
-def _keeper_or_none(opt: Any) -> Keeper | None:
-    keeper = getattr(getattr(opt, "_gradcomp", opt), "keeper", None)
-    return keeper if isinstance(keeper, Keeper) else None
-
-
-@contextmanager
-def not_from_checkpoint(optimizer: Any) -> Iterator[None]:
-    """What the optimizer's ``load_state_dict`` takes in here has no compression state that belongs to it."""
-    keeper = getattr(getattr(optimizer, "_gradcomp", None), "keeper", None)
-    awaited = isinstance(keeper, Keeper) and keeper.awaited
-    yield
-    if isinstance(keeper, Keeper):
-        keeper.awaited = awaited
-
-
-class _Talk:
-    """What the ranks of ``opt`` tell each other in one call. They go on only if it went well on all of them."""
-
-    def __init__(self, name: str, opt: Any) -> None:
-        self._name = name
-        keeper = _keeper_or_none(opt)
-        if keeper is not None:
-            keeper.refuse_servers(name)
-        self._channel = channel_of(current().everyone if keeper is None else keeper.ranks)
-        self.rank = 0 if self._channel is None else self._channel.rank
-        self.size = 1 if self._channel is None else self._channel.size
-
-    def together(self, stage: str, work: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Do ``work`` on every rank: its first result, and every rank's second one.
-
-        If it raised on any rank: an error on all, with what happened where, of the first one's kind.
-        """
-        result: list[T] = []
-        cause: Exception | None = None
-        report: dict[str, Any]
-        try:
-            mine, told = work()
-            result.append(mine)
-            report = {"told": told}
-        except (GradcompError, OSError) as error:
-            cause = error
-            report = {"error": str(error), "kind": type(error).__name__}
-        reports = self._gather(stage, json.dumps(report).encode())
-        failures = [f"rank {r}: {other['error']}" for r, other in enumerate(reports) if "error" in other]
-        if failures:
-            kinds = [other["kind"] for other in reports if "error" in other]
-            kind = _KINDS.get(kinds[0], StateError)
-            shown = "; ".join(failures[:3]) + (f"; and {len(failures) - 3} more" if len(failures) > 3 else "")
-            raise kind(f"{self._name}: {shown}") from cause
-        return result[0], [other["told"] for other in reports]
-
-    def _gather(self, stage: str, text: bytes) -> list[dict[str, Any]]:
-        channel = self._channel
-        if channel is None:
-            return [json.loads(text)]
-
-        def exchange(lengths: list[int]) -> list[dict[str, Any]]:
-            if not all(0 <= length <= _MOST_REPORT_BYTES for length in lengths):
-                raise WireFormatError(f"reports of {lengths} bytes")
-            whole = channel.allgather(np.frombuffer(text, dtype=np.uint8), lengths).tobytes()
-            ends = np.cumsum(lengths).tolist()
-            return [_report(whole[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-
-        return channel.submit(Call(self._name, [f"{self._name}: {stage}"], len(text)), exchange).result()
-
-
-def _report(text: bytes) -> dict[str, Any]:
-    try:
-        report = json.loads(text)
-    except ValueError as error:
-        raise WireFormatError(f"a rank's report is not JSON: {error}") from error
-    if not isinstance(report, dict) or not (report.keys() == {"told"} or report.keys() == {"error", "kind"}):
-        raise WireFormatError("a rank's report is malformed")
-    return report
+        return Together(name, current().everyone, arguments)
+    keeper.refuse_servers(name)
+    return Together(name, keeper.ranks, arguments)

@@ -25,8 +25,8 @@ from gradcomp.job.report import Reporter, banner
 from gradcomp.job.runtime import Runtime, leave_first
 from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.memory import Allocate
-from gradcomp.pipeline.pipeline import Digests
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
@@ -117,7 +117,7 @@ def start(
 ) -> Exchanger:
     """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`.
 
-    ``digests``: of the parameters, one number per layer; called on a thread of its own while gradients are exchanged.
+    ``digests``: makes those of the parameters; called on a thread of its own while gradients are exchanged.
     """
     config = state.config if reduction is None else replace(state.config, reduction=reduction)
     exchanger = Exchanger(

@@ -1,8 +1,7 @@
-"""Snapshots on disk: one safetensors file per rank, and a manifest that names them.
+"""A checkpoint on disk: a directory with a safetensors file per rank, further files, and a manifest of them.
 
-A checkpoint is a directory. Files of ranks carry a token of their save in their names, so that no save touches the
-files of another; ``manifest.json`` is replaced in one rename, after they are on disk. A save that is killed at any
-moment leaves the earlier checkpoint, and files that the next save removes. Nothing here communicates.
+``manifest.json`` comes last, in one rename, after all that it names is on disk: without it there is no checkpoint.
+:mod:`gradcomp.pipeline.history` keeps several. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import safetensors.numpy
@@ -23,11 +22,15 @@ from safetensors import SafetensorError
 
 from gradcomp.core.errors import StateError
 from gradcomp.core.state import Range
+from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.snapshot import Shared, Snapshot
 from gradcomp.version import __version__
 
-FORMAT = 1
+FORMAT = 2
+#: What this version reads. Format 1 had compression state only, in files whose names ended in a token.
+READABLE = (1, 2)
 MANIFEST = "manifest.json"
+PARTIAL = MANIFEST + ".partial"
 
 _KIND = "gradcomp checkpoint"
 _MOST_MANIFEST_BYTES = 1 << 28
@@ -35,13 +38,65 @@ _MOST_RANKS = 1 << 16
 _FIRST = "first/"
 _FIELD = "field/"
 _CONTROL = "control/"
-_NAME = re.compile(r"rank-\d{1,5}-of-\d{1,5}\.[0-9a-f]{16}\.safetensors")
-_LEFTOVER = re.compile(_NAME.pattern + r"|manifest\.json\.partial")
+#: Names of files that a manifest may name.
+FILE_NAME = re.compile(
+    r"rank-\d{1,5}-of-\d{1,5}(\.[0-9a-f]{16})?\.safetensors|model\.pt|extra-\d{1,5}-of-\d{1,5}\.pt"
+)
+
+
+class Sink:
+    """A file that is being written. Bytes are counted and hashed on their way.
+
+    A full disk is an error at the end, not in the midst: what writes here may be a library that an error would crash.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._hash = hashlib.sha256()
+        self._nbytes = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        view = memoryview(data)
+        if self._error is None:
+            try:
+                self._stream.write(view)
+            except OSError as error:
+                self._error = error
+            self._hash.update(view)
+            self._nbytes += view.nbytes
+        return view.nbytes
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self._stream.name)
+
+    def flush(self) -> bool:
+        """Make the file readable up to here; False if it cannot be, which :meth:`end` raises."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._error = self._error or error
+        return self._error is None
+
+    def end(self, name: str) -> File:
+        """On disk when this returns. OSError for what went wrong on the way."""
+        self.flush()
+        if self._error is not None:
+            raise self._error
+        os.fsync(self._stream.fileno())
+        return File(name, self._nbytes, self._hash.hexdigest())
+
+
+#: Puts a file's contents into a sink.
+Writer = Callable[[Sink], object]
 
 
 @dataclass(frozen=True)
 class File:
-    """One rank's file, as the manifest knows it."""
+    """A file, as the manifest knows it."""
 
     name: str
     nbytes: int
@@ -53,7 +108,9 @@ class File:
         if not isinstance(data, dict) or data.keys() != {"name", "nbytes", "sha256"}:
             raise StateError("the checkpoint's manifest does not name its files")
         name, nbytes, sha256 = data["name"], data["nbytes"], data["sha256"]
-        sound = type(name) is str and _NAME.fullmatch(name) and type(nbytes) is int and 0 <= nbytes < 1 << 48
+        sound = (
+            type(name) is str and FILE_NAME.fullmatch(name) and type(nbytes) is int and 0 <= nbytes < 1 << 48
+        )
         if not sound or type(sha256) is not str or not re.fullmatch("[0-9a-f]{64}", sha256):
             raise StateError(f"the checkpoint's manifest names an impossible file: {data!r:.200}")
         return File(name, nbytes, sha256)
@@ -61,10 +118,15 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the ranks' states have in common, and where they are: ``files[i]`` is rank i's."""
+    """What the ranks' states have in common, and where they are: ``files[i]`` is rank i's.
+
+    ``parts``: further files. ``parameters``: what the model held at the save; None if that is not known.
+    """
 
     shared: Shared
     files: tuple[File, ...]
+    parts: tuple[File, ...] = ()
+    parameters: Digests | None = None
 
     def to_text(self) -> str:
         """JSON, with a digest of everything else in it."""
@@ -75,6 +137,8 @@ class Manifest:
             "world": len(self.files),
             "shared": self.shared.to_plain(),
             "files": [asdict(file) for file in self.files],
+            "parts": [asdict(file) for file in self.parts],
+            "parameters": None if self.parameters is None else self.parameters.to_plain(),
         }
         return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
@@ -87,10 +151,11 @@ class Manifest:
             raise StateError(f"the checkpoint's manifest is damaged: {error}") from error
         if not isinstance(body, dict) or body.get("kind") != _KIND:
             raise StateError(f"{MANIFEST} is not that of a gradcomp checkpoint")
-        if body.get("format") != FORMAT:
+        if body.get("format") not in READABLE:
             raise StateError(
                 f"the checkpoint has format {body.get('format')!r:.40} (of gradcomp {body.get('gradcomp')!r:.40}), "
-                f"this gradcomp reads format {FORMAT}"
+                f"this gradcomp {__version__} reads formats {READABLE[0]} to {READABLE[-1]}: load it with the version "
+                "that wrote it"
             )
         digest = body.pop("digest", None)
         if digest != _digest(body):
@@ -100,11 +165,49 @@ class Manifest:
             raise StateError(
                 f"the checkpoint's manifest does not name a file for each of {world!r:.40} ranks"
             )
-        return Manifest(Shared.from_plain(body.get("shared")), tuple(File.from_plain(file) for file in files))
+        parts, parameters = body.get("parts", []), body.get("parameters")  # format 1 has neither
+        if not isinstance(parts, list):
+            raise StateError("the checkpoint's manifest does not name its files")
+        return Manifest(
+            Shared.from_plain(body.get("shared")),
+            tuple(File.from_plain(file) for file in files),
+            tuple(File.from_plain(file) for file in parts),
+            None if parameters is None else Digests.from_plain(parameters),
+        )
+
+    def part(self, name: str) -> File | None:
+        """The further file of this name."""
+        return next((file for file in self.parts if file.name == name), None)
 
 
-def write_rank(directory: Path, state: Snapshot, token: str) -> File:
-    """Write one rank's part; on disk when this returns. ``token``: 16 hexadecimal digits, the same on all ranks."""
+def write_files(directory: Path, writers: Mapping[str, Writer]) -> tuple[File, ...]:
+    """Write files; on disk, with the names that lead to them, when this returns. StateError for a full disk."""
+    files = []
+    with as_state_error(f"{directory} cannot be made"):
+        _make(directory)
+    for name, writer in writers.items():
+        with as_state_error(f"{name} cannot be written"), (directory / name).open("wb") as stream:
+            sink = Sink(stream)
+            writer(sink)
+            files.append(sink.end(name))
+    with as_state_error(f"{directory} cannot be written"):
+        _sync(directory)
+    return tuple(files)
+
+
+def rank_name(rank: int, world: int) -> str:
+    """The name of one rank's file."""
+    return f"rank-{rank}-of-{world}.safetensors"
+
+
+def write_rank(directory: Path, state: Snapshot) -> File:
+    """Write one rank's part; on disk when this returns."""
+    (file,) = write_files(directory, {rank_name(state.rank, state.world): rank_writer(state)})
+    return file
+
+
+def rank_writer(state: Snapshot) -> Writer:
+    """What puts one rank's part into a file."""
     tensors: dict[str, np.ndarray[Any, Any]] = {_FIRST + name: value for name, value in state.first.items()}
     for prefix, kinds in ((_FIELD, state.fields), (_CONTROL, state.control)):
         for kind, values in kinds.items():
@@ -113,26 +216,15 @@ def write_rank(directory: Path, state: Snapshot, token: str) -> File:
     tensors["ranges"] = np.array([[r.layer, r.start, r.length] for r in state.ranges], np.int64).reshape(
         -1, 3
     )
-    data = safetensors.numpy.save(tensors)
-    file = File(
-        f"rank-{state.rank}-of-{state.world}.{token}.safetensors", len(data), hashlib.sha256(data).hexdigest()
-    )
-    with _as_state_error(f"{file.name} cannot be written"):
-        directory.mkdir(parents=True, exist_ok=True)
-        _write(directory / file.name, data)
-        _sync(directory)
-    return file
+    return lambda sink: sink.write(safetensors.numpy.save(tensors))
 
 
 def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
     """Rank ``rank``'s part. StateError if the file is missing, or not the one that was written."""
     file = manifest.files[rank]
-    with _as_state_error(f"{file.name} cannot be read"), (directory / file.name).open("rb") as stream:
+    with as_state_error(f"{file.name} cannot be read"), (directory / file.name).open("rb") as stream:
         data = stream.read(file.nbytes + 1)
-    if len(data) != file.nbytes:
-        raise StateError(f"{file.name} does not have the {file.nbytes} bytes that were written")
-    if hashlib.sha256(data).hexdigest() != file.sha256:
-        raise StateError(f"{file.name} is damaged: it does not match its checksum")
+    _compare(file, len(data), hashlib.sha256(data).hexdigest())
     try:
         tensors = safetensors.numpy.load(data)
         second, table = tensors.pop("second"), tensors.pop("ranges")
@@ -167,10 +259,13 @@ def _by_kind(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Make this the checkpoint in the directory, all at once."""
-    partial = directory / (MANIFEST + ".partial")
-    with _as_state_error(f"{MANIFEST} cannot be written"):
-        _write(partial, manifest.to_text().encode())
+    """Make the directory a checkpoint, all at once, after everything that the manifest names was written."""
+    partial = directory / PARTIAL
+    with as_state_error(f"{MANIFEST} cannot be written"):
+        with partial.open("wb") as stream:
+            sink = Sink(stream)
+            sink.write(manifest.to_text().encode())
+            sink.end(PARTIAL)
         partial.replace(directory / MANIFEST)
         _sync(directory)
 
@@ -180,7 +275,7 @@ def read_manifest(directory: Path) -> str:
     path = directory / MANIFEST
     if not path.is_file():
         raise StateError(f"there is no checkpoint in {directory}: it has no {MANIFEST}")
-    with _as_state_error(f"{MANIFEST} cannot be read"), path.open("rb") as stream:
+    with as_state_error(f"{MANIFEST} cannot be read"), path.open("rb") as stream:
         data = stream.read(_MOST_MANIFEST_BYTES + 1)
     if len(data) > _MOST_MANIFEST_BYTES:
         raise StateError(f"{path} is too large for a manifest")
@@ -190,19 +285,38 @@ def read_manifest(directory: Path) -> str:
         raise StateError(f"the checkpoint's manifest is damaged: {error}") from error
 
 
-def remove_others(directory: Path, keep: Collection[str]) -> None:
-    """Remove files of earlier and of killed saves. One that cannot be removed harms nobody."""
-    with suppress(OSError):
-        for path in list(directory.iterdir()):
-            if _LEFTOVER.fullmatch(path.name) and path.name not in keep:
-                path.unlink(missing_ok=True)
+def is_checkpoint(directory: Path) -> bool:
+    """Whether the manifest in the directory is one of ours, of whatever format; another program's is not."""
+    try:
+        body = json.loads(read_manifest(directory))
+    except (StateError, ValueError, RecursionError):
+        return False
+    return isinstance(body, dict) and body.get("kind") == _KIND
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+def checked(directory: Path, file: File) -> Path:
+    """The path of a file that is the one that was written. StateError if it is not, or is missing."""
+    path = directory / file.name
+    with as_state_error(f"{file.name} cannot be read"), path.open("rb") as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    _compare(file, nbytes, sha256)
+    return path
+
+
+def _compare(file: File, nbytes: int, sha256: str) -> None:
+    if nbytes != file.nbytes:
+        raise StateError(f"{file.name} does not have the {file.nbytes} bytes that were written")
+    if sha256 != file.sha256:
+        raise StateError(f"{file.name} is damaged: it does not match its checksum")
+
+
+def _make(directory: Path) -> None:
+    """Make a directory and those above it; their names are on disk when this returns."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
 
 
 def _sync(directory: Path) -> None:
@@ -215,7 +329,8 @@ def _sync(directory: Path) -> None:
 
 
 @contextmanager
-def _as_state_error(what: str) -> Iterator[None]:
+def as_state_error(what: str) -> Iterator[None]:
+    """Turn an OSError into a StateError that begins with ``what``."""
     try:
         yield
     except OSError as error:

@@ -32,6 +32,7 @@ from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
 from gradcomp.pipeline.bucket import BucketProgram
+from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
@@ -44,8 +45,6 @@ from gradcomp.reduce.header import APPLIED, DISCARDED, PRESENT, SPARSE, Ballot, 
 from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
 
 Mask = npt.NDArray[np.bool_]
-#: One number per layer.
-Digests = npt.NDArray[np.uint32]
 
 
 class Waiting(enum.Enum):
@@ -221,8 +220,8 @@ class Pipeline:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
         ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
-        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known. ``digests``: one number per
-        layer, of its parameter, to be compared over the ranks at the end of the exchange; on all ranks or on none.
+        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known. ``digests``: of the
+        layers' parameters, to be compared over the ranks at the end of the exchange; on all ranks or on none.
         """
         if self.is_open:
             raise StateError("an exchange is already open")
@@ -543,7 +542,7 @@ class Pipeline:
             yield Waiting.DEVICE
         count, world = len(self.layers), self.transport.size
         table = np.zeros((world, count), dtype="<u4")
-        table[self.transport.rank] = future.result()
+        table[self.transport.rank] = future.result().numbers
         yield from self._collective(AllGather(table.reshape(-1).view(np.uint8), [4 * count] * world))
         self._digests, self.digest_table = None, table
 

@@ -14,7 +14,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.serving import refuse_servers
@@ -112,6 +112,7 @@ class Exchange:
             self._steps.settle,
             unit=predivide,
             ranks=self.ranks,
+            digests=self._steps.digests,
         )
         if self.exchanger is not None:
             self._steps.attach(state, self.exchanger, self.keeper)

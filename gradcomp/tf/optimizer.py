@@ -14,7 +14,7 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.engine import Exchanger
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.plain import from_plain, to_plain
 from gradcomp.job.process_sets import Members, members

@@ -13,10 +13,11 @@ import tensorflow as tf
 from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import keeper_of, load
+from gradcomp.job.checkpoint import load
+from gradcomp.job.keeper import keeper_of
 from gradcomp.job.plain import from_plain, to_plain
 from gradcomp.job.process_sets import Members, members
-from gradcomp.pipeline import checkpoint
+from gradcomp.pipeline import checkpoint, history
 from gradcomp.tf.objects import broadcast_object, decode, encode
 from gradcomp.tf.optimizer import Arguments, distribute
 
@@ -67,7 +68,8 @@ def _names_in(directory: Path, process_set: Members) -> list[str] | None:
     names = None
     if runtime.rank() == ranks[0]:
         with suppress(StateError):
-            names = list(checkpoint.Manifest.from_text(checkpoint.read_manifest(directory)).shared.layers)
+            last = directory / history.last(directory)
+            names = list(checkpoint.Manifest.from_text(checkpoint.read_manifest(last)).shared.layers)
     found: list[str] | None = broadcast_object(names, ranks[0], process_set=process_set)
     return found
 

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from gradcomp import kernels
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.runtime import Runtime
 from gradcomp.job.sparse import mean_of_rows
+from gradcomp.pipeline.digests import CRC32C, Digests
 from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
 from gradcomp.tf.landing import Landing
@@ -90,11 +90,11 @@ class Steps:
                 if len(step.submitted) == len(site.groups):
                     self._exchanger.flush()
 
-    def digests(self) -> npt.NDArray[np.uint32]:
-        """A number for every variable, by which ranks compare them."""
+    def digests(self) -> Digests:
+        """What the variables hold."""
         with tf.init_scope():
-            numbers = [kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
-        return np.array(numbers, dtype=np.uint32)
+            values = [kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
+        return Digests(CRC32C, dict(zip(self._names, values, strict=True)))
 
     def _opened(self, site: Site, number: int, scale: float, rate: float) -> _Step:
         step = self._step

@@ -2,7 +2,6 @@
 
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
-from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.job.reduce_op import Average, Sum
 from gradcomp.job.runtime import (
@@ -30,6 +29,7 @@ from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.post_momentum import PostMomentumSGD
 from gradcomp.torch.runtime import init
+from gradcomp.torch.saving import load, save
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.job.channel import Call, Channel, alone, chunks, current_channel
-from gradcomp.job.checkpoint import not_from_checkpoint
+from gradcomp.job.keeper import not_from_checkpoint
 from gradcomp.job.process_sets import Members, root_of
-from gradcomp.torch.tensors import bytes_of, dense_problem, form, has_memory
+from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
 
 _ALIGNMENT_BYTES = 16
 
@@ -136,11 +135,9 @@ def _encode(obj: Any) -> tuple[bytes, int]:
         data = buffer.getvalue()
         _refuse_wrapped(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     except Exception as error:  # noqa: BLE001 - pickling runs the object's own code
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        culprit = found[1] if found else f"{type(obj).__name__}: {str(error).partition(chr(10))[0]}"
         complaint = (
             "only tensors, numbers, strings, bytes, None and lists, tuples, dicts and sets of them can be broadcast, "
-            f"this has {culprit}"
+            f"this has {culprit(error, obj)}"
         ).encode()
         return complaint, -len(complaint)
     return data, len(data)

@@ -21,7 +21,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers
@@ -34,8 +34,9 @@ from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.devices import device_of, stream_of
 from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.loss_scale import LossScale, Scaler
+from gradcomp.torch.modules import bare
 from gradcomp.torch.plain import load_state, state_of
-from gradcomp.torch.start import digests, propose
+from gradcomp.torch.start import digests_of, propose
 from gradcomp.torch.step_watch import StepWatch
 from gradcomp.transport.base import Transport
 
@@ -151,10 +152,18 @@ class HookState(Readers):
                 listener=self._futures,
                 order_step=_ORDER_STEP,
                 device=device,
-                digests=partial(digests, named),
+                digests=partial(digests_of, named),
             )
         #: Where :func:`gradcomp.torch.save` finds the compression state.
-        self.keeper = Keeper(layers, proposal.plan, state.config, self._exchanger, self.settle, ranks=ranks)
+        self.keeper = Keeper(
+            layers,
+            proposal.plan,
+            state.config,
+            self._exchanger,
+            self.settle,
+            ranks=ranks,
+            digests=partial(digests_of, named),
+        )
 
     # -- what a user may ask --------------------------------------------------------------------------------------
 
@@ -210,6 +219,7 @@ class HookState(Readers):
         """Exchange a bucket in place; the last one of a step ends the step."""
         exchanger = self._exchanger
         if exchanger is None:
+            self.keeper.before_step()
             future = _future_of(bucket.buffer())
             future.set_result(bucket.buffer())
             return future
@@ -238,6 +248,7 @@ class HookState(Readers):
 
     def _begin(self, exchanger: Exchanger) -> None:
         self.settle()
+        self.keeper.before_step()
         if self._optimizers.stepped() is False and exchanger.pipeline.outcome:
             exchanger.pipeline.outcome = DISCARDED
         scale = self._loss_scale.of(exchanger.pipeline)
@@ -354,8 +365,7 @@ def _named(model: torch.nn.Module) -> Named:
     """The trainable parameters by the names that the bare module gives them, without those that DDP ignores."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    while (inner := _inside(model)) is not None:
-        model = inner
+    model = bare(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise ConfigError(
@@ -363,9 +373,3 @@ def _named(model: torch.nn.Module) -> Named:
             )
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
-
-
-def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The module inside DistributedDataParallel or a compiled module."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, torch.nn.Module) else None

@@ -17,7 +17,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
@@ -31,7 +31,7 @@ from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
-from gradcomp.torch.start import digests, propose
+from gradcomp.torch.start import digests_of, propose
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -223,7 +223,7 @@ def _build(
                 "gradient_predivide_factor": arguments.predivide,
                 "on_skip": timing.on_skip,
             },
-            digests=partial(digests, named),
+            digests=partial(digests_of, named),
         )
         exchange.attach(exchanger)
     else:
@@ -236,6 +236,7 @@ def _build(
         settle=lambda: _settle(exchange),
         ranks=ranks,
         unit=arguments.predivide,
+        digests=partial(digests_of, named),
     )
     return Core(ranks, arguments, named, frozen, exchange, keeper)
 
@@ -267,6 +268,7 @@ class Distributed(Serving, Readers):
         """Step on the means. Exchanges first what was not exchanged yet (a short last window, ``finish="step"``)."""
         core = self._gradcomp
         if not core.exchange.attached:
+            core.keeper.before_step()
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         _check_frozen(core)

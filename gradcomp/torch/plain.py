@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradcomp.job.checkpoint import Keeper
+from gradcomp.job.keeper import Keeper
 from gradcomp.job.plain import from_plain, to_plain
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from gradcomp import kernels
@@ -11,6 +9,7 @@ from gradcomp.compress import Policy
 from gradcomp.control import Controller
 from gradcomp.job import start
 from gradcomp.job.start import Proposal
+from gradcomp.pipeline.digests import CRC32C, Digests
 from gradcomp.torch.layers import Named, spec
 
 
@@ -21,9 +20,9 @@ def propose(
     return start.propose(policy, [spec(name, parameter) for name, parameter in named], step, controller)
 
 
-def digests(named: Named) -> npt.NDArray[np.uint32]:
-    """A number for every parameter, by which ranks compare them."""
-    return np.array([_digest(parameter) for _, parameter in named], dtype=np.uint32)
+def digests_of(named: Named) -> Digests:
+    """What the parameters hold."""
+    return Digests(CRC32C, {name: _digest(parameter) for name, parameter in named})
 
 
 def _digest(parameter: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -97,3 +98,9 @@ def form(value: Any) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without its module."""
     return str(dtype).removeprefix("torch.")
+
+
+def culprit(error: Exception, obj: Any) -> str:
+    """What in an object is neither a tensor nor a plain value, by the error that saving or loading it has raised."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else f"{type(obj).__name__}: {str(error).partition(chr(10))[0]}"

@@ -24,7 +24,7 @@ def job(world: int, controller=None) -> Simulation:
 
 def through_files(states, directory):
     """As a checkpoint holds them."""
-    files = tuple(write_rank(directory, state, "0" * 16) for state in states)
+    files = tuple(write_rank(directory, state) for state in states)
     manifest = Manifest.from_text(Manifest(states[0].shared, files).to_text())
     return [read_rank(directory, manifest, rank) for rank in range(len(states))]
 

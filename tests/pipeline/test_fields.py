@@ -75,7 +75,7 @@ def train(ranks: Simulation, first: int, steps: int) -> list[bytes]:
 def on_disk(folder, ranks: Simulation):
     """Every rank's state, written and read."""
     states = [snapshot(pipeline) for pipeline in ranks.pipelines]
-    files = tuple(checkpoint.write_rank(folder, state, "0" * 16) for state in states)
+    files = tuple(checkpoint.write_rank(folder, state) for state in states)
     checkpoint.write_manifest(folder, checkpoint.Manifest(states[0].shared, files))
     manifest = checkpoint.Manifest.from_text(checkpoint.read_manifest(folder))
     return [checkpoint.read_rank(folder, manifest, rank) for rank in range(ranks.size)]

@@ -140,7 +140,8 @@ def test_a_loaded_model_trains_on() -> None:
 
     from gradcomp.core.errors import ConfigError
     from gradcomp.job import runtime
-    from gradcomp.job.checkpoint import keeper_of, save
+    from gradcomp.job.checkpoint import save
+    from gradcomp.job.keeper import keeper_of
     from gradcomp.tf.objects import broadcast_object
     from gradcomp.tf.optimizer import Distributed
     from gradcomp.tf.saving import load_model

@@ -11,7 +11,7 @@ import pytest
 from launching import Finished, run_ranks
 
 from gradcomp.core.errors import StateError
-from gradcomp.pipeline import checkpoint
+from gradcomp.pipeline import checkpoint, history
 
 #: What every program below begins with.
 COMMON = '''
@@ -133,6 +133,7 @@ for name, kind in KINDS.items():
 RESIZE = """
 if (folder / "other").exists():
     model, opt = make(KINDS[FEEDBACK])
+    model.load_state_dict(torch.load(folder / "other.pt", weights_only=True)["model"])
     gc.load(folder / "other", opt)
     gc.save(folder / "taken over", opt)
     assert opt.compression_state()["step"] == HALF
@@ -150,13 +151,39 @@ def ranks(program: str, world: int, folder: Path, **options) -> list[Finished]:
     return finished
 
 
+def other(made: Path, folder: Path, name: str = "4 bits nearest") -> None:
+    """What one job saved becomes what another takes over, in the form of format 1."""
+    format_1(made / name, folder / "other")
+    model = folder / "other.pt"
+    shutil.copy(made / "rank0-of-2 4 bits nearest half.pt", model)
+
+
+def format_1(made: Path, folder: Path) -> None:
+    """The last checkpoint of a directory, as versions before wrote it: no directory of its own, names with a token."""
+    last = made / history.last(made)
+    body = json.loads((last / checkpoint.MANIFEST).read_text())
+    del body["digest"], body["parts"], body["parameters"]
+    folder.mkdir()
+    for file in body["files"]:
+        name = file["name"].replace(".safetensors", ".0123456789abcdef.safetensors")
+        shutil.copy(last / file["name"], folder / name)
+        file["name"] = name
+    body["format"] = 1
+    text = json.dumps({**body, "digest": checkpoint._digest(body)}, indent=1)
+    (folder / checkpoint.MANIFEST).write_text(text)
+
+
+def last_manifest(folder: Path) -> checkpoint.Manifest:
+    return checkpoint.Manifest.from_text(checkpoint.read_manifest(folder / history.last(folder)))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[int, Path]:
     """Checkpoints of jobs of 2 and of 3 ranks, each in its folder."""
     made = {world: tmp_path_factory.mktemp(f"world{world}") for world in (2, 3)}
     for world, folder in made.items():
         ranks(FIRST_HALF, world, folder)
-    shutil.copytree(made[2] / "4 bits nearest", made[3] / "other")
+    other(made[2], made[3])
     return made
 
 
@@ -178,11 +205,11 @@ def test_resumed_is_uninterrupted(resumed, world: int):
 
 def owed(folder: Path) -> dict[str, np.ndarray]:
     """Per layer, the mean of the first residuals and the owners' second ones, in float64."""
-    manifest = checkpoint.Manifest.from_text(checkpoint.read_manifest(folder))
+    manifest = last_manifest(folder)
     world, names = len(manifest.files), list(manifest.shared.layers)
     total: dict[str, np.ndarray] = {}
     for rank in range(world):
-        state = checkpoint.read_rank(folder, manifest, rank)
+        state = checkpoint.read_rank(folder / history.last(folder), manifest, rank)
         for name, value in state.first.items():
             total[name] = total.get(name, 0.0) + value.astype(np.float64) / world
         at = 0
@@ -199,8 +226,10 @@ def test_other_numbers_of_ranks_keep_the_mean_residual(folders, resumed, tmp_pat
     for world in (1, 2):
         folder = tmp_path / str(world)
         shutil.copytree(last / "taken over", folder / "other")
+        shutil.copy(last / "other.pt", folder / "other.pt")
         ranks(COMMON + RESIZE, world, folder)
-        assert len(list((folder / "taken over").iterdir())) == world + 1
+        (saved,) = (folder / "taken over").iterdir()
+        assert len(list(saved.iterdir())) == world + 1
         for made in (last, folder):
             for name, value in owed(made / "taken over").items():
                 np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-12)
@@ -264,7 +293,8 @@ else:
 assert "gc.save" in text and "gc.load" in text
 (folder / "occupied").write_text("") if gc.rank() == 0 else None
 gc.barrier()
-assert "rank 1: rank-1-of-2" in fails(StateError, lambda: gc.save(folder / "occupied", opt))
+text = fails(StateError, lambda: gc.save(folder / "occupied", opt))
+assert "rank 1: " in text and "File exists" in text, text
 
 # Ranks at different steps.
 state = opt.compression_state()
@@ -282,11 +312,21 @@ assert same(opt.compression_state(), state)
 # After all that, good ones still load, and the next save takes their place.
 gc.load(folder / "good", opt)
 assert opt.compression_state()["step"] == HALF
-(folder / "good" / "rank-1-of-2.0123456789abcdef.safetensors").write_text("of a killed save")
-gc.save(folder / "good", opt)
-gc.barrier()
-assert len(list((folder / "good").iterdir())) == 3, list((folder / "good").iterdir())
+half = torch.load(folder / "good.pt", weights_only=True)["model"]
+model.load_state_dict(half)
 assert not list(folder.glob("new/*"))
+
+# One of format 1 still loads, counts as the oldest, and goes when its time has come.
+old = folder / "old"
+gc.load(old, opt)
+assert opt.compression_state()["step"] == HALF
+(old / "rank-1-of-2.fedcba9876543210.safetensors").write_text("of a killed save")
+gc.save(old, opt, keep=1)
+gc.barrier()
+assert (old / "manifest.json").exists() and len(list(old.iterdir())) == 5, list(old.iterdir())
+gc.save(old, opt, keep=1)
+gc.barrier()
+assert len(list(old.iterdir())) == 2, list(old.iterdir())
 
 # Only the optimizer's state: said once.
 heard = []
@@ -299,10 +339,12 @@ train(model, opt, HALF + 1, 1)
 assert not heard, heard
 for _ in range(2):
     opt.load_state_dict(opt.state_dict())
+    model.load_state_dict(half)
     gc.load(folder / "good", opt)
     train(model, opt, HALF, 1)
     gc.load(folder / "good", opt)
     opt.load_state_dict(opt.state_dict())
+    model.load_state_dict(half)
     train(model, opt, HALF, 1)
 assert not heard, heard
 opt.load_state_dict(opt.state_dict())
@@ -344,7 +386,7 @@ def damaged(good: Path, folder: Path) -> dict[str, str]:
     edited("other kind", "is not that of a gradcomp checkpoint", kind="another")
     edited(
         "other format",
-        "format 99 (of gradcomp '7.0'), this gradcomp reads format 1",
+        "format 99 (of gradcomp '7.0'), this gradcomp",
         format=99,
         gradcomp="7.0",
     )
@@ -373,7 +415,10 @@ def damaged(good: Path, folder: Path) -> dict[str, str]:
 
 
 def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_every_rank(folders, tmp_path):
-    good = shutil.copytree(folders[2] / "4 bits nearest", tmp_path / "good")
+    saves = folders[2] / "4 bits nearest"
+    good = Path(shutil.copytree(saves / history.last(saves), tmp_path / "good"))
+    shutil.copy(folders[2] / "rank0-of-2 4 bits nearest half.pt", tmp_path / "good.pt")
+    format_1(saves, tmp_path / "old")
     (tmp_path / "cases.json").write_text(json.dumps(damaged(good, tmp_path)))
     ranks(WRONG, 2, tmp_path)
 
@@ -388,27 +433,29 @@ train(model, opt, 0, 2)
 gc.save(folder, opt)
 gc.barrier()
 train(model, opt, 2, 1)
+write_files = checkpoint.write_files
 
-def write_manifest(directory, manifest):
-    (directory / "manifest.json.partial").write_text(manifest.to_text()[:100])
+def killed(directory, writers):
+    write_files(directory, writers)
     os.kill(os.getpid(), signal.SIGKILL)
 
-checkpoint.write_manifest = write_manifest
+if gc.rank() == 1:
+    checkpoint.write_files = killed
 fails(gc.TransportError, lambda: gc.save(folder, opt))
 """
 )
 
 
-def test_a_killed_save_leaves_the_checkpoint_before(tmp_path):
+def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path):
     folder = tmp_path / "checkpoint"
     first, second = run_ranks(KILLED, 2, arguments=(str(folder),))
-    assert first.returncode == -9
-    assert second.returncode == 0, second
-    assert len(list(folder.iterdir())) == 6  # both saves' files
-    manifest = checkpoint.Manifest.from_text(checkpoint.read_manifest(folder))
+    assert second.returncode == -9
+    assert first.returncode == 0, first
+    assert len(list(folder.iterdir())) == 2  # both saves, of which one has no manifest
+    manifest = last_manifest(folder)
     assert manifest.shared.step == 2
     for rank in range(2):
-        assert not checkpoint.read_rank(folder, manifest, rank).problems()
+        assert not checkpoint.read_rank(folder / history.last(folder), manifest, rank).problems()
 
 
 def test_no_checkpoint_outside_of_the_directory(tmp_path):
@@ -417,7 +464,8 @@ def test_no_checkpoint_outside_of_the_directory(tmp_path):
         "../x",
         "/etc/passwd",
         "rank-0-of-1.0123456789abcdef.safetensors/..",
-        "rank-0-of-1.safetensors",
+        "rank-0-of-1",
+        "manifest.json",
         "",
     ):
         with pytest.raises(StateError, match="impossible file"):
@@ -468,9 +516,6 @@ def test_the_state_of_a_hook_goes_on_bit_for_bit(tmp_path):
         folder = tmp_path / str(world)
         folder.mkdir()
         ranks(HOOK, world, folder)
-        whole, resumed = (
-            checkpoint.Manifest.from_text(checkpoint.read_manifest(folder / name))
-            for name in ("whole", "resumed")
-        )
+        whole, resumed = (last_manifest(folder / name) for name in ("whole", "resumed"))
         assert whole.shared == resumed.shared
         assert [file.sha256 for file in whole.files] == [file.sha256 for file in resumed.files]

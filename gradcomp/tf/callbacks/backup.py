@@ -13,7 +13,8 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import keeper_of, load, save
+from gradcomp.job.checkpoint import load, save
+from gradcomp.job.keeper import keeper_of
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf.callbacks.common import build_optimizer, ranks_of, require_distributed, variables_of
 from gradcomp.tf.objects import broadcast_object

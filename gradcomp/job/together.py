@@ -1,0 +1,90 @@
+"""Work that all ranks do, or none: an error on one is an error on every one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
+from gradcomp.job.channel import Call, channel_of
+from gradcomp.job.network import Ranks
+
+T = TypeVar("T")
+
+_MOST_REPORT_BYTES = 1 << 29
+_KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "TransportError": TransportError}
+
+
+class Together:
+    """What ranks tell each other in one call. They go on only if it went well on all of them.
+
+    ``arguments``: what all ranks must have called it with alike; PlanMismatchError on every rank if they did not.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, arguments: Sequence[str] = ()) -> None:
+        self._name = name
+        self._arguments = list(arguments)
+        self._channel = channel_of(ranks)
+        self.rank = 0 if self._channel is None else self._channel.rank
+        self.size = 1 if self._channel is None else self._channel.size
+
+    def do(
+        self, stage: str, work: Callable[[], tuple[T, Any]], undo: Callable[[], None] = lambda: None
+    ) -> tuple[T, list[Any]]:
+        """Do ``work`` on every rank: its first result, and every rank's second one.
+
+        If it raised on any rank: ``undo`` on all, then an error on all, with what happened where, of the first one's
+        kind. Where ranks cannot hear each other, some may have gone on: a TransportError undoes nothing.
+        """
+        result: list[T] = []
+        cause: Exception | None = None
+        report: dict[str, Any]
+        try:
+            mine, told = work()
+            result.append(mine)
+            report = {"told": told}
+        except Exception as error:  # noqa: BLE001 - the other ranks would wait for one that stays away
+            cause = error
+            text = (
+                str(error)
+                if isinstance(error, GradcompError | OSError)
+                else f"{type(error).__name__}: {error}"
+            )
+            report = {"error": text, "kind": type(error).__name__}
+        reports = self._gather(stage, json.dumps(report).encode())
+        failures = [f"rank {r}: {other['error']}" for r, other in enumerate(reports) if "error" in other]
+        if failures:
+            undo()
+            kinds = [other["kind"] for other in reports if "error" in other]
+            kind = _KINDS.get(kinds[0], StateError)
+            shown = "; ".join(failures[:3]) + (f"; and {len(failures) - 3} more" if len(failures) > 3 else "")
+            raise kind(f"{self._name}: {shown}") from cause
+        return result[0], [other["told"] for other in reports]
+
+    def _gather(self, stage: str, text: bytes) -> list[dict[str, Any]]:
+        channel = self._channel
+        if channel is None:
+            return [json.loads(text)]
+
+        def exchange(lengths: list[int]) -> list[dict[str, Any]]:
+            if not all(0 <= length <= _MOST_REPORT_BYTES for length in lengths):
+                raise WireFormatError(f"reports of {lengths} bytes")
+            whole = channel.allgather(np.frombuffer(text, dtype=np.uint8), lengths).tobytes()
+            ends = np.cumsum(lengths).tolist()
+            return [_report(whole[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+        lines = [f"{self._name}: {stage}", *self._arguments]
+        return channel.submit(Call(self._name, lines, len(text)), exchange).result()
+
+
+def _report(text: bytes) -> dict[str, Any]:
+    try:
+        report = json.loads(text)
+    except ValueError as error:
+        raise WireFormatError(f"a rank's report is not JSON: {error}") from error
+    if not isinstance(report, dict) or not (report.keys() == {"told"} or report.keys() == {"error", "kind"}):
+        raise WireFormatError("a rank's report is malformed")
+    return report
