@@ -95,6 +95,13 @@ class Config:
         0, "Further comparisons of parameters, every so many steps; 0 for none.", _not_negative, "not negative",
         shared=True,
     )  # fmt: skip
+    deterministic: bool = _setting(
+        False,
+        "Let a controller's decisions apply a fixed number of steps after they began, so that runs with one repeat.",
+        lambda v: True,
+        "a boolean",
+        shared=True,
+    )
     transport: str = _setting(
         AUTO,
         "What carries the gradients: torch.distributed, MPI, shared memory on one host, Horovod, NCCL, or shared "

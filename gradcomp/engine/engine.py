@@ -92,7 +92,7 @@ class Engine:
                 watched_at = now
                 for exchanger in self._exchangers:
                     exchanger.watch()
-            if not waiting & {Waiting.WIRE, Waiting.DEVICE}:
+            if not waiting & {Waiting.WIRE, Waiting.DEVICE, Waiting.BACKGROUND}:
                 self._wake.wait(WATCH_SECONDS)
                 continue
             if now - progress_at > SPIN_SECONDS:

@@ -51,6 +51,7 @@ class Waiting(enum.Enum):
     LAYERS = "the next bucket is not complete"
     DEVICE = "the next bucket's gradients are still being computed"
     WIRE = "a collective is under way"
+    BACKGROUND = "a controller's work is due and not done"
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,8 @@ class Pipeline:
         votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
         flights: list[_Flight] = []  # newest first
         self._follow_schedule()
+        while self._steering.overdue:
+            yield Waiting.BACKGROUND
         ready = 1 if self._next_plan is not None or self._steering.ready else 0
         ready *= not self.serves
         if self._handing_over:

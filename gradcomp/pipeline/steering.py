@@ -37,6 +37,11 @@ class Steering:
         """This rank's vote."""
         return self._active is not None and self._active.ready
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the step has to wait for the pilot's background work."""
+        return self._active is not None and self._active.overdue
+
     def open(self, step: int, now: float, buckets: int) -> None:
         """A step opens."""
         self._since = now - self._opened_at if self._opened_at else 0.0
