@@ -25,6 +25,7 @@ from gradcomp import (
     Warmup,
 )
 from gradcomp.control.base import at_once
+from gradcomp.core.topology import Topology
 from gradcomp.pipeline.snapshot import Shared, inherit, merge, restore, snapshot
 
 LAYERS = [
@@ -77,10 +78,13 @@ class Account:
                 assert not owed.any()
 
 
-@pytest.mark.parametrize("reduction", ["sra", "ring", "tree", "gather", "all_to_all", "parameter_server"])
+@pytest.mark.parametrize(
+    "reduction", ["sra", "ring", "tree", "gather", "all_to_all", "parameter_server", "hierarchical"]
+)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_what_was_held_back_is_sent_once(world, reduction):
-    ranks = Simulation(LAYERS, NEAREST, world, reduction=reduction, **RANDOM)
+    settings = {"reduction": reduction, "topology": Topology(tuple(r // 2 for r in range(world)))}
+    ranks = Simulation(LAYERS, NEAREST, world, **settings, **RANDOM)
     account = Account(ranks)
     for _ in range(5):
         account.step()
@@ -92,7 +96,7 @@ def test_what_was_held_back_is_sent_once(world, reduction):
     account.check(nothing_owed=True)
     account.step()
     assert compressors(ranks) == {"error_feedback[none]:decay=1.0,follow_rate=false", "none"}
-    exact = Simulation(LAYERS, Identity(), world, reduction=reduction, slice_elements=300)
+    exact = Simulation(LAYERS, Identity(), world, slice_elements=300, **settings)
     for _ in range(2):
         gradients = ranks.gradients()
         assert [m.tobytes() for m in ranks.step(gradients).all_means()] == [
