@@ -256,6 +256,7 @@ class Simulation:
                         policy.last_change,
                         background,
                         zeros=places[r].zeros,
+                        deterministic=config.deterministic,
                     )
                 )
                 for r in range(world)

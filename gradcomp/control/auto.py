@@ -76,6 +76,11 @@ class Auto(Controller):
         check_positive("hidden", self.hidden)
         check_positive("drift", self.drift)
 
+    @property
+    def by_times(self) -> bool:
+        """Yes."""
+        return True
+
     def begin(self, setting: Setting) -> AutoPilot:
         """See :class:`AutoPilot`."""
         own = [c for c in setting.compressors if c is not None and (c.momentum or c.clip_norm is not None)]

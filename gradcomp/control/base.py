@@ -44,7 +44,8 @@ class Setting:
 
     ``compressors[i]``: what layer i travels under once warm-ups are over, None if it is not up for choice: excluded,
     exact or float64. ``first_step``: the step from which the controller decides. ``seed``: of all random draws.
-    ``slice_elements``: of one bucket, as configured. ``zeros``: where gradients can be added up.
+    ``slice_elements``: of one bucket, as configured. ``zeros``: where gradients can be added up. ``deterministic``:
+    decisions apply in steps that do not depend on how long the background takes.
     """
 
     layers: Sequence[LayerSpec]
@@ -57,6 +58,7 @@ class Setting:
     background: Background = at_once
     slice_elements: int = 1 << 20
     zeros: Zeros = host_zeros
+    deterministic: bool = False
 
     @property
     def world(self) -> int:
@@ -114,6 +116,11 @@ class Pilot:
     @property
     def ready(self) -> bool:
         """This rank's vote."""
+        return False
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the step has to wait for background work of this rank: with ``deterministic`` only."""
         return False
 
     @property
@@ -183,6 +190,11 @@ class Controller(ABC):
     """Base of the controllers: configuration only. ``name`` is the word in logs and checkpoints."""
 
     name: ClassVar[str]
+
+    @property
+    def by_times(self) -> bool:
+        """Whether decisions depend on measured times, which no two runs have in common."""
+        return False
 
     @abstractmethod
     def begin(self, setting: Setting) -> Pilot:

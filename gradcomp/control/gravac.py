@@ -78,6 +78,11 @@ class GraVAC(Controller):
             raise ConfigError(f"per_layer must be true or false, got {self.per_layer!r}")
 
     @property
+    def by_times(self) -> bool:
+        """Yes: by the seconds of iterations."""
+        return True
+
+    @property
     def candidates(self) -> tuple[float, ...]:
         """The factors that are tried, ascending, from the minimum to the maximum."""
         found, exponent = [float(self.minimum)], 1

@@ -80,6 +80,11 @@ class LGreCo(Periodic):
             raise ConfigError(f"accordion must be an Accordion, got {self.accordion!r}")
 
     @property
+    def by_times(self) -> bool:
+        """Where the objective is time."""
+        return self.objective == "time"
+
+    @property
     def needs_errors(self) -> bool:
         """Yes."""
         return True

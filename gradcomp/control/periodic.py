@@ -21,7 +21,8 @@ class Periodic(Controller):
     Each layer is looked after by one rank: it adds up its own gradients of the layer, before compression and without
     feedback, over the last ``window`` steps of the period (all of them by default), and measures them on a background
     thread. Tables are added over ranks, so that all see the same; rank 0 decides, also in the background, and shares
-    its choice. Each of the two comes in the first step that finds it ready everywhere: no step waits.
+    its choice. Each of the two comes in the first step that finds it ready everywhere: no step waits. With the setting
+    ``deterministic`` each comes :attr:`lag` steps after it began, and that step waits for ranks that are not ready.
 
     Wire: twice a period one sum of a table of float64 over ranks. State: 8 bytes per element of the model, divided over
     the ranks; as much as the largest layer's again, at least, while it is measured. ``memory_bytes`` caps both on every
@@ -37,6 +38,11 @@ class Periodic(Controller):
             value = getattr(self, name)
             if name == "every_steps" or value is not None:
                 check_count(name, value)
+
+    @property
+    def lag(self) -> int:
+        """Steps that measuring, and then deciding, may take with ``deterministic``: a twentieth of the period each."""
+        return max(1, self.every_steps // 20)
 
     @property
     def needs_errors(self) -> bool:

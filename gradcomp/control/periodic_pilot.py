@@ -69,6 +69,7 @@ class PeriodicPilot(Pilot):
         self._seen: Seen | None = None
         self._work: Future[Any] | None = None
         self._adding = False
+        self._step = 0
         #: Processor seconds of this rank: adding gradients up, measuring, deciding.
         self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
         self._wire = np.zeros(len(setting.layers), dtype=np.float32)  # as it is saved
@@ -94,6 +95,7 @@ class PeriodicPilot(Pilot):
 
     def begin(self, step: int) -> None:
         """Close the period when its time has come, and begin the next; sums include the last accepted step."""
+        self._step = step
         every = self.controller.every_steps
         if self.phase is Phase.GATHER and step - self.begun >= every:
             self._taken = self._sums.take()
@@ -121,11 +123,28 @@ class PeriodicPilot(Pilot):
     @property
     def ready(self) -> bool:
         """Whether this rank's part of the phase is done. Raises what the work raised."""
+        if not self._due:
+            return False
         if self._work is not None and not self._work.done():
             return False
         if self._work is not None:
             self._work.result()
         return self.phase in (Phase.MEASURE, Phase.DECIDE)
+
+    @property
+    def _due(self) -> bool:
+        """Whether the phase may end with this step: with ``deterministic`` a number of steps after the period did."""
+        if not self.setting.deterministic:
+            return True
+        lag = self.controller.lag
+        # One step lies between the two: that in which tables are shared.
+        return self._step >= self.begun + (lag if self.phase is Phase.MEASURE else 2 * lag + 1)
+
+    @property
+    def overdue(self) -> bool:
+        """With ``deterministic``: the phase ends with this step, and this rank's part of it is not done."""
+        waits = self.setting.deterministic and self.phase in (Phase.MEASURE, Phase.DECIDE) and self._due
+        return waits and self._work is not None and not self._work.done()
 
     @property
     def accumulates(self) -> bool:
@@ -164,7 +183,8 @@ class PeriodicPilot(Pilot):
 
     def finish(self, step: Step) -> bool:
         """Go on to the next phase, if all ranks can."""
-        self._wire += step.wire.astype(np.float32)
+        if not self.setting.deterministic:  # no decision reads it then, and what is saved repeats
+            self._wire += step.wire.astype(np.float32)
         self._sent += step.sent
         if self.phase is Phase.SHARE:
             assert step.sums is not None, "all ranks contributed"

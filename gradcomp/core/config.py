@@ -102,6 +102,13 @@ class Config:
         "a boolean",
         shared=True,
     )
+    deterministic: bool = _setting(
+        False,
+        "Let a controller's decisions apply a fixed number of steps after they began, so that runs with one repeat.",
+        lambda v: True,
+        "a boolean",
+        shared=True,
+    )
     transport: str = _setting(
         AUTO,
         "What carries the gradients: torch.distributed, MPI, shared memory on one host, Horovod, NCCL, or shared "

@@ -238,6 +238,12 @@ class Fields:
                 fresh.value(layer)[:] = fields[name][1](value) if begins else value
             self._buffers[name] = fresh
 
+    def forget(self, name: str) -> None:
+        """Zero what layers hold of a field that they no longer use."""
+        if name in self._buffers:
+            for layer in np.flatnonzero(~self._active[name]).tolist():
+                self._buffers[name].value(layer)[:] = 0
+
     def put(self, name: str, values: Mapping[int, Floats]) -> None:
         """Set current values by layer; the others have none."""
         lengths = [values[i].size if i in values else 0 for i in range(self._layers)]

@@ -113,7 +113,7 @@ class Engine:
                         exchanger.watch()
                     except BaseException as error:  # noqa: BLE001 - as above
                         exchanger.crash(error)
-            if not waiting & {Waiting.WIRE, Waiting.DEVICE}:
+            if not waiting & {Waiting.WIRE, Waiting.DEVICE, Waiting.BACKGROUND}:
                 self._wake.wait(WATCH_SECONDS)
                 continue
             if now - progress_at > SPIN_SECONDS:

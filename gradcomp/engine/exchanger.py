@@ -117,6 +117,8 @@ class Exchanger:
         journal = _open_journal(transport, config, name)
         try:
             agree(transport, describe(layers, plan, config, **shared), settle=settle)
+            if config.deterministic:
+                _refuse_times(controlled, config, topology)
             pilot = _begin_pilot(controlled, layers, transport, topology, config, device)
         except GradcompError:
             if journal is not None:
@@ -528,6 +530,17 @@ class Exchanger:
             self._listener.failed(error)
 
 
+def _refuse_times(controlled: Controlled | None, config: Config, topology: Topology) -> None:
+    """ConfigError for what decides by measured times: no two runs have these in common."""
+    what = ""
+    if config.reduction == AUTO and len(topology.leaders) > 1:
+        what = "between hosts reduction=auto chooses by measured times: name a reduction"
+    if controlled is not None and controlled.controller.by_times:
+        what = f"{controlled.controller.to_string()} decides by measured times: choose another controller or objective"
+    if what:
+        raise ConfigError(f"deterministic=True: {what}, or leave deterministic off")
+
+
 def _begin_pilot(
     controlled: Controlled | None,
     layers: Sequence[LayerSpec],
@@ -551,6 +564,7 @@ def _begin_pilot(
             in_background,
             config.slice_elements,
             device.zeros,
+            config.deterministic,
         )
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -16,6 +16,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.base import MOMENTUM
 from gradcomp.compress.messages import Context
 from gradcomp.compress.policy import Schedule
 from gradcomp.control.base import Pilot
@@ -38,6 +39,7 @@ from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
 from gradcomp.pipeline.memory import Allocate, StepMemory
 from gradcomp.pipeline.steering import Steering
+from gradcomp.pipeline.switching import Switch
 from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Call, Memory
 from gradcomp.reduce.costs import Network, cheapest
@@ -54,6 +56,7 @@ class Waiting(enum.Enum):
     LAYERS = "the next bucket is not complete"
     DEVICE = "the next bucket's gradients are still being computed"
     WIRE = "a collective is under way"
+    BACKGROUND = "a controller's work is due and not done"
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ class Pipeline:
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
         self._checksums = config.checksums and transport.checksums
+        self.switch: Switch | None = None  # a change of compression that is not through
         self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._scale = 1.0
         self._open_rate = 0.0
@@ -261,6 +265,8 @@ class Pipeline:
             self.fields.commit(result.present)
             self.rate = self._open_rate
             self._steering.commit(result.present)
+            if self.switch is not None:
+                self.switch.commit(self.laid_out_plan, result.present)
         else:
             self.statistics.skipped_steps += 1
         return result.finite
@@ -287,6 +293,20 @@ class Pipeline:
         compressors_of(self.layers, plan)
         self._next_plan = plan
 
+    def set_compression(self, target: Plan, later: Mapping[int, Plan]) -> None:
+        """Go over to another plan, and to those in ``later`` at their steps; see :class:`Switch`.
+
+        All ranks call it between the same two steps: the next step's headers tell whether they did, and the plan
+        applies from the step after it. A controller and a schedule end with it. PlanMismatchError in the next step, on
+        every rank that called, unless all did, for the same plans.
+        """
+        if self.is_open or self.result is not None:
+            raise StateError("a step is open: the compression can be changed between steps only")
+        self.settle()
+        self.switch = Switch.ask(self.layers, target, later, self.residuals.first.lengths > 0, self.step)
+        self._schedule, self._due = self.switch.schedule, None
+        self._next_plan = self.switch.plan(self.plan.version + 1, self.plan)
+
     def settle(self) -> None:
         """Lay out for the next step now, if the last one changed what that depends on; second residuals move along."""
         if self._stale:
@@ -305,17 +325,22 @@ class Pipeline:
         residuals: Residuals | None = None,
         fields: Fields | None = None,
         rate: float | None = None,
+        switch: Switch | None = None,
     ) -> None:
         """Go on from elsewhere: a checkpoint, a pipeline with fewer layers. See :mod:`gradcomp.pipeline.snapshot`.
 
-        ``residuals``, ``fields`` and ``rate`` replace those that are here; without them these are kept.
+        ``residuals``, ``fields`` and ``rate`` replace those that are here; without them these are kept. ``switch``: a
+        change of compression that is not through; no controller decides beside it.
         """
         if self.is_open:
             raise StateError("an exchange is open")
         plan.check_covers(self.layers)
         self.step, self.order, self.plan = step, list(order), plan
         self.cold, self.sparse = cold, sparse
-        self._next_plan = None
+        self._next_plan, self.switch = None, switch
+        if switch is not None:
+            self._steering.stop()
+            self._next_plan = None if switch.asked is None else switch.plan(plan.version + 1, plan)
         self.streak[:] = 0 if streak is None else streak
         if residuals is not None:
             self.residuals = residuals
@@ -335,6 +360,8 @@ class Pipeline:
         votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
         flights: list[_Flight] = []  # newest first
         self._follow_schedule()
+        while self._steering.overdue:
+            yield Waiting.BACKGROUND
         ready = 1 if self._next_plan is not None or self._steering.ready else 0
         ready *= not self.serves
         if self._handing_over:
@@ -373,6 +400,8 @@ class Pipeline:
             states[layers] |= ballot.states[:-1]
             outcomes |= ballot.outcomes
         all_ready = bool(votes) and votes[0][1].ready == self.trainers
+        if self.switch is not None and votes:
+            self.switch.check(self.step, votes[0][1].ready, self.trainers, self.transport.rank)
         yield from self._finish(states, outcomes, all_ready)
 
     def _gradients(self, bucket: Bucket) -> Generator[Waiting, None, None]:
@@ -387,15 +416,18 @@ class Pipeline:
 
         If another plan is under way, the schedule's comes after it: as soon as it has taken over.
         """
-        if self._schedule is None:
-            return
-        if self._schedule(self.step + 1, 0) is not None:
+        if self._schedule is not None and self._schedule(self.step + 1, 0) is not None:
             self._due = self.step + 1
-        if self._due is None or self._next_plan is not None:
+        if self._next_plan is not None:
             return
-        plan, self._due = self._schedule(self._due, self.plan.version + 1), None
-        if plan is not None and plan.assignments != self.plan.assignments:
-            self.propose(plan)
+        if self._schedule is not None and self._due is not None:
+            plan, self._due = self._schedule(self._due, self.plan.version + 1), None
+            if plan is not None and self.switch is not None:
+                self.switch.target = plan
+            elif plan is not None and plan.assignments != self.plan.assignments:
+                self.propose(plan)
+        if self.switch is not None:
+            self._next_plan = self.switch.follow(self.plan, self.cold | self.sparse)
 
     def _start(
         self, program: BucketProgram, ballot: Ballot, ready: int
@@ -492,9 +524,8 @@ class Pipeline:
         if newly_sparse:
             self.sparse |= newly_sparse
             self._stale = True
-        if all_ready and (self._next_plan is not None or not self._steering.decides(self.step)):
-            yield from self._swap_plan()
-            all_ready = False
+        if all_ready:
+            all_ready = not (yield from self._swap_plan())
         if self._steering.sums is not None:
             yield from _completed(self._steering.sums)
         if self._steering.conclude(self.step, all_ready, self._laid_out, self.inbox.completed):
@@ -539,28 +570,40 @@ class Pipeline:
     def _compare(self, future: Future[Digests]) -> Generator[Waiting, None, None]:
         """Every rank's digests of its parameters; the table, one row per rank, is the same on all."""
         while not future.done():
-            yield Waiting.DEVICE
+            yield Waiting.BACKGROUND
         count, world = len(self.layers), self.transport.size
         table = np.zeros((world, count), dtype="<u4")
         table[self.transport.rank] = future.result().numbers
         yield from self._collective(AllGather(table.reshape(-1).view(np.uint8), [4 * count] * world))
         self._digests, self.digest_table = None, table
 
-    def _swap_plan(self) -> Generator[Waiting, None, None]:
-        """All ranks hold a next plan: make sure that it is the same one, since message sizes follow from it."""
-        assert self._next_plan is not None, "all ranks voted, and so did this one"
-        mine, world = self._next_plan.digest(self.layers), self.transport.size
+    def _swap_plan(self) -> Generator[Waiting, None, bool]:
+        """All ranks are ready: make sure that it is for the same plan, since message sizes follow from it.
+
+        Whether there is a new plan; if not, all were ready for what their controllers do next.
+        """
+        mine, world = bytes(32), self.transport.size
+        if self._next_plan is not None:
+            mine = self._next_plan.digest(self.layers)
+            mine = mine if self.switch is None else self.switch.digest(mine)
         digests = np.zeros((world, len(mine)), dtype=np.uint8)
         digests[self.transport.rank] = np.frombuffer(mine, dtype=np.uint8)
         yield from self._collective(AllGather(digests.reshape(-1), [len(mine)] * world))
         others = [rank for rank in range(world) if digests[rank].tobytes() != mine]
         if others:
             raise PlanMismatchError(
-                f"plan {self._next_plan.version} of rank {self.transport.rank} differs from that of rank "
-                f"{', '.join(map(str, others))}"
+                f"plan {self.plan.version + 1} of rank {self.transport.rank} differs from that of rank "
+                f"{', '.join(map(str, others))}; set_compression() takes the same arguments on every rank, between "
+                "the same two steps"
             )
+        if self._next_plan is None:
+            return False
         self.plan, self._next_plan = self._next_plan, None
+        if self.switch is not None:
+            self.switch.accept(self.plan)
+            self._steering.stop()
         self._stale = True
+        return True
 
     def _mark_cold(self, present: Mask) -> None:
         """Layers absent everywhere move behind the others, so that they hold nobody up; present ones come back."""
@@ -586,6 +629,10 @@ class Pipeline:
         # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
         self._keeps_residual = np.array(found.sizes) > 0
         self.residuals.own(found.ranges, self.trainers)
+        if self.switch is not None and self.switch.asked is None:
+            self.fields.forget(MOMENTUM)  # it began with another compressor
+            if self.switch.is_over(self.plan):
+                self.switch = None
         self._handing_over = self.servers > 0 and self.step > 0 and bool(self._keeps_residual.any())
         self._laid_out = found
         self._dense_bytes = found.dense_bytes

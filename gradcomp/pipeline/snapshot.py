@@ -24,6 +24,7 @@ from gradcomp.core.scheme import parse
 from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.pipeline.layout import build_layout, compressors_of
 from gradcomp.pipeline.pipeline import Pipeline
+from gradcomp.pipeline.switching import Switch
 
 logger = logging.getLogger("gradcomp")
 
@@ -43,6 +44,7 @@ class Shared:
     order. ``streaks``: for every layer, steps present (> 0) or absent (< 0) in a row. ``settings``: :data:`SETTINGS`.
     ``unit``: residuals are in gradient units divided by it (Horovod's predivide factor). ``rate``: the last step's
     learning rate, 0 if it is not known. ``control``: the controller and what its pilot holds on all ranks alike.
+    ``switch``: a change of compression that is not through, see :meth:`Switch.to_plain`.
     """
 
     step: int
@@ -56,6 +58,7 @@ class Shared:
     unit: float = 1.0
     rate: float = 0.0
     control: Mapping[str, Any] | None = None
+    switch: Mapping[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts: what JSON holds. Equal values give equal results."""
@@ -71,6 +74,7 @@ class Shared:
             "unit": self.unit,
             "rate": self.rate,
             "control": self.control,
+            "switch": self.switch,
         }
 
     @staticmethod
@@ -171,6 +175,7 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
             None
             if pipeline.pilot is None
             else {"controller": pipeline.pilot.name, "state": pipeline.pilot.shared_state()},
+            None if pipeline.switch is None else pipeline.switch.to_plain(),
         ),
         {
             layer.name: residuals.first.value(i).reshape(layer.shape).copy()
@@ -232,14 +237,17 @@ def inherit(new: Pipeline, old: Pipeline) -> None:
     """Give ``new``, which has all of ``old``'s layers and more, the state of ``old``. Local.
 
     A plan that has changed since the start is kept, and goes on to its next version with the new layers in it; what a
-    controller chose is kept too.
+    controller chose is kept too. A change of compression that is not through goes on to the plan of ``new``.
     """
     state = snapshot(old)
     shared = state.shared
     names = [layer.name for layer in new.layers]
     added = [name for name in names if name not in shared.layers]
     plan = new.plan
-    if shared.plan.version > new.plan.version:
+    switch = None
+    if shared.switch is not None:
+        switch = {**shared.switch, "target": new.plan.to_json()}
+    if shared.plan.version > new.plan.version or switch is not None:
         known = shared.plan.by_layer
         plan = Plan(shared.plan.version + 1, tuple(known.get(a.layer, a) for a in new.plan.assignments))
     wider = dataclasses.replace(
@@ -247,6 +255,7 @@ def inherit(new: Pipeline, old: Pipeline) -> None:
         order=(*shared.order, *added),
         plan=plan,
         streaks={**dict.fromkeys(added, 0), **shared.streaks},
+        switch=switch,
     )
     _take_over(new, state, wider)
 
@@ -395,6 +404,9 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         residuals=residuals,
         fields=fields,
         rate=shared.rate,
+        switch=None
+        if shared.switch is None
+        else Switch.from_plain(shared.switch, pipeline.layers, shared.step),
     )
 
 
@@ -459,8 +471,12 @@ def _shared(data: Any) -> Shared:
     control = data.get("control")
     if control is not None and set(_mapping(control)) != {"controller", "state"}:
         raise ValueError("the controller's state is not one")
+    switch = data.get("switch")
+    if switch is not None:
+        specs = [LayerSpec(name, shape, dtype) for name, (shape, dtype) in layers.items()]
+        Switch.from_plain(_mapping(switch), specs, step)  # raises for what is none
     return Shared(
-        step, layers, order, plan, cold, sparse, streaks, settings, float(unit), float(rate), control
+        step, layers, order, plan, cold, sparse, streaks, settings, float(unit), float(rate), control, switch
     )
 
 

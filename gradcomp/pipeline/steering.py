@@ -37,6 +37,15 @@ class Steering:
         """This rank's vote."""
         return self._active is not None and self._active.ready
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the step has to wait for the pilot's background work."""
+        return self._active is not None and self._active.overdue
+
+    def stop(self) -> None:
+        """The controller ends with this step."""
+        self.pilot = None
+
     def open(self, step: int, now: float, buckets: int) -> None:
         """A step opens."""
         self._since = now - self._opened_at if self._opened_at else 0.0
@@ -79,9 +88,11 @@ class Steering:
     def conclude(self, step: int, agreed: bool, laid_out: Arrangement, completed: Sequence[float]) -> bool:
         """The step is done: whether the pilot has other choices for the next one."""
         sums, self._summed = self._summed, None
+        if self.pilot is None:
+            return False
         if self._active is None:
             # What it chose before its time begins with it.
-            return self.pilot is not None and self.decides(step + 1) and bool(self.pilot.choices)
+            return self.decides(step + 1) and bool(self.pilot.choices)
         summed = None if sums is None else sums[1]
         wire = by_layer(laid_out.travels, self._wire, self._layers)
         ready = np.array(completed) - self._opened_at

@@ -26,6 +26,7 @@ from gradcomp.job.start import (
     start,
     validate_together,
 )
+from gradcomp.job.switching import set_compression
 from gradcomp.tf import bridge
 from gradcomp.tf.call import Gradients, Site, groups_of
 from gradcomp.tf.devices import place_of
@@ -77,6 +78,7 @@ class Exchange:
             )
 
         (proposal, self._memory), transport = validate_together(state, self.ranks, validate)
+        self._layers = proposal.layers
         self._names = [layer.name for layer in proposal.layers]
         self._dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
         divisor = float(len(self.ranks)) if op is Average else 1.0
@@ -123,6 +125,10 @@ class Exchange:
         if place is None:
             return HostMemory(self._shapes, dtypes)
         return DeviceMemory(place, self._shapes, dtypes)
+
+    def set_compression(self, compression: Policy | Compressor | str) -> None:
+        """Go over to another compression in mid-run: see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
+        set_compression(self.keeper, self.exchanger, self._layers, as_policy(compression))
 
     @plain
     def exchange(self, gradients: Sequence[Any], scale: Any = None, rate: Any = None) -> list[Any]:

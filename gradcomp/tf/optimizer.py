@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import keras
@@ -175,6 +175,13 @@ class Core:
         self._count = len(variables)
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(variables)}
 
+    def set_compression(self, compression: Policy | Compressor | str) -> None:
+        """Go over to another compression; before there is an exchange, begin with it."""
+        as_policy(compression)
+        if self.exchange is not None:
+            self.exchange.set_compression(compression)
+        self.arguments = replace(self.arguments, compression=compression, controller=None)
+
     def unknown(self, variables: Sequence[Any]) -> list[str]:
         """Those of the variables that were not there when the exchange began."""
         return [
@@ -217,6 +224,19 @@ class Distributed(Readers):
         super().build(variables)  # type: ignore[misc]
         if core.owner is self and core.exchange is None:
             core.start(self._trainable_variables)
+
+    def set_compression(self, compression: Policy | Compressor | str) -> None:
+        """Go over to another compression in mid-run, in a callback between two steps or two calls of ``fit``.
+
+        The next step's headers tell whether all ranks called, with the same argument; the new compression applies from
+        the step after it. What residuals of layers hold whose new compressor keeps none is then sent with the gradient,
+        exactly and once. Momentum of the old compression is dropped; a controller ends.
+
+        All ranks, between the same two steps; nothing is sent in the call. Raises ConfigError for a bad argument and
+        for ``"auto"``, StateError while a step is open. If a rank did not call, or with another argument, the next step
+        raises: a PlanMismatchError on every rank that did, on the others this or the TransportError of the abort.
+        """
+        self._gradcomp.set_compression(compression)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Apply gradients: exchanged here if they are still scaled, else where Keras is about to clip them."""

@@ -27,6 +27,7 @@ from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers
 from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import Proposal, start, validate_together
+from gradcomp.job.switching import set_compression
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Layout
@@ -98,10 +99,7 @@ def ddp_comm_hook(
         refuse_servers(
             state.config.reduction, len(ranks), "DistributedDataParallel, in which all ranks train,"
         )
-        if following := [c.to_string() for c in policy.compressors if c.follows_rate]:
-            raise ConfigError(
-                f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
-            )
+        _refuse_following(policy)
         named = _named(model)
         proposal = propose(policy, named, controller=controller)
         loss_scale.check()
@@ -111,6 +109,13 @@ def ddp_comm_hook(
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
     return HookState(state, ranks, named, proposal, transport, loss_scale, device), exchange_bucket
+
+
+def _refuse_following(policy: Policy) -> None:
+    if following := [c.to_string() for c in policy.compressors if c.follows_rate]:
+        raise ConfigError(
+            f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
+        )
 
 
 def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tensor]:
@@ -190,6 +195,15 @@ class HookState(Readers):
         Local. StateError, with nothing changed, if anything does not fit: the error lists it all.
         """
         load_state(self.keeper, state)
+
+    def set_compression(self, compression: Policy | Compressor | str) -> None:
+        """Go over to another compression in mid-run, as :meth:`DistributedOptimizer.set_compression` says.
+
+        Accepts the last exchange first, if no value in it was not finite. Raises ConfigError for ``follow_rate`` too.
+        """
+        policy = as_policy(compression)
+        _refuse_following(policy)
+        set_compression(self.keeper, self._exchanger, self._layers, policy)
 
     def _exchanger_or_none(self) -> Exchanger | None:
         return self._exchanger

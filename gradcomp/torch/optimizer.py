@@ -24,10 +24,11 @@ from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers
 from gradcomp.job.serving import refuse_servers, serving
 from gradcomp.job.start import Proposal, check_arguments, say_what_is_bypassed, start, validate_together
+from gradcomp.job.switching import set_compression
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.exchange import Finish, GradientExchange, OnSkip, Timing
-from gradcomp.torch.layers import Named, name_parameters
+from gradcomp.torch.layers import Named, name_parameters, spec
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
@@ -132,6 +133,10 @@ class Arguments:
         self.loss_scale = LossScale(grad_scaler)
         self.reduction = reduction
         self.controller = controller
+
+    def take(self, policy: Policy) -> None:
+        """From now on the compression is this one, and no controller changes it."""
+        self._compression, self.controller = policy, None
 
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
@@ -350,6 +355,26 @@ class Distributed(Serving, Readers):
         except GradcompError:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
+
+    def set_compression(self, compression: Policy | Compressor | str) -> None:
+        """Go over to another compression in mid-run: ``opt.set_compression("none")`` for exact gradients.
+
+        The next step's headers tell whether all ranks called, with the same argument; the new compression applies from
+        the step after it. What residuals of layers hold whose new compressor keeps none is then sent with the gradient,
+        exactly and once: the sums of true and of applied means meet. Momentum of the old compression is dropped. A
+        controller ends. Steps of a schedule in ``compression`` count from the start of the run.
+
+        All ranks, between the same two steps; nothing is sent in the call. In a world of one the argument is only
+        looked at. Raises ConfigError for a bad argument, for ``"auto"`` and where some ranks only serve, StateError
+        while a step is open. If a rank did not call, or with another argument, the next step raises: a
+        PlanMismatchError on every rank that did, on the others this or the TransportError of the abort.
+        """
+        core = self._gradcomp
+        policy, exchanger = as_policy(compression), self._exchanger_or_none()
+        set_compression(core.keeper, exchanger, [spec(name, p) for name, p in core.named], policy)
+        core.arguments.take(policy)
+        if exchanger is not None and exchanger.pipeline.transport.rank == 0:
+            _check_momentum(self, policy)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's; unless compression state is loaded as well, the next step warns."""

@@ -493,6 +493,27 @@ def test_a_controller_changes_levels_inside_a_graph() -> None:
     assert exchange.exchanger.pipeline.plan.version > 0
 
 
+@on_ranks(2, env=ONE_THREAD)
+def test_another_compression_inside_a_graph_sends_what_was_held_back() -> None:
+    shapes = [(64, 64), (256, 64)]
+    exchange = Exchange(variables(shapes), TopK(density=0.01))
+    function = tf.function(lambda *given: exchange.exchange(given))
+    missing = [np.zeros(shape) for shape in shapes]
+    for step in range(6):
+        if step == 3:
+            exchange.set_compression("none")
+        drawn = [draw(rank, step, shapes) for rank in range(2)]
+        means = function(*tensors(drawn[runtime.rank()]))
+        for layer, mean in enumerate(means):
+            missing[layer] += (drawn[0][layer] + drawn[1][layer]) / 2.0 - mean.numpy()
+        if step == 3:
+            assert max(np.abs(layer).max() for layer in missing) > 0.5
+    for layer in missing:
+        np.testing.assert_allclose(layer, 0, atol=1e-5)
+    assert exchange.exchanger is not None
+    assert {a.compressor for a in exchange.exchanger.pipeline.plan.assignments} == {"none"}
+
+
 # ------------------------------------------------------------------------- as the other frontend
 
 SIZES = [20, 64, 48, 10]

@@ -767,6 +767,15 @@ def test_a_world_of_one_trains_as_the_plain_optimizer():
 
 
 @on_ranks(1)
+def test_another_compression_in_a_world_of_one_is_only_looked_at():
+    optimizer = wrap(net(), "quantize:bits=1")
+    optimizer.set_compression("none")
+    assert optimizer.plan() is None
+    with pytest.raises(gc.ConfigError, match="nonsense"):
+        optimizer.set_compression("nonsense")
+
+
+@on_ranks(1)
 def test_a_world_of_one_says_so():
     gc.shutdown()
     with logged() as lines:

@@ -1,0 +1,41 @@
+"""``set_compression``: another compression in mid-run, for every wrapper alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from gradcomp.compress import Policy
+from gradcomp.compress.policy import Automatic
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.engine import Exchanger
+from gradcomp.job.keeper import Keeper
+from gradcomp.pipeline.layout import compressors_of
+
+logger = logging.getLogger("gradcomp")
+
+
+def set_compression(
+    keeper: Keeper, exchanger: Exchanger | None, layers: Sequence[LayerSpec], policy: Policy
+) -> None:
+    """Go over to ``policy`` on all ranks: see ``set_compression`` of what was wrapped. Local.
+
+    In a world of one nothing is exchanged, and the policy is only looked at. ConfigError for one that is impossible,
+    StateError in the midst of a step.
+    """
+    keeper.refuse_servers("set_compression()")
+    if isinstance(policy, Automatic):
+        raise ConfigError(
+            'set_compression("auto"): a controller begins with the optimizer, not in mid-run; name a compressor'
+        )
+    keeper.settle()
+    step = keeper.step
+    plan = policy.plan(layers, step=step)
+    compressors_of(layers, plan)
+    if exchanger is None:
+        return
+    changes = sorted({change for c in policy.compressors for change in c.changes if change > step})
+    exchanger.pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})
+    if exchanger.pipeline.transport.rank == 0:
+        logger.info("step %d: compression goes over to %s", step, policy.title)
