@@ -62,7 +62,9 @@ class Codebook(Bucketed):
     def distortion(self, layer: LayerSpec) -> Distortion:
         """By levels, and number of values that share a norm."""
         elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
-        return of_magnitudes(self.levels, elements, l2=self.scaling == "l2", nearest=self.rounding == "nearest")
+        return of_magnitudes(
+            self.levels, elements, l2=self.scaling == "l2", nearest=self.rounding == "nearest"
+        )
 
     @property
     def keeps_residual(self) -> bool:

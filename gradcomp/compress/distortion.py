@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -12,7 +13,7 @@ from gradcomp.core.layers import LayerSpec
 #: A layer that stands for all of them where none is known yet: 2**31 elements.
 ANY_LAYER = LayerSpec("any", (1 << 15, 1 << 16))
 
-#: Rounding to nearest must reach values of so many times the root mean square of their bucket: its largest one is no less.
+#: So many times the root mean square of a bucket must not be rounded to zero. Its largest value is no smaller.
 _REACH = 1.0
 
 
@@ -26,8 +27,8 @@ class Distortion:
     contraction with delta = 1 - bound. Feedback, e' = p - C(p) with p = g + e, keeps e bounded if ``bound`` or ``peak``
     is below 1: ||e|| <= 2 ||g|| / delta, or max |e| <= peak / (1 - peak) max |g|.
 
-    ``dead``: values below so many times the root mean square of their bucket are rounded to zero. What rounds to nearest
-    never adds to the error (bound 1), but where nearly all values are that small it sends nothing, ever.
+    ``dead``: values below so many times the root mean square of their bucket are rounded to zero. Rounding to nearest
+    never adds to the error (bound 1), but where all values are that small, it never sends anything.
     """
 
     bound: float
@@ -56,33 +57,36 @@ class Distortion:
         return not self.freezes and (self.bound < 1 or self.peak < 1 or (self.bound == 1 and self.dead > 0))
 
 
-def check_feedback_around(name: str, distortion: Distortion | None) -> None:
-    """ConfigError, with the reason, for feedback around a code whose residual would grow. None: nothing is known."""
+def check_feedback_around(name: str, distortion: Distortion | None, remedy: str = "") -> None:
+    """ConfigError, with the reason, for feedback around a code whose residual would grow. None: nothing is known.
+
+    ``remedy``: what else to do, in the place of what fits most compressors.
+    """
     if distortion is None or distortion.bears_feedback:
         return
     if distortion.freezes:
         raise ConfigError(
-            f"{name} would send nothing: values below {distortion.dead:.3g} times the root mean square of their "
-            "bucket are rounded to zero, and gradients hardly have larger ones. Take more bits, a smaller bucket_size, "
-            "scaling=linf or rounding=stochastic"
+            f"{name} may never send what it keeps back: values below {distortion.dead:.3g} times the root mean square "
+            "of their bucket are rounded to zero, and all of a bucket may be that small. Use more bits, a smaller "
+            "bucket_size, scaling=linf or rounding=stochastic"
         )
-    kind = "is unbiased with a variance omega" if distortion.unbiased else "has a squared error"
+    if distortion.unbiased:
+        lost = f"is unbiased with a variance omega of up to {distortion.omega:.3g}"
+    else:
+        lost = f"has a squared error of up to {distortion.bound:.3g}"
+    if not remedy:
+        finer = "more bits or a smaller bucket_size, if it has them"
+        remedy = f"Use it without feedback, or with {finer}" if distortion.unbiased else f"Use {finer}"
     raise ConfigError(
-        f"error feedback around {name} diverges: it {kind} of up to {distortion.bound:.3g} times what it codes, and "
-        "feedback needs less than 1. "
-        + (
-            "It needs no feedback: leave it out. Or take more bits, a smaller bucket_size, or rounding=nearest, where "
-            "there are such fields"
-            if distortion.unbiased
-            else "Take more bits or a smaller bucket_size"
-        )
+        f"error feedback around {name} diverges: it {lost} times what it codes, and feedback needs less "
+        f"than 1. {remedy}"
     )
 
 
 def of_extremes(steps: int, elements: int, *, nearest: bool) -> Distortion:
     """Even steps from the smallest of some elements to the largest. Those two are exact.
 
-    unit <= 2 max |x| / s, and unit^2 <= 2 ||x||^2 / s^2; the mean squared error of another element is at most unit^2 / 4.
+    unit <= 2 max |x| / s, and unit^2 <= 2 ||x||^2 / s^2; the mean squared error of the others is at most unit^2 / 4.
     """
     bound = max(elements - 2, 0) / (2 * steps**2)
     return Distortion(bound, not nearest, (1 if nearest else 2) / steps)
@@ -96,14 +100,14 @@ def of_magnitudes(levels: Sequence[float], elements: int, *, l2: bool, nearest: 
     largest element is exact under linf.
     """
     first = levels[0]
-    widest = max(b - a for a, b in zip((0.0, *levels), levels, strict=False))
+    widest = max(b - a for a, b in pairwise((0.0, *levels)))
     others = elements if l2 else elements - 1
     absolute = others * widest**2 / 4
     peak = widest * (math.sqrt(elements) if l2 else 1.0)
     if nearest:
         bound = min(absolute, 1.0 if l2 else 1.0 - 1.0 / max(elements, 1))
         return Distortion(bound, False, peak / 2, math.sqrt(elements) * first / 2 if l2 else 0.0)
-    between = max(((b - a) ** 2 / (4 * a * b) for a, b in zip(levels, levels[1:], strict=False)), default=0.0)
+    between = max(((b - a) ** 2 / (4 * a * b) for a, b in pairwise(levels)), default=0.0)
     below = min(others * first**2 / 4, first * math.sqrt(others) / (1 if l2 else 2))
     return Distortion(min(between + below, absolute), True, peak)
 

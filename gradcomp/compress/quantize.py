@@ -38,8 +38,8 @@ class Quantize(Coded):
         to the upper level with probability (v - lower) / (upper - lower): unbiased, so no residual is needed, neither
         here nor where the chunk owner quantises the mean again.
     ``rounding="nearest"``
-        biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and the scale what it stands
-        for: the bucket's mean magnitude, with ``minmax`` the means of the negative values and of the others.
+        biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and stands for the mean
+        magnitude of the bucket; with ``minmax`` for the mean of its negative values or that of the others.
 
     Wire, per direction: ceil(n b / 8) bytes of codes and the scales; two rounds under scatter-reduce-allgather.
     State: with feedback, a residual per layer and the chunk owner's second residual.

@@ -104,7 +104,8 @@ class Sparse(Compressor):
         if not isinstance(self.feedback, bool):
             raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
         if self.feedback:
-            check_feedback_around(f"values=[{self.values.to_string()}]", self.values.distortion(ANY_LAYER))
+            name, remedy = f"values=[{self.values.to_string()}]", "Use more bits, or values=[one_bit]"
+            check_feedback_around(name, self.values.distortion(ANY_LAYER), remedy)
 
     def distortion_of_largest(self, count: int, layer: LayerSpec) -> Distortion:
         """If the ``count`` largest elements are sent: those hold count / n of the energy at least."""

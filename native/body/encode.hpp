@@ -64,7 +64,8 @@ void encode_block(const Codec codec, const float* c, const Draws draws, std::int
         prefetcher.fetch(i);
         const F32 contribution = load(c + i);
         F32 u = splat(0.0f);
-        if constexpr (stochastic) u = (to_float(load_widen(draws.lanes + i)) + draws.offset) * splat(0x1p-16f);
+        if constexpr (stochastic)
+            u = (to_float(load_widen(draws.lanes + i)) + draws.offset) * splat(0x1p-16f);
         const I32 code = codec.template code<stochastic>(contribution, u);
         store_narrow(codes + i, code);
         if constexpr (kind == Shadow::cached) store(shadow_at, contribution - codec.value(code));

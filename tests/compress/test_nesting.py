@@ -44,7 +44,7 @@ def wrapped(inner):
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.recursive(coded | top, wrapped, max_leaves=4))
 def test_every_nesting_reads_back(compressor):
     assert from_string(compressor.to_string()) == compressor
