@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.messages import Context, Exchange, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -50,6 +51,10 @@ class Compressor(ABC):
     def residual_decay(self) -> float:
         """Factor on a residual when it is read."""
         return 1.0
+
+    def distortion(self, layer: LayerSpec) -> Distortion | None:
+        """Bounds on what one rank's code loses of this layer; None where they depend on more than its shape."""
+        return None
 
     @property
     def reduces(self) -> bool:

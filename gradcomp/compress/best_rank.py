@@ -8,8 +8,11 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.distortion import Distortion
+from gradcomp.compress.low_rank import clamped_rank, matrix_shape
 from gradcomp.compress.spectral import Booleans, Doubles, Spectral
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Draw
 
 
@@ -48,6 +51,11 @@ class BestRank(Spectral):
     def keeps_residual(self) -> bool:
         """As ``feedback`` says: on by default, since a truncation is biased."""
         return self.feedback
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """The r largest of min(n, m) singular values hold r / min(n, m) of the energy at least."""
+        rank = clamped_rank(layer.shape, self.rank)
+        return Distortion(1.0 - rank / min(matrix_shape(layer.shape)) if rank else 0.0)
 
     def most_atoms(self, n: int, m: int, rank: int) -> int:
         """r."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradcomp.compress.base import Coded
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.identity import CAST_BLOCK
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -44,6 +45,11 @@ class Cast(Coded):
     def keeps_residual(self) -> bool:
         """With ``feedback``, unless nothing is lost."""
         return self.feedback and self.dtype != "float32"
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """By the digits of the dtype."""
+        relative = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-8}[self.dtype]
+        return Distortion(relative**2, self.is_exact, relative)
 
     @property
     def is_exact(self) -> bool:

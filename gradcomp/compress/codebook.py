@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradcomp.compress.bucketed import Bucketed, check_bucket_size, check_feedback, check_word
+from gradcomp.compress.bucketed import WHOLE_LAYER, Bucketed, check_bucket_size, check_feedback, check_word
+from gradcomp.compress.distortion import ANY_LAYER, Distortion, check_feedback_around, of_magnitudes
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Codec, Table
 from gradcomp.kernels.segments import CODEBOOK_L2, CODEBOOK_LINF, MAGNITUDES_SHAPE, Magnitudes
 
@@ -34,7 +36,8 @@ class Codebook(Bucketed):
     Wire, per direction: ceil(n b / 8) bytes of codes and 4 bytes a bucket; two rounds under
     scatter-reduce-allgather. The levels are part of the plan and are not sent. State: with feedback, a residual per
     layer and the chunk owner's second residual.
-    Errors: ConfigError for levels that are none, a bucket size below 1, unknown words.
+    Errors: ConfigError for levels that are none, a bucket size below 1, unknown words; for feedback that would diverge,
+    or never send anything.
     Source: thesis (CGX), section 2.2.3 (QSGD as a codebook) and 5.6 (levels learned by Algorithm 5.1). Differs: the
     levels hold for the mean that goes back, too; learning them is not part of this class.
     """
@@ -53,6 +56,15 @@ class Codebook(Bucketed):
         check_word("scaling", self.scaling, KINDS)
         check_word("rounding", self.rounding, ROUNDINGS)
         check_feedback(self.feedback, or_none=True)
+        if self.keeps_residual:
+            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """By levels, and number of values that share a norm."""
+        elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
+        return of_magnitudes(
+            self.levels, elements, l2=self.scaling == "l2", nearest=self.rounding == "nearest"
+        )
 
     @property
     def keeps_residual(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.distortion import ANY_LAYER, check_feedback_around
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
 
@@ -21,7 +22,8 @@ class ErrorFeedback(Wrapper):
 
     Biased compressors have feedback by themselves; wrap those that do not, or to set ``decay`` or ``follow_rate``.
     State: a residual per layer, 8 bytes per element; with a decay below 1 it is no longer an exact account.
-    Errors: ConfigError for a decay outside [0, 1], and for an ``inner`` whose result is no mean (a vote).
+    Errors: ConfigError for a decay outside [0, 1], for an ``inner`` whose result is no mean (a vote), and for one whose
+    residual would grow (see :class:`~gradcomp.compress.distortion.Distortion`).
     Source: thesis, Algorithm 2.1; 004, Algorithm 2.
     """
 
@@ -41,6 +43,7 @@ class ErrorFeedback(Wrapper):
             )
         if not isinstance(self.follow_rate, bool):
             raise ConfigError(f"follow_rate must be true or false, got {self.follow_rate!r}")
+        check_feedback_around(self.inner.to_string(), self.inner.distortion(ANY_LAYER))
 
     def dense(self) -> Compressor:
         """Without feedback: nothing is held back."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress.base import Coded
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce, Sum
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -37,6 +38,10 @@ class Identity(Coded):
     def reduces(self) -> bool:
         """Only for bfloat16, and nothing need ride along."""
         return False
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """Nothing is lost."""
+        return Distortion(0.0, True, 0.0)
 
     @property
     def is_exact(self) -> bool:

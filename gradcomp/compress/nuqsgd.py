@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradcomp.compress.bucketed import Bucketed, check_bucket_size, check_feedback, check_word
+from gradcomp.compress.bucketed import WHOLE_LAYER, Bucketed, check_bucket_size, check_feedback, check_word
 from gradcomp.compress.codebook import KINDS, ROUNDINGS
+from gradcomp.compress.distortion import ANY_LAYER, Distortion, check_feedback_around, of_magnitudes
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels.codec import Codec, Table
 from gradcomp.kernels.segments import MAGNITUDES_SHAPE, Magnitudes
@@ -42,7 +44,8 @@ class NUQSGD(Bucketed):
     ``"nearest"``: biased, ties to the lower level; ``feedback`` is then on by default.
     Wire, per direction: ceil(n b / 8) bytes of codes and 4 bytes a bucket; two rounds under
     scatter-reduce-allgather. State: with feedback, a residual per layer and the chunk owner's second residual.
-    Errors: ConfigError for bits outside 2..8, a bucket size below 1, unknown words.
+    Errors: ConfigError for bits outside 2..8, a bucket size below 1, unknown words; for feedback that would diverge, or
+    never send anything.
     Source: Ramezani-Kebrya et al., 2021, as cited in the thesis (CGX). Differs: codes of a fixed length where the
     paper's are of variable length; the mean over ranks is quantised again for the way back.
     """
@@ -62,6 +65,15 @@ class NUQSGD(Bucketed):
         check_word("scaling", self.scaling, KINDS)
         check_word("rounding", self.rounding, ROUNDINGS)
         check_feedback(self.feedback, or_none=True)
+        if self.keeps_residual:
+            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """By levels, and number of values that share a norm."""
+        s = (1 << (self.bits - 1)) - 1
+        elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
+        levels = [2.0**-i for i in reversed(range(s))]
+        return of_magnitudes(levels, elements, l2=self.scaling == "l2", nearest=self.rounding == "nearest")
 
     @property
     def keeps_residual(self) -> bool:

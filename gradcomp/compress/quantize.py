@@ -6,6 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradcomp.compress.base import Coded
+from gradcomp.compress.distortion import (
+    ANY_LAYER,
+    Distortion,
+    check_feedback_around,
+    of_drawn_sign,
+    of_extremes,
+    of_magnitudes,
+    of_mean_sign,
+)
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -29,11 +38,13 @@ class Quantize(Coded):
         to the upper level with probability (v - lower) / (upper - lower): unbiased, so no residual is needed, neither
         here nor where the chunk owner quantises the mean again.
     ``rounding="nearest"``
-        biased, with smaller error; ``feedback`` is then on by default.
+        biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and stands for the mean
+        magnitude of the bucket; with ``minmax`` for the mean of its negative values or that of the others.
 
     Wire, per direction: ceil(n b / 8) bytes of codes and the scales; two rounds under scatter-reduce-allgather.
     State: with feedback, a residual per layer and the chunk owner's second residual.
-    Errors: ConfigError for bits outside 1..8, a bucket size below 1, unknown words.
+    Errors: ConfigError for bits outside 1..8, a bucket size below 1, unknown words; for feedback that would diverge, or
+    never send anything (few bits of an l2 norm, to nearest).
     Source: thesis (CGX), sections 2.2.3, 3.5.1 and 3.5.3; QSGD as cited there. Differs: the default bucket is 512 (the
     thesis uses 128 and 1024 by model family); the probability is that of section 2.2.3 (5.4.2 has it inverted).
     """
@@ -62,6 +73,21 @@ class Quantize(Coded):
             raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
         if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
+        if self.keeps_residual:
+            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """By number of steps, and of values that share a scale."""
+        elements, nearest = min(self.bucket_size, layer.size), self.rounding == "nearest"
+        if self.bits == 1 and nearest:
+            return of_mean_sign(elements)
+        if self.scaling == "minmax":
+            return of_extremes((1 << self.bits) - 1, elements, nearest=nearest)
+        if self.bits == 1:
+            return of_drawn_sign(elements, l2=self.scaling == "l2")
+        s = (1 << (self.bits - 1)) - 1
+        levels = [i / s for i in range(1, s + 1)]
+        return of_magnitudes(levels, elements, l2=self.scaling == "l2", nearest=nearest)
 
     @property
     def keeps_residual(self) -> bool:

@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.drawn import Drawn, Indices
 from gradcomp.compress.random_indices import random_blocks
 from gradcomp.compress.summed import Floats
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Draw, Table
 
 
@@ -32,6 +34,13 @@ class RandomBlock(Drawn):
     """
 
     name: ClassVar[str] = "random_block"
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """1 - k/n; n/k - 1 if ``scaled``."""
+        share = self.sent_of(layer) / max(layer.size, 1)
+        if not share:
+            return Distortion(0.0, self.scaled)
+        return Distortion(1.0 / share - 1.0, True) if self.scaled else Distortion(1.0 - share)
 
     def draw(self, table: Table, draw: Draw) -> Indices:
         """The elements of each block."""

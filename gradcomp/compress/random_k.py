@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.drawn import Drawn, Indices
 from gradcomp.compress.random_indices import random_indices
 from gradcomp.compress.summed import Floats
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Draw, Sizes, Table
 from gradcomp.kernels.draws import strata
 
@@ -32,6 +34,13 @@ class RandomK(Drawn):
     """
 
     name: ClassVar[str] = "random_k"
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """By the largest stratum, of s elements: 1 - 1/s; s - 1 if ``scaled``."""
+        stratum = -(-layer.size // max(self.sent_of(layer), 1))
+        if self.scaled:
+            return Distortion(max(stratum - 1.0, 0.0), True)
+        return Distortion(1.0 - 1.0 / max(stratum, 1))
 
     def draw(self, table: Table, draw: Draw) -> Indices:
         """One index in each stratum."""

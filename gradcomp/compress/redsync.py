@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.estimated_threshold import EstimatedThreshold, Floats, Tails, is_number
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import bodies
 from gradcomp.kernels.codec import Sizes, Table
 
@@ -42,6 +44,10 @@ class RedSync(EstimatedThreshold):
         super().__post_init__()
         if not is_number(self.tolerance) or not 0.0 < self.tolerance < np.inf:
             raise ConfigError(f"tolerance must be positive, got {self.tolerance!r}")
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """That of the k largest, or better."""
+        return self.distortion_of_largest(self.sent_of(layer), layer)
 
     def limits(self, table: Table) -> Sizes:
         """(1 + tolerance) k."""

@@ -94,13 +94,18 @@ def registered() -> dict[str, type[Compressor]]:
 
 def from_string(text: str) -> Compressor:
     """Parse a string form. ConfigError says what is wrong and what exists."""
+    return _parse(text, None)
+
+
+def _parse(text: str, level: Level) -> Compressor:
+    """With a level, unless that is None, in place of the one that the text names or leaves out."""
     name, inner, rest = split(text.strip())
     if name in _SHORT:
         if rest or inner is not None:
             raise ConfigError(
                 f"{name} takes no fields and wraps nothing; write {_SHORT[name].to_string()!r} and change that"
             )
-        return _SHORT[name]
+        return _SHORT[name].with_level(level)
     kind = registered().get(name)
     if kind is None:
         raise ConfigError(
@@ -113,8 +118,12 @@ def from_string(text: str) -> Compressor:
             if inner is None
             else f"{text!r}: {name} wraps nothing"
         )
-    wrapped = {} if inner is None else {"inner": from_string(inner)}
+    wrapped = {} if inner is None else {"inner": _parse(inner, level)}
     arguments = arguments_of(text, rest, fields, lambda _, value: value_of(value, from_string))
+    if level is not None and inner is None:
+        if kind.level_field is None:
+            raise ConfigError(f"{name} has no level, got {level!r}")
+        arguments[kind.level_field] = level
     try:
         return kind(**wrapped, **arguments)
     except TypeError as error:
@@ -125,4 +134,5 @@ def from_string(text: str) -> Compressor:
 @lru_cache(maxsize=4096, typed=True)
 def at_level(family: str, level: Level) -> Compressor:
     """The compressor that a plan's assignment means."""
-    return from_string(family).with_level(level)
+    # Not with_level: the level that a compressor has by default may be one that it refuses beside the other fields.
+    return _parse(family, level)

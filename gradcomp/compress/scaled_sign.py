@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.compress.bucketed import Bucketed, check_bucket_size, check_feedback
+from gradcomp.compress.bucketed import WHOLE_LAYER, Bucketed, check_bucket_size, check_feedback
+from gradcomp.compress.distortion import Distortion, of_mean_sign
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Codec, Table
 from gradcomp.kernels.segments import SIGN
 
@@ -34,6 +36,10 @@ class ScaledSign(Bucketed):
     def __post_init__(self) -> None:
         check_bucket_size(self.bucket_size)
         check_feedback(self.feedback)
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """By number of values that share a scale."""
+        return of_mean_sign(min(self.bucket_size or WHOLE_LAYER, layer.size))
 
     @property
     def keeps_residual(self) -> bool:

@@ -15,8 +15,9 @@ from gradcomp.kernels.segments import VOTE
 class Signum(Bucketed):
     """Every rank votes with the sign of its momentum; what comes back is +1 or -1, the majority's sign.
 
-    m <- beta m + (1 - beta) g on every rank; result = sign(sum over ranks of sign(m)). A tie, and sign(0), is
-    positive. The result has no magnitude: the learning rate is the step of every parameter, and is chosen smaller
+    m <- beta m + (1 - beta) g on every rank; result = sign(sum over ranks of sign(m)). A zero votes +1 or -1 at random,
+    each rank by its own draw, and a draw that all ranks share decides a tie: one bit cannot say zero, but its mean is
+    zero. The result has no magnitude: the learning rate is the step of every parameter, and is chosen smaller
     than for SGD. What is kept is u <- beta u + g, which is m / (1 - beta) and has the same sign. The optimizer must
     have no momentum of its own.
 
@@ -48,5 +49,5 @@ class Signum(Bucketed):
         return False
 
     def codec_for(self, table: Table) -> Codec:
-        """Signs without a magnitude: encoding their mean again is the vote."""
-        return Codec(VOTE)
+        """Signs without a magnitude: encoding their mean again is the vote. Draws decide ties."""
+        return Codec(VOTE, stochastic=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Coded, Compressor
 from gradcomp.compress.cast import Cast
+from gradcomp.compress.distortion import ANY_LAYER, Distortion, check_feedback_around
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather
 from gradcomp.compress.payload import CODINGS, Selection, SparseFormat
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
@@ -52,6 +54,10 @@ class ByDensity(Compressor):
         table["bits"] = elements_at(float(level), table["length"].astype(np.int64))
         table["bucket_size"] = 1
 
+    def sent_of(self, layer: LayerSpec) -> int:
+        """k of a layer."""
+        return int(elements_at(self.density, np.array([layer.size]))[0])
+
     def limits(self, table: Table) -> Sizes:
         """k of each row."""
         counts: Sizes = table["bits"].astype(np.int64)
@@ -68,7 +74,7 @@ class Sparse(Compressor):
     ``values``: how selected values travel, any coded compressor: exact (default), ``Cast("bfloat16")``,
     ``Quantize(4)``, ``OneBit()`` (one mean per sign, RedSync). ``indices``: ``auto`` (the smallest by formula for the
     layer's size and count, see docs/wire-format.md), ``raw`` (32 bits), ``packed``, ``bitmap``, ``deflate`` (as in
-    001, section V-A). ``feedback``: keep what was not sent.
+    001, section V-A). ``feedback``: keep what was not sent; ConfigError for ``values`` whose coding would make it grow.
 
     Layers are never cut into slices: a selection is the whole layer's. Every rank receives N - 1 payloads.
     """
@@ -97,6 +103,15 @@ class Sparse(Compressor):
             raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {self.indices!r}")
         if not isinstance(self.feedback, bool):
             raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+        if self.feedback:
+            name, remedy = f"values=[{self.values.to_string()}]", "Use more bits, or values=[one_bit]"
+            check_feedback_around(name, self.values.distortion(ANY_LAYER), remedy)
+
+    def distortion_of_largest(self, count: int, layer: LayerSpec) -> Distortion:
+        """If the ``count`` largest elements are sent: those hold count / n of the energy at least."""
+        coded = self.values.distortion(replace(layer, shape=(count,)))
+        lost = 0.0 if coded is None else coded.bound
+        return Distortion(max(lost, 1.0 - count / max(layer.size, 1) * (1.0 - lost)))
 
     @property
     def keeps_residual(self) -> bool:

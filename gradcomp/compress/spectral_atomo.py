@@ -8,7 +8,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.distortion import Distortion
+from gradcomp.compress.low_rank import clamped_rank, matrix_shape
 from gradcomp.compress.spectral import Booleans, Doubles, Spectral
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import philox
 from gradcomp.kernels.codec import Draw
 
@@ -38,6 +41,11 @@ class SpectralAtomo(Spectral):
 
     name: ClassVar[str] = "spectral_atomo"
     fixed: ClassVar[bool] = False
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """Sum of s_i^2 (1 / p_i - 1) <= (sum of s_i)^2 / r - ||M||^2, which is (min(n, m) / r - 1) ||M||^2 at most."""
+        rank = clamped_rank(layer.shape, self.rank)
+        return Distortion(min(matrix_shape(layer.shape)) / rank - 1.0 if rank else 0.0, True)
 
     def most_atoms(self, n: int, m: int, rank: int) -> int:
         """All there are."""

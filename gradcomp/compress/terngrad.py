@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.compress.bucketed import Bucketed, check_bucket_size
+from gradcomp.compress.bucketed import WHOLE_LAYER, Bucketed, check_bucket_size
+from gradcomp.compress.distortion import Distortion, of_magnitudes
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Codec, Table
 from gradcomp.kernels.segments import LINF
 
@@ -32,6 +34,11 @@ class TernGrad(Bucketed):
 
     def __post_init__(self) -> None:
         check_bucket_size(self.bucket_size)
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """That of one level, the largest magnitude."""
+        elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
+        return of_magnitudes((1.0,), elements, l2=False, nearest=False)
 
     @property
     def code_bits(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.messages import Bytes, Context
 from gradcomp.compress.payload import Selection
 from gradcomp.compress.sparse import ByDensity, Sparse
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group
 
@@ -28,6 +30,10 @@ class TopK(ByDensity, Sparse):
 
     name: ClassVar[str] = "topk"
     by_kernels = True
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """That of the k largest."""
+        return self.distortion_of_largest(self.sent_of(layer), layer)
 
     def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
         """The k largest."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.distortion import Distortion
 from gradcomp.compress.messages import Context, Exchange
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -55,6 +56,10 @@ class Wrapper(Compressor):
     def bare(self) -> Compressor:
         """The inner one's."""
         return self.inner.bare()
+
+    def distortion(self, layer: LayerSpec) -> Distortion | None:
+        """The inner one's."""
+        return self.inner.distortion(layer)
 
     @property
     def changes(self) -> tuple[int, ...]:

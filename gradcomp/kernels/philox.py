@@ -47,9 +47,10 @@ def philox4x32(counter: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.NDA
 def uniform(
     start: int, length: int, *, seed: int, layer: int, step: int, rank: int
 ) -> npt.NDArray[np.float32]:
-    """Draws in [0, 1), multiples of 2**-16, for the elements start..start+length of a layer.
+    """Draws in (0, 1) for the elements start..start+length of a layer: u = (lane + offset) / 2**16.
 
-    Element i takes 16-bit lane i % 8, low half first, of the words at counter (i // 8, layer, step, rank).
+    Element i takes 16-bit lane i % 8, low half first, of the words at counter (i // 8, layer, step, rank); the offset
+    is that of the step, see :func:`offset`.
     """
     first_block, last_block = start // 8, -(-(start + length) // 8)
     counter = np.empty((last_block - first_block, 4), np.uint32)
@@ -57,4 +58,14 @@ def uniform(
     counter[:, 1:] = layer, step, rank
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).astype("<u4")
     lanes = words.view("<u2").reshape(-1)[start % 8 : start % 8 + length]
-    return lanes.astype(np.float32) * np.float32(2.0**-16)
+    return (lanes.astype(np.float32) + np.float32(offset(step))) * np.float32(2.0**-16)
+
+
+def offset(step: int) -> float:
+    """What every lane of a step is shifted by: (k + 1/2) / 128, with k the top 7 bits of step * 0x9E3779B9 mod 2**32.
+
+    Lanes alone would make every probability a multiple of 2**-16, and those below 2**-16 zero. The offsets of steps
+    are spread evenly over (0, 1), also those of every second or third step: over many steps, a probability comes true
+    to 2**-24. Lane and offset take 24 bits together, so that u is exact in float32.
+    """
+    return ((step * 0x9E3779B9 & 0xFFFFFFFF) // 2**25 + 0.5) / 128

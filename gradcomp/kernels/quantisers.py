@@ -1,7 +1,7 @@
 """The quantising codecs in NumPy: what becomes of the buckets of a segment, and back. Part of `reference`.
 
 Each is a :class:`Quantiser`: functions of contributions c (buckets, elements) in float32, draws u of the same shape
-in [0, 1) (None: round to nearest) and the :class:`Level`. Scale records are columns, one number per bucket.
+in (0, 1) (None: round to nearest) and the :class:`Level`. Scale records are columns, one number per bucket.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Quantiser(NamedTuple):
 
 
 def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    if level.bits == 1 and u is None:
+        return _quantise_two_means(c)
     levels = np.float32((1 << level.bits) - 1)
     lo = c.min(axis=1) + np.float32(0)  # -0 becomes +0, whichever of the two the minimum picked
     hi = c.max(axis=1) + np.float32(0)
@@ -65,6 +67,12 @@ def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns
     unit[flat], inverse[flat] = 0, 0
     code = _round((c - lo[:, None]) * inverse[:, None], u, levels)
     return (lo, unit), code
+
+
+def _quantise_two_means(c: Floats) -> tuple[Columns, Codes]:
+    """One bit, to nearest: the mean of the negative values or of the others. Extremes would be too far away."""
+    (low, high), negative = _quantise_onebit(c, None, Level(1))
+    return (low, high - low), negative ^ np.uint8(1)
 
 
 def _dequantise_minmax(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
@@ -90,17 +98,18 @@ def _quantise_linf(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, 
 
 
 def _quantise_by_norm(c: Floats, norm: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    if level.bits == 1 and u is None:
+        return _quantise_sign(c, None, level)  # of the mean magnitude: a norm would be too far away
     s = np.float32(_largest_magnitude(level))
     norm, inverse = _divisible(norm, s)
     if level.bits == 1:
+        assert u is not None, "one bit to nearest has a scale of its own"
         return (norm,), _sign_codes(c, inverse, u)
     magnitude = _round(np.abs(c) * inverse[:, None], u, s)
     return (norm,), _with_sign(magnitude, c, level)
 
 
-def _sign_codes(c: Floats, inverse: Floats, u: Floats | None) -> Codes:
-    if u is None:
-        return (c < 0).astype(np.uint8)
+def _sign_codes(c: Floats, inverse: Floats, u: Floats) -> Codes:
     positive_probability = (c * inverse[:, None] + np.float32(1)) * np.float32(0.5)
     return (~(u < positive_probability)).astype(np.uint8)
 
@@ -163,7 +172,12 @@ def _quantise_sign(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, 
 
 
 def _quantise_vote(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
-    return ((c != 0).any(axis=1).astype(np.float32),), (c < 0).astype(np.uint8)
+    """A zero votes by its draw, half of them for each sign, but in a bucket of zeros nothing votes."""
+    present = (c != 0).any(axis=1)
+    negative = c < 0
+    if u is not None:
+        negative |= (c == 0) & (u > np.float32(0.5)) & present[:, None]
+    return (present.astype(np.float32),), negative.astype(np.uint8)
 
 
 def _dequantise_sign(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001

@@ -47,8 +47,8 @@ QUANTISERS: Final = tuple(LEVELS)
 
 CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
 
-STOCHASTIC: Final = (MINMAX, L2, LINF, *CODEBOOKS)
-"""The codecs that can round stochastically; the others make nothing of a draw."""
+STOCHASTIC: Final = (MINMAX, L2, LINF, VOTE, *CODEBOOKS)
+"""The codecs that can draw, to round stochastically or to decide a tie; the others make nothing of a draw."""
 
 FLOAT32: Final = 0
 FLOAT16: Final = 1

@@ -8,7 +8,7 @@
 //   Codec(range, level, n)  to encode a bucket of n elements; representable() says whether all is finite,
 //                           write() writes the record
 //   Codec(record, level)    to decode
-//   code<stochastic>(c, u)  the code of c; u in [0, 1) rounds it
+//   code<stochastic>(c, u)  the code of c; u in (0, 1) rounds it
 //   value(code)             what a decoder makes of it
 //   bounded, bounds         whether, and which, two values enclose those of all codes, hostile records
 //                           included
@@ -50,6 +50,11 @@ struct Level {
           magnitudes(all_magnitudes == nullptr ? nullptr
                                                : all_magnitudes + segment.bits * magnitudes_per_row) {}
 };
+
+// What the 16-bit draws of a step are shifted by, see gradcomp/kernels/philox.py.
+inline float draw_offset(std::uint32_t step) {
+    return (static_cast<float>(step * 0x9E3779B9u >> 25) + 0.5f) / 128.0f;
+}
 
 // Codes of t >= 0: rounded to nearest even, or to floor(t + u); at most `limit`.
 template <bool stochastic>
@@ -226,7 +231,7 @@ class SignMagnitude {
     F32 unit_, inverse_;
 };
 
-// One bit: plus or minus the norm. Stochastic rounding keeps the mean.
+// One bit: plus or minus the norm, drawn so that the mean is kept. To nearest it is Sign<MeanMagnitude>.
 template <class Norm>
 class PureSign {
   public:
@@ -250,11 +255,8 @@ class PureSign {
 
     template <bool stochastic>
     I32 code(F32 c, F32 u) const {
-        if constexpr (stochastic) {
-            const F32 positive_probability = (c * inverse_ + splat(1.0f)) * splat(0.5f);
-            return splat(1) + less(u, positive_probability);
-        }
-        return less(c, splat(0.0f)) & splat(1);
+        const F32 positive_probability = (c * inverse_ + splat(1.0f)) * splat(0.5f);
+        return splat(1) + less(u, positive_probability);
     }
 
     F32 value(I32 code) const { return as_float(as_int(norm_) ^ shift_left(code, 31)); }

@@ -50,15 +50,22 @@ class Prefetcher {
 
 enum class Shadow { none, cached, streamed };
 
+// The random numbers of a block: (lane + offset) / 2**16.
+struct Draws {
+    const std::uint16_t* lanes;
+    F32 offset;
+};
+
 // Codes, and shadow, of one block.
 template <class Codec, bool stochastic, Shadow kind>
-void encode_block(const Codec codec, const float* c, const std::uint16_t* draws, std::int64_t count,
+void encode_block(const Codec codec, const float* c, const Draws draws, std::int64_t count,
                   typename Codec::Code* codes, float* shadow, const Prefetcher prefetcher) {
     const auto encode_vector = [&](std::int64_t i, float* shadow_at) {
         prefetcher.fetch(i);
         const F32 contribution = load(c + i);
         F32 u = splat(0.0f);
-        if constexpr (stochastic) u = to_float(load_widen(draws + i)) * splat(0x1p-16f);
+        if constexpr (stochastic)
+            u = (to_float(load_widen(draws.lanes + i)) + draws.offset) * splat(0x1p-16f);
         const I32 code = codec.template code<stochastic>(contribution, u);
         store_narrow(codes + i, code);
         if constexpr (kind == Shadow::cached) store(shadow_at, contribution - codec.value(code));
@@ -90,6 +97,7 @@ class SegmentEncoder {
         : job_(job),
           bucket_size_(Codec::record_bytes > 0 ? job.segment.bucket_size : block_size),
           random_(job.rounding, job.segment.layer),
+          offset_(splat(draw_offset(job.rounding.step))),
           writer_(job.codes, job.segment.length, job.segment.bits) {}
 
     // False, with the payload in any state, if the segment is non-finite.
@@ -142,8 +150,8 @@ class SegmentEncoder {
             const std::int64_t count = smaller(block_size, bucket.end - first);
             const float* c = one_block ? bucket.c : contributions(first, count, scratch);
             const Prefetcher prefetcher(c, c != scratch);
-            const std::uint16_t* draws = nullptr;
-            if constexpr (stochastic) draws = random_.draw(job_.segment.start + first, count, draws_);
+            Draws draws{nullptr, offset_};
+            if constexpr (stochastic) draws.lanes = random_.draw(job_.segment.start + first, count, draws_);
             if (job_.segment.shadow == 0) {
                 encode_block<Codec, stochastic, Shadow::none>(codec, c, draws, count, writer_.room(count),
                                                               nullptr, prefetcher);
@@ -163,6 +171,7 @@ class SegmentEncoder {
     const EncodeJob& job_;
     std::int64_t bucket_size_;
     RandomStream random_;
+    F32 offset_;
     CodeWriter<typename Codec::Code> writer_;
     alignas(64) float scratch_[2][block_room];
     alignas(64) std::uint16_t draws_[block_size + RandomStream::slack];

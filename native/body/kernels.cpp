@@ -57,6 +57,20 @@ bool with_codec(Codec codec, int bits, Function f) {
     }
 }
 
+// The class that encodes where Class decodes: one bit has scales of its own when it is rounded to nearest.
+template <class Class>
+struct OneBitToNearest {
+    using Type = Class;
+};
+template <>
+struct OneBitToNearest<MinMax> {
+    using Type = TwoMeans;
+};
+template <class Norm>
+struct OneBitToNearest<PureSign<Norm>> {
+    using Type = Sign<MeanMagnitude>;
+};
+
 template <class Class>
 bool encode_from(const Segment& segment, const Level& level, const Source& source, const Rounding& rounding,
                  std::int64_t scale_bytes, std::uint8_t* payload) {
@@ -65,6 +79,7 @@ bool encode_from(const Segment& segment, const Level& level, const Source& sourc
     if constexpr (Class::draws) {
         if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
     }
+    if (level.bits == 1) return SegmentEncoder<typename OneBitToNearest<Class>::Type, false>(job).run();
     return SegmentEncoder<Class, false>(job).run();
 }
 

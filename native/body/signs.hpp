@@ -9,6 +9,7 @@ namespace gradcomp::GRADCOMP_BODY {
 // Mean magnitude of a bucket.
 class MeanMagnitude {
   public:
+    static constexpr bool votes = false;
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { sums_.add(absolute(c)); }
     float scale(std::int64_t elements) const {
@@ -22,6 +23,7 @@ class MeanMagnitude {
 // 1 if anything in a bucket is not zero, else 0; not finite if something is not.
 class Presence {
   public:
+    static constexpr bool votes = true;
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { largest_ = max(largest_, magnitude_bits(c)); }
     float scale(std::int64_t) const {
@@ -38,14 +40,14 @@ inline I32 code_of_sign(F32 c) {
     return less(c, splat(0.0f)) & splat(1);
 }
 
-// Plus or minus the scale of the bucket.
+// Plus or minus the scale of the bucket. Of votes, a zero is drawn, unless all of the bucket is zero.
 template <class Scale>
 class Sign {
   public:
     using Code = std::uint8_t;
     using Range = Scale;
     static constexpr std::int64_t record_bytes = 4;
-    static constexpr bool draws = false;
+    static constexpr bool draws = Scale::votes;
     static constexpr bool bounded = true;
 
     Sign(const Range& range, const Level&, std::int64_t elements) { set(range.scale(elements)); }
@@ -56,7 +58,11 @@ class Sign {
     void write(std::uint8_t* record) const { write_float(record, bounds[0]); }
 
     template <bool stochastic>
-    I32 code(F32 c, F32) const {
+    I32 code(F32 c, F32 u) const {
+        if constexpr (stochastic) {
+            const I32 zero = less(magnitude_bits(c), splat(1));
+            return (less(c, splat(0.0f)) | (zero & less(positive_below_, u))) & splat(1);
+        }
         return code_of_sign(c);
     }
 
@@ -67,10 +73,11 @@ class Sign {
   private:
     void set(float scale) {
         scale_ = splat(scale);
+        positive_below_ = splat(scale == 0.0f ? 1.0f : 0.5f);
         bounds[0] = bounds[1] = scale;
     }
 
-    F32 scale_;
+    F32 scale_, positive_below_;
 };
 
 // LaneSums and numbers of the negative elements of a bucket and of the others.
@@ -134,6 +141,50 @@ class OneBit {
     }
 
     I32 high_, difference_;
+};
+
+// MinMax with one bit to nearest: as OneBit, in the record of MinMax.
+class TwoMeans {
+  public:
+    using Code = std::uint8_t;
+    using Range = Sides;
+    static constexpr std::int64_t record_bytes = 8;
+    static constexpr bool draws = false;
+    static constexpr bool bounded = true;
+
+    TwoMeans(const Range& range, const Level&, std::int64_t elements) {
+        const float low = range.low();
+        set(low, range.high(elements) - low);
+    }
+    TwoMeans(const std::uint8_t* record, const Level&) { set(read_float(record), read_float(record + 4)); }
+
+    bool representable() const { return is_finite(bounds[0]) && is_finite(unit_scalar_); }
+
+    void write(std::uint8_t* record) const {
+        write_float(record, bounds[0]);
+        write_float(record + 4, unit_scalar_);
+    }
+
+    template <bool stochastic>
+    I32 code(F32 c, F32) const {
+        return splat(1) + less(c, splat(0.0f));
+    }
+
+    F32 value(I32 code) const { return low_ + to_float(code) * unit_; }
+
+    float bounds[2];
+
+  private:
+    void set(float low, float unit) {
+        low_ = splat(low);
+        unit_ = splat(unit);
+        unit_scalar_ = unit;
+        bounds[0] = low;
+        bounds[1] = low + unit;
+    }
+
+    float unit_scalar_;
+    F32 low_, unit_;
 };
 
 }  // namespace gradcomp::GRADCOMP_BODY

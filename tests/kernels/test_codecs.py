@@ -12,7 +12,7 @@ import pytest
 from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of, magnitudes_of, nearest_level
 
 from gradcomp import kernels
-from gradcomp.kernels import quantisers, reference, segments
+from gradcomp.kernels import philox, quantisers, reference, segments
 
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -207,12 +207,82 @@ def test_reduced_votes_are_the_majority(ranks: int) -> None:
     reduced = groups[0].reduce(kernels, [group.encode(kernels).payload for group in groups])
     (majority,) = groups[0].values(reduced.payload)
     votes = sum(np.sign(gradient[:600]) for gradient in gradients)
-    np.testing.assert_array_equal(majority[:600], np.where(votes < 0, -1, 1))  # ties are positive
+    np.testing.assert_array_equal(
+        majority[:600], np.where(votes < 0, -1, 1)
+    )  # without draws, ties are positive
     assert not majority[600:].any()
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ties_and_zeros_vote_either_way(ranks: int) -> None:
+    gradients = [normal(4000, seed) for seed in range(ranks)]
+    for gradient in gradients:
+        gradient[2000:] = 0
+        gradient[2000] = 1  # without it the bucket would not vote
+    groups = [one(segments.VOTE, gradient, bits=1, bucket_size=2000) for gradient in gradients]
+    total = np.zeros(4000)
+    for step in range(16):
+        payloads = [
+            group.encode(kernels, stochastic=True, step=step, rank=r).payload
+            for r, group in enumerate(groups)
+        ]
+        reduced = groups[0].reduce(kernels, payloads, stochastic=True, step=step).payload
+        (majority,) = groups[0].values(reduced)
+        assert set(np.unique(majority)) == {-1, 1}
+        total += majority
+    votes = sum(np.sign(gradient) for gradient in gradients)[:2000]
+    np.testing.assert_array_equal(total[:2000][votes != 0], 16 * np.sign(votes[votes != 0]))
+    for drawn in (total[:2000][votes == 0], total[2001:]):  # nobody's, if the number of ranks is odd
+        assert abs(drawn.sum()) <= 5 * np.sqrt(16 * max(len(drawn), 1))
+
+
+def test_a_bucket_of_zeros_does_not_vote() -> None:
+    group = one(segments.VOTE, np.zeros(100, np.float32), bits=1)
+    encoded = group.encode(kernels, stochastic=True)
+    assert not any(encoded.payload[3:-3])
+    (value,) = group.values(encoded.payload)
+    assert value.tobytes() == bytes(400)
+
+
+def test_one_bit_to_nearest_of_extremes_takes_the_mean_of_both_signs() -> None:
+    gradient = normal(1300)
+    (value,) = (group := one(segments.MINMAX, gradient, bits=1)).values(group.encode(kernels).payload)
+    means = one(segments.ONEBIT, gradient, bits=1)
+    (expected,) = means.values(means.encode(kernels).payload)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("codec", [segments.L2, segments.LINF], ids=["l2", "linf"])
+def test_one_bit_to_nearest_of_a_norm_is_a_scaled_sign(codec: int) -> None:
+    gradient = normal(1300)
+    sign = one(segments.SIGN, gradient, bits=1).encode(kernels).payload
+    assert one(codec, gradient, bits=1).encode(kernels).payload == sign
+
+
+@pytest.mark.parametrize("probability", [2.0**-17, 2.0**-19, 2.0**-22])
+def test_small_probabilities_come_true_over_the_steps(probability: float) -> None:
+    # One value of magnitude 1, all others so small that a lane of 16 bits could not tell them from zero.
+    c = np.full((1, 1 << 16), probability, np.float32)
+    c[0, 0] = 1
+    level = quantisers.Level(2)
+    steps = 512
+    lanes = np.arange(1 << 16)
+    up = 0
+    for step in range(steps):
+        u = ((lanes + np.float32(philox.offset(step))) * np.float32(2.0**-16)).astype(np.float32)
+        _, codes = quantisers.QUANTISER[segments.LINF].quantise(c, u[None], level)
+        up += np.count_nonzero(codes[0, 1:])
+    assert up == pytest.approx(steps * probability * (1 << 16), rel=0.3)
+
+
 @pytest.mark.parametrize(
-    ("codec", "bits"), [(codec, bits) for codec in segments.STOCHASTIC for bits in segments.LEVELS[codec]]
+    ("codec", "bits"),
+    [
+        (codec, bits)
+        for codec in segments.STOCHASTIC
+        if codec != segments.VOTE
+        for bits in segments.LEVELS[codec]
+    ],
 )
 def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
     gradient = np.tile(normal(32), 4)
@@ -225,8 +295,7 @@ def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
     # Equal elements differ in their draws only: 4 * draws samples of each.
     samples = values.reshape(draws * 4, 32)
     standard_error = samples.std(axis=0) / np.sqrt(len(samples))
-    # u has 16 bits, so that floor(t + u) is short of t by half of 2**-16 on average: far below what shows here. An
-    # element next to a level leaves it so rarely that it may not happen in all of the draws.
+    # An element next to a level leaves it so rarely that it may not happen in all of the draws.
     assert (np.abs(samples.mean(axis=0) - gradient[:32]) <= 5 * standard_error + 1e-4).all()
 
 

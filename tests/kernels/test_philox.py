@@ -37,7 +37,25 @@ def test_lanes_of_a_counter() -> None:
         rank=0x03707344,
     )
     halves = [0xFE09, 0xD16C, 0xCCEB, 0x94FD, 0xE420, 0x5001, 0x6EA1, 0x2412]
-    assert (draws * 65536).tolist() == halves
+    assert (draws * 65536 - philox.offset(0x13198A2E)).tolist() == halves
+
+
+def test_offsets_are_spread_evenly_over_the_steps() -> None:
+    for stride in (1, 2, 3):
+        for first in (0, 1000):
+            offsets = [philox.offset(first + stride * i) for i in range(256)]
+            assert abs(np.mean(offsets) - 0.5) < 0.01
+            assert max(np.diff(np.sort(offsets))) < 0.02
+    assert 0 < min(offsets) < max(offsets) < 1
+
+
+def test_draws_lie_inside_the_unit_interval() -> None:
+    # The outermost lanes at the outermost offsets, in float32 as it is.
+    offsets = [philox.offset(step) for step in range(1024)]
+    for lane, extreme in ((0, min(offsets)), (65535, max(offsets))):
+        u = (np.float32(lane) + np.float32(extreme)) * np.float32(2.0**-16)
+        assert np.float64(u) == (lane + extreme) / 65536
+        assert 0 < u < 1
 
 
 def test_draws_depend_on_the_element_not_on_the_segment() -> None:

@@ -56,8 +56,10 @@ _CLASSES = {
     CODEBOOK_LINF: "Codebook<LInfNorm,LargeTable>",
 }
 _ONE_BIT = {L2: "PureSign<L2Norm>", LINF: "PureSign<LInfNorm>"}
+# What encodes one bit to nearest: it has scales of its own.
+_ONE_BIT_TO_NEAREST = {MINMAX: "TwoMeans", L2: "Sign<MeanMagnitude>", LINF: "Sign<MeanMagnitude>"}
 
-CLASSES = (*_CLASSES.values(), *_ONE_BIT.values())
+CLASSES = (*_CLASSES.values(), *_ONE_BIT.values(), _ONE_BIT_TO_NEAREST[MINMAX])
 """What encode.cu and decode.cu are compiled for."""
 
 _CODEC_BYTES = 64  # of the state of a bucket between two kernels
@@ -160,14 +162,15 @@ class CodecKernels:
             call.result(bad, zero=True),
         )
         stem = "reduce" if payloads else "encode"
-        for name, members in classes_of(codec, table["bits"]):
+        drawn = stochastic and codec in STOCHASTIC
+        for name, members in encoders_of(codec, table["bits"], drawn):
             part = table[members]
             job = _Job(call, part, call.room(len(part), zero=True))
             if codec == FP64:
                 self._doubles(call, f"{stem}_doubles", job, written, sent, factors)
             else:
                 common = (*_addresses(call, sent), _magnitudes(call, magnitudes), *draws, *factors)
-                rounding = "stochastic" if stochastic and codec in STOCHASTIC else "nearest"
+                rounding = "stochastic" if drawn else "nearest"
                 _encode_class(call, codec, name, stem, rounding, job, written, common)
             sizes = wire_bytes_table(codec, part)
             call.launch(
@@ -359,10 +362,19 @@ def _written(
 
 def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]]:
     """Which of these numbers of bits each class of a codec serves."""
-    one_bit = bits == 1 if codec in _ONE_BIT else np.zeros(len(bits), dtype=np.bool_)
+    return _by_bits(codec, bits, _ONE_BIT)
+
+
+def encoders_of(codec: int, bits: npt.NDArray[np.int32], drawn: bool) -> list[tuple[str, Rows]]:
+    """The same for what encodes, with draws or to nearest."""
+    return _by_bits(codec, bits, _ONE_BIT if drawn else _ONE_BIT_TO_NEAREST)
+
+
+def _by_bits(codec: int, bits: npt.NDArray[np.int32], of_one_bit: dict[int, str]) -> list[tuple[str, Rows]]:
+    one_bit = bits == 1 if codec in of_one_bit else np.zeros(len(bits), dtype=np.bool_)
     found = [
         (_CLASSES.get(codec, ""), np.flatnonzero(~one_bit)),
-        (_ONE_BIT.get(codec, ""), np.flatnonzero(one_bit)),
+        (of_one_bit.get(codec, ""), np.flatnonzero(one_bit)),
     ]
     return [(name, members) for name, members in found if len(members)]
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
-from gradcomp.kernels.cuda.codec import classes_of
+from gradcomp.kernels.cuda.codec import encoders_of
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.segments import STOCHASTIC, Magnitudes, SegmentTable
 
@@ -52,16 +52,16 @@ class MeasureKernels:
         call = Call(self._driver)
         rows, where = call.give(table), call.give(begins)
         scales = 0 if magnitudes is None else call.give(magnitudes)
-        rounding = "stochastic" if stochastic and codec in STOCHASTIC else "nearest"
+        drawn = stochastic and codec in STOCHASTIC
         parts = []
-        for name, members in classes_of(codec, bits):
+        for name, members in encoders_of(codec, bits, drawn):
             for first in range(0, len(members), _MOST_LEVELS):
                 levels = members[first : first + _MOST_LEVELS]
                 partial = np.zeros((int(begins[-1]), len(levels)))
                 parts.append((levels, partial))
                 call.launch(
                     "losses.cu",
-                    f"losses_{rounding}",
+                    f"losses_{'stochastic' if drawn else 'nearest'}",
                     int(begins[-1]),
                     *(rows, where, len(table)),
                     *(call.give(bits[levels]), len(levels), call.result(partial), scales),

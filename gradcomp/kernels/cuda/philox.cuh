@@ -31,7 +31,7 @@ inline void philox(const Stream& stream, std::uint32_t block, std::uint32_t laye
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
-// Draws in [0, 1) of the layer's elements first..first+8.
+// Draws in (0, 1) of the layer's elements first..first+8.
 inline void draw(const Stream& stream, std::uint32_t layer, std::int64_t first, float (&u)[8]) {
     std::uint32_t words[8] = {}, behind[4];
     const auto block = static_cast<std::uint32_t>(first / 8);
@@ -55,7 +55,10 @@ inline void draw(const Stream& stream, std::uint32_t layer, std::int64_t first, 
             if ((skipped & 1) != 0) words[i] = words[i] >> 16 | words[i + 1] << 16;
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) u[i] = static_cast<float>(words[i / 2] >> (16 * (i % 2)) & 0xFFFF) * 0x1p-16f;
+    for (int i = 0; i < 8; ++i) {
+        const std::uint32_t lane = words[i / 2] >> (16 * (i % 2)) & 0xFFFF;
+        u[i] = (static_cast<float>(lane) + draw_offset(stream.step)) * 0x1p-16f;
+    }
 }
 
 }  // namespace gradcomp::cuda

@@ -1,0 +1,122 @@
+"""How far a code may be from what it codes: what decides whether error feedback around it works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+
+#: A layer that stands for all of them where none is known yet: 2**31 elements.
+ANY_LAYER = LayerSpec("any", (1 << 15, 1 << 16))
+
+#: So many times the root mean square of a bucket must not be rounded to zero. Its largest value is no smaller.
+_REACH = 1.0
+
+
+@dataclass(frozen=True)
+class Distortion:
+    """Bounds on the error of a code C, for every x.
+
+        E||x - C(x)||^2 <= bound ||x||^2;   max |x - C(x)| <= peak max |x|, for every draw
+
+    ``unbiased``: E C(x) = x. An unbiased code has the variance omega = bound, any code with a bound below 1 is a
+    contraction with delta = 1 - bound. Feedback, e' = p - C(p) with p = g + e, keeps e bounded if ``bound`` or ``peak``
+    is below 1: ||e|| <= 2 ||g|| / delta, or max |e| <= peak / (1 - peak) max |g|.
+
+    ``dead``: values below so many times the root mean square of their bucket are rounded to zero. Rounding to nearest
+    never adds to the error (bound 1), but where all values are that small, it never sends anything.
+    """
+
+    bound: float
+    unbiased: bool = False
+    peak: float = math.inf
+    dead: float = 0.0
+
+    @property
+    def delta(self) -> float:
+        """Of the contraction; 0 if it is none."""
+        return max(1.0 - self.bound, 0.0)
+
+    @property
+    def omega(self) -> float:
+        """The variance; infinite if the code is biased."""
+        return self.bound if self.unbiased else math.inf
+
+    @property
+    def freezes(self) -> bool:
+        """Whether most values would never be sent."""
+        return self.dead > _REACH
+
+    @property
+    def bears_feedback(self) -> bool:
+        """Whether residuals stay bounded."""
+        return not self.freezes and (self.bound < 1 or self.peak < 1 or (self.bound == 1 and self.dead > 0))
+
+
+def check_feedback_around(name: str, distortion: Distortion | None, remedy: str = "") -> None:
+    """ConfigError, with the reason, for feedback around a code whose residual would grow. None: nothing is known.
+
+    ``remedy``: what else to do, in the place of what fits most compressors.
+    """
+    if distortion is None or distortion.bears_feedback:
+        return
+    if distortion.freezes:
+        raise ConfigError(
+            f"{name} may never send what it keeps back: values below {distortion.dead:.3g} times the root mean square "
+            "of their bucket are rounded to zero, and all of a bucket may be that small. Use more bits, a smaller "
+            "bucket_size, scaling=linf or rounding=stochastic"
+        )
+    if distortion.unbiased:
+        lost = f"is unbiased with a variance omega of up to {distortion.omega:.3g}"
+    else:
+        lost = f"has a squared error of up to {distortion.bound:.3g}"
+    if not remedy:
+        finer = "more bits or a smaller bucket_size, if it has them"
+        remedy = f"Use it without feedback, or with {finer}" if distortion.unbiased else f"Use {finer}"
+    raise ConfigError(
+        f"error feedback around {name} diverges: it {lost} times what it codes, and feedback needs less "
+        f"than 1. {remedy}"
+    )
+
+
+def of_extremes(steps: int, elements: int, *, nearest: bool) -> Distortion:
+    """Even steps from the smallest of some elements to the largest. Those two are exact.
+
+    unit <= 2 max |x| / s, and unit^2 <= 2 ||x||^2 / s^2; the mean squared error of the others is at most unit^2 / 4.
+    """
+    bound = max(elements - 2, 0) / (2 * steps**2)
+    return Distortion(bound, not nearest, (1 if nearest else 2) / steps)
+
+
+def of_magnitudes(levels: Sequence[float], elements: int, *, l2: bool, nearest: bool) -> Distortion:
+    """A sign, and zero or one of the ascending levels in units of a norm, l2 or linf. The last level is 1.
+
+    With r = |x_i| / norm between levels a and b, the variance is (r - a)(b - r) <= r^2 (b - a)^2 / 4ab; below the first
+    level f it is r (f - r), in sum at most d f^2 / 4 and f sqrt(d). To nearest, no error is larger than r, and the
+    largest element is exact under linf.
+    """
+    first = levels[0]
+    widest = max(b - a for a, b in pairwise((0.0, *levels)))
+    others = elements if l2 else elements - 1
+    absolute = others * widest**2 / 4
+    peak = widest * (math.sqrt(elements) if l2 else 1.0)
+    if nearest:
+        bound = min(absolute, 1.0 if l2 else 1.0 - 1.0 / max(elements, 1))
+        return Distortion(bound, False, peak / 2, math.sqrt(elements) * first / 2 if l2 else 0.0)
+    between = max(((b - a) ** 2 / (4 * a * b) for a, b in pairwise(levels)), default=0.0)
+    below = min(others * first**2 / 4, first * math.sqrt(others) / (1 if l2 else 2))
+    return Distortion(min(between + below, absolute), True, peak)
+
+
+def of_drawn_sign(elements: int, *, l2: bool) -> Distortion:
+    """Plus or minus the norm, drawn: the variance is d norm^2 - ||x||^2."""
+    return Distortion(max(elements - 1.0, 0.0), True, 1.0 + (math.sqrt(elements) if l2 else 1.0))
+
+
+def of_mean_sign(elements: int) -> Distortion:
+    """Plus or minus the mean magnitude, or the mean of either sign: what is kept is ||x||_1^2 / d >= ||x||^2 / d."""
+    return Distortion(1.0 - 1.0 / max(elements, 1), False, 1.0)

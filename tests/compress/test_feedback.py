@@ -1,0 +1,273 @@
+"""Error feedback around every codec: what is said of its error holds, residuals stay bounded, everything is sent."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from configurations import ROWS
+from simulation import Simulation
+
+from gradcomp import (
+    NUQSGD,
+    Compressor,
+    ConfigError,
+    ErrorFeedback,
+    LayerSpec,
+    Quantize,
+    RandomK,
+    Signum,
+    TopK,
+)
+from gradcomp.compress import from_string
+from gradcomp.compress.base import Coded
+from gradcomp.compress.groups import Piece, group_of
+from gradcomp.compress.messages import Context, Reduce, Reply
+from gradcomp.compress.round_trip import answer, round_trip
+from gradcomp.control.menu import default_levels
+from gradcomp.core.state import Fields
+from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.segments import OWNER_RANK
+
+NOISE, CONSTANT = LAYERS = [LayerSpec("noise", (16, 32)), LayerSpec("constant", (16, 32))]
+SIZE = NOISE.size
+STEPS = 300
+
+#: At the default bucket size, beside the rows.
+DEFAULTS = (
+    "quantize:bits=1,rounding=nearest",
+    "quantize:bits=1,scaling=l2,rounding=nearest",
+    "quantize:bits=1,scaling=linf,rounding=nearest",
+    "quantize:bits=4,rounding=nearest",
+    "quantize:bits=2,feedback=true",
+    "quantize:bits=4,feedback=true",
+    "quantize:bits=5,scaling=l2,rounding=nearest",
+    "nuqsgd:rounding=nearest",
+    "topk:values=[quantize:bits=4]",
+    "topk:density=0.1,values=[one_bit]",
+)
+EVERY = [row.compressor for row in ROWS.values()] + [from_string(text) for text in DEFAULTS]
+
+
+def without_index_coding(compressor: Compressor) -> Compressor:
+    """What differs in nothing that counts here is the same."""
+    bare = compressor.bare()
+    return replace(bare, indices="auto") if hasattr(bare, "indices") else bare
+
+
+KEEPING = {
+    (without_index_coding(c).to_string(), c.residual_decay): c for c in reversed(EVERY) if c.keeps_residual
+}
+BOUNDED = {b.to_string(): b for c in EVERY if (b := without_index_coding(c)).distortion(NOISE) is not None}
+
+
+class OneRank:
+    """A world of one that keeps residuals for two layers, its own and the owner's; without momentum and clipping."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        bare = without_index_coding(compressor)
+        self._group = replace(
+            group_of([Piece(i, 0, SIZE) for i in range(2)], LAYERS, [bare, bare]),
+            feedback=True,
+            prepared=False,
+        )
+        self._decay = compressor.residual_decay
+        self._fields = Fields(2)
+        self._fields.arrange([bare.fields(layer, 1) for layer in LAYERS])
+        self._step = 0
+        # Of the rank, and of the owner: what is read and what is written, by layer.
+        self._kept = np.zeros((2, 2, 2, SIZE), dtype=np.float32)
+
+    @property
+    def owed(self) -> np.ndarray:
+        """By layer, the norm of what was not applied yet."""
+        return np.linalg.norm(self._kept[:, 0].sum(axis=0, dtype=np.float64), axis=1)
+
+    def step(self, gradients: np.ndarray) -> np.ndarray:
+        """What is applied."""
+        gradients = gradients.copy()  # some are set to zero where they were sent
+        applied = np.empty_like(gradients)
+        for table in (self._group.table, self._group.inputs):
+            table["gradient"], table["output"] = _rows(gradients), _rows(applied)
+            table["residual"], table["shadow"] = map(_rows, self._kept[0])
+        context = Context(Draw(1, self._step, 0), 1, decay=self._decay, fields=self._fields)
+        exchange = self._group.compressor.exchange(self._group, context)
+        with suppress(StopIteration):
+            message = next(exchange)
+            while True:
+                message = exchange.send(self._answer(message, context))
+        self._kept = self._kept[:, ::-1].copy()
+        self._fields.commit(np.ones(2, dtype=np.bool_))
+        self._step += 1
+        return applied
+
+    def _answer(self, message, context: Context) -> Reply:
+        if not isinstance(message, Reduce):
+            return answer(message, context)[0]
+        codec, flags, table = message.codec, np.zeros(2, dtype=np.uint8), self._group.table.copy()
+        sizes = codec.wire_bytes(table)
+        table["payload"] = np.cumsum(sizes) - sizes
+        sent, back = np.empty((2, int(sizes.sum())), dtype=np.uint8)
+        codec.encode(table, sent, flags, context.draw, 1.0, self._decay)
+        table["residual"], table["shadow"] = map(_rows, self._kept[1])
+        codec.reduce(table, [sent], back, flags, replace(context.draw, rank=OWNER_RANK), 1.0, self._decay)
+        codec.decode(table, back, flags)
+        return Reply(flags)
+
+
+def _rows(array: np.ndarray) -> np.ndarray:
+    return np.uint64(array.ctypes.data) + np.arange(2, dtype=np.uint64) * np.uint64(4 * SIZE)
+
+
+@pytest.mark.parametrize("compressor", KEEPING.values(), ids=[text for text, _ in KEEPING])
+def test_residuals_stay_bounded_and_everything_is_sent(compressor: Compressor):
+    distortion = without_index_coding(compressor).distortion(NOISE)
+    in_time = min(STEPS, np.ceil(10 / max(distortion.delta, 0.01))) if distortion else STEPS
+    generator = np.random.default_rng(5)
+    gradients = generator.standard_normal((2, SIZE)).astype(np.float32)
+    gradients[1] += np.copysign(np.float32(0.5), gradients[1])  # none is near zero
+    ranks, owed, sent = OneRank(compressor), [], np.zeros(SIZE, dtype=np.bool_)
+    for step in range(STEPS):
+        gradients[0] = generator.standard_normal(SIZE)
+        applied = ranks.step(gradients)
+        if step < in_time:
+            sent |= applied[1] != 0
+        owed.append(ranks.owed)
+    middle, late = np.mean(owed[STEPS // 3 : STEPS // 2], axis=0), np.mean(owed[-STEPS // 6 :], axis=0)
+    # What is never sent grows from the middle to the end: by 1.48, the root of the steps, or by 2.2, as they do.
+    assert late[0] <= 1.3 * middle[0]
+    assert late[1] <= 1.8 * middle[1]
+    assert sent.mean() >= 0.95
+
+
+# --- what is said of the error ------------------------------------------------------------------------------
+
+
+def vectors() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(3)
+    normal = generator.standard_normal(SIZE)
+    spike = np.full(SIZE, 1e-4)
+    spike[77] = 1.0
+    between = np.zeros(SIZE)  # half way between two steps, and at both ends of every bucket that has them
+    between[::32], between[1::32] = 1.0, -1.0
+    alternating = np.where(np.arange(SIZE) % 2, 1.0, -0.01)
+    rank_one = np.outer(generator.standard_normal(16), generator.standard_normal(32)).reshape(-1)
+    found = {
+        "normal": normal,
+        "cauchy": generator.standard_cauchy(SIZE),
+        "cubes": normal**3,
+        "lognormal": np.exp(3 * normal),
+        "flat": np.ones(SIZE),
+        "signs": np.sign(normal),
+        "spike": spike,
+        "between": between,
+        "alternating": alternating,
+        "rank one": rank_one,
+        "identity": np.eye(16, 32).reshape(-1),
+        "zero": np.zeros(SIZE),
+        "tiny": 1e-30 * normal,
+    }
+    return {name: values.astype(np.float32) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("compressor", BOUNDED.values(), ids=BOUNDED)
+def test_no_vector_exceeds_the_bounds(compressor: Compressor):
+    distortion = compressor.distortion(NOISE)
+    for name, values in vectors().items():
+        x = values.astype(np.float64)
+        errors = np.array([round_trip(compressor, NOISE, values, seed) - x for seed in range(12)])
+        squared = (errors**2).sum(axis=1)
+        by_chance = 5 * squared.std() / np.sqrt(len(squared))
+        assert squared.mean() - by_chance <= (distortion.bound + 1e-5) * (x**2).sum(), name
+        if np.isfinite(distortion.peak):
+            assert np.abs(errors).max() <= (distortion.peak + 1e-5) * np.abs(x).max(), name
+
+
+def test_every_coded_compressor_says_what_it_is():
+    coded = [c for c in EVERY if isinstance(c, Coded) and c.accounts]
+    assert all(c.distortion(NOISE) is not None for c in coded)
+    assert {c.distortion(NOISE).unbiased for c in coded} == {True, False}
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "quantize:bits=1,feedback=true",
+        "quantize:bits=4,scaling=l2,feedback=true",
+        "nuqsgd:bits=2,feedback=true",
+        "codebook:levels=1/,feedback=true",
+        "error_feedback[random_k:scaled=true]",
+        "error_feedback[random_block:scaled=true]",
+        "error_feedback[spectral_atomo]",
+        "error_feedback[unbiased_rank]",
+        "error_feedback[terngrad]",
+        "error_feedback[momentum_correction[terngrad]]",
+        "topk:values=[quantize:bits=1,scaling=l2]",
+        "topk:values=[terngrad]",
+    ],
+)
+def test_feedback_that_diverges_is_refused(text: str):
+    with pytest.raises(ConfigError, match="diverges: it is unbiased with a variance omega of up to"):
+        from_string(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"quantize:bits={bits},scaling=l2,rounding=nearest" for bits in (2, 3, 4)),
+        *(f"nuqsgd:bits={bits},rounding=nearest" for bits in (2, 3)),
+        "nuqsgd:bucket_size=none,rounding=nearest",
+    ],
+)
+def test_what_would_never_be_sent_is_refused(text: str):
+    with pytest.raises(ConfigError, match="may never send what it keeps back"):
+        from_string(text)
+    from_string(text + ",feedback=false")
+
+
+def test_coded_values_may_be_anything_where_nothing_is_kept():
+    TopK(values=Quantize(1, scaling="l2"), feedback=False)
+
+
+@pytest.mark.parametrize("inner", [RandomK(1.0, scaled=True), Quantize(4), NUQSGD(4), "fp16", "none"])
+def test_feedback_around_a_small_variance_is_taken(inner):
+    assert ErrorFeedback(inner).keeps_residual
+
+
+@pytest.mark.parametrize(
+    ("own", "levels"),
+    [
+        (Quantize(5, scaling="l2", rounding="nearest"), [5, 6, 7, 8]),
+        (Quantize(4, rounding="nearest"), [2, 3, 4, 5, 6, 7, 8]),
+        (Quantize(2, rounding="nearest"), [1, 2, 3, 4]),
+        (Quantize(2, feedback=True), [2, 3, 4]),
+        (NUQSGD(4, rounding="nearest"), [4, 5, 6, 7, 8]),
+    ],
+    ids=str,
+)
+def test_default_ranges_leave_out_what_would_be_refused(own: Compressor, levels: list[int]):
+    assert default_levels(own) == levels
+
+
+# --- votes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_noise_and_silence_move_nothing_under_signum(world: int):
+    ranks = Simulation([LayerSpec("w", (2000,))], Signum(500), world)
+    total = np.zeros(2000)
+    for _ in range(40):
+        gradients = ranks.gradients()
+        for (gradient,) in gradients:
+            gradient[100:500] = 0  # coordinates that no rank has a gradient for
+            gradient[1500:] = 0  # a whole bucket of them
+        total += ranks.step(gradients).mean(0)
+    for drawn in (total[:100], total[100:500], total[500:1500]):
+        # Momenta of 0.9 make some ten steps alike.
+        assert abs(drawn.mean()) <= 5 * np.sqrt(10 * 40 / len(drawn))
+    assert not total[1500:].any()
