@@ -12,6 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from gradcomp.core.errors import TransportError
+from gradcomp.core.text import printable
 from gradcomp.transport.control import ControlChannel, StoreSilentError
 
 logger = logging.getLogger("gradcomp")
@@ -52,7 +53,7 @@ class Watch:
     def _look(self, position: Position) -> str | None:
         abort = self._lookup("abort")
         if abort is not None:
-            return abort.decode(errors="replace")
+            return printable(abort)
         question = self._lookup("question")
         if question is not None and question.isdigit() and int(question) > self._answered:
             self._answered = int(question)
@@ -91,7 +92,7 @@ class Watch:
         except TransportError as error:
             return f"the ranks cannot be asked: {error}"
         if abort is not None:
-            return f"aborted by {abort.decode(errors='replace')}"
+            return f"aborted by {printable(abort)}"
         silent = [r for r in range(self._size) if r not in answers]
         behind = [r for r, at in answers.items() if _order(at) < _order(position)]
         parts = []
@@ -102,7 +103,7 @@ class Watch:
 
     def _ask(self, position: Position) -> dict[int, Position]:
         known = self._lookup("question")
-        number = (int(known) if known is not None and known.isdigit() else 0) + 1
+        number = max(int(known) if known is not None and known.isdigit() else 0, self._answered) + 1
         self._answered = number
         self._publish(f"at/{self._rank}", json.dumps([number, *position]).encode())
         self._publish("question", str(number).encode())
@@ -125,7 +126,7 @@ class Watch:
             return
         try:
             if self._lookup("abort") is None:
-                self._publish("abort", message.encode())
+                self._publish("abort", printable(message).encode())
         except TransportError:
             logger.debug("the abort could not be published", exc_info=True)
 

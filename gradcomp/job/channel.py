@@ -30,6 +30,7 @@ from gradcomp.core.errors import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.core.text import printable
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.runtime import current
@@ -172,7 +173,7 @@ class Channel:
             return [int(number) for number in headers[:, 1]]
         texts = self._exchange_texts(text, [int(length) for length in headers[:, 2]])
         if len(troubled) > 0:
-            raise ConfigError(f"{call.name}: rank {troubled[0]}: {texts[troubled[0]]}")
+            raise ConfigError(f"{call.name}: rank {troubled[0]}: {printable(texts[troubled[0]])}")
         raise PlanMismatchError(f"{call.name}: the ranks do not call the same: {_difference(texts)}")
 
     def _exchange_texts(self, text: bytes, lengths: list[int]) -> list[str]:
@@ -208,7 +209,7 @@ class Channel:
         self._control.publish(f"{self._prefix}/at/{self.rank}", str(self._calls).encode())
         abort = self._control.lookup(f"{self._prefix}/abort")
         if abort is not None:
-            self._failure = TransportError(abort.decode(errors="replace"))
+            self._failure = TransportError(printable(abort))
             raise self._failure
         if waited_seconds > self._timeout_seconds:
             raise TransportError(f"no end after {waited_seconds:.1f} s; {self._absent()}")
@@ -235,7 +236,7 @@ class Channel:
     def _publish_abort(self, message: str) -> None:
         try:
             if self._control.lookup(f"{self._prefix}/abort") is None:
-                self._control.publish(f"{self._prefix}/abort", message.encode())
+                self._control.publish(f"{self._prefix}/abort", printable(message).encode())
         except TransportError:
             logger.debug("the abort could not be published", exc_info=True)
 
@@ -294,5 +295,5 @@ def _difference(texts: Sequence[str]) -> str:
         for i in range(max(len(ours), len(theirs))):
             pair = [lines[i] if i < len(lines) else "nothing more" for lines in (ours, theirs)]
             if pair[0] != pair[1]:
-                return f"rank 0 has {pair[0]}, rank {rank} has {pair[1]}"
+                return f"rank 0 has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
     raise AssertionError(f"digests differ, descriptions do not: {texts}")

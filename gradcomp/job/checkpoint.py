@@ -20,6 +20,7 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.text import printable
 from gradcomp.engine import Exchanger
 from gradcomp.job.channel import Call, channel_of
 from gradcomp.job.network import Ranks
@@ -33,6 +34,7 @@ logger = logging.getLogger("gradcomp")
 T = TypeVar("T")
 
 _MOST_REPORT_BYTES = 1 << 29
+_MOST_SHOWN = 1 << 16  # characters of a rank's error: it may list every layer
 _KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "TransportError": TransportError}
 _TOKEN = re.compile("[0-9a-f]{16}")
 
@@ -263,7 +265,11 @@ class _Talk:
             cause = error
             report = {"error": str(error), "kind": type(error).__name__}
         reports = self._gather(stage, json.dumps(report).encode())
-        failures = [f"rank {r}: {other['error']}" for r, other in enumerate(reports) if "error" in other]
+        failures = [
+            f"rank {r}: {printable(str(other['error']), _MOST_SHOWN)}"
+            for r, other in enumerate(reports)
+            if "error" in other
+        ]
         if failures:
             kinds = [other["kind"] for other in reports if "error" in other]
             kind = _KINDS.get(kinds[0], StateError)

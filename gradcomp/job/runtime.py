@@ -20,10 +20,12 @@ from gradcomp import kernels
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError, TransportError, WireFormatError
 from gradcomp.core.scheme import AUTO
+from gradcomp.core.text import printable
 from gradcomp.core.topology import Topology
 from gradcomp.engine import Engine, Exchanger
 from gradcomp.job.launch import Launch, placed
 from gradcomp.job.network import Network, Ranks
+from gradcomp.job.signing import Seal, SignedControl, agree_on_seal
 from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel
 from gradcomp.version import __version__
@@ -57,6 +59,8 @@ class Runtime:
     groups: dict[Ranks, Transport] = field(default_factory=dict)
     channels: dict[Ranks, _Channel] = field(default_factory=dict)
     topology: Topology = field(init=False)
+    #: Signs what the ranks publish, if strangers could publish too.
+    seal: Seal | None = None
     _names: dict[Ranks, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +103,8 @@ class Runtime:
 
     def make_control(self) -> ControlChannel:
         """A connection to the job's small values."""
-        return self.network.control(_generation, self.config.timeout_seconds)
+        control = self.network.control(_generation, self.config.timeout_seconds)
+        return control if self.seal is None else SignedControl(control, self.seal)
 
     @cached_property
     def engine_control(self) -> ControlChannel:
@@ -217,6 +222,9 @@ def _introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
     hosts = [host for host, _, _ in told]
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+    if runtime.network.exposed:
+        one_host = len(runtime.topology.leaders) == 1
+        runtime.seal = agree_on_seal(runtime.group(runtime.everyone), one_host, runtime.launch.secret)
     if process_sets and runtime.config.transport == "horovod":
         from gradcomp.transport.horovod import process_set  # an engine, imported when it is asked for
 
@@ -229,7 +237,7 @@ def _introduction(part: bytes) -> tuple[str, str, str]:
         host, transport, process_sets = json.loads(part)
     except (ValueError, TypeError) as error:
         raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
-    return str(host), str(transport), str(process_sets)
+    return printable(str(host)), printable(str(transport)), printable(str(process_sets))
 
 
 def _farewell(group: Transport) -> None:
