@@ -39,7 +39,8 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
         if (first := [one.get("device") for one in told].index(each.get("device"))) < other:
             raise ConfigError(
                 f"ranks {first} and {other} are both on GPU {printable(str(each.get('device')))}, and NCCL wants one "
-                "for each: call torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or take another transport"
+                "for each: call torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or take another "
+                "transport"
             )
     try:
         identity = bytes.fromhex(told[0]["id"])
