@@ -21,6 +21,8 @@ from gradcomp.core.scheme import AUTO, NAMES, parse
 logger = logging.getLogger("gradcomp")
 
 PREFIX = "GRADCOMP_"
+_SECRET = PREFIX + "SECRET"
+_LEAST_SECRET_CHARACTERS = 16
 
 #: Names of transports; with a plus, of two levels.
 TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
@@ -170,7 +172,7 @@ class Config:
         if path:
             values.update(_from_file(Path(path), types))
         for variable, text in environ.items():
-            if not variable.startswith(PREFIX) or variable == PREFIX + "CONFIG":
+            if not variable.startswith(PREFIX) or variable in (PREFIX + "CONFIG", _SECRET):
                 continue
             name = variable.removeprefix(PREFIX).lower()
             if name not in types:
@@ -198,6 +200,20 @@ class Config:
             cell = "" if default == "" else f"`{default}`"
             rows.append(f"| `{PREFIX}{item.name.upper()}` | {cell} | {meta['doc']} | {meta['rule']} |")
         return "\n".join(rows)
+
+
+def secret(environ: Mapping[str, str]) -> bytes:
+    """What ``GRADCOMP_SECRET`` holds: it signs what the ranks tell each other. Empty if it is not set.
+
+    No setting, so that it is neither shown nor logged nor read from a file. Raises ConfigError if it is short.
+    """
+    text = environ.get(_SECRET, "").strip()
+    if 0 < len(text) < _LEAST_SECRET_CHARACTERS:
+        raise ConfigError(
+            f"{_SECRET} has {len(text)} characters and needs {_LEAST_SECRET_CHARACTERS}: set it to a random text, "
+            "such as `openssl rand -hex 32` prints"
+        )
+    return text.encode(errors="surrogateescape")
 
 
 def _closest(name: str, types: Mapping[str, type]) -> str:

@@ -11,6 +11,7 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.text import printable
 from gradcomp.transport.base import Handle, Transport, wait
 from gradcomp.version import __version__
 
@@ -50,7 +51,7 @@ def agree(
         ]
         if error is not None:
             raise error
-        raise PlanMismatchError(_difference(everyone))
+        raise PlanMismatchError(printable(_difference(everyone)))
 
 
 def _parse(rank: int, part: bytes) -> dict[str, Any]:

@@ -12,15 +12,9 @@ import logging
 from time import monotonic, sleep
 
 from gradcomp.core.errors import TransportError
+from gradcomp.core.text import printable
 from gradcomp.engine.whereabouts import LEFT, Roster, Whereabouts, departure, publish_departure
-from gradcomp.transport.control import (
-    ControlChannel,
-    StoreSilentError,
-    bounded,
-    count_of,
-    numbers_of,
-    text_of,
-)
+from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of, numbers_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -69,7 +63,7 @@ class Watch:
     def _look(self, position: Position) -> str | None:
         abort = self._lookup("abort")
         if abort is not None:
-            return text_of(abort)
+            return printable(abort)
         question = count_of(self._lookup("question"))
         if question > self._answered:
             self._answered = question
@@ -137,7 +131,7 @@ class Watch:
         except TransportError as error:
             return f"the ranks cannot be asked: {error}"
         if abort is not None:
-            return f"aborted by {text_of(abort)}"
+            return f"aborted by {printable(abort)}"
         silent = [r for r in range(self._size) if r not in answers]
         behind = [r for r, at in answers.items() if _order(at) < _order(position)]
         parts = []
@@ -158,7 +152,7 @@ class Watch:
         return f"{self._roster.name(rank)} has only reached {place(at)}"
 
     def _ask(self, position: Position) -> dict[int, Position]:
-        number = count_of(self._lookup("question")) + 1
+        number = max(count_of(self._lookup("question")), self._answered) + 1
         self._answered = number
         self._publish(f"at/{self._rank}", json.dumps([number, *position]).encode())
         self._publish("question", str(number).encode())
@@ -181,7 +175,7 @@ class Watch:
             return
         try:
             if self._lookup("abort") is None:
-                self._publish("abort", message.encode())
+                self._publish("abort", printable(message).encode())
         except TransportError:
             logger.debug("the abort could not be published", exc_info=True)
 
@@ -196,7 +190,7 @@ class Watch:
 
     def _publish(self, key: str, value: bytes) -> None:
         try:
-            self._control.publish(f"{self._prefix}/{key}", bounded(value))
+            self._control.publish(f"{self._prefix}/{key}", value)
         except StoreSilentError:
             raise
         except TransportError:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.control import ControlChannel, StoreSilentError, numbers_of, text_of
+from gradcomp.core.text import printable
+from gradcomp.transport.control import ControlChannel, StoreSilentError, numbers_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -87,7 +88,7 @@ class Whereabouts:
         except TransportError as error:
             self._lost = not isinstance(error, StoreSilentError)
             return ""
-        return "" if found is None else text_of(found)
+        return "" if found is None else printable(found)
 
 
 def publish_departure(control: ControlChannel, prefix: str, member: int, reached: Sequence[int]) -> None:

@@ -33,6 +33,7 @@ from gradcomp.core.errors import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.core.text import printable
 from gradcomp.engine.whereabouts import (
     LEFT,
     LEFT_GRACE_SECONDS,
@@ -46,7 +47,7 @@ from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.runtime import ABORT, current
 from gradcomp.transport.base import Bytes, Handle, Transport
-from gradcomp.transport.control import ControlChannel, StoreSilentError, bounded, count_of, text_of
+from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -212,7 +213,7 @@ class Channel:
             return [int(number) for number in headers[:, 1]]
         texts = self._exchange_texts(text, [int(length) for length in headers[:, 2]])
         if len(troubled) > 0:
-            raise ConfigError(f"{call.name}: rank {troubled[0]}: {texts[troubled[0]]}")
+            raise ConfigError(f"{call.name}: rank {troubled[0]}: {printable(texts[troubled[0]])}")
         raise PlanMismatchError(f"{call.name}: the ranks do not call the same: {_difference(texts)}")
 
     def _exchange_texts(self, text: bytes, lengths: list[int]) -> list[str]:
@@ -261,7 +262,7 @@ class Channel:
         self._whereabouts.say(f"{self._name}, call {self._calls} of its collectives")
         for key in self._aborts:
             if (abort := self._control.lookup(key)) is not None:
-                self._failure = TransportError(text_of(abort))
+                self._failure = TransportError(printable(abort))
                 raise self._failure
         left = departure(self._control.lookup(f"{self._prefix}/left"), 1)
         if left is None or left[1][0] >= self._calls or waited_seconds < LEFT_GRACE_SECONDS:
@@ -303,7 +304,7 @@ class Channel:
     def _publish_abort(self, message: str) -> None:
         try:
             if self._control.lookup(f"{self._prefix}/abort") is None:
-                self._control.publish(f"{self._prefix}/abort", bounded(message.encode()))
+                self._control.publish(f"{self._prefix}/abort", printable(message).encode())
         except TransportError:
             logger.debug("the abort could not be published", exc_info=True)
 
@@ -366,5 +367,5 @@ def _difference(texts: Sequence[str]) -> str:
         for i in range(max(len(ours), len(theirs))):
             pair = [lines[i] if i < len(lines) else "nothing more" for lines in (ours, theirs)]
             if pair[0] != pair[1]:
-                return f"rank 0 has {pair[0]}, rank {rank} has {pair[1]}"
+                return f"rank 0 has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
     raise AssertionError(f"digests differ, descriptions do not: {texts}")

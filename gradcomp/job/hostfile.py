@@ -17,7 +17,7 @@ _MOST_BYTES = 4096
 
 
 class HostFile:
-    """A port number in a file under the temporary directory, named after a job.
+    """A short text in a file under the temporary directory, named after a job.
 
     Only a file that belongs to this user, that nobody else can open, and whose writer still lives counts: what an
     earlier job of the same name left behind is not there.
@@ -27,9 +27,9 @@ class HostFile:
         digest = hashlib.sha256(job.encode()).hexdigest()[:16]
         self.path = Path(tempfile.gettempdir()) / f"gradcomp-{os.geteuid()}-{digest}"
 
-    def write(self, port: int) -> None:
-        """Put the port there, replacing what was; atomic. Raises ConfigError if that is not possible."""
-        content = json.dumps({"port": port, "pid": os.getpid(), "born": _born(os.getpid())})
+    def write(self, text: str) -> None:
+        """Put the text there, replacing what was; atomic. Raises ConfigError if that is not possible."""
+        content = json.dumps({"text": text, "pid": os.getpid(), "born": _born(os.getpid())})
         try:
             handle, name = tempfile.mkstemp(prefix=self.path.name, dir=self.path.parent)  # mode 0600
             try:
@@ -45,8 +45,8 @@ class HostFile:
                 "set TMPDIR to a directory that works, or MASTER_ADDR and MASTER_PORT"
             ) from error
 
-    def read(self) -> int | None:
-        """The port, or None as long as no living process has written one."""
+    def read(self) -> str | None:
+        """The text, or None as long as no living process has written one."""
         try:
             handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -56,7 +56,7 @@ class HostFile:
             private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
             if not private or not stat.S_ISREG(status.st_mode):
                 return None
-            return _port_of_living_writer(file.read(_MOST_BYTES))
+            return _text_of_living_writer(file.read(_MOST_BYTES))
 
     def remove(self) -> None:
         """Take the file away; the others have read it."""
@@ -64,14 +64,14 @@ class HostFile:
             self.path.unlink()
 
 
-def _port_of_living_writer(content: bytes) -> int | None:
+def _text_of_living_writer(content: bytes) -> str | None:
     try:
         data: Any = json.loads(content)
-        port, pid, born = data["port"], data["pid"], data["born"]
+        text, pid, born = data["text"], data["pid"], data["born"]
     except (ValueError, KeyError, TypeError):
         return None
-    numbers = all(type(value) is int for value in (port, pid, born))
-    return port if numbers and 0 < port < 65536 and born >= 0 and _born(pid) == born else None
+    well_formed = type(text) is str and type(pid) is int and type(born) is int
+    return text if well_formed and born >= 0 and _born(pid) == born else None
 
 
 def _born(pid: int) -> int:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import logging
 import re
-import socket
-import struct
+import secrets
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import ConfigError, TransportError
+from gradcomp.core.text import printable
+from gradcomp.job.addresses import listening_socket, master_address, own_address
 from gradcomp.job.hostfile import HostFile
 from gradcomp.job.launch import Address, Launch
+from gradcomp.job.signing import SECRET_BYTES, Seal
 
 logger = logging.getLogger("gradcomp")
 
 _POLL_SECONDS = 0.05
 _KEY = "/gradcomp/store"  # scope and key at horovodrun's server
 _ADDRESS_BYTES = 300  # room for a host name (253) and a port
+_MOST_ANSWER_BYTES = 2 * _ADDRESS_BYTES  # and for a signature
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 class Deadline:
@@ -57,19 +58,29 @@ class Deadline:
         return TransportError(f"rendezvous of {self._launch.launcher}, rank {self._launch.rank}{at}: {what}")
 
 
-def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Any:
+class Meeting(NamedTuple):
+    """Where the ranks have met."""
+
+    store: Any
+    #: What they were told there and others were not; empty if nothing.
+    secret: bytes = b""
+
+
+def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Meeting:
     """The job's key-value store, served by rank 0 or by torchrun; ``once_met`` clears up behind the meeting."""
     if launch.master is not None:
         if launch.served_attempt is None:
-            return _tcp_store(launch.master, launch.rank == 0, deadline)
-        store = _tcp_store(launch.master, False, deadline)
-        return PrefixStore(f"gradcomp/attempt-{launch.served_attempt}", store)
+            address = master_address(launch, launch.master)
+            serves = launch.rank == 0
+            return Meeting(_serve(launch, address, deadline) if serves else _client(address, deadline))
+        store = _client(launch.master, deadline)
+        return Meeting(PrefixStore(f"gradcomp/attempt-{launch.served_attempt}", store))
     if launch.horovod_server is not None:
-        return _meet_at_horovodrun(launch, launch.horovod_server, deadline)
+        return Meeting(_meet_at_horovodrun(launch, launch.horovod_server, deadline))
     unusable = ""
     if launch.launcher != "torchrun":
-        if launch.placed and launch.local_size == launch.size:
-            return _meet_on_one_host(launch, deadline, once_met)
+        if launch.one_host:
+            return Meeting(_meet_on_one_host(launch, deadline, once_met))
         communicator, why = _mpi_world()
         if communicator is not None:
             return _meet_by_mpi(launch, communicator, deadline)
@@ -80,27 +91,50 @@ def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Any:
     )
 
 
-def _tcp_store(address: Address, serve: bool, deadline: Deadline) -> Any:
+def _client(address: Address, deadline: Deadline) -> Any:
+    """The store that another process serves."""
     deadline.address = address
     try:
-        store = TCPStore(
-            address[0], address[1], None, is_master=serve, timeout=deadline.left(), wait_for_workers=False
-        )
+        return TCPStore(*address, None, is_master=False, timeout=deadline.left(), wait_for_workers=False)
     except RuntimeError as error:
-        doing = "the store cannot be served" if serve else "no store answered in time"
-        raise deadline.error(f"{doing}: {first_line(error)}") from error
-    deadline.address = address[0], store.port
+        raise deadline.error(f"no store answered in time: {first_line(error)}") from error
+
+
+def _serve(launch: Launch, address: Address, deadline: Deadline) -> Any:
+    """Rank 0's store, which listens at this address only; see :func:`listening_socket`. Port 0: any free one."""
+    deadline.address = address
+    host, port = address
+    descriptor = None
+    try:
+        listening = listening_socket(launch, address)
+        if listening is not None:
+            port = listening.getsockname()[1]
+            descriptor = listening.detach()  # torch closes it
+        store = TCPStore(
+            host,
+            port,
+            None,
+            is_master=True,
+            timeout=deadline.left(),
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except (OSError, RuntimeError) as error:
+        raise deadline.error(f"the store cannot be served: {first_line(error)}") from error
+    deadline.address = host, store.port
     return store
 
 
 def _meet_at_horovodrun(launch: Launch, server: Address, deadline: Deadline) -> Any:
     """Rank 0 puts its address under a scope of gradcomp's own; the others poll for it."""
     deadline.address = server
+    # The server is plain HTTP, where anybody may write.
+    seal = Seal(launch.secret, "{}:{}".format(*server).encode()) if launch.secret else None
     if launch.rank == 0:
-        store, address = _serve(launch, deadline)
+        store, text = _serve_and_say(launch, deadline)
         deadline.address = server
         try:
-            status, _ = _http(server, "PUT", "{}:{}".format(*address).encode(), deadline)
+            status, _ = _http(server, "PUT", text if seal is None else seal.sign(_KEY, text), deadline)
         except OSError as error:
             raise deadline.error(f"the address cannot be published: {error}") from error
         if status != 200:
@@ -116,9 +150,10 @@ def _meet_at_horovodrun(launch: Launch, server: Address, deadline: Deadline) -> 
             return None
         if status != 200:
             raise deadline.error(f"the server answered HTTP {status}")
-        return _parse(answer, deadline)
+        text = answer if seal is None else seal.open(_KEY, answer)
+        return None if text is None else _parse(text, deadline)
 
-    return _tcp_store(deadline.poll(ask, "rank 0 did not publish its address"), False, deadline)
+    return _client(deadline.poll(ask, "rank 0 did not publish its address"), deadline)
 
 
 def _http(server: Address, method: str, body: bytes | None, deadline: Deadline) -> tuple[int, bytes]:
@@ -126,9 +161,11 @@ def _http(server: Address, method: str, body: bytes | None, deadline: Deadline) 
     try:
         connection.request(method, _KEY, body)
         response = connection.getresponse()
-        return response.status, response.read(_ADDRESS_BYTES + 1)
+        return response.status, response.read(_MOST_ANSWER_BYTES)
     except http.client.HTTPException as error:
-        raise deadline.error(f"not an HTTP server: {type(error).__name__}: {error}") from error
+        raise deadline.error(
+            f"not an HTTP server: {type(error).__name__}: {printable(str(error))}"
+        ) from error
     finally:
         connection.close()
 
@@ -137,16 +174,16 @@ def _meet_on_one_host(launch: Launch, deadline: Deadline, once_met: ExitStack) -
     """All ranks share a host: rank 0 leaves its port in a file that only this user can read."""
     file = HostFile(launch.job)
     if launch.rank == 0:
-        store = _tcp_store(("127.0.0.1", 0), True, deadline)
-        file.write(store.port)
+        store = _serve(launch, ("127.0.0.1", 0), deadline)
+        file.write(str(store.port))
         once_met.callback(file.remove)
         return store
 
     def look() -> Address | None:
         port = file.read()
-        return None if port is None else ("127.0.0.1", port)
+        return None if port is None else _parse(f"127.0.0.1:{port}".encode(), deadline)
 
-    return _tcp_store(deadline.poll(look, f"rank 0 did not write {file.path}"), False, deadline)
+    return _client(deadline.poll(look, f"rank 0 did not write {file.path}"), deadline)
 
 
 def _mpi_world() -> tuple[Any, str]:
@@ -164,77 +201,33 @@ def _mpi_world() -> tuple[Any, str]:
     return MPI.COMM_WORLD, ""
 
 
-def _meet_by_mpi(launch: Launch, world: Any, deadline: Deadline) -> Any:
-    """Rank 0 broadcasts its address over MPI; without a deadline of MPI's own, so it is polled."""
+def _meet_by_mpi(launch: Launch, world: Any, deadline: Deadline) -> Meeting:
+    """Rank 0 broadcasts a secret and its address over MPI; without a deadline of MPI's own, so it is polled."""
     if (world.Get_rank(), world.Get_size()) != (launch.rank, launch.size):
         hint = "srun tells MPI by --mpi=pmi2 or pmix; " if launch.launcher == "slurm" else ""
         raise ConfigError(
             f"mpi4py belongs to another MPI than the launcher: it says rank {world.Get_rank()} of {world.Get_size()}, "
             f"the launcher {launch.rank} of {launch.size}; {hint}set MASTER_ADDR and MASTER_PORT, or reinstall mpi4py"
         )
-    buffer = bytearray(_ADDRESS_BYTES)
+    buffer = bytearray(SECRET_BYTES + _ADDRESS_BYTES)
     store = None
     if launch.rank == 0:
-        store, address = _serve(launch, deadline)
-        text = "{}:{}".format(*address).encode()
-        buffer[: len(text)] = text
+        store, text = _serve_and_say(launch, deadline)
+        told = secrets.token_bytes(SECRET_BYTES) + text
+        buffer[: len(told)] = told
     request = world.Ibcast(buffer, root=0)
     found = deadline.poll(
-        lambda: _parse(bytes(buffer).rstrip(b"\0"), deadline) if request.Test() else None,
+        lambda: _parse(bytes(buffer[SECRET_BYTES:]).rstrip(b"\0"), deadline) if request.Test() else None,
         "rank 0 did not broadcast its address",
     )
-    return store or _tcp_store(found, False, deadline)
+    return Meeting(store or _client(found, deadline), bytes(buffer[:SECRET_BYTES]))
 
 
-def _serve(launch: Launch, deadline: Deadline) -> tuple[Any, Address]:
-    """Rank 0's store on a free port, and the address at which the others reach it."""
+def _serve_and_say(launch: Launch, deadline: Deadline) -> tuple[Any, bytes]:
+    """Rank 0's store on a free port, and the text that tells the others where it is."""
     host = own_address(launch)
-    store = _tcp_store((host, 0), True, deadline)
-    return store, (host, store.port)
-
-
-def own_address(launch: Launch) -> str:
-    """Where the other ranks reach this host; a loopback address only if they are on it, or with a warning."""
-    if launch.interface is not None:
-        return interface_address(launch)
-    if launch.placed and launch.local_size == launch.size:
-        return "127.0.0.1"
-    if launch.hostname is not None and not _is_loopback(launch.hostname):
-        return launch.hostname
-    with suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if not _is_loopback(address):
-            return address
-    logger.warning(
-        "this host's name has no address that other hosts can reach, 127.0.0.1 is published: "
-        "set GLOO_SOCKET_IFNAME, or MASTER_ADDR and MASTER_PORT"
-    )
-    return "127.0.0.1"
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
-
-
-def interface_address(launch: Launch) -> str:
-    """The IPv4 address of the interface that the environment asks for; ConfigError names those that have one."""
-    name = launch.interface or ""
-    address = _address_of_interface(name)
-    if address is None:
-        usable = ", ".join(other for _, other in socket.if_nameindex() if _address_of_interface(other))
-        raise ConfigError(
-            f"{launch.interface_variable}={name}: this host has no such interface with an IPv4 address; it has {usable}"
-        )
-    return address
-
-
-def _address_of_interface(name: str) -> str | None:
-    request = struct.pack("256s", name.encode()[:15])
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-    except OSError:
-        return None
+    store = _serve(launch, (host, 0), deadline)
+    return store, f"{host}:{store.port}".encode()
 
 
 def _parse(answer: bytes, deadline: Deadline) -> Address:

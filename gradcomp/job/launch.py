@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from gradcomp.core.config import secret
 from gradcomp.core.errors import ConfigError
 
 Address = tuple[str, int]
@@ -43,11 +44,18 @@ class Launch:
     interface_variable: str = ""
     #: The launcher's own name for this job; the same for all of its ranks on this host.
     job: str = ""
+    #: What only this job's ranks know, from ``GRADCOMP_SECRET`` or through MPI; empty if there is nothing.
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether the launcher said that all ranks share this host."""
+        return self.placed and self.local_size == self.size
 
     @staticmethod
     def existing(rank: int, size: int) -> Launch:
         """The place of a process whose ranks met through torch.distributed without gradcomp."""
-        return _launch("process group", _Place(rank, size))
+        return replace(_launch("process group", _Place(rank, size)), secret=secret(os.environ))
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Launch:
         interface=interface,
         interface_variable=interface_variable,
         job=_job(launcher, environ),
+        secret=secret(environ),
     )
 
 

@@ -10,11 +10,12 @@ from contextlib import suppress
 from time import monotonic
 
 from gradcomp.core.errors import TransportError
+from gradcomp.core.text import printable
 from gradcomp.engine.patience import hold
 from gradcomp.engine.whereabouts import LEFT, LEFT_GRACE_SECONDS
 from gradcomp.job.network import Ranks
 from gradcomp.job.runtime import ABORT, Runtime
-from gradcomp.transport.control import StoreSilentError, text_of
+from gradcomp.transport.control import StoreSilentError
 
 _POLL_SECONDS = 0.01
 
@@ -46,7 +47,7 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
     def look(seconds: float) -> None:
         with suppress(StoreSilentError):
             if ranks == state.everyone and (abort := control.lookup(ABORT)) is not None:
-                raise TransportError(f"aborted: {text_of(abort)}")
+                raise TransportError(f"aborted: {printable(abort)}")
         if seconds > LEFT_GRACE_SECONDS and any(state.whereabouts.of(ranks[m]) == LEFT for m in missing):
             raise TransportError(absent())
 

@@ -20,6 +20,8 @@ class Network(ABC):
 
     engine: str
     ranks: Ranks
+    #: Whether others than the ranks may reach what :meth:`control` reads, so that it must be signed.
+    exposed: bool = False
     #: This process's number in the job.
     rank: int
 

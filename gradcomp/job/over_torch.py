@@ -47,6 +47,7 @@ class TorchNetwork(Network):
     """Some of the default group's ranks; ``(0,)`` without one. ``attempt``: torchrun's, if it serves the store."""
 
     engine = "torch"
+    exposed = True
 
     def __init__(self, ranks: Ranks, rank: int, owns_default_group: bool, attempt: str | None) -> None:
         self.ranks = ranks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +15,16 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import TransportError
-from gradcomp.job.jobstore import Deadline, first_line, interface_address, open_store
-from gradcomp.job.launch import Launch, placed
+from gradcomp.job.addresses import interface_address, with_interface
+from gradcomp.job.jobstore import Deadline, Meeting, first_line, open_store
+from gradcomp.job.launch import Launch
 
-_store: Any = None
+_met: Meeting | None = None
 _meetings = 0
 
 
 def connect(launch: Launch, timeout_seconds: float) -> Launch:
-    """Form torch.distributed's default group (Gloo) unless there is one; the launch with its place on the hosts.
+    """Form torch.distributed's default group (Gloo) unless there is one; the launch with what the ranks learned there.
 
     Collective; ``timeout_seconds`` bounds the whole meeting and becomes the group's timeout. A world of one needs no
     group and gets none. Wire: a few small values per rank, over TCP to rank 0's store.
@@ -30,9 +32,10 @@ def connect(launch: Launch, timeout_seconds: float) -> Launch:
     Raises ConfigError if nothing says where to meet or if the interface that the environment asks for is not there;
     TransportError, which names the missing ranks and the address, if not all ranks are there in time.
     """
-    global _store, _meetings
+    global _met, _meetings
     if launch.size == 1 or dist.is_initialized():
         return launch
+    launch = with_interface(launch)
     if launch.interface is not None:
         interface_address(launch)
         # Where Gloo looks, for this group and for all later ones.
@@ -41,11 +44,11 @@ def connect(launch: Launch, timeout_seconds: float) -> Launch:
     deadline = Deadline(launch, timeout_seconds)
     _meetings += 1
     with ExitStack() as once_met:
-        store, _store = _store, None  # kept only if the meeting succeeds
-        if store is None:
-            store = open_store(launch, deadline, once_met)
-        meeting = PrefixStore(f"gradcomp/meeting-{_meetings}", store)
-        hosts = _check_in(meeting, launch, deadline)
+        met, _met = _met, None  # kept only if the meeting succeeds
+        if met is None:
+            met = open_store(launch, deadline, once_met)
+        meeting = PrefixStore(f"gradcomp/meeting-{_meetings}", met.store)
+        _check_in(meeting, launch, deadline)
     try:
         dist.init_process_group(
             "gloo",
@@ -58,23 +61,22 @@ def connect(launch: Launch, timeout_seconds: float) -> Launch:
         raise deadline.error(
             f"the ranks met, but Gloo could not connect them: {first_line(error)}"
         ) from error
-    _store = store
-    return placed(launch, launch.rank, hosts)
+    _met = met
+    return replace(launch, secret=launch.secret or met.secret)
 
 
-def _check_in(store: Any, launch: Launch, deadline: Deadline) -> list[str]:
-    """Wait until every rank has been here; the names of their hosts."""
-    keys = [f"host/{rank}" for rank in range(launch.size)]
+def _check_in(store: Any, launch: Launch, deadline: Deadline) -> None:
+    """Wait until every rank has been here."""
+    keys = [f"here/{rank}" for rank in range(launch.size)]
     try:
         if store.add(f"claim/{launch.rank}", 1) != 1:
             raise deadline.error(f"another process says that it is rank {launch.rank}")
-        store.set(f"host/{launch.rank}", launch.host)
+        store.set(f"here/{launch.rank}", "")
         try:
             store.wait(keys, deadline.left())
         except dist.DistStoreError:
             missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
             raise deadline.error(f"rank {missing} of {launch.size} did not arrive in time") from None
-        return [bytes(name).decode(errors="replace") for name in store.multi_get(keys)]
     except TransportError:
         raise
     except RuntimeError as error:

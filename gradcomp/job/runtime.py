@@ -19,6 +19,7 @@ from gradcomp import kernels
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.scheme import AUTO
+from gradcomp.core.text import printable
 from gradcomp.core.topology import Topology
 from gradcomp.engine import Engine, Exchanger
 from gradcomp.engine.background import finish_background
@@ -27,8 +28,9 @@ from gradcomp.engine.whereabouts import LEFT, Roster, Whereabouts
 from gradcomp.job import ending
 from gradcomp.job.launch import Launch, placed
 from gradcomp.job.network import Network, Ranks
+from gradcomp.job.signing import Seal, SignedControl, agree_on_seal
 from gradcomp.transport.base import Transport
-from gradcomp.transport.control import ControlChannel, StoreSilentError, bounded
+from gradcomp.transport.control import ControlChannel, StoreSilentError
 from gradcomp.version import __version__
 
 logger = logging.getLogger("gradcomp")
@@ -62,6 +64,8 @@ class Runtime:
     topology: Topology = field(init=False)
     #: The ranks' hosts, by name.
     hosts: tuple[str, ...] = ()
+    #: Signs what the ranks publish, if strangers could publish too.
+    seal: Seal | None = None
     _names: dict[Ranks, int] = field(default_factory=dict)
     _meetings: dict[Ranks, int] = field(default_factory=dict)
 
@@ -115,7 +119,8 @@ class Runtime:
 
     def make_control(self) -> ControlChannel:
         """A connection to the job's small values."""
-        return self.network.control(_generation, self.config.timeout_seconds)
+        control = self.network.control(_generation, self.config.timeout_seconds)
+        return control if self.seal is None else SignedControl(control, self.seal)
 
     @cached_property
     def engine_control(self) -> ControlChannel:
@@ -255,6 +260,9 @@ def _introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
     runtime.hosts = tuple(hosts)
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+    if runtime.network.exposed:
+        one_host = len(runtime.topology.leaders) == 1
+        runtime.seal = agree_on_seal(runtime.group(runtime.everyone), one_host, runtime.launch.secret)
     if process_sets and runtime.config.transport == "horovod":
         from gradcomp.transport.horovod import process_set  # an engine, imported when it is asked for
 
@@ -267,7 +275,7 @@ def _introduction(part: bytes) -> tuple[str, str, str]:
         host, transport, process_sets = json.loads(part)
     except (ValueError, TypeError) as error:
         raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
-    return str(host), str(transport), str(process_sets)
+    return printable(str(host)), printable(str(transport)), printable(str(process_sets))
 
 
 def _farewell(runtime: Runtime) -> bool:
@@ -310,7 +318,7 @@ def _farewell(runtime: Runtime) -> bool:
 def _publish_abort(runtime: Runtime, reason: str) -> None:
     try:
         if runtime.engine_control.lookup(ABORT) is None:
-            runtime.engine_control.publish(ABORT, bounded(reason.encode()))
+            runtime.engine_control.publish(ABORT, printable(reason).encode())
     except TransportError as error:
         logger.debug("shutdown: %s", error)
 

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
+from gradcomp.core.text import printable
 from gradcomp.job.channel import Call, channel_of
 from gradcomp.job.network import Ranks
 
 T = TypeVar("T")
 
 _MOST_REPORT_BYTES = 1 << 29
+_MOST_SHOWN = 1 << 16  # characters of a rank's error: it may list every layer
 _KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "TransportError": TransportError}
 
 
@@ -55,7 +57,11 @@ class Together:
             )
             report = {"error": text, "kind": type(error).__name__}
         reports = self._gather(stage, json.dumps(report).encode())
-        failures = [f"rank {r}: {other['error']}" for r, other in enumerate(reports) if "error" in other]
+        failures = [
+            f"rank {r}: {printable(str(other['error']), _MOST_SHOWN)}"
+            for r, other in enumerate(reports)
+            if "error" in other
+        ]
         if failures:
             undo()
             kinds = [other["kind"] for other in reports if "error" in other]

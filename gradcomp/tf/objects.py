@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.job.channel import Call, alone, current_channel
+from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload
 from gradcomp.job.process_sets import Members, root_of
 from gradcomp.tf.ordered import plain
 
@@ -40,6 +41,8 @@ def broadcast_object(
         try:
             payload = encode(obj)
             number = len(payload)
+            if number > MOST_OBJECT_BYTES:
+                problem = problem or f"the object has {number} bytes, more than {MOST_OBJECT_BYTES}"
         except ConfigError as error:
             problem = problem or str(error)
     lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
@@ -49,9 +52,7 @@ def broadcast_object(
         return obj
 
     def work(numbers: list[int]) -> bytes:
-        buffer = np.frombuffer(bytearray(payload or numbers[root]), dtype=np.uint8)
-        channel.broadcast(buffer, root)
-        return buffer.tobytes()
+        return broadcast_payload(channel, payload, numbers[root], root)
 
     received = channel.submit(call, work).result()
     return obj if channel.rank == root else decode(received)

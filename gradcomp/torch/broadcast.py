@@ -9,12 +9,13 @@ import io
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.text import printable
 from gradcomp.job.channel import Call, Channel, alone, chunks, current_channel
 from gradcomp.job.keeper import not_from_checkpoint
+from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload
 from gradcomp.job.process_sets import Members, root_of
 from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
 
@@ -111,14 +112,11 @@ def broadcast_object(
         return obj
 
     def work(numbers: list[int]) -> tuple[bytes, bool]:
-        length = abs(numbers[root])
-        buffer = np.frombuffer(bytearray(payload or length), dtype=np.uint8)
-        channel.broadcast(buffer, root)
-        return buffer.tobytes(), numbers[root] > 0
+        return broadcast_payload(channel, payload, abs(numbers[root]), root), numbers[root] > 0
 
     received, encoded = channel.submit(call, work).result()
     if not encoded:
-        raise ConfigError(f"broadcast_object: rank {root_rank}: {received.decode(errors='replace')}")
+        raise ConfigError(f"broadcast_object: rank {root_rank}: {printable(received)}")
     return obj if channel.rank == root else _decode(received)
 
 
@@ -134,6 +132,8 @@ def _encode(obj: Any) -> tuple[bytes, int]:
         torch.save(obj, buffer)
         data = buffer.getvalue()
         _refuse_wrapped(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        if len(data) > MOST_OBJECT_BYTES:
+            raise ValueError(f"{len(data)} bytes, more than {MOST_OBJECT_BYTES}")
     except Exception as error:  # noqa: BLE001 - pickling runs the object's own code
         complaint = (
             "only tensors, numbers, strings, bytes, None and lists, tuples, dicts and sets of them can be broadcast, "

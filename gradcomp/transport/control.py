@@ -8,8 +8,7 @@ from typing import Any
 
 from gradcomp.core.errors import TransportError
 
-#: Longer values are cut before they are read: nobody checks who wrote them.
-MOST_TEXT_BYTES = 4096
+#: Of a number that another rank published.
 _MOST_COUNT_DIGITS = 15
 
 
@@ -66,11 +65,6 @@ class Prefixed(ControlChannel):
         return self._control.lookup(f"{self._prefix}/{key}")
 
 
-def bounded(value: bytes) -> bytes:
-    """A message cut to the length that is read."""
-    return value[:MOST_TEXT_BYTES]
-
-
 def count_of(value: bytes | None) -> int:
     """A count that was published; 0 for everything that is none."""
     return int(value) if value is not None and len(value) <= _MOST_COUNT_DIGITS and value.isdigit() else 0
@@ -86,9 +80,3 @@ def numbers_of(value: bytes | None, length: int) -> list[int] | None:
         return None
     is_list = isinstance(found, list) and len(found) == length
     return found if is_list and all(type(number) is int for number in found) else None
-
-
-def text_of(value: bytes) -> str:
-    """A message that was published, as one line of printable characters."""
-    text = bounded(value).decode(errors="replace")
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)

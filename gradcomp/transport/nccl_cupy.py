@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradcomp.core.errors import ConfigError, TransportError, WireFormatError
+from gradcomp.core.text import printable
 from gradcomp.transport.nccl import NcclTransport
 
 #: What :meth:`gradcomp.transport.Transport.allgather_bytes` does, among the ranks that are to meet.
@@ -34,11 +35,12 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
     told = [_introduction(part) for part in meet(json.dumps(own).encode())]
     for other, each in enumerate(told):
         if problem := each.get("problem"):
-            raise ConfigError(f"rank {other}: {problem}")
+            raise ConfigError(f"rank {other}: {printable(str(problem))}")
         if (first := [one.get("device") for one in told].index(each.get("device"))) < other:
             raise ConfigError(
-                f"ranks {first} and {other} are both on GPU {each.get('device')}, and NCCL wants one for each: call "
-                "torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or take another transport"
+                f"ranks {first} and {other} are both on GPU {printable(str(each.get('device')))}, and NCCL wants one "
+                "for each: call torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or take another "
+                "transport"
             )
     try:
         identity = bytes.fromhex(told[0]["id"])

@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from gradcomp import _native
 from gradcomp.core.errors import ConfigError, PlanMismatchError, TransportError
+from gradcomp.core.text import printable
 from gradcomp.transport.base import Bytes, Messages, Transport
 
 #: Called with bytes of this rank: returns every rank's, in rank order. Collective and blocking.
@@ -240,8 +241,7 @@ def _meet(meet: Meet, size: int, error: str, message: bytes, layout: struct.Stru
         raise ConfigError(f"meet gave {len(replies)} replies for {size} ranks")
     for other, reply in enumerate(replies):
         if reply[:1] == b"!":
-            text = reply[1:].decode(errors="replace")
-            raise TransportError(f"rank {other} cannot share memory: {text}")
+            raise TransportError(f"rank {other} cannot share memory: {printable(reply[1:])}")
         if reply[:1] != b"=" or len(reply) != 1 + layout.size:
             raise TransportError(f"rank {other} wants to share memory in another way than this rank")
     return [layout.unpack(reply[1:]) for reply in replies]

@@ -11,7 +11,7 @@ from launching import run_ranks
 from gradcomp import Config, LayerSpec, Policy, Quantize, StateError, TransportError
 from gradcomp.core.errors import GradcompError
 from gradcomp.engine import Engine, Exchanger, Watch
-from gradcomp.transport.control import LocalControl, count_of, numbers_of, text_of
+from gradcomp.transport.control import LocalControl, count_of, numbers_of
 from gradcomp.transport.inprocess import World
 
 LAYERS = [LayerSpec("a", (40, 40), "float32")]
@@ -178,11 +178,6 @@ def test_what_is_no_number_in_the_store_is_none(value):
 def test_numbers_in_the_store_are_read():
     assert (count_of(None), count_of(b"12")) == (0, 12)
     assert numbers_of(b"[1, -2, 3]", 3) == [1, -2, 3]
-
-
-def test_a_message_from_the_store_is_one_printable_line():
-    assert text_of(b"a\x1b[31m\nb\xff") == "a?[31m b\ufffd"
-    assert len(text_of(b"x" * 10**6)) == 4096
 
 
 def test_answers_of_any_length_are_no_answers():

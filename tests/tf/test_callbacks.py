@@ -339,6 +339,14 @@ def test_a_backup_that_was_not_finished_leaves_the_one_before() -> None:
     with pytest.raises(StateError, match="cannot be read"):
         _train(directory, 3)
 
+    # A name that leads out of the directory.
+    broadcast_object(None)
+    if runtime.rank() == 0:
+        (Path(directory) / "latest").write_text(f"../{Path(directory).name}/epoch-1-iteration-8")
+    broadcast_object(None)
+    with pytest.raises(StateError, match="not the name of a backup"):
+        _train(directory, 3)
+
 
 @on_ranks(2, env=ENV)
 def test_bad_backups() -> None:

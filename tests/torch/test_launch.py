@@ -15,10 +15,10 @@ import pytest
 from launching import Finished, free_port, plain_variables, run_ranks, run_torchrun
 
 from gradcomp.core.errors import ConfigError, TransportError
+from gradcomp.job.addresses import listening_socket, own_address
 from gradcomp.job.hostfile import HostFile
-from gradcomp.job.jobstore import own_address
-from gradcomp.job.launch import Launch, discover
-from gradcomp.job.rendezvous import connect, placed
+from gradcomp.job.launch import Launch, discover, placed
+from gradcomp.job.rendezvous import connect
 
 # ----------------------------------------------------------------------------------------- what launchers say
 
@@ -255,6 +255,48 @@ def test_published_address(
     assert own_address(discover({**HOROVODRUN, **environ})) == expected
 
 
+ELSEWHERE = "198.51.100.7"  # for documentation: no machine has it
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "resolved", "expected"),
+    [
+        pytest.param(OPEN_MPI, "127.0.0.1", ["127.0.0.1"], "127.0.0.1", id="one host"),
+        pytest.param(OPEN_MPI, "::1", ["::1"], "::1", id="one host, IPv6"),
+        pytest.param(OPEN_MPI, "localhost", ["::1", "127.0.0.1"], "127.0.0.1", id="a name with both"),
+        pytest.param(TORCHRUN, "127.0.0.1", ["127.0.0.1"], "127.0.0.1", id="loopback by number"),
+        pytest.param(
+            TORCHRUN, "node0", ["127.0.1.1"], None, id="loopback by a name that others know otherwise"
+        ),
+        pytest.param(TORCHRUN, "node0", [ELSEWHERE], None, id="another machine's"),
+        pytest.param(TORCHRUN, "node0", ["127.0.0.1", ELSEWHERE], None, id="one of several"),
+        pytest.param(
+            {**TORCHRUN, "GLOO_SOCKET_IFNAME": "lo"},
+            "node0",
+            [ELSEWHERE, "127.0.0.1"],
+            "127.0.0.1",
+            id="the interface's",
+        ),
+    ],
+)
+def test_address_at_which_the_store_listens(
+    environ: dict[str, str],
+    host: str,
+    resolved: list[str],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = {True: socket.AF_INET6, False: socket.AF_INET}
+    answers = [(kind[":" in a], 1, 6, "", (a, 0, 0, 0) if ":" in a else (a, 0)) for a in resolved]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: answers)
+    listening = listening_socket(discover(environ), (host, 0))
+    if listening is None:
+        assert expected is None
+    else:
+        with listening:
+            assert listening.getsockname()[0] == expected
+
+
 def test_unreachable_address_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,17 +314,17 @@ def host_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> HostFile:
     return HostFile("job")
 
 
-def test_host_file_carries_a_port_to_the_same_user_only(host_file: HostFile) -> None:
+def test_host_file_carries_a_text_to_the_same_user_only(host_file: HostFile) -> None:
     assert host_file.read() is None
-    host_file.write(1234)
-    assert host_file.read() == 1234
+    host_file.write("1234")
+    assert host_file.read() == "1234"
     assert stat.S_IMODE(host_file.path.stat().st_mode) == 0o600
     host_file.remove()
     assert host_file.read() is None
 
 
 def test_jobs_have_files_of_their_own(host_file: HostFile) -> None:
-    host_file.write(1234)
+    host_file.write("1234")
     assert HostFile("another").read() is None
 
 
@@ -291,27 +333,26 @@ def test_jobs_have_files_of_their_own(host_file: HostFile) -> None:
     [
         pytest.param(lambda own: {**own, "pid": 2**22 + 1}, id="writer is dead"),
         pytest.param(lambda own: {**own, "born": own["born"] - 1}, id="writer's number was used again"),
-        pytest.param(lambda own: {**own, "port": 0}, id="port 0"),
-        pytest.param(lambda own: {**own, "port": "80"}, id="port is text"),
+        pytest.param(lambda own: {**own, "text": 80}, id="text is a number"),
         pytest.param(lambda own: {**own, "pid": -1, "born": -1}, id="no process"),
         pytest.param(lambda own: [own], id="a list"),
         pytest.param(lambda own: None, id="null"),
     ],
 )
 def test_stale_or_foreign_content_is_not_there(host_file: HostFile, content) -> None:
-    host_file.write(1234)
+    host_file.write("1234")
     host_file.path.write_text(json.dumps(content(json.loads(host_file.path.read_text()))))
     assert host_file.read() is None
 
 
 def test_file_that_others_can_read_is_not_believed(host_file: HostFile) -> None:
-    host_file.write(1234)
+    host_file.write("1234")
     host_file.path.chmod(0o644)
     assert host_file.read() is None
 
 
 def test_link_is_not_followed(host_file: HostFile) -> None:
-    host_file.write(1234)
+    host_file.write("1234")
     target = host_file.path.rename(host_file.path.with_name("elsewhere"))
     host_file.path.symlink_to(target)
     assert host_file.read() is None
@@ -324,14 +365,14 @@ def test_pipe_does_not_block(host_file: HostFile) -> None:
 
 def test_stale_file_is_replaced(host_file: HostFile) -> None:
     host_file.path.write_text("left behind")
-    host_file.write(1234)
-    assert host_file.read() == 1234
+    host_file.write("1234")
+    assert host_file.read() == "1234"
 
 
 def test_unwritable_directory_is_a_config_error(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="TMPDIR"):
-        HostFile("job").write(1234)
+        HostFile("job").write("1234")
 
 
 # ---------------------------------------------------------------------------------------------- real processes
@@ -488,11 +529,40 @@ def test_port_in_use_is_a_transport_error() -> None:
     assert "cannot be served" in message
 
 
+@pytest.mark.parametrize(
+    "secrets", [("the secret of a job", ""), ("the secret of a job", "another job's secret")]
+)
+def test_ranks_with_different_secrets_are_refused(secrets: tuple[str, str]) -> None:
+    port = str(free_port())
+    ranks = lambda rank: {**plain_variables(rank, 2, port), "GRADCOMP_SECRET": secrets[rank]}  # noqa: E731
+    for kind, message in said(run_ranks(join(), 2, env=ranks)):
+        assert kind == "ConfigError"
+        assert "GRADCOMP_SECRET" in message
+        assert "rank 1" in message
+
+
+def test_short_secret_is_refused() -> None:
+    with pytest.raises(ConfigError, match="16"):
+        discover({**TORCHRUN, "GRADCOMP_SECRET": "short"})
+
+
 def test_two_processes_of_one_rank_are_refused() -> None:
     port = str(free_port())
     answers = said(run_ranks(join(8), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
     assert {kind for kind, _ in answers} == {"TransportError"}
     assert sum("another process says that it is rank 1" in message for _, message in answers) == 1
+
+
+def test_horovodruns_server_is_believed_with_the_secret_only(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"GRADCOMP_SECRET": "a secret of this job"}
+    with rendezvous_server() as (port, content):
+        results = run_ranks(join(), 2, env=lambda rank: {**horovodrun(rank, 2, port), **environ})
+        assert said(results) == one_host(2)
+        signed = content["/gradcomp/store"]
+        content["/gradcomp/store"] = signed[: signed.rindex(b":")] + b":4711"
+        with pytest.raises(TransportError, match="did not publish"):
+            connect(discover({**horovodrun(1, 2, port), **environ}), 0.5)
+    assert caplog.text.count("is not signed") == 1
 
 
 def test_silent_rank_0_under_horovodrun_ends_in_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import ConfigError, StateError, WireFormatError
+from gradcomp.core.text import printable
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.keeper import keeper_of
@@ -24,6 +26,7 @@ _LATEST = "latest"
 _WEIGHTS = "latest.weights.h5"  # Keras' own names: its BackupAndRestore reads a backup's directory too
 _METADATA = "training_metadata.json"
 _COMPRESSION = "compression"
+_NAME = re.compile(r"epoch-[0-9]+-iteration-[0-9]+")
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -72,7 +75,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise ConfigError("BackupAndRestore needs a model that is built before fit()")
         found = self._of_root("read", self._read_latest)
         if found is not None:
-            self._restore(self.backup_dir / found["name"], found)
+            self._restore(self._directory(found["name"]), found)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the epoch."""
@@ -104,7 +107,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         iteration = int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
         name = f"epoch-{epoch}-iteration-{iteration}"
-        directory = self.backup_dir / name
+        directory = self._directory(name)
         step = keeper_of(optimizer).step
 
         def write() -> None:
@@ -149,8 +152,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not path.exists():
             return None
         name = path.read_text()
-        found = json.loads((self.backup_dir / name / _METADATA).read_text())
+        found = json.loads((self._directory(name) / _METADATA).read_text())
         return {"name": name, "epoch": int(found["epoch"]), "step": int(found["step"])}
+
+    def _directory(self, name: str) -> Path:
+        """A backup's; WireFormatError for names that no backup has: they could lead elsewhere."""
+        if not _NAME.fullmatch(name):
+            raise WireFormatError(f"{name!r:.80} is not the name of a backup")
+        return self.backup_dir / name
 
     def _remove_all_but(self, name: str | None) -> None:
         if not self.backup_dir.is_dir():
@@ -183,5 +192,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 cause, told = error, {"error": f"{type(error).__name__}: {error}"}
         told = broadcast_object(told, ranks[0], process_set=ProcessSet(ranks))
         if "error" in told:
-            raise StateError(f"a backup in {self.backup_dir} cannot be {what}: {told['error']}") from cause
+            raise StateError(
+                f"a backup in {self.backup_dir} cannot be {what}: {printable(told['error'])}"
+            ) from cause
         return told["result"]

@@ -1,0 +1,22 @@
+"""Text from other processes, before it reaches a log, an error or a terminal."""
+
+from __future__ import annotations
+
+_MOST_CHARACTERS = 2000
+
+
+def printable(text: str | bytes, most: int = _MOST_CHARACTERS) -> str:
+    """The text on one line, at most ``most`` characters: what a terminal could act on is escaped, the rest is cut off.
+
+    Escaped are control and format characters, line ends, and bytes that are not UTF-8. Text that was made printable
+    stays as it is.
+    """
+    whole = len(text)
+    if isinstance(text, bytes):
+        text = text[: 4 * most + 4].decode(errors="backslashreplace")  # a character has up to four bytes
+    # One character more than fits, so that a cut shows.
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1])
+    if len(shown) <= most:
+        return shown
+    end = f" ... (cut, of {whole})"
+    return shown[: most - len(end)] + end

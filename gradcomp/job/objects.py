@@ -1,0 +1,31 @@
+"""One rank's bytes on all ranks, where only that rank knows how many there are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradcomp.core.errors import WireFormatError
+from gradcomp.job.channel import Channel
+
+#: The longest object that can be broadcast.
+MOST_OBJECT_BYTES = 1 << 36
+
+
+def broadcast_payload(channel: Channel, payload: bytes, length: int, root: int) -> bytes:
+    """The root's ``payload`` on every rank; ``length`` is what the root announced. On the channel's thread.
+
+    Raises WireFormatError, on every rank, for a length that no object has, and where there is no memory for it.
+    """
+    if not 0 <= length <= MOST_OBJECT_BYTES:
+        raise WireFormatError(
+            f"an object of {length} bytes was announced, at most {MOST_OBJECT_BYTES} are allowed"
+        )
+    try:
+        held = bytearray(payload or length)
+    except MemoryError as error:
+        raise WireFormatError(
+            f"an object of {length} bytes was announced, for which there is no memory"
+        ) from error
+    buffer = np.frombuffer(held, dtype=np.uint8)
+    channel.broadcast(buffer, root)
+    return bytes(held)

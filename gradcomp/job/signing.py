@@ -1,0 +1,174 @@
+"""What gradcomp puts where strangers may write is signed: HMAC-SHA-256 with a key that only the job's ranks know.
+
+A signature covers the name under which a value stands, and the key is new in every life of gradcomp: a value that is
+copied to another name, or from another job, does not verify.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.text import printable
+from gradcomp.job.hostfile import HostFile
+from gradcomp.transport.base import Transport
+from gradcomp.transport.control import ControlChannel
+
+logger = logging.getLogger("gradcomp")
+
+SECRET_BYTES = 32
+_MOST_SIGNED_BYTES = 1 << 20
+_SIGNATURE_BYTES = 65  # hexadecimal digits and a colon
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+class Seal:
+    """Signs values, and tells those of this job from a stranger's.
+
+    ``secret``: what only the job's ranks know. ``context``: not secret; what tells this use of it from others.
+    Wire: 65 bytes before each value.
+    """
+
+    def __init__(self, secret: bytes, context: bytes) -> None:
+        self._key = hmac.digest(secret, b"gradcomp 1\0" + context, "sha256")
+        self._reported = False
+
+    def sign(self, name: str, value: bytes) -> bytes:
+        """The value, signed for this name."""
+        return self._signature(name, value) + b":" + value
+
+    def open(self, name: str, signed: bytes) -> bytes | None:
+        """The value; None, and a warning the first time, if it was not signed for this name with this key."""
+        signature, value = signed[: _SIGNATURE_BYTES - 1], signed[_SIGNATURE_BYTES:]
+        if len(signed) <= _MOST_SIGNED_BYTES and hmac.compare_digest(signature, self._signature(name, value)):
+            return value
+        if not self._reported:
+            self._reported = True
+            logger.warning(
+                "%s is not signed with this job's secret and is ignored, as is all that follows like it: somebody "
+                "else writes where the ranks meet, or GRADCOMP_SECRET differs between ranks",
+                printable(name, 200),
+            )
+        return None
+
+    def confirmation(self) -> bytes:
+        """What ranks compare to know that they have the same key; it does not reveal the key."""
+        return self._signature("confirmation", b"")
+
+    def _signature(self, name: str, value: bytes) -> bytes:
+        # The length keeps the end of the name apart from the beginning of the value.
+        encoded = name.encode()
+        message = len(encoded).to_bytes(8, "little") + encoded + value
+        return hmac.digest(self._key, message, "sha256").hex().encode()
+
+
+class SignedControl(ControlChannel):
+    """A control channel whose values are signed; what does not verify is not there."""
+
+    def __init__(self, control: ControlChannel, seal: Seal) -> None:
+        self._control = control
+        self._seal = seal
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Set a value."""
+        self._control.publish(key, self._seal.sign(key, value))
+
+    def lookup(self, key: str) -> bytes | None:
+        """Get a value."""
+        found = self._control.lookup(key)
+        return None if found is None else self._seal.open(key, found)
+
+
+@dataclass(frozen=True)
+class _Greeting:
+    """What a rank says before the ranks have a key. ``file``: the name of rank 0's host file, if it wrote one."""
+
+    nonce: str
+    has_secret: bool
+    file: str
+
+    @staticmethod
+    def parse(rank: int, part: bytes) -> _Greeting:
+        try:
+            nonce, has_secret, file = json.loads(part)
+            if _NAME.fullmatch(nonce) and type(has_secret) is bool and (file == "" or _NAME.fullmatch(file)):
+                return _Greeting(nonce, has_secret, file)
+        except (ValueError, TypeError):
+            pass
+        raise WireFormatError(f"rank {rank} began the agreement on a secret with {part!r:.80}")
+
+
+def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None:
+    """The seal of the ranks of ``group``, with the secret that they were ``given``; else, on one host, with rank 0's.
+
+    Rank 0's goes through a file that only this user can read. None, and a warning on rank 0 that says what to set, if
+    there is neither. Collective. Every rank adds a nonce to the key, so that no earlier job's values verify. Wire: two
+    rounds of about a hundred bytes per rank.
+
+    Raises ConfigError on every rank if some have been given a secret and others not, or another one.
+    """
+    file, made, problem = "", b"", ""
+    host_file: HostFile | None = None
+    if group.rank == 0 and one_host and not given:
+        file, made = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
+        host_file = HostFile(file)
+        try:
+            host_file.write(made.hex())
+        except ConfigError as error:
+            file, made, problem = "", b"", f" ({error})"
+    try:
+        own = json.dumps([secrets.token_hex(16), bool(given), file]).encode()
+        greetings = [_Greeting.parse(rank, part) for rank, part in enumerate(group.allgather_bytes(own))]
+        _check_all_or_none(greetings)
+        secret = given or made or _from_file(greetings[0].file)
+        context = ",".join(greeting.nonce for greeting in greetings).encode()
+        seal = Seal(secret, b"control:" + context) if secret else None
+        confirmations = group.allgather_bytes(b"" if seal is None else seal.confirmation())
+    finally:
+        if host_file is not None:
+            host_file.remove()
+    if seal is not None and len(set(confirmations)) == 1:
+        return seal
+    if given:
+        raise ConfigError(
+            f"GRADCOMP_SECRET differs between rank 0 and rank {_first_other(confirmations)}: set it to the same text "
+            "on all ranks"
+        )
+    if group.rank == 0:
+        if one_host and not problem:
+            problem = f" (rank {_first_other(confirmations)} could not read a file of rank 0's in its TMPDIR)"
+        logger.warning(
+            "what the ranks publish is not signed, anybody who reaches the job's store can stop it%s: set "
+            "GRADCOMP_SECRET to the same random text on all ranks",
+            problem,
+        )
+    return None
+
+
+def _check_all_or_none(greetings: Sequence[_Greeting]) -> None:
+    without = [rank for rank, greeting in enumerate(greetings) if not greeting.has_secret]
+    if 0 < len(without) < len(greetings):
+        raise ConfigError(
+            f"GRADCOMP_SECRET is set on some ranks, but not on rank {', '.join(map(str, without))}: "
+            "set it to the same text on all ranks"
+        )
+
+
+def _from_file(name: str) -> bytes:
+    """Rank 0's secret; nothing if this rank has no such file."""
+    text = HostFile(name).read() if name else None
+    try:
+        secret = bytes.fromhex(text or "")
+    except ValueError:
+        return b""
+    return secret if len(secret) == SECRET_BYTES else b""
+
+
+def _first_other(confirmations: Sequence[bytes]) -> int:
+    return next(rank for rank, one in enumerate(confirmations) if one != confirmations[0])
