@@ -57,7 +57,11 @@ INVALID: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("mpi", NETWORK, "mpiexec starts its processes on one host"),
     ("keras", NETWORK, "mpiexec starts its processes on one host"),
     ("keras", ("layer unused",), "a compiled Keras model uses the same layers in every call"),
-    ("keras", ("skip after backward", "exception in a hook"), "train_on_batch has no user's code after backward"),
+    (
+        "keras",
+        ("skip after backward", "exception in a hook"),
+        "train_on_batch has no user's code after backward",
+    ),
 )
 #: In Keras the exchange is inside ``train_on_batch``: between its backward pass and its step there is no user's code.
 KERAS_MOMENTS = ("forward", "backward", "step", "timer")
@@ -80,7 +84,9 @@ class Trial:
     @property
     def stopped_seconds(self) -> float:
         """How long the fault itself lasts."""
-        return {"stop 3 s": 3.0, "stop 16 s": 16.0, "exception in a logging handler": 2.5}.get(self.fault, 0.0)
+        return {"stop 3 s": 3.0, "stop 16 s": 16.0, "exception in a logging handler": 2.5}.get(
+            self.fault, 0.0
+        )
 
     @property
     def deadline_seconds(self) -> float:
@@ -100,7 +106,7 @@ def valid(stack: str, fault: str, moment: str) -> bool:
 
 
 def draw(seed: int, *, fault: str = "", stack: str = "", privileged: bool = True) -> Trial:
-    """The trial of a seed; ``fault`` and ``stack`` fix these, without ``privileged`` there are no faults that need root."""
+    """The trial of a seed; ``fault`` and ``stack`` fix these. Not ``privileged``: without faults that need root."""
     generator = random.Random(f"fault {seed}")
     while True:
         chosen = fault or generator.choice(list(FAULTS))

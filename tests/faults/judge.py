@@ -10,11 +10,12 @@ from typing import Any
 from faults.draw import UNDER_MPI, Trial
 
 #: From good to bad; a trial counts as the worst of its ranks.
-OUTCOMES = ("equal", "typed", "launcher", "untyped", "silent", "abort", "hang")
+OUTCOMES = ("equal", "launcher", "typed", "untyped", "silent", "abort", "hang")
 BAD = ("untyped", "silent", "abort", "hang")
 
 #: What the fault itself may do to its rank.
 _OWN_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+_DEADLY = (*_OWN_SIGNALS, "exception in backward", "exception in a hook", "exception in a logging handler")
 _ENDED_BY_LAUNCHER = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -47,6 +48,8 @@ def judge(trial: Trial, ranks: Sequence[Ended]) -> Verdict:
     verdicts = [_of_rank(trial, number, one, died) for number, one in enumerate(ranks)]
     outcome = max((kind for kind, _ in verdicts if kind != "own"), key=OUTCOMES.index, default="typed")
     why = next((why for kind, why in verdicts if kind == outcome), "")
+    if outcome == "launcher" and trial.fault not in _DEADLY:
+        outcome, why = "untyped", "the launcher ended the ranks, and none of them said why"
     if OUTCOMES.index(outcome) < OUTCOMES.index("silent") and (difference := _difference(ranks)):
         outcome, why = "silent", difference
     return Verdict(outcome, tuple(kind for kind, _ in verdicts), why)

@@ -127,7 +127,12 @@ def _signal(number: int, seconds: float = 0.0) -> Any:
         script = f"sleep {delay}; kill -{int(number)} {own}"
         if seconds:
             script += f"; sleep {seconds}; kill -CONT {own}"
-        subprocess.Popen(["sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            ["sh", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         if not delay:
             time.sleep(0.5)  # here it happens
 
@@ -143,7 +148,12 @@ def _link_down(seconds: float) -> Any:
         subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         if seconds:
             back = f"sleep {seconds}; ip link set eth0 up"
-            subprocess.Popen(["sh", "-c", back], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                ["sh", "-c", back],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
     return down
 
@@ -154,7 +164,9 @@ def _lose(_: float) -> None:
     program = f"4,32 0 0 {_RANDOM},53 0 1 {rest},6 0 0 {_DROP},6 0 0 0"
     subprocess.run(["tc", "qdisc", "add", "dev", "eth0", "clsact"], check=True)
     for way in ("ingress", "egress"):
-        subprocess.run(["tc", "filter", "add", "dev", "eth0", way, "bpf", "da", "bytecode", program], check=True)
+        subprocess.run(
+            ["tc", "filter", "add", "dev", "eth0", way, "bpf", "da", "bytecode", program], check=True
+        )
 
 
 _ACTIONS = {

@@ -68,7 +68,9 @@ def _train(rank: Rank) -> None:
         )
         trained.register_comm_hook(state, hook)
     else:
-        state = optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), **rank.compression(gc))
+        state = optimizer = gc.DistributedOptimizer(
+            optimizer, model.named_parameters(), **rank.compression(gc)
+        )
         trained = model
     model.second.weight.register_hook(lambda _: rank.at("hook"))
     optimizer.register_step_post_hook(lambda *_: rank.at("step"))
@@ -102,5 +104,3 @@ def _step(rank: Rank, model: nn.Module, trained: nn.Module, optimizer: Any, stat
     rank.applied(p.detach().numpy() for _, p in sorted(model.named_parameters()))
     if rank.trial.fault == "disk full" and rank.step == rank.trial.step:
         gc.save(full_directory(), state)
-
-

@@ -1,7 +1,7 @@
 """Draw trials by seed, run them two at a time, and say what became of them; exit status 1 if one ended badly.
 
-    python tests/faults/run.py --trials 40 --seed 1
-    python tests/faults/run.py --trials 1 --seed 17 --verbose
+python tests/faults/run.py --trials 40 --seed 1
+python tests/faults/run.py --trials 1 --seed 17 --verbose
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _one(servers: Servers, trial: Trial, verbose: bool) -> Result:
     ranks = run_trial(servers, trial)
     seconds = time.monotonic() - began
     verdict = judge(trial, ranks)
-    where = f"step {trial.step} {trial.moment} rank {trial.victim}" if trial.moment else f"rank {trial.victim}"
+    where = (
+        f"step {trial.step} {trial.moment} rank {trial.victim}" if trial.moment else f"rank {trial.victim}"
+    )
     line = f"{trial.seed:5} {verdict.outcome:9} {seconds:5.1f} s  {trial.fault}, {where}, {trial.stack} {trial.compression} {trial.reduction}"
     if verdict.outcome in BAD:
         line += f"\n      {verdict.why}"
@@ -88,7 +90,9 @@ def table(results: list[Result]) -> str:
     shown = [o for o in OUTCOMES if o in ("equal", "typed", *BAD) or any(counts[f, o] for f in FAULTS)]
     rows = [["fault", "trials", *shown], ["---", *["---:"] * (len(shown) + 1)]]
     for fault in [*FAULTS, "all"]:
-        numbers = [sum(n for (f, o), n in counts.items() if o == out and fault in (f, "all")) for out in shown]
+        numbers = [
+            sum(n for (f, o), n in counts.items() if o == out and fault in (f, "all")) for out in shown
+        ]
         if sum(numbers):
             rows.append([fault, str(sum(numbers)), *[str(n) if n else "" for n in numbers]])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -92,12 +92,18 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     wanted = [os.open(os.devnull, os.O_RDONLY)]
-    wanted += [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("stdout", "stderr")]
+    wanted += [
+        os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("stdout", "stderr")
+    ]
     if request["network"]:
         _enter(request["network"])
     # Through numbers that nobody uses, for what is received may have a number that is wanted for another file.
-    high = [(os.dup2(file, 200 + i), to) for i, (file, to) in enumerate([*zip(wanted, range(3), strict=True),
-                                                                        *zip(files, request["files"], strict=True)])]
+    high = [
+        (os.dup2(file, 200 + i), to)
+        for i, (file, to) in enumerate(
+            [*zip(wanted, range(3), strict=True), *zip(files, request["files"], strict=True)]
+        )
+    ]
     for file in [*wanted, *files]:
         os.close(file)
     for file, to in high:

@@ -40,7 +40,9 @@ def run(seed: int) -> str:
     shadow = np.zeros(layer.size if compressor.contributes else 0, np.float32)
     fields = Fields(1)
     fields.arrange([compressor.fields(layer, seed)])
-    group = replace(group_of([Piece(0, 0, layer.size)], [layer], [compressor]), feedback=False, prepared=False)
+    group = replace(
+        group_of([Piece(0, 0, layer.size)], [layer], [compressor]), feedback=False, prepared=False
+    )
     for table in (group.table, group.inputs):
         table["gradient"], table["output"] = gradient.ctypes.data, output.ctypes.data
         table["shadow"] = shadow.ctypes.data if compressor.contributes else 0

@@ -68,8 +68,14 @@ def run(seed: int) -> tuple[int, str]:
     name, compressor = r.choice(_compressors())
     reduction = r.choice([one for one in REDUCTIONS if fits(one, 2)])
     world = r.choice((2, 3, 3, 4))
-    shapes = [(r.choice(_SIZES),) if r.random() < 0.6 else (r.randint(1, 12), r.randint(1, 20)) for _ in range(r.randint(1, 3))]
-    layers = [LayerSpec(f"layer{i}", shape, r.choice(("float32", "float32", "float16", "bfloat16"))) for i, shape in enumerate(shapes)]
+    shapes = [
+        (r.choice(_SIZES),) if r.random() < 0.6 else (r.randint(1, 12), r.randint(1, 20))
+        for _ in range(r.randint(1, 3))
+    ]
+    layers = [
+        LayerSpec(f"layer{i}", shape, r.choice(("float32", "float32", "float16", "bfloat16")))
+        for i, shape in enumerate(shapes)
+    ]
     wire = Wire(r, r.choice((3, 10, 30)), r.choice((1, 1, 2, 5)))
     controlled = isinstance(compressor, Quantize) and r.random() < 0.3
     ranks = Simulation(

@@ -49,10 +49,14 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--payloads", type=int, default=100_000, help="how many (default: 100000)")
-    parser.add_argument("--steps", type=int, default=10_000, help="of the protocol, at least (default: 10000)")
+    parser.add_argument(
+        "--steps", type=int, default=10_000, help="of the protocol, at least (default: 10000)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="another seed, other cases (default: 1)")
     parser.add_argument("--only", help="one case, as it was reported")
-    parser.add_argument("--worker", nargs=4, metavar=("KIND", "FIRST", "STRIDE", "WANTED"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--worker", nargs=4, metavar=("KIND", "FIRST", "STRIDE", "WANTED"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--note", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -90,7 +94,8 @@ def _fuzz(kind: str, wanted: int, seed: int) -> int:
     findings: list[tuple[int, str]] = []
     with tempfile.TemporaryDirectory(prefix="gradcomp-fuzz-") as directory:
         workers = [
-            _Worker(Path(directory) / str(i), kind, seed * 10**9 + i, cores, -(-wanted // cores)) for i in range(cores)
+            _Worker(Path(directory) / str(i), kind, seed * 10**9 + i, cores, -(-wanted // cores))
+            for i in range(cores)
         ]
         for worker in workers:
             worker.start()
@@ -127,7 +132,10 @@ class _Worker:
         note.write_bytes(struct.pack("<qq", self._next, 0))
         numbers = [str(n) for n in (self._next, self._stride, self._wanted - self.done)]
         command = [sys.executable, __file__, "--note", str(note), "--worker", self._kind, *numbers]
-        with self._path.with_suffix(".out").open("wb") as out, self._path.with_suffix(".err").open("wb") as err:
+        with (
+            self._path.with_suffix(".out").open("wb") as out,
+            self._path.with_suffix(".err").open("wb") as err,
+        ):
             self._process = subprocess.Popen(command, stdout=out, stderr=err)
 
     def wait(self) -> bool:
