@@ -121,20 +121,23 @@ class _Raising(logging.Handler):
         raise InjectedFault("a logging handler raises")
 
 
+def _beside(script: str) -> None:
+    """Run a shell script that this rank does not wait for."""
+    nothing = subprocess.DEVNULL
+    subprocess.Popen(["sh", "-c", script], stdin=nothing, stdout=nothing, stderr=nothing)
+
+
 def _signal(number: int, seconds: float = 0.0) -> Any:
+    """Send itself a signal, here or after a delay; one that stops it is followed by SIGCONT."""
+
     def send(delay: float) -> None:
         own = os.getpid()
-        script = f"sleep {delay}; kill -{int(number)} {own}"
         if seconds:
-            script += f"; sleep {seconds}; kill -CONT {own}"
-        subprocess.Popen(
-            ["sh", "-c", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        if not delay:
-            time.sleep(0.5)  # here it happens
+            _beside(f"sleep {delay + seconds}; kill -CONT {own}")
+        if delay:
+            _beside(f"sleep {delay}; kill -{int(number)} {own}")
+        else:
+            os.kill(own, number)
 
     return send
 
@@ -147,13 +150,7 @@ def _link_down(seconds: float) -> Any:
     def down(_: float) -> None:
         subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         if seconds:
-            back = f"sleep {seconds}; ip link set eth0 up"
-            subprocess.Popen(
-                ["sh", "-c", back],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            _beside(f"sleep {seconds}; ip link set eth0 up")
 
     return down
 

@@ -64,9 +64,10 @@ def _one(servers: Servers, trial: Trial, verbose: bool) -> Result:
     seconds = time.monotonic() - began
     verdict = judge(trial, ranks)
     where = (
-        f"step {trial.step} {trial.moment} rank {trial.victim}" if trial.moment else f"rank {trial.victim}"
+        f"step {trial.step} {trial.moment}, rank {trial.victim}" if trial.moment else f"rank {trial.victim}"
     )
-    line = f"{trial.seed:5} {verdict.outcome:9} {seconds:5.1f} s  {trial.fault}, {where}, {trial.stack} {trial.compression} {trial.reduction}"
+    drawn = f"{trial.fault}, {where}, {trial.stack} {trial.compression} {trial.reduction}"
+    line = f"{trial.seed:5} {verdict.outcome:9} {seconds:5.1f} s  {drawn}"
     if verdict.outcome in BAD:
         line += f"\n      {verdict.why}"
     if verbose:

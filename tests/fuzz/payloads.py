@@ -24,7 +24,7 @@ _GUARD, _GUARD_VALUE = 16, 777.0
 def _compressors() -> list[tuple[str, Compressor]]:
     """Those that code gradients themselves, without the wrappers that change gradients before."""
     rows = [(name, row.compressor.bare()) for name, row in ROWS.items()]
-    return list(dict((str(compressor), (name, compressor)) for name, compressor in rows).values())
+    return list({str(compressor): (name, compressor) for name, compressor in rows}.values())
 
 
 def run(seed: int) -> str:

@@ -25,7 +25,7 @@ def _compressors() -> list[tuple[str, Compressor]]:
 
 
 class Wire:
-    """Changes messages between ranks, one in ``every``, up to ``most``; what a rank keeps for itself goes by no wire."""
+    """Changes messages between ranks, one in ``every``, up to ``most``; not what a rank sends to itself."""
 
     def __init__(self, r: random.Random, every: int, most: int) -> None:
         self._random, self._every, self._left = r, every, most
@@ -62,20 +62,18 @@ class Wire:
         return r.choice(earlier)
 
 
+def _layer(r: random.Random, name: str) -> LayerSpec:
+    shape = (r.choice(_SIZES),) if r.random() < 0.6 else (r.randint(1, 12), r.randint(1, 20))
+    return LayerSpec(name, shape, r.choice(("float32", "float32", "float16", "bfloat16")))
+
+
 def run(seed: int) -> tuple[int, str]:
     """Steps made with this seed, and what was found: nothing, or a line that says what."""
     r = random.Random(f"protocol {seed}")
     name, compressor = r.choice(_compressors())
     reduction = r.choice([one for one in REDUCTIONS if fits(one, 2)])
     world = r.choice((2, 3, 3, 4))
-    shapes = [
-        (r.choice(_SIZES),) if r.random() < 0.6 else (r.randint(1, 12), r.randint(1, 20))
-        for _ in range(r.randint(1, 3))
-    ]
-    layers = [
-        LayerSpec(f"layer{i}", shape, r.choice(("float32", "float32", "float16", "bfloat16")))
-        for i, shape in enumerate(shapes)
-    ]
+    layers = [_layer(r, f"layer{i}") for i in range(r.randint(1, 3))]
     wire = Wire(r, r.choice((3, 10, 30)), r.choice((1, 1, 2, 5)))
     controlled = isinstance(compressor, Quantize) and r.random() < 0.3
     ranks = Simulation(
@@ -83,7 +81,7 @@ def run(seed: int) -> tuple[int, str]:
         tamper=wire, topology=r.choice(topologies(world)), reduction=reduction,
         slice_elements=r.choice((16, 120, 1 << 20)), controller=LGreCo(every_steps=2) if controlled else None,
     )  # fmt: skip
-    where = f"{name} {reduction} world {world} {shapes}"
+    where = f"{name} {reduction} world {world} {[layer.shape for layer in layers]}"
     for step in range(_STEPS):
         try:
             errors = ranks.attempt()
