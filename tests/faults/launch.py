@@ -63,12 +63,17 @@ class Servers:
         with self._lock:
             if framework not in self._started:
                 command = [sys.executable, str(HERE / "server.py"), str(path), *_IMPORTED[framework]]
-                self._started[framework] = subprocess.Popen(
-                    command, env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True
-                )
+                with (self.path / f"{framework}.err").open("wb") as errors:
+                    self._started[framework] = subprocess.Popen(
+                        command,
+                        env=_environment(),
+                        stdin=subprocess.DEVNULL,
+                        stderr=errors,
+                        start_new_session=True,
+                    )
                 while not path.exists():
                     if self._started[framework].poll() is not None:
-                        raise RuntimeError(f"the server of {framework} has ended")
+                        raise RuntimeError(_text(self.path / f"{framework}.err"))
                     time.sleep(0.02)
         return str(path)
 

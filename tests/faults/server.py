@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ _POLL_SECONDS = 0.02
 def serve(path: str) -> dict[str, Any]:
     """Fork ranks until the parent is gone. Returns in each rank, with its request."""
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads and keep their locks"  # noqa: PTH208
+    gc.freeze()  # else the first collection in a rank would copy most of this process's memory
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
