@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from faults.draw import UNDER_MPI, Trial
@@ -43,7 +44,7 @@ class Verdict:
 
 
 def judge(trial: Trial, ranks: Sequence[Ended]) -> Verdict:
-    """The outcome of every rank, and the worst of them; ``silent`` where finished ranks hold different parameters."""
+    """The outcome of every rank, and the worst of them; ``silent`` where parameters differ and training went on."""
     died = any(one.status != 0 for one in ranks)
     verdicts = [_of_rank(trial, number, one, died) for number, one in enumerate(ranks)]
     outcome = max((kind for kind, _ in verdicts if kind != "own"), key=OUTCOMES.index, default="typed")
@@ -82,17 +83,19 @@ def _of_rank(trial: Trial, number: int, one: Ended, died: bool) -> tuple[str, st
 
 
 def _difference(ranks: Sequence[Ended]) -> str:
-    """Finished ranks that differ after the same number of steps."""
-    finished = [
-        (number, end["history"])
-        for number, one in enumerate(ranks)
-        if one.status == 0 and (end := one.event("end"))
-    ]
-    for number, history in finished[1:]:
-        first, expected = finished[0]
-        for step, (mine, theirs) in enumerate(zip(history, expected, strict=False)):
-            if mine != theirs:
-                return f"ranks {first} and {number} differ after step {step}, and ended well"
-        if len(history) != len(expected):
-            return f"rank {first} applied {len(expected)} steps, rank {number} {len(history)}, and both ended well"
+    """How ranks differ that ended well, or trained on after they had begun to differ, whatever they said in the end."""
+    found = [(number, one, _history(one)) for number, one in enumerate(ranks)]
+    for (first, a, one), (second, b, other) in combinations(found, 2):
+        well = a.status == 0 and b.status == 0
+        common = min(len(one), len(other))
+        step = next((i for i in range(common) if one[i] != other[i]), common)
+        if step < common and (well or step < common - 1):
+            return f"ranks {first} and {second} differ after step {step}, and went on"
+        if well and len(one) != len(other):
+            return f"rank {first} applied {len(one)} steps, rank {second} {len(other)}, and both ended well"
     return ""
+
+
+def _history(one: Ended) -> list[str]:
+    said = one.event("end") or one.event("error") or {}
+    return list(said.get("history", ()))

@@ -71,7 +71,8 @@ class Rank:
             yield
         except BaseException as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
-            self.say(event="error", kind=kinds[0], typed="GradcompError" in kinds, text=str(error)[:600])
+            typed = "GradcompError" in kinds
+            self.say(event="error", kind=kinds[0], typed=typed, text=str(error)[:600], history=self.history)
             raise
         self.say(event="end", history=self.history)
 

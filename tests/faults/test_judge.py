@@ -21,9 +21,10 @@ def end(*history: str, status: int | None = 0) -> Ended:
     return Ended(status, [{"event": "end", "history": list(history)}])
 
 
-def error(kind: str, text: str = "", status: int | None = 1) -> Ended:
+def error(kind: str, *history: str, status: int | None = 1) -> Ended:
     typed = kind == "TransportError"
-    return Ended(status, [{"event": "error", "kind": kind, "typed": typed, "text": text}])
+    said = {"event": "error", "kind": kind, "typed": typed, "text": "", "history": list(history)}
+    return Ended(status, [said])
 
 
 TYPED, INJECTED = error("TransportError"), error("InjectedFault")
@@ -44,6 +45,16 @@ VERDICTS = {
     "the launcher ends them without a reason": (trial("stop 16 s", "mpi"), [Ended(-9)] * 3, "untyped"),
     "other parameters": (trial("skip after backward"), [WELL, end("a", "c"), WELL], "silent"),
     "other parameters beside an error": (trial(), [WELL, end("a", "c"), TYPED], "silent"),
+    "an error long after": (
+        trial("double backward"),
+        [error("TransportError", *"abcd"), error("TransportError", *"abxd"), WELL],
+        "silent",
+    ),
+    "an error at once": (
+        trial("double backward"),
+        [error("TransportError", *"abc"), error("TransportError", *"abx"), TYPED],
+        "typed",
+    ),
     "fewer steps": (trial("skip after backward"), [WELL, end("a"), WELL], "silent"),
     "an abort": (trial("kill"), [Ended(-6), Ended(-9), TYPED], "abort"),
     "a crash of the victim": (trial("kill"), [TYPED, Ended(-11), TYPED], "abort"),
