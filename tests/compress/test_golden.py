@@ -81,7 +81,7 @@ def test_wire_bytes_are_as_they_were(name: str):
         pytest.fail(
             f"{name}: the bytes on the wire changed. {problem}.\nRanks with and without this change cannot train "
             "together, and cannot repeat each other's runs. If that is the intention: raise PROTOCOL in "
-            "gradcomp/core/header.py, say so in docs/wire-format.md, and run "
+            "gradcomp/reduce/header.py, say so in docs/wire-format.md, and run "
             "`PYTHONPATH=tests python tests/compress/test_golden.py`.",
             pytrace=False,
         )
