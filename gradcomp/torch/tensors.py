@@ -64,11 +64,11 @@ class Form:
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether it has these values, in whatever order; rows alone are possible."""
         return (
-            tensor.dtype is self.dtype
+            (type(tensor) is torch.Tensor or has_memory(tensor))
+            and tensor.dtype is self.dtype
             and tensor.shape == self.shape
             and tensor.device == self.device
             and (tensor.layout is torch.strided or tensor.is_sparse)
-            and has_memory(tensor)
         )
 
     def zeros(self) -> torch.Tensor:
