@@ -29,6 +29,7 @@ from gradcomp.job import ending
 from gradcomp.job.launch import Launch, placed
 from gradcomp.job.network import Network, Ranks
 from gradcomp.job.signing import Seal, SignedControl, agree_on_seal
+from gradcomp.reduce.header import PROTOCOL
 from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel, StoreSilentError
 from gradcomp.version import __version__
@@ -244,19 +245,24 @@ def _introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
 
     Then the process sets are made that all ranks must make together.
     """
-    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets)])
+    version = f"gradcomp {__version__}, wire protocol {PROTOCOL}"
+    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets), version])
     told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
-    transports = [transport for _, transport, _ in told]
+    if others := [rank for rank, (_, _, _, theirs) in enumerate(told) if theirs != told[0][3]]:
+        raise ConfigError(
+            f"rank 0 runs {told[0][3]}, rank {others[0]} {told[others[0]][3]}: all ranks need the same version"
+        )
+    transports = [transport for _, transport, _, _ in told]
     if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
         raise ConfigError(
             f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
             "all ranks need the same one"
         )
-    if others := [rank for rank, (_, _, sets) in enumerate(told) if sets != told[0][2]]:
+    if others := [rank for rank, (_, _, sets, _) in enumerate(told) if sets != told[0][2]]:
         raise ConfigError(
             f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks name them all"
         )
-    hosts = [host for host, _, _ in told]
+    hosts = [host for host, _, _, _ in told]
     runtime.hosts = tuple(hosts)
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
@@ -270,12 +276,17 @@ def _introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
             process_set([runtime.network.ranks[rank] for rank in ranks])
 
 
-def _introduction(part: bytes) -> tuple[str, str, str]:
+def _introduction(part: bytes) -> tuple[str, str, str, str]:
     try:
-        host, transport, process_sets = json.loads(part)
-    except (ValueError, TypeError) as error:
+        introduction = json.loads(part)
+    except ValueError as error:
         raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
-    return printable(str(host)), printable(str(transport)), printable(str(process_sets))
+    if not isinstance(introduction, list) or len(introduction) != 4:
+        raise ConfigError(
+            f"a rank introduced itself with {part!r:.80}: it runs another version of gradcomp; all ranks need the same"
+        )
+    host, transport, process_sets, version = (printable(str(item)) for item in introduction)
+    return host, transport, process_sets, version
 
 
 def _farewell(runtime: Runtime) -> bool:
