@@ -33,14 +33,20 @@ def comparison_is_due(config: Config, exchanges: int) -> bool:
 def different_parameters(
     table: npt.NDArray[np.uint32], names: Sequence[str], steps: int
 ) -> StateError | None:
-    """What is to be raised if the ranks' digests of their parameters, one row each, differ."""
-    differs = (table != table[0]).any(axis=0)
+    """What is to be raised if the ranks' digests of their parameters, one row each, differ.
+
+    A row of zeros is of a rank that has no say.
+    """
+    has_say: npt.NDArray[np.bool_] = np.asarray(table.any(axis=1))
+    first = int(np.argmax(has_say))
+    different = (table != table[first]) & has_say[:, None]
+    differs = different.any(axis=0)
     if not differs.any():
         return None
     layer = int(np.argmax(differs))
-    ranks = np.flatnonzero(table[:, layer] != table[0, layer]).tolist()
+    ranks = np.flatnonzero(different[:, layer]).tolist()
     return StateError(
-        f"after step {steps} the parameter of layer {names[layer]!r} differs between rank 0 "
+        f"after step {steps} the parameter of layer {names[layer]!r} differs between rank {first} "
         f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
         "parameters (broadcast them) or do not apply the same update"
     )

@@ -196,6 +196,9 @@ class Exchanger:
         self._check()
         if self._pipeline.serves and not self._cued:
             raise StateError("this rank only serves: it calls opt.serve(), and has no gradients of its own")
+        if self._cues is not None and not self._pipeline.serves:
+            self._last_cue = STEP  # first of all: servers take part in what follows
+            self._cue = self._cues.give(STEP, self._pipeline.step)
         pilot = self._pipeline.pilot
         if pilot is not None and pilot.wants_network:
             pilot.hear(measure(self._transport, pilot.setting.topology, self._settle))
@@ -206,9 +209,6 @@ class Exchanger:
         self._exchanges += 1
         self._asides = 0
         self._cued = False
-        if self._cues is not None and not self._pipeline.serves:
-            self._last_cue = STEP
-            self._cue = self._cues.give(STEP, self._pipeline.step)
         self._begin()
         self._opened = True
 

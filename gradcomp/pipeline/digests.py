@@ -49,3 +49,7 @@ class Digests:
     def differing(self, other: Digests) -> list[str]:
         """The layers of this one whose parameter is another in ``other``, in order; all must be by one algorithm."""
         return [name for name, value in self.values.items() if other.values.get(name) != value]
+
+
+#: Of a rank whose parameters are not to be compared.
+NO_SAY = Digests(CRC32C, {})

@@ -568,12 +568,13 @@ class Pipeline:
             self._stale = True
 
     def _compare(self, future: Future[Digests]) -> Generator[Waiting, None, None]:
-        """Every rank's digests of its parameters; the table, one row per rank, is the same on all."""
+        """Every rank's digests of its parameters, zeros of one that has no say; the table is the same on all."""
         while not future.done():
             yield Waiting.BACKGROUND
         count, world = len(self.layers), self.transport.size
         table = np.zeros((world, count), dtype="<u4")
-        table[self.transport.rank] = future.result().numbers
+        numbers = future.result().numbers
+        table[self.transport.rank, : len(numbers)] = numbers
         yield from self._collective(AllGather(table.reshape(-1).view(np.uint8), [4 * count] * world))
         self._digests, self.digest_table = None, table
 

@@ -31,6 +31,7 @@ from gradcomp.job.switching import set_compression
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Layout
+from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.devices import device_of, stream_of
 from gradcomp.torch.layers import Named, dtype_name
@@ -147,6 +148,7 @@ class HookState(Readers):
         self._futures = BucketFutures(len(layers))
         self._exchanger: Exchanger | None = None
         self._optimizers = StepWatch(parameter for _, parameter in named)
+        self._shadows = False  # in the last exchange this rank only kept the others company
         if transport is not None:
             self._exchanger = start(
                 state,
@@ -157,7 +159,7 @@ class HookState(Readers):
                 listener=self._futures,
                 order_step=_ORDER_STEP,
                 device=device,
-                digests=partial(digests_of, named),
+                digests=self._digests,
             )
         #: Where :func:`gradcomp.torch.save` finds the compression state.
         self.keeper = Keeper(
@@ -263,12 +265,21 @@ class HookState(Readers):
     def _begin(self, exchanger: Exchanger) -> None:
         self.settle()
         self.keeper.before_step()
-        if self._optimizers.stepped() is False and exchanger.pipeline.outcome:
+        stepped = self._optimizers.stepped()
+        if self._shadows:
+            exchanger.pipeline.outcome = 0
+        elif stepped is False and exchanger.pipeline.outcome:
             exchanger.pipeline.outcome = DISCARDED
+        # Outside of backward passes, DistributedDataParallel.join() calls for a rank that has run out of data: it does
+        # not step, and takes the others' parameters in the end.
+        self._shadows = torch._C._current_graph_task_id() == -1
         scale = self._loss_scale.of(exchanger.pipeline)
         self._loss_scale.agree(exchanger)
         exchanger.open(scale)
         self._futures.open(exchanger.pipeline.layout)
+
+    def _digests(self) -> Digests:
+        return NO_SAY if self._shadows else digests_of(self._named)
 
     def _await(self) -> None:
         if self._exchanger is not None and self._exchanger.is_open:

@@ -241,14 +241,3 @@ def test_sparse_gradients_travel_beside(kind: str):
         assert embedding.weight.grad.is_sparse
         opt.step()
         assert_same_on_all_ranks(model.parameters())
-
-
-@on_ranks(2)
-def test_a_scaler_that_nobody_mentioned_is_warned_of_for_momentum_too():
-    model = net()
-    opt = wrap(model, "momentum_correction[none]")
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    with warnings() as said:
-        scaler.scale(model(data(0)).square().mean()).backward()
-        scaler.step(opt)
-    assert any("residuals and momentum in the wrong units" in text for text in said)
