@@ -61,10 +61,10 @@ def fit(ping: list[list[float]]) -> tuple[float, float]:
 
 def evaluate(found: list[dict[str, Any]], task: Task, alpha: float, beta: float) -> list[dict[str, Any]]:
     """One row per reduction, and Gloo's."""
-    from gradcomp.reduce.header import ByteHeader
     from gradcomp.core.scheme import parse
     from gradcomp.core.topology import Topology
     from gradcomp.reduce.costs import Load, Network, cost, predict
+    from gradcomp.reduce.header import ByteHeader
 
     world = len(found)
     cores = len(os.sched_getaffinity(0))
