@@ -63,6 +63,8 @@ INVALID: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "train_on_batch has no user's code after backward",
     ),
 )
+#: Until then DistributedDataParallel forms its buckets, by collectives of its own that raise what they raise.
+DDP_READY_STEP = 2
 #: In Keras the exchange is inside ``train_on_batch``: between its backward pass and its step there is no user's code.
 KERAS_MOMENTS = ("forward", "backward", "step", "timer")
 
@@ -119,7 +121,7 @@ def draw(seed: int, *, fault: str = "", stack: str = "", privileged: bool = True
             generator.choice(REDUCTIONS),
             chosen,
             moment,
-            generator.randrange(STEPS - 1),
+            max(generator.randrange(STEPS - 1), DDP_READY_STEP if where == "ddp" else 0),
             generator.randrange(WORLD),
             round(generator.uniform(0.0, 0.03), 4),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ def main() -> int:
     if not network:
         print("not root: no faults of links and disks are drawn")
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave nothing mounted
     with Servers() as servers, ThreadPoolExecutor(AT_A_TIME) as pool:
         results = list(pool.map(lambda trial: _one(servers, trial, arguments.verbose), trials))
     print(table(results))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from faults.draw import COMPRESSIONS, FAULTS, NEEDS_ROOT, REDUCTIONS, STACKS, Trial, draw, valid
@@ -67,6 +68,11 @@ VERDICTS = {
         "hang",
     ),
     "another error": (trial("kill"), [error("RuntimeError"), Ended(-9), TYPED], "untyped"),
+    "the victim's own error, by TensorFlow's name": (
+        trial("exception in backward", "keras"),
+        [TYPED, replace(error("UnknownError"), stderr="faults.rank.InjectedFault: boom"), TYPED],
+        "typed",
+    ),
     "an injected error elsewhere": (trial("exception in backward"), [INJECTED, INJECTED, TYPED], "untyped"),
     "an end in the middle": (trial("kill"), [Ended(0), Ended(-9), TYPED], "untyped"),
     "a bad status after a good end": (trial(), [end("a", status=1), WELL, WELL], "untyped"),
