@@ -28,6 +28,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline, StepResult
 from gradcomp.reduce.costs import Network
+from gradcomp.reduce.header import FIXED, ByteHeader
 from gradcomp.transport.base import Transport
 from gradcomp.transport.inprocess import InProcessTransport, World
 
@@ -45,6 +46,14 @@ DTYPES = {
 
 _UNTOUCHED = 777.0  # what a freshly allocated output holds, so that an unwritten mean shows
 _POLLS = 200_000  # per step; more than any test needs
+
+
+def payload_of(message: Any) -> np.ndarray:
+    """The payload of one message of bytes, by what its header says, without header and padding."""
+    data = np.frombuffer(bytes(message), np.uint8)
+    fixed = data[: FIXED.itemsize].view(FIXED)[0]
+    begin = ByteHeader.size(int(fixed["layers"]))
+    return data[begin : begin + int(fixed["payload_bytes"])]
 
 
 def plan_for(layers: Sequence[LayerSpec], compressor: Compressor, version: int = 0) -> Plan:
@@ -221,6 +230,9 @@ class Simulation:
         transports: Sequence[Transport] = (),
         **settings: Any,
     ) -> None:
+        settings.setdefault(
+            "checksums", tamper is None
+        )  # who changes messages wants to see what is behind those
         self.layers = list(layers)
         self.size = world
         self.random = random.Random(seed)

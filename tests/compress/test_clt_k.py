@@ -6,12 +6,13 @@ import zlib
 
 import numpy as np
 import pytest
-from simulation import Simulation, true_mean
+from simulation import Simulation, payload_of, true_mean
 
 from gradcomp import CLTk, ConfigError, LayerSpec, TransportError, WireFormatError
+from gradcomp.reduce.header import ByteHeader
 
 LAYERS = [LayerSpec("a", (40,)), LayerSpec("empty", (0,)), LayerSpec("b", (4, 5))]
-HEADER = 24 + len(LAYERS)
+HEADER = ByteHeader.size(len(LAYERS))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -46,9 +47,9 @@ def test_only_the_leader_sends_indices():
     for leader in range(3):
         ranks.step()
         for rank in ranks.ranks:
-            broadcast, summed = (len(data) for _, data in rank.transport.sent)
-            assert broadcast - HEADER == (4 * 6 if rank.pipeline.transport.rank == leader else 0)
-            assert summed == 4 * 6
+            (_, broadcast), (_, summed) = rank.transport.sent
+            assert len(payload_of(broadcast)) == (4 * 6 if rank.pipeline.transport.rank == leader else 0)
+            assert len(summed) == 4 * 6
             rank.transport.sent.clear()
 
 
@@ -139,9 +140,9 @@ def test_deflated_indices_are_checked(differences):
     packed = zlib.compress(np.array(differences, "<u4").tobytes())
 
     def change(message: np.ndarray) -> np.ndarray:
-        room = len(message) - HEADER
+        room = len(payload_of(message))
         if room > 8:  # the announcement of the size is as long as that
-            message[HEADER:] = np.frombuffer(packed.ljust(room, b"\0")[:room], np.uint8)
+            message[HEADER : HEADER + room] = np.frombuffer(packed.ljust(room, b"\0")[:room], np.uint8)
         return message
 
     errors = attempt(CLTk(0.1, indices="deflate"), change)

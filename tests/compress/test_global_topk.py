@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import Simulation, plan_for
+from simulation import Simulation, payload_of, plan_for
 
 from gradcomp import ConfigError, GlobalTopK, LayerSpec, WireFormatError
 from gradcomp.kernels import selection
 from gradcomp.pipeline.layout import build_layout
+from gradcomp.reduce.header import ByteHeader
 
 SIZES = (30, 0, 1, 17, 52)
 LAYERS = [LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(SIZES)]
@@ -64,7 +65,7 @@ def test_of_equal_elements_no_more_than_k_travel(value: float):
     ranks = Simulation(LAYERS, GlobalTopK(0.1, indices="raw"), 2, record=True, reorder=False)
     ranks.step([[np.full(n, value, np.float32) for n in SIZES]] * 2)
     data = ranks.ranks[0].transport.sent[-1][1]
-    assert len(data) - (24 + len(LAYERS)) == 4 * len(LAYERS) + 8 * 10
+    assert len(payload_of(data)) == 4 * len(LAYERS) + 8 * 10
 
 
 def test_the_selection_is_found_in_few_passes(monkeypatch):
@@ -127,8 +128,8 @@ def test_counts_that_cannot_be_are_an_error(counts):
     """Of layers with 30, 0, 1, 17 and 52 elements, 10 together were selected."""
 
     def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        header = 24 + len(LAYERS)
-        if (source, destination) == (1, 0) and len(message) > header + 8:
+        header = ByteHeader.size(len(LAYERS))
+        if (source, destination) == (1, 0) and len(message) > header + 16:
             message[header : header + 20] = np.frombuffer(struct.pack("<5I", *counts), np.uint8)
         return message
 

@@ -7,12 +7,13 @@ import struct
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for
+from simulation import Simulation, payload_of, plan_for
 
 from gradcomp import ConfigError, LayerSpec, Threshold, TransportError, WireFormatError
+from gradcomp.reduce.header import ByteHeader
 
 LAYERS = [LayerSpec("a", (8,)), LayerSpec("b", (5,))]
-HEADER = 24 + len(LAYERS)
+HEADER = ByteHeader.size(len(LAYERS))
 
 
 def vector(*values: float) -> np.ndarray:
@@ -44,7 +45,7 @@ def test_payloads_are_as_long_as_what_is_sent():
     ranks = Simulation([LAYERS[0]], compressor, 2, record=True, reorder=False)
     for row in (vector(*[0.0] * 8), vector(1, 0, 0, 0, 0, 0, 0, 0), vector(*[1.0] * 8)):
         ranks.step([[row], [row]])
-    payloads = [len(data) - 25 for _, data in ranks.ranks[0].transport.sent[1::2]]
+    payloads = [len(payload_of(data)) for _, data in ranks.ranks[0].transport.sent[1::2]]
     assert payloads == [4, 4 + 8, 4 + 8 * 8]
 
 

@@ -32,6 +32,7 @@ from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline import Pipeline
 from gradcomp.reduce.costs import Load, Network, predict
+from gradcomp.reduce.header import ByteHeader
 from gradcomp.transport.inprocess import InProcessTransport, World
 
 ENDLESS = Rates(math.inf, math.inf)
@@ -76,7 +77,9 @@ def test_one_coded_bucket_takes_what_the_reduction_costs():
     layer = LayerSpec("w", (4096,))
     job = job_of([layer], [0.5], world=4)
     payload = 4096 / 2 + 8 * 4096 / 512
-    expected = predict(Scheme("sra"), Load(payload, 4 * 4096, 25), apart(4), Network(0.01, 1e-6, 1e6, 2e6))
+    expected = predict(
+        Scheme("sra"), Load(payload, 4 * 4096, ByteHeader.size(1)), apart(4), Network(0.01, 1e-6, 1e6, 2e6)
+    )
     assert forecast(job, Quantize(4), Rates(1e6, 2e6), link(1e-6, 0.01)).step == pytest.approx(0.5 + expected)
 
 
@@ -87,7 +90,7 @@ def test_any_reduction_among_any_hosts(scheme, cheapest):
     topology, network = Topology((0, 0, 1, 1)), Network(1e-4, 1e-6, math.inf, math.inf, 1e-6, 1e-11)
     job = replace(job_of([LayerSpec("w", (1 << 16,))], [0.0]), scheme=Scheme(scheme), topology=topology)
     (trip,) = plan_trips(job, Quantize(4), ENDLESS, network)
-    load = Load((1 << 15) + 8 * (1 << 7), 4 << 16, 25)
+    load = Load((1 << 15) + 8 * (1 << 7), 4 << 16, ByteHeader.size(1))
     expected = predict(Scheme(cheapest), load, topology, network)
     assert sum(one.busy + one.latency for one in trip.rounds) == pytest.approx(expected)
 

@@ -10,6 +10,7 @@ from simulation import SPARSE, Simulation, same_bytes, true_mean
 from gradcomp import Assignment, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, TopK
 from gradcomp.compress import registry
 from gradcomp.core.errors import TransportError, WireFormatError
+from gradcomp.reduce.header import ByteHeader
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +156,7 @@ def test_a_flag_of_a_later_sum_reaches_every_rank():
 
 # --- lies ---------------------------------------------------------------------------------------------------
 
-HEADER = 24 + 1
+HEADER = ByteHeader.size(1)
 
 
 def lie(kind: str, change, nbytes=None) -> list[Exception | None]:
@@ -172,10 +173,10 @@ def lie(kind: str, change, nbytes=None) -> list[Exception | None]:
 @pytest.mark.parametrize("size", [-1, 4 * 21 + 1, 2**40, 2**63 - 1, 2**63 + 8, 2**64 - 1])
 def test_an_impossible_size_is_refused(kind: str, size: int):
     def change(message):
-        message[HEADER:] = np.frombuffer((size % 2**64).to_bytes(8, "little"), np.uint8)
+        message[HEADER : HEADER + 8] = np.frombuffer((size % 2**64).to_bytes(8, "little"), np.uint8)
         return message
 
-    errors = lie(kind, change, HEADER + 8)
+    errors = lie(kind, change, HEADER + 16)
     assert isinstance(errors[0], WireFormatError)
     assert "rank 1 announced" in str(errors[0])
     assert [type(error) for error in errors[1:]] == [TransportError] * 2  # they hear of it, and do not wait
@@ -186,7 +187,7 @@ def test_another_possible_size_ends_the_step_too():
         message[HEADER] -= 4
         return message
 
-    errors = lie("varying", change, HEADER + 8)
+    errors = lie("varying", change, HEADER + 16)
     assert all(isinstance(error, TransportError | WireFormatError) for error in errors)
 
 

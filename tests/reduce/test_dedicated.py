@@ -387,7 +387,6 @@ def damaged(number: int, change: Change, compressor=None) -> tuple[list[Exceptio
         SERVERS,
         tamper=tamper,
         reorder=False,
-        checksums=False,
     ).attempt(), receivers
 
 

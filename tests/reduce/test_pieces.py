@@ -107,6 +107,10 @@ def test_payloads_fill_their_messages_without_gap(bucket, count: int, data):
             assert bases[j] <= row["payload"]
             assert row["payload"] + nbytes <= bases[j] + chunks.sizes[j]
             used[row["payload"] : row["payload"] + nbytes] += 1
+    for base, size, payload in zip(bases, chunks.sizes, chunks.payload_bytes, strict=True):
+        padding = base + ByteHeader.size(len(layers)) + payload, base + size
+        assert 0 <= padding[1] - padding[0] < 16
+        used[slice(*padding)] += 1
     assert (used == 1).all()
 
 
