@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ class Exchanger:
         controlled: Controlled | None = None,
         compression: str = "",
         device: Device = HOST,
-        digests: Callable[[], Digests] | None = None,
+        digests: Callable[[], Future[Digests]] | None = None,
         roster: Roster | None = None,
     ) -> None:
         settle = patient(config, "the other ranks to compare layers and settings")
@@ -204,8 +205,8 @@ class Exchanger:
             pilot.hear(measure(self._transport, pilot.setting.topology, self._settle))
         if self._exchanges and self.before_exchange is not None:
             self.before_exchange(self._exchanges)
-        due = self._digests is not None and comparison_is_due(self._config, self._exchanges)
-        self._pipeline.open(scale, rate, in_background(self._digests) if self._digests and due else None)
+        due = comparison_is_due(self._config, self._exchanges)
+        self._pipeline.open(scale, rate, self._digests() if self._digests and due else None)
         self._exchanges += 1
         self._asides = 0
         self._cued = False

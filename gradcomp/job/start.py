@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -113,11 +114,11 @@ def start(
     reduction: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     device: Device = HOST,
-    digests: Callable[[], Digests] | None = None,
+    digests: Callable[[], Future[Digests]] | None = None,
 ) -> Exchanger:
     """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`.
 
-    ``digests``: makes those of the parameters; called on a thread of its own while gradients are exchanged.
+    ``digests``: begins to make those of the parameters, which stay as they are until the exchange is done.
     """
     config = state.config if reduction is None else replace(state.config, reduction=reduction)
     exchanger = Exchanger(

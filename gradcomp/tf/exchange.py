@@ -101,7 +101,7 @@ class Exchange:
                     "gradient_predivide_factor": predivide,
                 },
                 device=self._memory.device,
-                digests=self._steps.digests,
+                digests=self._steps.digests_now,
             )
         else:
             say_what_is_bypassed(proposal.policy)

@@ -2,6 +2,7 @@
 
 # Annotations are evaluated here: DistributedDataParallel compares those of a hook with classes.
 
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
+from gradcomp.engine.background import in_background
 from gradcomp.job import runtime
 from gradcomp.job.keeper import Keeper
 from gradcomp.job.network import Ranks
@@ -278,8 +280,9 @@ class HookState(Readers):
         exchanger.open(scale)
         self._futures.open(exchanger.pipeline.layout)
 
-    def _digests(self) -> Digests:
-        return NO_SAY if self._shadows else digests_of(self._named)
+    def _digests(self) -> concurrent.futures.Future[Digests]:
+        shadows = self._shadows
+        return in_background(lambda: NO_SAY if shadows else digests_of(self._named))
 
     def _await(self) -> None:
         if self._exchanger is not None and self._exchanger.is_open:

@@ -16,6 +16,7 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.engine import Exchanger
+from gradcomp.engine.background import in_background
 from gradcomp.job import runtime
 from gradcomp.job.keeper import Keeper
 from gradcomp.job.network import Ranks
@@ -228,7 +229,7 @@ def _build(
                 "gradient_predivide_factor": arguments.predivide,
                 "on_skip": timing.on_skip,
             },
-            digests=partial(digests_of, named),
+            digests=lambda: in_background(partial(digests_of, named)),
         )
         exchange.attach(exchanger)
     else:
