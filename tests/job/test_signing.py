@@ -17,6 +17,14 @@ SECRET = b"the secret of this job"
 
 
 @pytest.fixture(autouse=True)
+def warnings_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test before has made of the logger."""
+    monkeypatch.setattr(logging.getLogger("gradcomp"), "level", logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("gradcomp"), "propagate", True)
+    logging.getLogger("gradcomp").manager._clear_cache()
+
+
+@pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
