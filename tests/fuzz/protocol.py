@@ -79,7 +79,7 @@ def run(seed: int) -> tuple[int, str]:
     controlled = isinstance(compressor, Quantize) and r.random() < 0.3
     ranks = Simulation(
         layers, compressor, world, seed=seed, shuffle=r.random() < 0.5, delay=r.choice((0.0, 0.3)),
-        tamper=wire, topology=r.choice(topologies(world)), reduction=reduction,
+        tamper=wire, checksums=True, topology=r.choice(topologies(world)), reduction=reduction,
         slice_elements=r.choice((16, 120, 1 << 20)), controller=LGreCo(every_steps=2) if controlled else None,
     )  # fmt: skip
     where = f"{name} {reduction} world {world} {[layer.shape for layer in layers]}"
