@@ -160,9 +160,8 @@ def begin(
     if runtime.size > 1:
         try:
             _introduce(runtime, sorted(_members(one, runtime.size) for one in process_sets))
-            _ = (
-                runtime.engine_control
-            )  # shutdown() needs it, and can make none without the rank that hosts the store
+            # shutdown() needs it, and can make none without the rank that hosts the store.
+            _ = runtime.engine_control
         except BaseException:
             _release(runtime, orderly=True)
             raise

@@ -115,8 +115,8 @@ class ByteHeader:
     """Headers of ``len(payload_bytes)`` messages about ``layers`` layers.
 
     32 bytes, a state byte per layer and one for the outcome of the last exchange, zeros up to a multiple of 16. The
-    payload follows, and zeros up to a multiple of 16 again: ``message_bytes`` says how long each message is. The
-    checksum is the CRC-32C of the whole message without the checksum's own four bytes, or 0 where there are none.
+    payload follows, and bytes without meaning up to a multiple of 16: ``message_bytes`` says how long each message is.
+    The checksum is the CRC-32C of the whole message without the checksum's own four bytes, or 0 where there are none.
     """
 
     @staticmethod
@@ -170,8 +170,8 @@ class ByteHeader:
             stated = int(source[_CHECKSUM_AT : FIXED.itemsize].copy().view("<u4")[0])
             if stated != _checksum(source[:length]):
                 raise WireFormatError(
-                    f"a message of {length} bytes from rank {sender} has not the checksum that it states: it was "
-                    "damaged on its way"
+                    f"a message of {length} bytes from rank {sender} does not match its checksum: it was damaged on "
+                    "its way"
                 )
         states = source[self._states]
         if int(states.max()) > (PRESENT | NONFINITE | SPARSE):

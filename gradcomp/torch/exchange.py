@@ -351,6 +351,8 @@ class GradientExchange:
 
     def refuse(self) -> None:
         """End an exchange that cannot be accepted, for a value was not finite."""
+        if self._agrees:
+            self.exchanger.vote(False)  # one vote per exchange: the others cast theirs, too
         self.exchanger.commit(DISCARDED)
         self.forget()
 
