@@ -85,12 +85,13 @@ demo: $(STAMP)/package $(STAMP)/extra-demo
 PYTEST := PYTHONSAFEPATH=1 $(BIN)/pytest
 
 # Tests that compute share the cores; those that start ranks, and look at the clock, have the machine to themselves.
-# With ARGS, one run of what they name.
+# With ARGS, one run of what they name. The second run goes on after a failure of the first.
 PURE := $(addprefix tests/,kernels core compress reduce control pipeline)
 
 test: $(STAMP)/package $(STAMP)/extra-test
-	$(if $(strip $(ARGS)),$(PYTEST) $(ARGS),$(PYTEST) --numprocesses=2 $(PURE) && \
-	    $(PYTEST) $(filter-out $(PURE) tests/cuda_on_cpu,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)))
+	$(if $(strip $(ARGS)),$(PYTEST) $(ARGS),failed=0; $(PYTEST) --numprocesses=2 $(PURE) || failed=1; \
+	    $(PYTEST) $(filter-out $(PURE) tests/cuda_on_cpu,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)) || failed=1; \
+	    exit $$failed)
 
 # Further launchers, for the tests that start ranks by them: without, those tests skip and say so. Open MPI has an
 # environment of its own, because MPICH's mpirun has the same name.

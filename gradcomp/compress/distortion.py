@@ -29,12 +29,16 @@ class Distortion:
 
     ``dead``: values below so many times the root mean square of their bucket are rounded to zero. Rounding to nearest
     never adds to the error (bound 1), but where all values are that small, it never sends anything.
+
+    ``selects``: the largest elements are sent, by a code that bears feedback itself: what grows is sent, and comes back
+    smaller, whatever the sum of all errors is.
     """
 
     bound: float
     unbiased: bool = False
     peak: float = math.inf
     dead: float = 0.0
+    selects: bool = False
 
     @property
     def delta(self) -> float:
@@ -54,7 +58,8 @@ class Distortion:
     @property
     def bears_feedback(self) -> bool:
         """Whether residuals stay bounded."""
-        return not self.freezes and (self.bound < 1 or self.peak < 1 or (self.bound == 1 and self.dead > 0))
+        bounded = self.bound < 1 or self.peak < 1 or (self.bound == 1 and self.dead > 0)
+        return not self.freezes and (bounded or self.selects)
 
 
 def check_feedback_around(name: str, distortion: Distortion | None, remedy: str = "") -> None:

@@ -110,8 +110,10 @@ class Sparse(Compressor):
     def distortion_of_largest(self, count: int, layer: LayerSpec) -> Distortion:
         """If the ``count`` largest elements are sent: those hold count / n of the energy at least."""
         coded = self.values.distortion(replace(layer, shape=(count,)))
-        lost = 0.0 if coded is None else coded.bound
-        return Distortion(max(lost, 1.0 - count / max(layer.size, 1) * (1.0 - lost)))
+        if coded is None:
+            coded = Distortion(0.0)
+        bound = max(coded.bound, 1.0 - count / max(layer.size, 1) * (1.0 - coded.bound))
+        return Distortion(bound, selects=coded.bears_feedback)
 
     @property
     def keeps_residual(self) -> bool:

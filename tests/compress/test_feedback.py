@@ -47,6 +47,7 @@ DEFAULTS = (
     "nuqsgd:rounding=nearest",
     "topk:values=[quantize:bits=4]",
     "topk:density=0.1,values=[one_bit]",
+    "topk:density=0.5,values=[quantize:bits=2]",
 )
 EVERY = [row.compressor for row in ROWS.values()] + [from_string(text) for text in DEFAULTS]
 
@@ -234,8 +235,13 @@ def test_coded_values_may_be_anything_where_nothing_is_kept():
     TopK(values=Quantize(1, scaling="l2"), feedback=False)
 
 
-@pytest.mark.parametrize("inner", [RandomK(1.0, scaled=True), Quantize(4), NUQSGD(4), "fp16", "none"])
-def test_feedback_around_a_small_variance_is_taken(inner):
+SMALL = [RandomK(1.0, scaled=True), Quantize(4), NUQSGD(4), "fp16", "none"]
+# Their errors may exceed what they code in sum, not in any element that is sent.
+LARGEST = [TopK(values=Quantize(4)), TopK(1.0, values=Quantize(3, 37, "linf")), TopK(values=Quantize(2))]
+
+
+@pytest.mark.parametrize("inner", SMALL + LARGEST)
+def test_feedback_around_a_small_variance_or_the_largest_elements_is_taken(inner):
     assert ErrorFeedback(inner).keeps_residual
 
 
