@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulation import Simulation, true_mean
 
-from gradcomp import ConfigError, ErrorFeedback, LayerSpec, RandomBlock, RandomK
+from gradcomp import ConfigError, LayerSpec, RandomBlock, RandomK
 from gradcomp.kernels.draws import strata
 
 LAYERS = [LayerSpec("a", (100,)), LayerSpec("empty", (0,)), LayerSpec("b", (7, 9))]
