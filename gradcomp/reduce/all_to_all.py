@@ -52,4 +52,4 @@ class AllToAllBroadcast(Reduction):
         with binding.span("reduce"):
             self._whole.add(list(self._messages), call)
         with binding.span("decode"):
-            return self._whole.decode(call, binding, ballot)
+            return self._whole.decode(self._whole.sum, call, binding, ballot)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -179,7 +180,10 @@ class Driver(QueuedDriver):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.index, self.device = index, threading.RLock()  # to be entered
+        self.index = index
+
+    def current(self) -> Any:
+        return nullcontext()
 
 
 @pytest.fixture
