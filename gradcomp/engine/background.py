@@ -9,21 +9,18 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import Any
 
-from gradcomp.kernels.devices import HOST, Device
-
 #: How long the end of the program waits for work that nobody needs any more.
 _END_SECONDS = 10.0
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def in_background(work: Callable[[], Any], device: Device = HOST) -> Future[Any]:
-    """Start ``work``, on a device; a daemon, so that the end of the program does not wait for ever."""
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Start ``work``; a daemon, so that the end of the program does not wait for ever."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            device.make_current()
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001  (whoever asks for the result gets it)
             future.set_exception(error)

@@ -567,7 +567,7 @@ def _begin_pilot(
             parse(config.reduction),
             config.seed,
             controlled.first_step,
-            lambda work: in_background(work, device),
+            lambda work: in_background(device.bound(work)),
             config.slice_elements,
             device.zeros,
             config.deterministic,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from gradcomp.kernels import bodies
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.twins import twin
 from gradcomp.kernels.cuda.vectors import DeviceVector
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Device:
         """Let the calling thread, if it is one of gradcomp's own, work on this device from now on."""
         if self.driver is not None:
             self.driver.make_current()
+
+    def bound(self, work: Callable[[], T]) -> Callable[[], T]:
+        """``work``, for a thread of its own: on this device from the start."""
+
+        def run() -> T:
+            self.make_current()
+            return work()
+
+        return run
 
     def mark(self, stream: int) -> Any:
         """An event behind what a framework's stream holds by now; None where nothing runs beside this program."""

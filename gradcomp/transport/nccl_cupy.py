@@ -50,7 +50,7 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
         raise WireFormatError("rank 0 introduced itself without an identity for NCCL") from error
 
     def make() -> CupyCommunicator:
-        driver.make_current()
+        driver.make_current()  # the thread is a new one
         return CupyCommunicator(nccl, driver, identity, rank, size)
 
     communicator = _within(timeout_seconds, make, f"{size} ranks")
@@ -59,7 +59,8 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
 
 def _engine() -> tuple[Any, Any, str]:
     """CuPy's NCCL, a driver for the current device, and that device's name on its host."""
-    # All of a communicator's connections are made with it, not when an algorithm is first used: see NcclTransport.
+    # All of a communicator's connections are made with it, not when an algorithm is first used: see NcclTransport. NCCL
+    # reads this when it is first used in a process, so it comes too late where PyTorch has a group over NCCL already.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     try:
         import cupy

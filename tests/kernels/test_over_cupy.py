@@ -112,7 +112,9 @@ def test_the_pool_is_counted_whatever_device_is_current(made: Any) -> None:
 def test_a_full_device_is_an_error_that_says_who_holds_what(made: Any) -> None:
     fake, driver = made
     fake.room = 1000
-    with pytest.raises(DeviceError, match=r"no room for 2000 bytes: 123 of 456 are free; .* holds 4096, 4096 of"):
+    with pytest.raises(
+        DeviceError, match=r"no room for 2000 bytes: 123 of 456 are free; .* holds 4096, 4096 of"
+    ):
         driver.allocate(2000)
     assert fake.freed == 1
 
