@@ -10,7 +10,7 @@ from gradcomp.kernels.cuda.twins import fetch
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.header import Ballot, ByteHeader, check_covers
 from gradcomp.reduce.pieces import encode
-from gradcomp.reduce.whole import WholeCodes
+from gradcomp.reduce.whole import WholeCodes, floats
 from gradcomp.transport.base import Exchange
 
 ROOT = 0
@@ -33,14 +33,15 @@ class GatherAndSum(Reduction):
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:
         self._rank, self._world = rank, world
-        self._whole = WholeCodes(parts, layers, world, memory)
+        room = memory.local if rank == ROOT else memory.messages
+        self._whole = WholeCodes(parts, layers, world, room)
         codes, dense = self._whole.codes, self._whole.dense
         self._up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
         self._messages = codes.copies(memory, world if rank == ROOT else 1)
         # The sum as it travels: apart from where kernels add up, unless it can be sent from there.
-        apart = memory.local is not memory.messages
-        self._down = dense.messages(memory, dense.sizes) if apart else self._whole.sum
+        apart = room is not memory.messages
+        self._down = floats(dense, memory.messages) if apart else self._whole.sum
         self.rounds = 2 if world > 1 else 0
         self.bytes_sent = (world - 1) * dense.sizes[0] if rank == ROOT else codes.sizes[0]
 

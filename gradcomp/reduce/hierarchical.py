@@ -62,7 +62,7 @@ class Hierarchical(Reduction):
         self._inputs = self._dense.inputs()
         self._inner: ScatterReduceAllgather | None = None
         if rank == self._leader:
-            self._own = floats(self._dense, memory)
+            self._own = floats(self._dense, memory.local)
             voters = [len(topology.members(leader)) for leader in leaders]
             roles = Roles(leaders, len(leaders), voters, int(self._several))
             self._inner = ScatterReduceAllgather(carried(parts), layers, rank, topology.world, roles, memory)
@@ -70,13 +70,13 @@ class Hierarchical(Reduction):
             self._mean = self._inner.mean
             self.bytes_sent = self._inner.bytes_sent + len(self._others) * len(self._mean.buffer)
         else:
-            self._own = self._dense.messages(memory, self._dense.sizes)
+            self._own = floats(self._dense, memory.messages)
             self._mean = Mean(Chunks(carried(parts), layers, len(leaders)), memory)
             self.bytes_sent = self._dense.sizes[0]
         if self._others and self._inner:
             self._sums = self._dense.place()
             self._received = self._dense.copies(memory, len(self._others))
-            self._sum = floats(self._dense, memory)
+            self._sum = floats(self._dense, memory.local)
 
     def assign(self, rows: Sequence[int]) -> None:
         """Rows of the second residual, which leaders have."""

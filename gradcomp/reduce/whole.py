@@ -9,9 +9,10 @@ import numpy as np
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.cuda.twins import address_of
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE
-from gradcomp.reduce.base import Binding, Bytes, Call, Memory, Part
+from gradcomp.reduce.base import Binding, Bytes, Call, Part
 from gradcomp.reduce.header import Ballot
 from gradcomp.reduce.pieces import Chunks, Pieces, decode
+from gradcomp.transport.base import Room
 
 _LINE_BYTES = 64
 
@@ -21,11 +22,11 @@ def as_float32(parts: Sequence[Part]) -> list[Part]:
     return [Part(Codec(FP32), part.group, part.slots) for part in parts]
 
 
-def floats(chunks: Chunks, memory: Memory) -> Bytes:
-    """A local message of uncompressed parts, whose floats begin at a cache line, so that tables may refer to them."""
+def floats(chunks: Chunks, room: Room) -> Bytes:
+    """A message of uncompressed parts, whose floats begin at a cache line, so that tables may refer to them."""
     lead, size = chunks.header.nbytes, chunks.sizes[0]
     begin = -lead % _LINE_BYTES  # memory of a device begins at a line
-    made = memory.local(begin + size + _LINE_BYTES, [(begin, begin + lead)])
+    made = room(begin + size + _LINE_BYTES, [(begin, begin + lead)])
     begin = -(address_of(made) + lead) % _LINE_BYTES
     return made[begin : begin + size]
 
@@ -36,11 +37,11 @@ class WholeCodes:
     ``sum``: what :meth:`add` writes; N times the mean, or, of votes, the majority.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, world: int, memory: Memory) -> None:
+    def __init__(self, parts: Sequence[Part], layers: int, world: int, room: Room) -> None:
         self._world = world
         self.codes = Chunks(parts, layers, 1)
         self.dense = Chunks(as_float32(parts), layers, 1)
-        self.sum = floats(self.dense, memory)
+        self.sum = floats(self.dense, room)
         self._places = self.codes.place()
         for pieces in self._places:
             pieces.table["dtype"] = FLOAT32
