@@ -52,7 +52,5 @@ def test_the_pool_stops_growing(
         ranks.step()
         taken.append(driver.pooled_bytes)
     with capsys.disabled():
-        print(
-            f"\npool of the device beside gradients: {taken[-1] / 1e6:.1f} MB for 8 MB of gradients"
-        )
+        print(f"\npool of the device beside gradients: {taken[-1] / 1e6:.1f} MB for 8 MB of gradients")
     assert taken[-1] == taken[2]
