@@ -50,6 +50,7 @@ from gradcomp.control import (
 from gradcomp.core.config import Config
 from gradcomp.core.errors import (
     ConfigError,
+    DeviceError,
     GradcompError,
     PlanMismatchError,
     StateError,
@@ -79,6 +80,7 @@ __all__ = [
     "ConfigError",
     "Controller",
     "DensitySchedule",
+    "DeviceError",
     "ErrorFeedback",
     "Filter",
     "FixedPlan",

@@ -17,6 +17,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from kernels.lent import shared
 
 from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
 from gradcomp.compress.policy import Schedule
@@ -193,8 +194,9 @@ class Rank:
     def _room(self, layer: int) -> np.ndarray:
         spec = self.layers[layer]
         dtype = DTYPES[spec.dtype]
-        words = -(-spec.size * dtype.itemsize // 4)
-        return self.device.zeros(words).view(dtype)[: spec.size]
+        if self.device.driver is None:
+            return np.zeros(spec.size, dtype)
+        return shared(self.device.driver, spec.size, dtype)
 
 
 class Simulation:

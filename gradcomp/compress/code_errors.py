@@ -11,12 +11,12 @@ import numpy.typing as npt
 from gradcomp.compress.base import Coded
 from gradcomp.compress.budget import Budget
 from gradcomp.core.layers import LayerSpec
+from gradcomp.core.vectors import Floats, Vector
 from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.codec import Codec, Draw, Table
 from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
-Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 #: Elements that are coded at a time, so that what becomes of them is still in the cache when it is added up.
@@ -24,7 +24,7 @@ _PIECE = 1 << 15
 
 
 def code_errors(
-    choices: Sequence[Coded], layer: LayerSpec, values: Floats, seed: int, budget: Budget
+    choices: Sequence[Coded], layer: LayerSpec, values: Vector, seed: int, budget: Budget
 ) -> Doubles:
     """||values - decode(encode(values))|| of every choice; inf where what would be decoded is not finite.
 
@@ -46,24 +46,24 @@ def code_errors(
         key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(layer)
         alike.setdefault(key, (codec, []))[1].append(i)
     draw = Draw(seed, 0, 0)
-    device = bodies.on_device(values.ctypes.data)
+    device = bodies.on_device(values.address)
+    here: Floats | None = None
     for (*_, cut), (codec, rows) in alike.items():
         if device is not None and cut <= LARGEST_BUCKET:
             found[rows] = _lost_on(device, codec, table[rows], values, draw)
             continue
-        values = values if device is None else values.copy()
-        device = None
-        at_once, piece = _portions(codec, table[rows], min(cut, len(values)), budget)
+        here = values.read() if here is None else here
+        at_once, piece = _portions(codec, table[rows], min(cut, values.size), budget)
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
-            found[some] = _lost(codec, table[some], values, piece, draw)
+            found[some] = _lost(codec, table[some], here, piece, draw)
     return found
 
 
-def _lost_on(device: Any, codec: Codec, table: Table, values: Floats, draw: Draw) -> Doubles:
+def _lost_on(device: Any, codec: Codec, table: Table, values: Vector, draw: Draw) -> Doubles:
     """The same from one read of values that lie on a device."""
     whole = table[:1].copy()
-    whole["gradient"], whole["length"] = values.ctypes.data, len(values)
+    whole["gradient"], whole["length"] = values.address, values.size
     energies: Doubles = device.losses(
         codec.kind,
         whole,

@@ -28,18 +28,18 @@ from gradcomp.compress.spectral_atomo import SpectralAtomo
 from gradcomp.compress.topk import TopK
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels import bodies, selection
+from gradcomp.core.vectors import Floats, HostVector, Vector
+from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Draw, Sizes
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
-Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
 def errors(
     choices: Sequence[Compressor],
     layer: LayerSpec,
-    values: Floats,
+    values: Floats | Vector,
     seed: int,
     *,
     memory_bytes: int | None = None,
@@ -65,7 +65,7 @@ def errors(
     Args:
         choices: any compressors, at their levels; those of a family cost less together than one by one.
         layer: its name (of which draws depend) and shape.
-        values: float32, of the layer's shape or flat; its accumulated gradient. Only read.
+        values: float32, of the layer's shape or flat, or a vector; its accumulated gradient. Only read.
         seed: 64 bits.
         memory_bytes: the most memory to use beside the values (and beside a copy of those if they are not contiguous);
             None: what the fastest way takes, mostly one or two times the layer and its payload.
@@ -80,7 +80,7 @@ def errors(
 
     Source: 000, section 4, "System Implementation"; thesis, appendix B.2.
     """
-    flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
+    flat = values if isinstance(values, Vector) else _held(values)
     if flat.size != layer.size:
         raise ConfigError(f"layer {layer.name!r} has {layer.size} elements, got {flat.size} values")
     if not np.isfinite(_energy(flat)):
@@ -104,14 +104,14 @@ def errors(
 @dataclass(frozen=True, eq=False)
 class _Subject:
     layer: LayerSpec
-    flat: Floats  # where it lies
+    flat: Vector  # where it lies
     seed: int
     budget: Budget
 
     @cached_property
     def values(self) -> Floats:
         """In this process's memory, with whose kernels most are measured."""
-        return self.flat if bodies.on_device(self.flat.ctypes.data) is None else self.flat.copy()
+        return self.flat.read()
 
 
 _Measure = Callable[[Sequence[Any], _Subject], Doubles]
@@ -144,7 +144,9 @@ def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: _Su
     for i in np.argsort(-counts, kind="stable").tolist():
         chosen = narrow(chosen, counts[i : i + 1])
         selected = LayerSpec(name, (len(chosen.values),))
-        lost = code_errors([choices[i].values], selected, chosen.values, subject.seed, subject.budget)
+        lost = code_errors(
+            [choices[i].values], selected, HostVector(chosen.values), subject.seed, subject.budget
+        )
         found[i] = np.hypot(found[i], lost[0])
     return found
 
@@ -198,7 +200,7 @@ def _lost_on_the_way(choice: Compressor, subject: _Subject) -> float:
     if given is None:
         return np.inf
     np.subtract(subject.values, given, out=given)
-    return float(np.sqrt(_energy(given)))
+    return float(np.sqrt(_energy(HostVector(given))))
 
 
 _MEASURES: dict[type[Compressor], _Measure] = {
@@ -212,9 +214,13 @@ _MEASURES: dict[type[Compressor], _Measure] = {
 }
 
 
-def _energy(values: Floats) -> float:
+def _held(values: Floats) -> Vector:
+    return HostVector(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
+
+
+def _energy(values: Vector) -> float:
     """The sum of the squares, in float64: finite if all values are."""
     table, found = np.zeros(1, dtype=SEGMENT), np.empty(1)
-    table["gradient"], table["length"], table["dtype"] = values.ctypes.data, len(values), FLOAT32
+    table["gradient"], table["length"], table["dtype"] = values.address, values.size, FLOAT32
     selection.squares(table, found)
     return float(found[0])

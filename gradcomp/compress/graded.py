@@ -16,6 +16,7 @@ from gradcomp.compress.sparse import ByDensity, Sparse, check_density, elements_
 from gradcomp.compress.topk import TopK
 from gradcomp.compress.wrapper import Wrapper
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.vectors import HostVector
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec, Group, Scratch, Sizes, Table
 from gradcomp.kernels.devices import HOST
@@ -112,11 +113,11 @@ class Graded(Wrapper):
         def write(view: Floats) -> Bytes:
             flags = np.zeros(len(group.table), dtype=np.uint8)
             # p is made where it is sent from, or, on a device, before it goes there.
-            made = view if group.scratch.device is HOST else group.scratch.room("p", len(view))
-            places = np.uint64(made.ctypes.data) + group.table["payload"].astype(np.uint64)
+            made = HostVector(view) if group.scratch.device is HOST else group.scratch.vector("p", len(view))
+            places = np.uint64(made.address) + group.table["payload"].astype(np.uint64)
             self._select(self._levels(group), places, group, context, flags)
-            if made is not view:
-                view[:] = made
+            if group.scratch.device is not HOST:
+                view[:] = made.read(0, len(view))
             view[np.repeat(flags != 0, lengths)] = np.nan
             if group.feedback:
                 _clear(group, "shadow")

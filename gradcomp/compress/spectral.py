@@ -108,11 +108,12 @@ class Spectral(LowRank):
 
     def _decompose(self, group: Group, context: Context, form: SpectralFormat, flags: Bytes) -> Atoms:
         matrices = form.matrices
-        m = group.scratch.room("m", form.m_size)
+        vector = group.scratch.vector("m", form.m_size)
         table = group.inputs[matrices.low]
-        table["shadow"] = m.ctypes.data + 4 * form.m_at
+        table["shadow"] = vector.address + 4 * form.m_at
         found = np.zeros(len(table), dtype=np.uint8)
         contribute(table, found, context.factors(len(table)), decay=context.decay)
+        m = vector.read(0, form.m_size)
         flags[matrices.low] |= found
         hashes = table["layer"]
 

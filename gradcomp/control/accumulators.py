@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.state import DoubleBuffer, Zeros, host_zeros
+from gradcomp.core.state import DoubleBuffer
+from gradcomp.core.vectors import Floats, Vector, Zeros, host_zeros
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Table
-
-Floats = npt.NDArray[np.float32]
 
 
 def share_out(sizes: Mapping[int, int], world: int) -> dict[int, int]:
@@ -59,11 +58,15 @@ class Accumulators:
         """The step was accepted."""
         self._rows.commit(present & self._own)
 
-    def take(self) -> dict[int, Floats]:
+    def take(self) -> dict[int, Vector]:
         """The sums by layer, which are the caller's from now on; they begin again at zero."""
         rows, self._rows = self._rows, DoubleBuffer(self._sizes, self._zeros)
-        return {layer: rows.value(layer) for layer in np.flatnonzero(self._own).tolist()}
+        return {layer: rows.vector(layer) for layer in np.flatnonzero(self._own).tolist()}
 
     def value(self, layer: int) -> Floats:
-        """A view of a layer's sum."""
+        """A layer's sum, read-only."""
         return self._rows.value(layer)
+
+    def set(self, layer: int, values: Floats) -> None:
+        """Replace a layer's sum."""
+        self._rows.set(layer, values)

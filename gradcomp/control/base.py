@@ -17,8 +17,8 @@ from gradcomp.compress.messages import Observations
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.scheme import Scheme
-from gradcomp.core.state import Zeros, host_zeros
 from gradcomp.core.topology import Topology
+from gradcomp.core.vectors import Zeros, host_zeros
 from gradcomp.kernels.codec import Table
 from gradcomp.reduce.costs import Network
 

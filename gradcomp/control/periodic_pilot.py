@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.errors import errors
-from gradcomp.control.accumulators import Accumulators, Floats, share_out
+from gradcomp.control.accumulators import Accumulators, share_out
 from gradcomp.control.base import Doubles, Pilot, Setting, Step
 from gradcomp.control.seen import Decision, Numbers, Seen
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.vectors import Floats, HostVector, Vector
 from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.segments import SEGMENT
@@ -65,7 +66,7 @@ class PeriodicPilot(Pilot):
         self._check_memory(sizes, owners)
         own = [sizes[i] if i in self._own else 0 for i in range(len(setting.layers))]
         self._sums = Accumulators(own, setting.zeros)
-        self._taken: dict[int, Floats] = {}  # what is being measured
+        self._taken: dict[int, Vector] = {}  # what is being measured
         self._seen: Seen | None = None
         self._work: Future[Any] | None = None
         self._adding = False
@@ -198,13 +199,13 @@ class PeriodicPilot(Pilot):
 
     # -- what a period comes to --------------------------------------------------------------------------------
 
-    def _measure(self, taken: Mapping[int, Floats], memory_bytes: int | None) -> Doubles:
+    def _measure(self, taken: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
         """This rank's rows of the table: zeros for the layers of others."""
         table = np.zeros((len(self.menu.layers), self._columns))
         rows = [row for row, number in enumerate(self.menu.layers.tolist()) if number in taken]
         measured = [taken[int(self.menu.layers[row])] for row in rows]
         for row, values, (mean, square) in zip(rows, measured, _moments(measured).tolist(), strict=True):
-            deviation = np.sqrt(max(square / len(values) - mean * mean, 0.0))
+            deviation = np.sqrt(max(square / values.size - mean * mean, 0.0))
             table[row, :_COLUMNS] = np.sqrt(square), mean, deviation
             if self._has_errors:
                 choices, spec = self.menu.choices[row], self.menu.specs[row]
@@ -288,7 +289,7 @@ class PeriodicPilot(Pilot):
         """The sums, and those that are being measured."""
         names = {int(n): s.name for n, s in zip(self.menu.layers, self.menu.specs, strict=True)}
         sums = {names[i]: self._sums.value(i).copy() for i in self._own}
-        taken = {names[i]: value.copy() for i, value in self._taken.items()}
+        taken = {names[i]: values.read().copy() for i, values in self._taken.items()}
         wire = {names[i]: self._wire[i : i + 1].copy() for i in names}
         return {"sums": sums, "wire": wire, **({"taken": taken} if taken else {})}
 
@@ -343,9 +344,9 @@ class PeriodicPilot(Pilot):
             if layer not in self._own or value.size != self._sums.value(layer).size:
                 continue
             if kind == "sums":
-                self._sums.value(layer)[:] = value.reshape(-1)
+                self._sums.set(layer, value.reshape(-1))
             else:
-                self._taken[layer] = np.array(value, dtype=np.float32).reshape(-1)
+                self._taken[layer] = HostVector(np.array(value, dtype=np.float32).reshape(-1))
 
     def _from_table(self, step: int, table: Doubles) -> Seen:
         losses = np.where(table[:, _SEEN:] >= _ENDLESS, np.inf, table[:, _SEEN:])
@@ -375,16 +376,16 @@ def _to_table(seen: Seen) -> Doubles:
     return np.concatenate([np.stack(columns, axis=1), losses], axis=1)
 
 
-def _moments(arrays: Sequence[Floats]) -> Doubles:
+def _moments(vectors: Sequence[Vector]) -> Doubles:
     """Mean and sum of squares of each, where they lie."""
-    table = np.zeros(len(arrays), dtype=SEGMENT)
-    table["gradient"] = [values.ctypes.data for values in arrays]
-    table["length"] = [len(values) for values in arrays]
-    device = bodies.on_device(arrays[0].ctypes.data) if arrays else None
+    table = np.zeros(len(vectors), dtype=SEGMENT)
+    table["gradient"] = [vector.address for vector in vectors]
+    table["length"] = [vector.size for vector in vectors]
+    device = bodies.on_device(vectors[0].address) if vectors else None
     if device is not None:
         found: Doubles = device.moments(table) / np.stack([table["length"], np.ones(len(table))], axis=1)
         return found
-    squares = np.zeros(len(arrays))
+    squares = np.zeros(len(vectors))
     selection.squares(table, squares)
-    means = np.array([values.mean(dtype=np.float64) for values in arrays])
+    means = np.array([vector.read().mean(dtype=np.float64) for vector in vectors])
     return np.stack([means, squares], axis=1)

@@ -13,21 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.generic]
-Floats = npt.NDArray[np.float32]
-Indices = npt.NDArray[np.int64]
-
-#: Makes room for so many zeros, where kernels reach it and this program too.
-Zeros = Callable[[int], Floats]
-
-_LINE = 16  # float32 elements of a cache line
-
-
-def host_zeros(size: int) -> Floats:
-    """Zeros in this process's memory, from a cache line on."""
-    room = np.zeros(size + _LINE, np.float32)
-    start = -(room.ctypes.data // 4) % _LINE
-    return room[start : start + size]
+from gradcomp.core.vectors import LINE, Floats, Indices, Vector, Zeros, host_zeros
 
 
 class DoubleBuffer:
@@ -39,17 +25,19 @@ class DoubleBuffer:
 
     def __init__(self, lengths: Sequence[int], zeros: Zeros = host_zeros) -> None:
         self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
-        padded = -(-self.lengths // _LINE) * _LINE
+        padded = -(-self.lengths // LINE) * LINE
         self._offsets: Indices = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
-        total = int(self._offsets[-1])
-        self._arenas: Floats = zeros(2 * total).reshape(2, total)
-        self._bases = np.array([self._arenas.ctypes.data + 4 * total * i for i in range(2)], dtype=np.uint64)
+        self._total = int(self._offsets[-1])
+        self._arenas = zeros(2 * self._total)
+        self._bases = np.array(
+            [self._arenas.address + 4 * self._total * i for i in range(2)], dtype=np.uint64
+        )
         self._current = np.zeros(len(self.lengths), dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
         """Memory of both arenas."""
-        return self._arenas.nbytes
+        return 8 * self._total
 
     def read_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
         """Addresses of element ``starts[i]`` of row ``rows[i]``'s current value."""
@@ -64,16 +52,15 @@ class DoubleBuffer:
 
     def load(self, rows: Indices) -> Floats:
         """Copies of the rows' current values, one behind the other."""
-        values: Floats = np.take(self._arenas, self._places(rows, self._current[rows]))
-        return values
+        return self._arenas.take(self._places(rows, self._current[rows]))
 
     def store(self, rows: Indices, values: Floats) -> None:
         """Write the rows' next values, one behind the other."""
-        self._arenas.reshape(-1)[self._places(rows, 1 - self._current[rows])] = values
+        self._arenas.put(self._places(rows, 1 - self._current[rows]), values)
 
     def _places(self, rows: Indices, arenas: Indices) -> Indices:
         lengths = self.lengths[rows]
-        begins = arenas * self._arenas.shape[1] + self._offsets[rows]
+        begins = arenas * self._total + self._offsets[rows]
         ends = np.cumsum(lengths)
         places: Indices = np.arange(lengths.sum()) + np.repeat(begins - ends + lengths, lengths)
         return places
@@ -83,10 +70,22 @@ class DoubleBuffer:
         self._current[rows] ^= 1
 
     def value(self, row: int) -> Floats:
-        """A view of the row's current value; writing to it changes the state."""
-        start = self._offsets[row]
-        row_view: Floats = self._arenas[self._current[row], start : start + self.lengths[row]]
-        return row_view
+        """The row's current value, read-only; see :meth:`gradcomp.core.vectors.Vector.read`."""
+        begin = self._begin(row)
+        return self._arenas.read(begin, begin + int(self.lengths[row]))
+
+    def set(self, row: int, values: Floats, start: int = 0) -> None:
+        """Replace the row's current value, from element ``start`` on."""
+        if len(values):
+            self._arenas.write(values, self._begin(row) + start)
+
+    def vector(self, row: int) -> Vector:
+        """The memory of the row's current value."""
+        begin = self._begin(row)
+        return self._arenas.part(begin, begin + int(self.lengths[row]))
+
+    def _begin(self, row: int) -> int:
+        return int(self._current[row]) * self._total + int(self._offsets[row])
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Residuals:
             return
         fresh = DoubleBuffer(wanted.tolist(), self._zeros)
         for row in np.flatnonzero(self.first.lengths).tolist():
-            fresh.value(row)[:] = self.first.value(row)
+            fresh.set(row, self.first.value(row))
         self.first = fresh
 
     def commit(self, layers: npt.NDArray[np.bool_]) -> None:
@@ -158,12 +157,12 @@ class Residuals:
                 new = ranges[new_row]
                 lo, hi = max(old.start, new.start), min(old.end, new.end)
                 if lo < hi:
-                    fresh.value(new_row)[lo - new.start : hi - new.start] = values[
-                        lo - old.start : hi - old.start
-                    ]
+                    fresh.set(new_row, values[lo - old.start : hi - old.start], lo - new.start)
                     left[lo - old.start : hi - old.start] = False
             if left.any() and self.first.lengths[old.layer]:
-                self.first.value(old.layer)[old.start : old.end][left] += np.float32(world) * values[left]
+                first = self.first.value(old.layer)[old.start : old.end].copy()
+                first[left] += np.float32(world) * values[left]
+                self.first.set(old.layer, first, old.start)
         self.ranges = tuple(ranges)
         self.second = fresh
         self._range_layers = np.array([r.layer for r in ranges], dtype=np.int64)
@@ -176,16 +175,16 @@ class Residuals:
         begins = self._begins(layers)
         for row, owned in enumerate(self.ranges):
             at = begins.get(owned.layer, 0) + owned.start  # an empty layer has a range, of nothing
-            self.second.value(row)[:] += held[at : at + owned.length] / np.float32(world)
+            self.second.set(row, self.second.value(row) + held[at : at + owned.length] / np.float32(world))
         for layer in layers.tolist():
-            self.first.value(layer)[:] = 0
+            self.first.set(layer, np.zeros(int(self.first.lengths[layer]), np.float32))
 
     def add(self, layers: Indices, held: Floats, wanted: npt.NDArray[np.bool_]) -> None:
         """Add what others held of ``layers[wanted]`` to this rank's first residuals."""
         begins = self._begins(layers)
         for layer in layers[wanted].tolist():
             value = self.first.value(layer)
-            value += held[begins[layer] : begins[layer] + len(value)]
+            self.first.set(layer, value + held[begins[layer] : begins[layer] + len(value)])
 
     def _begins(self, layers: Indices) -> dict[int, int]:
         sizes = self.first.lengths[layers]
@@ -235,21 +234,21 @@ class Fields:
             for layer, fields in enumerate(wanted):
                 value = old.value(layer)
                 begins = name in fields and value.size != lengths[layer]
-                fresh.value(layer)[:] = fields[name][1](value) if begins else value
+                fresh.set(layer, fields[name][1](value) if begins else value)
             self._buffers[name] = fresh
 
     def forget(self, name: str) -> None:
         """Zero what layers hold of a field that they no longer use."""
         if name in self._buffers:
             for layer in np.flatnonzero(~self._active[name]).tolist():
-                self._buffers[name].value(layer)[:] = 0
+                self._buffers[name].set(layer, np.zeros(int(self._buffers[name].lengths[layer]), np.float32))
 
     def put(self, name: str, values: Mapping[int, Floats]) -> None:
         """Set current values by layer; the others have none."""
         lengths = [values[i].size if i in values else 0 for i in range(self._layers)]
         buffer = DoubleBuffer(lengths, self._zeros)
         for layer, value in values.items():
-            buffer.value(layer)[:] = value
+            buffer.set(layer, value)
         self._buffers[name] = buffer
         self._active[name] = np.zeros(self._layers, dtype=np.bool_)
 

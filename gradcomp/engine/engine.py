@@ -10,6 +10,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from gradcomp.core.errors import StateError
+from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
 
 if TYPE_CHECKING:
@@ -93,12 +94,16 @@ class Engine:
         sleep_precisely()
         progress_at = watched_at = monotonic()
         pause = 0.0
+        device = HOST
         while not self._stopping:
             self._wake.clear()
             waiting, advanced = set(), False
             for exchanger in self._exchangers:
                 before = exchanger.advances
                 try:
+                    if exchanger.device is not device:
+                        device = exchanger.device
+                        device.make_current()
                     waiting.add(exchanger.poll())
                 except BaseException as error:  # noqa: BLE001 - it ends this exchanger, not the others
                     exchanger.crash(error)

@@ -183,6 +183,11 @@ class Exchanger:
         return self._pipeline
 
     @property
+    def device(self) -> Device:
+        """Where the gradients are."""
+        return self._pipeline.device
+
+    @property
     def is_open(self) -> bool:
         """Whether a step has begun that nobody has waited for."""
         return self._opened
@@ -562,7 +567,7 @@ def _begin_pilot(
             parse(config.reduction),
             config.seed,
             controlled.first_step,
-            in_background,
+            lambda work: in_background(device.bound(work)),
             config.slice_elements,
             device.zeros,
             config.deterministic,

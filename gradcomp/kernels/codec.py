@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp import kernels
+from gradcomp.core.vectors import Vector
 from gradcomp.kernels import segments
 from gradcomp.kernels.devices import HOST, Device
 
@@ -113,6 +114,7 @@ class Scratch:
     def __init__(self, device: Device = HOST) -> None:
         self.device = device
         self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._vectors: dict[str, Vector] = {}
         self._made: dict[str, Any] = {}
 
     def array(
@@ -124,12 +126,12 @@ class Scratch:
             found = self._arrays[name] = device.array(size, dtype)
         return found[:size]
 
-    def room(self, name: str, size: int) -> npt.NDArray[np.float32]:
-        """``size`` floats, with anything in them, that tables of gradients can refer to."""
-        found = self._arrays.get(name)
-        if found is None or len(found) < size:
-            found = self._arrays[name] = self.device.zeros(size)
-        return found[:size]
+    def vector(self, name: str, size: int) -> Vector:
+        """``size`` floats or more, with anything in them, that tables of gradients can refer to."""
+        found = self._vectors.get(name)
+        if found is None or found.size < size:
+            found = self._vectors[name] = self.device.zeros(size)
+        return found
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """What ``make`` gave the first time."""

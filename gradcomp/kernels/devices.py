@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.state import Floats, Zeros, host_zeros
+from gradcomp.core.vectors import Zeros, host_zeros
 from gradcomp.kernels import bodies
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.twins import twin
+from gradcomp.kernels.cuda.vectors import DeviceVector
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Device:
     """One place: its memory, its kernels (see :func:`gradcomp.kernels.bodies.bring`) and its order of work.
 
-    ``name``: as frameworks write it. ``zeros``: makes room that its kernels reach, and this process too.
+    ``name``: as frameworks write it. ``zeros``: allocates float32 in the memory that its kernels work on.
     """
 
     name: str
@@ -34,6 +37,20 @@ class Device:
         if self.driver is None:
             return np.zeros(size, dtype=dtype)
         return twin(self.driver, size * dtype.itemsize, ()).view(dtype)
+
+    def make_current(self) -> None:
+        """Let the calling thread, if it is one of gradcomp's own, work on this device from now on."""
+        if self.driver is not None:
+            self.driver.make_current()
+
+    def bound(self, work: Callable[[], T]) -> Callable[[], T]:
+        """``work``, for a thread of its own: on this device from the start."""
+
+        def run() -> T:
+            self.make_current()
+            return work()
+
+        return run
 
     def mark(self, stream: int) -> Any:
         """An event behind what a framework's stream holds by now; None where nothing runs beside this program."""
@@ -84,7 +101,4 @@ def on(name: str, driver: Driver) -> Device:
 
     bodies.bring(name, CudaKernels(driver), driver.reaches)
 
-    def zeros(size: int) -> Floats:
-        return driver.managed(4 * size).view(np.float32)
-
-    return Device(name, zeros, driver)
+    return Device(name, partial(DeviceVector.zeros, driver), driver)

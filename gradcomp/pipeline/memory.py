@@ -113,11 +113,11 @@ class StepMemory:
         """
         table = group.table
         ends = np.cumsum(table["length"])
-        room = group.scratch.room(name, int(ends[-1]) + 16)
+        vector = group.scratch.vector(name, int(ends[-1]) + 16)
         begins = (ends - table["length"] - table["start"]) * 4
         bases = np.zeros(len(self._inbox.gradients), dtype=np.uint64)
-        # A segment that does not begin its layer may give an address below the room's: wrapping adds up.
-        bases[group.layers] = np.uint64(room.ctypes.data) + begins.astype(np.uint64)
+        # A segment that does not begin its layer may give an address below the vector's: wrapping adds up.
+        bases[group.layers] = np.uint64(vector.address) + begins.astype(np.uint64)
         return bases
 
     def owned(self, table: Table, rows: Sizes) -> None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -30,6 +31,7 @@ from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.cuda.twins import twin
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
 from gradcomp.pipeline.bucket import BucketProgram
@@ -44,7 +46,7 @@ from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Call, Memory
 from gradcomp.reduce.costs import Network, cheapest
 from gradcomp.reduce.header import APPLIED, DISCARDED, PRESENT, SPARSE, Ballot, Stamp
-from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
+from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport, host_room
 
 Mask = npt.NDArray[np.bool_]
 
@@ -140,7 +142,11 @@ class Pipeline:
         self.sparse: frozenset[int] = frozenset()
         self.inbox = Inbox(self.layers)
         self.device = device
-        self._memory = Memory(device.zeros, transport.room(device))
+        messages = transport.room(device)
+        local = messages
+        if device.driver is not None and messages is host_room:
+            local = partial(twin, device.driver)
+        self._memory = Memory(messages, local)
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.rate = 0.0  # learning rate of the last accepted step; 0: not known

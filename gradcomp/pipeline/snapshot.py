@@ -382,16 +382,16 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
     residuals = Residuals(sizes, pipeline.device.zeros)
     names = list(state.shared.layers)
     residuals.own([dataclasses.replace(r, layer=numbers[names[r.layer]]) for r in state.ranges], state.world)
-    pairs = [(residuals.first.value(numbers[name]), value.reshape(-1)) for name, value in state.first.items()]
+    rows = [(residuals.first, numbers[name], value.reshape(-1)) for name, value in state.first.items()]
     ends = np.cumsum([r.length for r in state.ranges], dtype=np.int64)
     seconds = np.split(state.second, ends)[: len(state.ranges)]
-    pairs += [(residuals.second.value(row), value) for row, value in enumerate(seconds)]
+    rows += [(residuals.second, row, value) for row, value in enumerate(seconds)]
     fields = Fields(len(numbers), pipeline.device.zeros)
     for kind, by_name in state.fields.items():
         fields.put(kind, {numbers[name]: value.copy() for name, value in by_name.items()})
-        pairs += [(fields[kind].value(numbers[name]), value) for name, value in by_name.items()]
-    for target, value in pairs:
-        target[:] = value if factor is None else value * factor
+        rows += [(fields[kind], numbers[name], value) for name, value in by_name.items()]
+    for buffer, row, value in rows:
+        buffer.set(row, value if factor is None else value * factor)
     _restore_pilot(pipeline, state, shared)
     # Ranges that this rank does not own here go into its first residuals.
     pipeline.restore(

@@ -27,7 +27,7 @@ class AllToAllBroadcast(Reduction):
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:
         self._rank, self._world = rank, world
-        self._whole = WholeCodes(parts, layers, world, memory)
+        self._whole = WholeCodes(parts, layers, world, memory.local)
         codes = self._whole.codes
         self._header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
@@ -52,4 +52,4 @@ class AllToAllBroadcast(Reduction):
         with binding.span("reduce"):
             self._whole.add(list(self._messages), call)
         with binding.span("decode"):
-            return self._whole.decode(call, binding, ballot)
+            return self._whole.decode(self._whole.sum, call, binding, ballot)

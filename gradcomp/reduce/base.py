@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.state import Range, Zeros, host_zeros
+from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Codec, Draw, Group, Sizes, Table
 from gradcomp.reduce.header import Ballot, Stamp
 from gradcomp.transport.base import Operation, Room, host_room
@@ -36,12 +36,13 @@ class Part:
 class Memory:
     """What reductions work in, beside what a binding refers to.
 
-    ``floats``: for what tables refer to; kernels of the gradients' device reach it, and this program too.
-    ``messages``: for coded messages, of which this program touches their headers only.
+    ``messages``: for messages that travel, of which this program touches their headers only. ``local``: for messages
+    that stay on this rank; kernels of the gradients' device can be given addresses in them. The two are the same
+    function where whatever lies on the device can be sent from there.
     """
 
-    floats: Zeros = host_zeros
     messages: Room = host_room
+    local: Room = host_room
 
 
 HOST_MEMORY = Memory()

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradcomp.kernels.cuda.twins import fetch
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.header import Ballot, ByteHeader, check_covers
 from gradcomp.reduce.pieces import encode
-from gradcomp.reduce.whole import WholeCodes
+from gradcomp.reduce.whole import WholeCodes, floats
 from gradcomp.transport.base import Exchange
 
 ROOT = 0
@@ -32,11 +33,15 @@ class GatherAndSum(Reduction):
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:
         self._rank, self._world = rank, world
-        self._whole = WholeCodes(parts, layers, world, memory)
+        room = memory.local if rank == ROOT else memory.messages
+        self._whole = WholeCodes(parts, layers, world, room)
         codes, dense = self._whole.codes, self._whole.dense
         self._up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
         self._messages = codes.copies(memory, world if rank == ROOT else 1)
+        # The sum as it travels: apart from where kernels add up, unless it can be sent from there.
+        apart = room is not memory.messages
+        self._down = floats(dense, memory.messages) if apart else self._whole.sum
         self.rounds = 2 if world > 1 else 0
         self.bytes_sent = (world - 1) * dense.sizes[0] if rank == ROOT else codes.sizes[0]
 
@@ -50,21 +55,21 @@ class GatherAndSum(Reduction):
         others = range(1, self._world)
         if self._rank != ROOT:
             yield [Exchange([(ROOT, own)], [])]
-            yield [Exchange([], [(ROOT, self._whole.sum)])]
+            yield [Exchange([], [(ROOT, self._down)])]
         else:
             if self.rounds:
                 yield [Exchange([], [(r, self._messages[r]) for r in others])]
             self._add(call, binding)
             if self.rounds:
-                yield [Exchange([(r, self._whole.sum) for r in others], [])]
+                yield [Exchange([(r, self._down) for r in others], [])]
 
         down = self._whole.dense.header
         down.stamp(call.stamp, 1, 0)
-        ballot.ready, result = down.read(self._whole.sum, 0, ROOT, self._world)
+        ballot.ready, result = down.read(self._down, 0, ROOT, self._world)
         check_covers(result, states, f"rank {ROOT}")
         ballot.states |= result
         with binding.span("decode"):
-            return self._whole.decode(call, binding, ballot)
+            return self._whole.decode(self._down, call, binding, ballot)
 
     def _add(self, call: Call, binding: Binding) -> None:
         """Count the votes, add the codes."""
@@ -75,6 +80,8 @@ class GatherAndSum(Reduction):
             count += ready
         with binding.span("reduce"):
             self._whole.add(list(self._messages), call)
+            if self._down is not self._whole.sum:
+                fetch(self._whole.sum, self._down)
             down = self._whole.dense.header
             down.stamp(call.stamp, 1, count)
-            down.write(self._whole.sum, 0, votes)
+            down.write(self._down, 0, votes)

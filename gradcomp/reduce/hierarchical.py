@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.cuda.twins import address_of
 from gradcomp.kernels.segments import FLOAT32
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
 from gradcomp.reduce.header import Ballot, ByteHeader
@@ -59,9 +60,9 @@ class Hierarchical(Reduction):
         self._dense = Chunks(as_float32(parts), layers, 1)
         self._up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))
         self._inputs = self._dense.inputs()
-        self._own = floats(self._dense, memory)
         self._inner: ScatterReduceAllgather | None = None
         if rank == self._leader:
+            self._own = floats(self._dense, memory.local)
             voters = [len(topology.members(leader)) for leader in leaders]
             roles = Roles(leaders, len(leaders), voters, int(self._several))
             self._inner = ScatterReduceAllgather(carried(parts), layers, rank, topology.world, roles, memory)
@@ -69,12 +70,13 @@ class Hierarchical(Reduction):
             self._mean = self._inner.mean
             self.bytes_sent = self._inner.bytes_sent + len(self._others) * len(self._mean.buffer)
         else:
+            self._own = floats(self._dense, memory.messages)
             self._mean = Mean(Chunks(carried(parts), layers, len(leaders)), memory)
             self.bytes_sent = self._dense.sizes[0]
         if self._others and self._inner:
             self._sums = self._dense.place()
             self._received = self._dense.copies(memory, len(self._others))
-            self._sum = floats(self._dense, memory)
+            self._sum = floats(self._dense, memory.local)
 
     def assign(self, rows: Sequence[int]) -> None:
         """Rows of the second residual, which leaders have."""
@@ -180,4 +182,4 @@ class _Sums:
 
 def _at(message: Bytes, table: Table) -> Addresses:
     """Addresses of the segments' floats in a message."""
-    return np.uint64(message.ctypes.data) + table["payload"].astype(np.uint64)
+    return np.uint64(address_of(message)) + table["payload"].astype(np.uint64)

@@ -69,8 +69,8 @@ class PartialSums:
             sums = pieces.chunk(j)
             flags = mine.flags()
             lengths = mine.table["length"]
-            room = part.group.scratch.room("contribution", int(lengths.sum()))
-            where = np.uint64(room.ctypes.data) + (4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
+            vector = part.group.scratch.vector("contribution", int(lengths.sum()))
+            where = np.uint64(vector.address) + (4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
             # To the kernel, what the rank adds is the residual of the sum.
             sums.table["shadow"] = contribute(part, mine, where, flags, call, binding)
             sums.table["residual"] = where

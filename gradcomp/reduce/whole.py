@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcomp.kernels.codec import Codec, Draw
+from gradcomp.kernels.cuda.twins import address_of
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE
-from gradcomp.reduce.base import Binding, Bytes, Call, Memory, Part
+from gradcomp.reduce.base import Binding, Bytes, Call, Part
 from gradcomp.reduce.header import Ballot
 from gradcomp.reduce.pieces import Chunks, Pieces, decode
+from gradcomp.transport.base import Room
 
 _LINE_BYTES = 64
 
@@ -20,12 +22,13 @@ def as_float32(parts: Sequence[Part]) -> list[Part]:
     return [Part(Codec(FP32), part.group, part.slots) for part in parts]
 
 
-def floats(chunks: Chunks, memory: Memory) -> Bytes:
-    """Room for a message of uncompressed parts, whose floats begin at a cache line, and tables may refer to them."""
-    lead = chunks.header.nbytes
-    room = memory.floats(-(-(chunks.sizes[0] + _LINE_BYTES) // 4)).view(np.uint8)
-    begin = -(room.ctypes.data + lead) % _LINE_BYTES
-    return room[begin : begin + chunks.sizes[0]]
+def floats(chunks: Chunks, room: Room) -> Bytes:
+    """A message of uncompressed parts, whose floats begin at a cache line, so that tables may refer to them."""
+    lead, size = chunks.header.nbytes, chunks.sizes[0]
+    begin = -lead % _LINE_BYTES  # memory of a device begins at a line
+    made = room(begin + size + _LINE_BYTES, [(begin, begin + lead)])
+    begin = -(address_of(made) + lead) % _LINE_BYTES
+    return made[begin : begin + size]
 
 
 class WholeCodes:
@@ -34,11 +37,11 @@ class WholeCodes:
     ``sum``: what :meth:`add` writes; N times the mean, or, of votes, the majority.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, world: int, memory: Memory) -> None:
+    def __init__(self, parts: Sequence[Part], layers: int, world: int, room: Room) -> None:
         self._world = world
         self.codes = Chunks(parts, layers, 1)
         self.dense = Chunks(as_float32(parts), layers, 1)
-        self.sum = floats(self.dense, memory)
+        self.sum = floats(self.dense, room)
         self._places = self.codes.place()
         for pieces in self._places:
             pieces.table["dtype"] = FLOAT32
@@ -47,9 +50,8 @@ class WholeCodes:
     def add(self, payloads: Sequence[Bytes], call: Call) -> None:
         """sum <- value of the first payload + value of the second + ..."""
         for part, pieces, dense in zip(self.codes.parts, self._places, self._dense_places, strict=True):
-            pieces.table["output"] = np.uint64(self.sum.ctypes.data) + dense.table["payload"].astype(
-                np.uint64
-            )
+            places = dense.table["payload"].astype(np.uint64)
+            pieces.table["output"] = np.uint64(address_of(self.sum)) + places
             if part.codec.kind == VOTE:
                 self._count(part.codec, pieces, payloads, call)
                 continue
@@ -65,7 +67,7 @@ class WholeCodes:
         codec.reduce(pieces.table, payloads, majority, flags, shared, float(self._world))
         codec.decode(pieces.table, majority, flags, scale=float(self._world))
 
-    def decode(self, call: Call, binding: Binding, ballot: Ballot) -> list[Bytes]:
+    def decode(self, message: Bytes, call: Call, binding: Binding, ballot: Ballot) -> list[Bytes]:
         """output <- unscale (sum / N), NaN in layers that are not finite; flags by part and segment."""
         places = self._dense_places
-        return decode(self.dense.parts, places, self.sum, call, binding, ballot, float(self._world))
+        return decode(self.dense.parts, places, message, call, binding, ballot, float(self._world))

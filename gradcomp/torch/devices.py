@@ -7,6 +7,7 @@ import torch
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import devices
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.torch import pool
 from gradcomp.torch.layers import Named
 
 
@@ -24,7 +25,9 @@ def device_of(named: Named) -> Device:
         raise ConfigError(
             f"gradients on {found[0]} cannot be exchanged: on the CPU and on CUDA devices they can"
         )
-    return devices.cuda(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    pool.lend(index)
+    return devices.cuda(index)
 
 
 def stream_of(tensor: torch.Tensor) -> int:

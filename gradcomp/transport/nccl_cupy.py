@@ -19,6 +19,8 @@ from gradcomp.transport.nccl import NcclTransport
 #: What :meth:`gradcomp.transport.Transport.allgather_bytes` does, among the ranks that are to meet.
 Meet = Callable[[bytes], Sequence[bytes]]
 
+_IN_PROGRESS = 7  # of ncclResult_t
+
 
 def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> NcclTransport:
     """NCCL among the ranks that meet by ``meet``, each on the device that is current in its calling thread.
@@ -46,15 +48,19 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
         identity = bytes.fromhex(told[0]["id"])
     except (KeyError, ValueError) as error:
         raise WireFormatError("rank 0 introduced itself without an identity for NCCL") from error
-    communicator = _within(
-        timeout_seconds, lambda: CupyCommunicator(nccl, driver, identity, rank, size), f"{size} ranks"
-    )
+
+    def make() -> CupyCommunicator:
+        driver.make_current()  # the thread is a new one
+        return CupyCommunicator(nccl, driver, identity, rank, size)
+
+    communicator = _within(timeout_seconds, make, f"{size} ranks")
     return NcclTransport(communicator, timeout_seconds)
 
 
 def _engine() -> tuple[Any, Any, str]:
     """CuPy's NCCL, a driver for the current device, and that device's name on its host."""
-    # All of a communicator's connections are made with it, not when an algorithm is first used: see NcclTransport.
+    # All of a communicator's connections are made with it, not when an algorithm is first used: see NcclTransport. NCCL
+    # reads this when it is first used in a process, so it comes too late where PyTorch has a group over NCCL already.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     try:
         import cupy
@@ -129,10 +135,12 @@ class CupyCommunicator:
     def _calls(self) -> Iterator[None]:
         """On the device, whichever is the thread's."""
         try:
-            with self.driver.device:
+            with self.driver.current():
                 yield
         except self._nccl.NcclError as error:
             raise TransportError(f"NCCL failed: {error}") from error
+        except KeyError as error:  # CuPy knows no name for it
+            raise TransportError(f"NCCL failed with status {error}") from error
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -163,7 +171,12 @@ class CupyCommunicator:
     def check(self) -> None:
         """NCCL's asynchronous error."""
         with self._calls():
-            self._communicator.check_async_error()
+            try:
+                self._communicator.check_async_error()
+            except KeyError as error:
+                # "In progress" is no failure, but CuPy takes it for one that it has no name for.
+                if error.args != (_IN_PROGRESS,):
+                    raise
 
     def abort(self) -> None:
         """NCCL waits until its kernels have left the device; they look often."""

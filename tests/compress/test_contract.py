@@ -369,11 +369,15 @@ def test_a_missing_gradient_still_sends_the_residual(row: Row):
     ranks = Simulation(layers, row.compressor, 2)
     ranks.step()
     assert ranks.pipelines[1].residuals.first.value(0).any()
-    ranks.pipelines[0].residuals.first.value(0)[:] = 0
+    ranks.pipelines[0].residuals.first.set(0, np.full_like(ranks.pipelines[0].residuals.first.value(0), 0))
     for row_number in range(len(ranks.pipelines[0].residuals.ranges)):
-        ranks.pipelines[0].residuals.second.value(row_number)[:] = 0
+        ranks.pipelines[0].residuals.second.set(
+            row_number, np.full_like(ranks.pipelines[0].residuals.second.value(row_number), 0)
+        )
     for row_number in range(len(ranks.pipelines[1].residuals.ranges)):
-        ranks.pipelines[1].residuals.second.value(row_number)[:] = 0
+        ranks.pipelines[1].residuals.second.set(
+            row_number, np.full_like(ranks.pipelines[1].residuals.second.value(row_number), 0)
+        )
     mean = ranks.step([[np.zeros(64, np.float32)], [None]]).mean(0)
     assert mean.any()
 

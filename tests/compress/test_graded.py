@@ -61,11 +61,13 @@ def p_of(ranks: Simulation, gradients, rank: int, layer: int) -> np.ndarray:
     return gradients[rank][layer].astype(np.float32) + e
 
 
-def next_value(pipeline, layer: int) -> np.ndarray:
-    """What a step writes over: the residual of the step before the last one."""
+def next_value(pipeline, layer: int, fill: np.ndarray | None = None) -> np.ndarray:
+    """What a step writes over: the residual of the step before the last one; filled anew if asked to."""
     rows = pipeline.residuals.first
     flip = np.arange(len(LAYERS)) == layer
     rows.commit(flip[: len(rows.lengths)])
+    if fill is not None:
+        rows.set(layer, fill)
     value = rows.value(layer)
     rows.commit(flip[: len(rows.lengths)])
     return value
@@ -160,8 +162,8 @@ def test_dense_is_the_allreduce_of_gradients_and_residuals(world: int):
     gradients = ranks.gradients()
     for pipeline in ranks.pipelines:
         for i in range(2):
-            for value in (pipeline.residuals.first.value(i), next_value(pipeline, i)):
-                value[:] = generator.standard_normal(layers[i].size)
+            pipeline.residuals.first.set(i, generator.standard_normal(layers[i].size))
+            next_value(pipeline, i, generator.standard_normal(layers[i].size))
     p = [[p_of(ranks, gradients, r, i) for i in range(2)] for r in range(world)]
     want, got = plain.step(p).all_means(), ranks.step(gradients).all_means()
     assert all(same_bytes(a, b) for a, b in zip(got, want, strict=True))

@@ -107,7 +107,7 @@ def test_columns_are_kept_at_a_new_rank(alternate: bool):
     for version, rank in ((1, 5), (2, 2)):
         for pipeline in ranks.pipelines:
             pipeline.propose(plan_for([MATRIX], PowerSGD(rank, alternate=alternate), version))
-            pipeline.fields["powersgd_q"].value(0)[:120] = before.reshape(-1)
+            pipeline.fields["powersgd_q"].set(0, before.reshape(-1))
         ranks.step(commit=False)
         ranks.pipelines[0].settle()
         after = ranks.pipelines[0].fields["powersgd_q"].value(0).reshape(-1, 40)

@@ -89,9 +89,9 @@ def test_second_residuals_follow_the_learning_rate_as_well():
     for rate, factor in ((0.5, 1), (0.25, 2), (0.0625, 4), (0.125, 0.5)):
         following.rate = rate
         for pipeline in by_hand.pipelines:
-            pipeline.residuals.first.value(0)[:] *= factor
+            pipeline.residuals.first.set(0, pipeline.residuals.first.value(0) * factor)
             for row in range(len(pipeline.residuals.ranges)):
-                pipeline.residuals.second.value(row)[:] *= factor
+                pipeline.residuals.second.set(row, pipeline.residuals.second.value(row) * factor)
         assert same_bytes(following.step().mean(0), by_hand.step().mean(0))
     assert following.state() == by_hand.state()
 

@@ -113,7 +113,7 @@ def test_nothing_is_lost_when_ranges_change_hands(sequence, seed: int):
     ranks = [Residuals(SIZES) for _ in range(world)]
     for rank in ranks:
         for layer in range(len(SIZES)):
-            rank.first.value(layer)[:] = generator.integers(-99, 99, SIZES[layer])  # exact in float32
+            rank.first.set(layer, generator.integers(-99, 99, SIZES[layer]))  # exact in float32
     for ownership in sequence:
         before = [total(ranks, layer) for layer in range(len(SIZES))]
         for rank, ranges in zip(ranks, ownership, strict=True):
@@ -122,13 +122,13 @@ def test_nothing_is_lost_when_ranges_change_hands(sequence, seed: int):
             assert np.array_equal(total(ranks, layer), before[layer])
         for rank in ranks:
             for row in range(len(rank.ranges)):
-                rank.second.value(row)[:] = generator.integers(-99, 99, rank.ranges[row].length)
+                rank.second.set(row, generator.integers(-99, 99, rank.ranges[row].length))
 
 
 def test_what_stays_with_its_owner_stays_a_second_residual():
     residuals = Residuals([10])
     residuals.own([Range(0, 2, 6)], world=3)
-    residuals.second.value(0)[:] = [1, 2, 3, 4, 5, 6]
+    residuals.second.set(0, np.array([1, 2, 3, 4, 5, 6], np.float32))
     residuals.own([Range(0, 0, 4), Range(0, 6, 4)], world=3)
     assert residuals.second.value(0).tolist() == [0, 0, 1, 2]
     assert residuals.second.value(1).tolist() == [5, 6, 0, 0]
@@ -137,7 +137,7 @@ def test_what_stays_with_its_owner_stays_a_second_residual():
 
 def test_growing_keeps_what_exists():
     residuals = Residuals([4, 0])
-    residuals.first.value(0)[:] = 7
+    residuals.first.set(0, np.full_like(residuals.first.value(0), 7))
     residuals.grow([4, 6])
     assert residuals.first.value(0).tolist() == [7.0] * 4
     assert residuals.first.value(1).tolist() == [0.0] * 6
@@ -145,7 +145,7 @@ def test_growing_keeps_what_exists():
 
 def test_nothing_shrinks():
     residuals = Residuals([4, 6])
-    residuals.first.value(1)[:] = 7
+    residuals.first.set(1, np.full_like(residuals.first.value(1), 7))
     residuals.grow([0, 0])
     assert residuals.first.value(1).tolist() == [7.0] * 6
 
@@ -174,7 +174,7 @@ def test_memory_counts_both_residuals():
 def test_what_is_stored_is_loaded_after_the_commit(lengths: list[int], data):
     buffer = DoubleBuffer(lengths)
     for row, length in enumerate(lengths):
-        buffer.value(row)[:] = 100 * row + np.arange(length)
+        buffer.set(row, 100 * row + np.arange(length))
     rows = np.array(data.draw(st.lists(st.sampled_from(range(len(lengths))), unique=True)), dtype=np.int64)
     before = [buffer.value(row).copy() for row in range(len(lengths))]
     expected = np.concatenate([np.zeros(0, np.float32), *(before[row] for row in rows)])
@@ -235,7 +235,7 @@ class TestFields:
 
     def test_a_field_that_stays_keeps_its_value_while_others_come(self):
         fields = fields_of_two()
-        fields["q"].value(0)[:] = 7
+        fields["q"].set(0, np.full_like(fields["q"].value(0), 7))
         fields.arrange([{"q": (3, never)}, {"q": (3, begin(2.0))}])
         assert fields["q"].value(0).tolist() == [7.0] * 3
         assert fields["q"].value(1).tolist() == [2.0] * 3
@@ -243,7 +243,7 @@ class TestFields:
     def test_another_size_is_made_from_the_old_value(self):
         seen: list[list[float]] = []
         fields = fields_of_two()
-        fields["q"].value(0)[:] = [7, 8, 9]
+        fields["q"].set(0, np.array([7, 8, 9], np.float32))
         fields.arrange([{"q": (5, begin(0.5, seen, 5))}, {}])
         assert seen == [[7.0, 8.0, 9.0]]
         assert fields["q"].value(0).tolist() == [7.0, 8.0, 9.0, 0.5, 0.5]
@@ -259,7 +259,7 @@ class TestFields:
 
     def test_a_field_that_the_plan_dropped_waits_for_the_day_it_is_used_again(self):
         fields = fields_of_two()
-        fields["q"].value(0)[:] = 7
+        fields["q"].set(0, np.full_like(fields["q"].value(0), 7))
         fields.arrange([{}, {}])
         fields["q"].store(np.array([0]), np.full(3, 6.0, np.float32))
         fields.commit(np.array([True, True]))  # nobody wrote a next value

@@ -66,11 +66,15 @@ class CpuDriver:
         self.launched: list[tuple[str, int]] = []
         self.synchronized = 0
         self.late = 0
+        self.current_in: set[int] = set()  # threads that work on the device
         self._asked: dict[Any, int] = {}
         self.events: list[tuple[str, Any]] = []
         self._folder = folder
         self._reached: dict[int, int] = {}  # memory of the device: where it begins and ends
         self.gaps: list[tuple[int, int]] = []  # addresses and sizes, of what no kernel may touch
+
+    def make_current(self) -> None:
+        self.current_in.add(threading.get_ident())
 
     def allocate(self, nbytes: int) -> Block:
         block = Block(nbytes)
@@ -78,12 +82,13 @@ class CpuDriver:
         weakref.finalize(block, self._reached.pop, block.address)
         return block
 
-    def managed(self, nbytes: int) -> np.ndarray:
-        room = np.zeros(nbytes + 256, dtype=np.uint8)
-        key = room.ctypes.data
-        self._reached[key] = key + room.nbytes
-        weakref.finalize(room, self._reached.pop, key)
-        return room[-key % 256 :][:nbytes]
+    def shared(self, nbytes: int) -> np.ndarray:
+        """Zeros of a framework's on the device, which tests read and write as well."""
+        whole = np.zeros(nbytes + 256, dtype=np.uint8)
+        key = whole.ctypes.data
+        self._reached[key] = key + whole.nbytes
+        weakref.finalize(whole, self._reached.pop, key)
+        return whole[-key % 256 :][:nbytes]
 
     def pinned(self, nbytes: int) -> np.ndarray:
         return np.full(nbytes, _PATTERN, dtype=np.uint8)

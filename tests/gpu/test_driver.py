@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp import ConfigError
+from gradcomp import ConfigError, DeviceError, StateError
 from gradcomp.kernels import devices, segments
+from gradcomp.kernels.cuda import pools
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.twins import fill, twin
 
 torch: Any = pytest.importorskip("torch")
+TorchPool: Any = pytest.importorskip("gradcomp.torch.pool").TorchPool
 
 
 def nonzero(driver: Any, tensor: Any) -> bool:
@@ -65,6 +67,30 @@ def test_reaches_what_torch_allocates_there_and_nothing_of_the_host(driver: Any)
     assert not driver.reaches(torch.zeros(9).pin_memory().data_ptr())
     if torch.cuda.device_count() > 1:
         assert not driver.reaches(torch.zeros(9, device="cuda:1").data_ptr())
+
+
+def test_gradients_of_a_stream_that_is_captured_are_refused(driver: Any) -> None:
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(StateError, match="captured into a CUDA graph"),
+    ):
+        driver.mark(torch.cuda.current_stream().cuda_stream)
+
+
+def test_memory_that_torch_lends_is_counted_by_torch(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "_lent", {0: TorchPool(0)})
+    before = torch.cuda.memory_allocated()
+    block = driver.allocate(1 << 20)
+    assert driver.reaches(block.address)
+    assert torch.cuda.memory_allocated() >= before + (1 << 20)
+    del block
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_full_device_is_an_error_and_then_goes_on(driver: Any) -> None:
+    with pytest.raises(DeviceError, match="cuda:0 has no room for"):
+        driver.allocate(1 << 50)
+    assert driver.reaches(driver.allocate(1000).address)
 
 
 def test_staging_memory_is_pinned(driver: Any) -> None:

@@ -68,7 +68,7 @@ class _Strict:
 class _Unmixed(bodies._Routed):
     """Refuses tables of which some addresses are the device's and others are not, whoever they are for.
 
-    The stand-in's managed memory is the host's too, so that a kernel of the host would take a gradient of the device.
+    The stand-in's memory is the host's too, so that a kernel of the host would take a gradient of the device.
     """
 
     def __init__(self, driver: CpuDriver) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels import standin
+from kernels.lent import shared
 
 from gradcomp import RedSync
 from gradcomp.kernels import segments
@@ -23,7 +24,7 @@ def rows(place: Any, kinds: list[Any]) -> tuple[Any, list[Any]]:
     table = np.zeros(len(kinds), segments.SEGMENT)
     arrays = []
     for row, values in enumerate(kinds):
-        array = np.asarray(values, np.float32) if place is None else place.zeros(len(values))
+        array = np.asarray(values, np.float32) if place is None else shared(place.driver, len(values))
         array[:] = values
         arrays.append(array)
         table[row]["length"], table[row]["shadow"] = len(values), array.ctypes.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,12 @@ from cuda_on_cpu.driver import CpuDriver
 from kernels import gpu
 from kernels.standin import FOLDER
 
+from gradcomp.core.state import Range, Residuals
+from gradcomp.core.vectors import host_zeros
 from gradcomp.kernels import devices
+from gradcomp.kernels.cuda import vectors
 from gradcomp.kernels.cuda.call import Call
+from gradcomp.kernels.cuda.vectors import DeviceVector
 from gradcomp.kernels.segments import SEGMENT
 
 DRIVERS = ["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -53,41 +58,76 @@ def test_zero_leaves_what_is_beside_it(driver: Any) -> None:
     assert downloaded(driver, block.address, 64).tolist() == [7] * 3 + [0] * 20 + [7] * 41
 
 
-def test_managed_memory_is_zero_and_writable_here(driver: Any) -> None:
-    room = driver.managed(1000)
-    assert len(room) == 1000
-    assert not room.any()
-    assert room.ctypes.data % 256 == 0
-    room[:] = 5
-    assert downloaded(driver, room.ctypes.data, 1000).tolist() == [5] * 1000
-    driver.zero(room.ctypes.data + 1, 998)
-    driver.synchronize()
-    assert room.sum() == 10
+def test_a_vector_begins_as_zeros_and_is_read_and_written_by_copies(driver: Any) -> None:
+    vector = DeviceVector.zeros(driver, 1000)
+    assert vector.address % 256 == 0
+    assert not vector.read().any()
+    vector.write(np.arange(5, dtype=np.float32), 3)
+    assert vector.read(2, 9).tolist() == [0, 0, 1, 2, 3, 4, 0]
+    assert downloaded(driver, vector.address, 4000).view(np.float32).sum() == 10
+    with pytest.raises(ValueError, match="read-only"):
+        vector.read()[0] = 1  # it would be lost
 
 
-def test_views_keep_managed_memory(driver: Any) -> None:
-    views = [driver.managed(4096).view(np.float32)[i:] for i in range(8)]
-    for i, view in enumerate(views):
-        view[:] = i
-    assert [view.sum() for view in views] == [i * (1024 - i) for i in range(8)]
-    assert len(driver.managed(0)) == 0
+def test_a_vector_is_copied_piece_by_piece(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "_PIECE_BYTES", 256)
+    values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    vector = DeviceVector.zeros(driver, 1000)
+    vector.write(values)
+    assert vector.read().tobytes() == values.tobytes()
+
+
+def test_places_of_a_vector(driver: Any) -> None:
+    vector = DeviceVector.zeros(driver, 100)
+    vector.write(np.arange(100, dtype=np.float32))
+    places = np.array([70, 3, 4, 50])
+    assert vector.take(places).tolist() == [70, 3, 4, 50]
+    vector.put(places, np.zeros(4, np.float32))
+    assert vector.read().sum() == 99 * 50 - 127
+    assert vector.take(np.zeros(0, np.int64)).tolist() == []
+
+
+def test_a_part_of_a_vector_is_the_same_memory(driver: Any) -> None:
+    vector = DeviceVector.zeros(driver, 10)
+    part = vector.part(4, 8)
+    assert (part.address, part.size) == (vector.address + 16, 4)
+    part.write(np.ones(4, np.float32))
+    del vector
+    assert part.part(1, 3).read().tolist() == [1, 1]
+
+
+def test_state_on_a_device_is_that_of_the_host(driver: Any) -> None:
+    found = []
+    for zeros in (host_zeros, partial(DeviceVector.zeros, driver)):
+        residuals = Residuals([10, 6], zeros)
+        residuals.own([Range(0, 2, 6)], 3)
+        residuals.second.set(0, np.arange(6, dtype=np.float32))
+        residuals.own(
+            [Range(0, 0, 4), Range(1, 6, 0)], 3
+        )  # what is no longer owned goes to the first residual
+        residuals.first.store(np.array([1]), np.ones(6, np.float32))
+        residuals.first.commit(np.array([False, True]))
+        residuals.grow([10, 20])
+        rows = [residuals.first.value(0), residuals.second.value(0), residuals.first.load(np.array([1]))]
+        found.append([row.tolist() for row in rows])
+    assert found[0] == found[1]
+    assert found[0][0] == [0, 0, 0, 0, 6, 9, 12, 15, 0, 0]
 
 
 def test_reaches_its_own_memory_and_no_other(driver: Any) -> None:
-    room, block = driver.managed(100), driver.allocate(100)
+    block = driver.allocate(100)
     own = np.zeros(100, np.uint8)
-    assert driver.reaches(room.ctypes.data)
-    assert driver.reaches(room.ctypes.data + 99)
     assert driver.reaches(block.address)
+    assert driver.reaches(block.address + 99)
     assert not driver.reaches(own.ctypes.data)
     assert not driver.reaches(driver.pinned(100).ctypes.data)
 
 
-def test_a_kernel_reads_and_writes_managed_memory(driver: Any) -> None:
-    gradient = driver.managed(4 * 3000).view(np.float32)
-    gradient[2999] = -0.5
+def test_a_kernel_reads_a_vector(driver: Any) -> None:
+    gradient = DeviceVector.zeros(driver, 3000)
+    gradient.write(np.array([-0.5], np.float32), 2999)
     table = np.zeros(2, SEGMENT)
-    table["gradient"], table["length"] = gradient.ctypes.data, (2999, 3000)
+    table["gradient"], table["length"] = gradient.address, (2999, 3000)
     call = Call(driver)
     found = np.full(2, 9, np.uint8)
     begins = np.array([0, 2, 4])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.isas import instruction_set
+from kernels.lent import shared
 from kernels.standin import ORDERS, cuda_body, device
 
 from gradcomp import kernels
@@ -610,7 +611,7 @@ def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
     isa = instruction_set("baseline") if host == "baseline" else kernels.use("reference")
     with isa, device() as (place, called):
         table = np.zeros(1, segments.SEGMENT)
-        gradient, shadow = place.zeros(n * m), place.zeros(n * m)
+        gradient, shadow = shared(place.driver, n * m), shared(place.driver, n * m)
         gradient[:] = np.arange(n * m)
         table["gradient"], table["shadow"] = gradient.ctypes.data, shadow.ctypes.data
         table["length"], table["dtype"] = n * m, segments.FLOAT32

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from configurations import ROWS
 from kernels import standin
-from simulation import Simulation
+from simulation import Simulation, plan_for
 
 from gradcomp import (
     DGC,
@@ -37,6 +37,7 @@ from gradcomp import (
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
+from gradcomp.pipeline.snapshot import restore, snapshot
 
 LAYERS = [
     LayerSpec("a.weight", (33, 20), "float32", "weight"),
@@ -151,6 +152,55 @@ def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: st
         assert {"encode_indices", "decode_indices", "scatter_mean"} <= kernels.called
     if name.startswith("PowerSGD"):
         assert {"project", "orthogonalise", "back_project", "subtract", "expand"} <= kernels.called
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_root_on_a_device_adds_up_there(name: str, gpu: Any) -> None:
+    device, kernels = gpu
+    settings: dict[str, Any] = {"slice_elements": 512, "reduction": "gather"}
+    alone = Simulation(LAYERS, COMPRESSORS[name], 3, **settings)
+    mixed = Simulation(LAYERS, COMPRESSORS[name], 3, devices=[device, HOST, HOST], **settings)
+    assert_alike(mixed, alone, exact=True)
+    assert "decode_add" in kernels.called
+
+
+@pytest.mark.parametrize("name", ["nearest with feedback", "DGC", "PowerSGD", "dgc-momentum"])
+def test_a_checkpoint_goes_from_a_device_to_the_host_and_back(name: str, gpu: Any) -> None:
+    device, _ = gpu
+
+    def ranks(*devices: Any) -> Simulation:
+        return Simulation(LAYERS, COMPRESSORS[name], 2, devices=devices, slice_elements=512)
+
+    first = ranks(device, device)
+    for _ in range(2):
+        first.step()
+    for places in ((HOST, HOST), (device, HOST)):
+        second = ranks(*places)
+        for old, new in zip(first.pipelines, second.pipelines, strict=True):
+            restore(new, snapshot(old))
+        assert second.state() == first.state()
+        first = second
+    assert any(b"".join(rows).strip(b"\0") for rows, _ in first.state())
+
+
+@pytest.mark.parametrize("moved", ["plan", "order"])
+def test_second_residuals_move_on_a_device_as_on_the_host(moved: str, gpu: Any) -> None:
+    device, _ = gpu
+    states = []
+    for places in ([HOST] * 3, [device, HOST, device]):
+        ranks = Simulation(
+            LAYERS, COMPRESSORS["nearest with feedback"], 3, devices=places, slice_elements=512
+        )
+        ranks.step()
+        for pipeline in ranks.pipelines:
+            plan, order = pipeline.plan, list(range(len(LAYERS)))
+            if moved == "plan":
+                plan = plan_for(LAYERS, Quantize(2, bucket_size=64, rounding="nearest", feedback=True), 1)
+            pipeline.restore(
+                pipeline.step, order[::-1] if moved == "order" else order, plan, frozenset(), frozenset()
+            )
+        states.append(ranks.state())
+    assert states[0] == states[1]
 
 
 def test_a_bucket_begins_behind_the_events_of_its_layers(gpu: Any) -> None:

@@ -115,7 +115,7 @@ def test_fields_are_in_the_snapshot_as_copies(kind):
 
 def test_momentum_is_converted_to_the_unit_at_hand():
     (old,), (new,) = (job(KINDS["top"], 1).pipelines for _ in range(2))
-    old.fields[MOMENTUM].value(0)[:] = 3.0
+    old.fields[MOMENTUM].set(0, np.full_like(old.fields[MOMENTUM].value(0), 3.0))
     restore(new, snapshot(old, unit=4.0), unit=2.0)
     assert (new.fields[MOMENTUM].value(0) == 6.0).all()
 
@@ -220,7 +220,7 @@ def test_one_error_lists_every_field_that_is_missing_or_misshapen():
 def test_an_impossible_field_is_refused_with_nothing_changed(name: str, value):
     (pipeline,) = job(KINDS["top"], 1).pipelines
     state = snapshot(pipeline)
-    pipeline.fields[MOMENTUM].value(0)[:] = 5
+    pipeline.fields[MOMENTUM].set(0, np.full_like(pipeline.fields[MOMENTUM].value(0), 5))
     with pytest.raises(StateError, match=f"momentum of '{name}'"):
         restore(pipeline, replaced(state, MOMENTUM, name, value))
     assert (pipeline.fields[MOMENTUM].value(0) == 5).all()

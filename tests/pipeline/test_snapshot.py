@@ -196,7 +196,7 @@ def test_another_compression_than_the_saved_one_is_said(caplog):
 
 def test_residuals_are_converted_to_the_unit_at_hand():
     (old,), (new,) = job(KINDS["bf16 feedback"], 1).pipelines, job(KINDS["bf16 feedback"], 1).pipelines
-    old.residuals.first.value(0)[:] = 3.0
+    old.residuals.first.set(0, np.full_like(old.residuals.first.value(0), 3.0))
     restore(new, snapshot(old, unit=4.0), unit=2.0)
     assert (new.residuals.first.value(0) == 6.0).all()
 

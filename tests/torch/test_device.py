@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -65,6 +66,9 @@ def parameters_after(steps: int, compression: str, here: bool) -> list[torch.Ten
             kinds = [kind for kind, _ in driver.events]
             assert driver.launched
             assert kinds.count("follow") >= kinds.count("mark") > steps
+            # The engine's thread, and no thread of the script.
+            ours = {thread.ident for thread in threading.enumerate() if thread.name == "gradcomp"}
+            assert driver.current_in == ours
     return [p.detach().clone() for p in model.parameters()]
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -179,7 +180,10 @@ class Driver(QueuedDriver):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.index, self.device = index, threading.RLock()  # to be entered
+        self.index = index
+
+    def current(self) -> Any:
+        return nullcontext()
 
 
 @pytest.fixture
@@ -311,3 +315,33 @@ def test_calls_of_nccl(machine: Machine) -> None:
     ]
     with pytest.raises(TransportError, match="NCCL failed: NCCL_ERROR_REMOTE_ERROR"):
         ours.check()
+
+
+def test_a_status_that_cupy_has_no_name_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradcomp.transport.nccl_cupy import CupyCommunicator
+
+    machine.place.rank = 0
+    ours = CupyCommunicator(machine.nccl, Driver(0), b"id", 0, 1)
+
+    def status(number: int) -> None:
+        def ask(_: Any) -> None:
+            raise KeyError(number)
+
+        monkeypatch.setattr(machine.nccl.NcclCommunicator, "check_async_error", ask)
+
+    status(7)
+    ours.check()  # "in progress" is no failure
+    status(8)
+    with pytest.raises(TransportError, match="NCCL failed with status 8"):
+        ours.check()
+
+
+def test_the_thread_that_meets_the_others_works_on_their_gpu(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradcomp.transport import nccl_cupy
+
+    monkeypatch.setattr(nccl_cupy, "NcclTransport", lambda communicator, _: communicator)
+    for communicator in joined(machine, [0, 1]):
+        (thread,) = communicator.driver.current_in
+        assert thread != threading.get_ident()

@@ -21,19 +21,26 @@ class Block(Protocol):
 
 
 class Driver(Protocol):
-    """One device and one stream on it. :mod:`gradcomp.kernels.cuda.over_cupy` is the real one."""
+    """One device and one stream on it. :mod:`gradcomp.kernels.cuda.over_cupy` is the real one.
+
+    Memory of the device is reached by kernels and copies alone. All calls raise DeviceError, with the device's own
+    text, if it has failed.
+    """
 
     @property
     def stream(self) -> int:
         """The handle of its stream."""
         ...
 
-    def allocate(self, nbytes: int) -> Block:
-        """Memory of undefined content, from a pool; whoever frees it may do so while kernels still run."""
+    def make_current(self) -> None:
+        """Let the calling thread work on this device from now on, so that it makes no context on another."""
         ...
 
-    def managed(self, nbytes: int) -> Bytes:
-        """Memory that both sides reach at the same address, zero; the host only while no kernel uses it."""
+    def allocate(self, nbytes: int) -> Block:
+        """Memory of undefined content, from a pool; whoever frees it may do so while kernels still run.
+
+        DeviceError if the device has no room for it.
+        """
         ...
 
     def pinned(self, nbytes: int) -> Bytes:
@@ -69,11 +76,14 @@ class Driver(Protocol):
         ...
 
     def mark(self, stream: int) -> Any:
-        """An event behind what a framework's stream holds by now; ``stream`` is its handle."""
+        """An event behind what a framework's stream holds by now; ``stream`` is its handle.
+
+        StateError while the stream is captured into a graph: what it holds does not run then.
+        """
         ...
 
     def reached(self, event: Any) -> bool:
-        """Whether an event is behind its stream by now."""
+        """Whether an event is behind its stream by now; DeviceError if it will never be."""
         ...
 
     def follow(self, event: Any) -> None:

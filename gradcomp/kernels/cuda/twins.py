@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.driver import Block, Driver
+from gradcomp.kernels.cuda.vectors import read_bytes
 
 #: Where parts of an array begin and end, ascending.
 Spans = Sequence[tuple[int, int]]
@@ -93,6 +94,12 @@ def fill(array: npt.NDArray[Any], value: float) -> None:
     staged.view(array.dtype).fill(value)
     driver.upload(array.address, staged)
     driver.synchronize()
+
+
+def fetch(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
+    """Copy a twin's bytes from the device to as many of the host, and wait; headers of the host are not among them."""
+    assert is_twin(source), "what is fetched lies on a device"
+    read_bytes(source._place()[0].driver, source.address, target)
 
 
 def is_twin(array: Any) -> TypeGuard[Twin]:

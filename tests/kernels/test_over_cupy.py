@@ -1,0 +1,169 @@
+"""What the driver over CuPy makes of CUDA's answers: devices of threads, errors, memory that is full."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels import fake_cupy
+
+from gradcomp.core.errors import DeviceError, StateError
+from gradcomp.kernels.cuda import pools
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_cupy.Fake, Any]]:
+    """A driver of device 1, in a program whose threads begin on device 0."""
+    monkeypatch.setattr(pools, "_lent", {})
+    with fake_cupy.installed() as (fake, driver):
+        yield fake, driver(1)
+
+
+@pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
+def test_an_event_is_reached_or_not_yet(status: int, answer: bool, made: Any) -> None:
+    fake, driver = made
+    event = driver.mark(5)
+    fake.event_status = status
+    assert driver.reached(event) is answer
+
+
+def test_an_event_of_a_device_that_failed_is_an_error_with_cudas_text(made: Any) -> None:
+    fake, driver = made
+    event = driver.mark(5)
+    fake.event_status = 700
+    with pytest.raises(DeviceError, match="cuda:1 failed: cudaErrorIllegalAddress: an illegal memory access"):
+        driver.reached(event)
+
+
+def test_copies_and_waits_on_a_device_that_failed_are_the_same_error(made: Any) -> None:
+    fake, driver = made
+    fake.status = 700
+    for call in (
+        driver.synchronize,
+        lambda: driver.zero(0, 4),
+        lambda: driver.download(driver.pinned(4), 0),
+        lambda: driver.upload(0, driver.pinned(4)),
+    ):
+        with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
+            call()
+
+
+def test_a_launch_that_fails_is_the_same_error(made: Any) -> None:
+    _, driver = made
+
+    def function(*_: Any) -> None:
+        raise fake_cupy.DriverFailure("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        driver.launch(function, 1, 32, 0)
+
+
+@pytest.mark.parametrize("stream", [5, 0], ids=["the stream itself", "the default one beside it"])
+def test_gradients_of_a_stream_that_is_captured_are_refused(stream: int, made: Any) -> None:
+    fake, driver = made
+    fake.capturing = {5}
+    with pytest.raises(StateError, match="captured into a CUDA graph"):
+        driver.mark(stream)
+
+
+def test_a_thread_of_our_own_stays_on_its_device(made: Any) -> None:
+    fake, driver = made
+    fake.devices_used.clear()
+
+    def work() -> None:
+        driver.make_current()
+        for _ in range(3):
+            driver.reached(driver.mark(5))
+            driver.allocate(64)
+            driver.synchronize()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert fake.devices_used == {1}  # CUDA makes a context on every device that a thread goes to
+
+
+def test_a_thread_of_the_script_is_back_on_its_device_after_a_call(made: Any) -> None:
+    fake, driver = made
+    driver.allocate(64)
+    assert fake.get_device() == 0
+    fake.status = 700
+    with pytest.raises(DeviceError):
+        driver.synchronize()
+    assert fake.get_device() == 0
+
+
+def test_the_stream_goes_before_others(made: Any) -> None:
+    fake, _ = made
+    (settings,) = fake.streams
+    assert settings["non_blocking"]
+    assert settings["priority"] < 0
+
+
+def test_the_pool_is_counted_whatever_device_is_current(made: Any) -> None:
+    _, driver = made
+    assert driver.pooled_bytes == 4096
+
+
+def test_a_full_device_is_an_error_that_says_who_holds_what(made: Any) -> None:
+    fake, driver = made
+    fake.room = 1000
+    with pytest.raises(
+        DeviceError, match=r"no room for 2000 bytes: 123 of 456 are free; .* holds 4096, 4096 of"
+    ):
+        driver.allocate(2000)
+    assert fake.freed == 1
+
+
+class Lent:
+    """A framework's allocator, of which some bytes are kept and not in use."""
+
+    def __init__(self, room: int, kept: int) -> None:
+        self.room, self.kept, self.asked = room, kept, []
+
+    def allocate(self, nbytes: int, stream: int) -> Any:
+        self.asked.append((nbytes, stream))
+        if nbytes > self.room:
+            raise MemoryError("full")
+        return SimpleNamespace(address=512)
+
+    def release(self) -> None:
+        self.room, self.kept = self.room + self.kept, 0
+
+    def describe(self) -> str:
+        return f"Framework holds {self.room} bytes"
+
+
+def test_memory_comes_from_the_framework_that_lends_it(made: Any) -> None:
+    fake, driver = made
+    pool = Lent(100, 0)
+    pools.lend(1, pool)
+    fake.room = 0
+    assert driver.allocate(64).address == 512
+    assert pool.asked == [(64, driver.stream)]
+
+
+def test_what_a_framework_keeps_and_does_not_use_is_given_back_once(made: Any) -> None:
+    _, driver = made
+    pool = Lent(100, 1000)
+    pools.lend(1, pool)
+    assert driver.allocate(500).address == 512
+    with pytest.raises(DeviceError, match=r"no room for 5000 bytes.*Framework holds 1100 bytes"):
+        driver.allocate(5000)
+    assert len(pool.asked) == 4
+
+
+def test_memory_of_another_device_is_not_taken(made: Any) -> None:
+    _, driver = made
+    pools.lend(0, Lent(0, 0))
+    assert driver.allocate(64).address == 1 << 20
+
+
+def test_pinned_memory_has_the_size_that_was_asked_for(made: Any) -> None:
+    _, driver = made
+    assert len(driver.pinned(5)) == 5
+    assert driver.pinned(0).dtype == np.uint8
