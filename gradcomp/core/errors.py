@@ -24,5 +24,9 @@ class WireFormatError(GradcompError, ValueError):
     """Bytes from a peer are not what the protocol allows at this point."""
 
 
+class DeviceError(GradcompError, RuntimeError):
+    """A GPU failed, or its memory is full; the exchanger is unusable."""
+
+
 class StateError(GradcompError):
     """The call is not allowed now (step open, not initialised, layer after its step closed, ranks drifted)."""
