@@ -53,6 +53,9 @@ class FakeStreams:
         self._pinned: set[int] = set()
         self._of_thread = threading.local()
 
+    def refuse_capture(self) -> None:
+        pass
+
     def current(self) -> Stream:
         return getattr(self._of_thread, "stream", self.default)
 

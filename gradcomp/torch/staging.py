@@ -35,7 +35,10 @@ class Staging(Protocol):
     """How gradients come to the kernels, and means to the script, each in the order of the script's stream."""
 
     def open(self) -> None:
-        """An exchange begins, on a thread of the script's: its current stream is remembered as the script's."""
+        """An exchange begins, on a thread of the script's: its current stream is remembered as the script's.
+
+        StateError while it is captured into a graph.
+        """
         ...
 
     def hand_in(self, gradient: torch.Tensor) -> Handed:
@@ -74,6 +77,7 @@ class InPlace:
 
     def open(self) -> None:
         """See :meth:`Staging.open`."""
+        self._streams.refuse_capture()
         self._scripts = self._streams.current()
 
     def hand_in(self, gradient: torch.Tensor) -> Handed:
@@ -117,7 +121,8 @@ class ThroughHost:
         self._down, self._up = streams.another(), streams.another()
 
     def open(self) -> None:
-        """Nothing is done on a stream of the script's."""
+        """Nothing that another thread starts is on a stream of the script's."""
+        self._streams.refuse_capture()
 
     def hand_in(self, gradient: torch.Tensor) -> Handed:
         """The event is behind the copy."""

@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
-from gradcomp.core.errors import DeviceError
+from gradcomp.core.errors import DeviceError, StateError
 
 
 class Streams(Protocol):
     """The streams of one device. Each thread has a current one, on which the work that it starts is done."""
+
+    def refuse_capture(self) -> None:
+        """StateError while the current stream is captured into a graph: what is started then does not run."""
+        ...
 
     def current(self) -> Any:
         """This thread's current stream."""
@@ -62,6 +66,9 @@ class Streams(Protocol):
 class HostStreams:
     """The CPU's: work is done when a call returns."""
 
+    def refuse_capture(self) -> None:
+        """There are no graphs."""
+
     def current(self) -> Any:
         """None."""
         return None
@@ -108,6 +115,14 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def refuse_capture(self) -> None:
+        """Asked of the thread's current device: in a hook it is the gradient's."""
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a CUDA graph is being captured, and an exchange cannot be a part of one: leave backward() out of the "
+                "capture"
+            )
+
     def current(self) -> Any:
         """torch's own object, which keeps the stream alive."""
         return torch.cuda.current_stream(self._device)
@@ -122,11 +137,11 @@ class CudaStreams:
 
     def another(self) -> Any:
         """From torch's pool; it does not wait for the default stream."""
-        return torch.cuda.Stream(self._device)
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def external(self, handle: int) -> Any:
         """Whoever made it keeps it alive."""
-        return torch.cuda.ExternalStream(handle, self._device)
+        return torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Any:
         """Without a time."""
