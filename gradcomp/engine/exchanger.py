@@ -37,7 +37,7 @@ from gradcomp.engine.plan_log import PlanLog
 from gradcomp.engine.watch import Position, Watch, place
 from gradcomp.engine.whereabouts import LEFT_GRACE_SECONDS, Roster
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline import Bucket, Pipeline, StepResult, Waiting
+from gradcomp.pipeline import Bucket, Number, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.reduce.header import APPLIED
@@ -197,7 +197,7 @@ class Exchanger:
         """Why the exchanger is unusable, if it is."""
         return self._error
 
-    def open(self, scale: float = 1.0, rate: float = 0.0) -> None:
+    def open(self, scale: Number = 1.0, rate: Number = 0.0) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`. A server does when it has been told to, by :meth:`listen`."""
         self._check()
         if self._pipeline.serves and not self._cued:

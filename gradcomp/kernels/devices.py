@@ -31,6 +31,11 @@ class Device:
     zeros: Zeros = host_zeros
     driver: Driver | None = None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether gradients may still be computed when they are handed in; then they come with events."""
+        return self.driver is not None
+
     def array(self, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Zeros for kernels: on a GPU nobody else may look at them."""
         dtype = np.dtype(dtype)

@@ -40,6 +40,7 @@ from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.inbox import Inbox
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
 from gradcomp.pipeline.memory import Allocate, StepMemory
+from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.switching import Switch
 from gradcomp.reduce import Part, Reduction, make
@@ -182,6 +183,7 @@ class Pipeline:
         self._checksums = config.checksums and transport.checksums
         self.switch: Switch | None = None  # a change of compression that is not through
         self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
+        self._numbers: tuple[Number, Number] | None = None  # the scale and the rate, until they are known
         self._scale = 1.0
         self._open_rate = 0.0
         self._opened_at = 0.0
@@ -226,12 +228,13 @@ class Pipeline:
         """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
         return self._laid_out.predicted_bytes
 
-    def open(self, scale: float = 1.0, rate: float = 0.0, digests: Future[Digests] | None = None) -> None:
+    def open(self, scale: Number = 1.0, rate: Number = 0.0, digests: Future[Digests] | None = None) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
         ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
-        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known. ``digests``: of the
-        layers' parameters, to be compared over the ranks at the end of the exchange; on all ranks or on none.
+        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known. The first bucket waits until
+        both have come. ``digests``: of the layers' parameters, to be compared over the ranks at the end of the
+        exchange; on all ranks or on none.
         """
         if self.is_open:
             raise StateError("an exchange is already open")
@@ -239,7 +242,7 @@ class Pipeline:
             self.discard()
         self.settle()
         self._digests = digests
-        self._scale, self._open_rate = scale, rate
+        self._numbers = scale, rate
         self.inbox.open(self.layout)
         self._position = (0, -1)
         self._opened_at = perf_counter()
@@ -379,8 +382,10 @@ class Pipeline:
             while not self.inbox.ready(number):
                 self._position = (number, -1)
                 yield Waiting.LAYERS
-            if self.device.driver is not None:
+            if self.device.is_late:
                 yield from self._gradients(program.bucket)
+            if self._numbers is not None:
+                yield from self._units(*self._numbers)
             self.inbox.decide(program.bucket.layers)
             complete = self.inbox.completed[number]
             self.trace.add("ready", self.step, number, self._opened_at, complete)
@@ -396,6 +401,8 @@ class Pipeline:
             while flights and not self.config.overlap:
                 yield from self._advance(flights)
         if not self._programs:  # every layer is sparse
+            if self._numbers is not None:
+                yield from self._units(*self._numbers)
             self._steering.contribute(self.step, self.transport)
         while flights:
             yield from self._advance(flights)
@@ -416,6 +423,14 @@ class Pipeline:
         while not self.device.reached(events):
             yield Waiting.DEVICE
         self.device.follow(events)
+
+    def _units(self, scale: Number, rate: Number) -> Generator[Waiting, None, None]:
+        """Until the loss scale and the learning rate are known: they are the step's own, whatever follows."""
+        for number in (scale, rate):
+            while not isinstance(number, float | int) and not number.done():
+                yield Waiting.DEVICE
+        self._scale, self._open_rate = _known(scale), _known(rate)
+        self._numbers = None
 
     def _follow_schedule(self) -> None:
         """Propose what is to begin at the next step: all ranks do, in the same step.
@@ -713,6 +728,10 @@ class Pipeline:
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
         return make(scheme, parts, layers, self.transport.rank, self._topology, bucket, self._memory)
+
+
+def _known(number: Number) -> float:
+    return number if isinstance(number, float | int) else number.result()
 
 
 def _completed(handle: Handle) -> Generator[Waiting, None, None]:

@@ -35,12 +35,13 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Layout
 from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.reduce.header import DISCARDED
-from gradcomp.torch.devices import device_of, stream_of
+from gradcomp.torch.devices import device_of
 from gradcomp.torch.layers import Named, dtype_name
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import bare
 from gradcomp.torch.plain import load_state, state_of
-from gradcomp.torch.start import digests_of, propose
+from gradcomp.torch.staging import Handed, Staging, staging_for
+from gradcomp.torch.start import digests_behind, digests_of, propose
 from gradcomp.torch.step_watch import StepWatch
 from gradcomp.transport.base import Transport
 
@@ -147,7 +148,8 @@ class HookState(Readers):
         self._layers = layers
         self._where = named[0][1].device
         self._complete = False  # all buckets of the step that is open or not yet accepted were handed in
-        self._futures = BucketFutures(len(layers))
+        self._staging = staging_for(device, self._where)
+        self._futures = BucketFutures(len(layers), self._staging)
         self._exchanger: Exchanger | None = None
         self._optimizers = StepWatch(parameter for _, parameter in named)
         self._shadows = False  # in the last exchange this rank only kept the others company
@@ -252,10 +254,12 @@ class HookState(Readers):
         if bucket.index() == 0:
             self._begin(exchanger)
         layers, addresses, buffer = self._contents(bucket)
-        future = self._futures.add(bucket.index(), layers, buffer)
-        event = exchanger.pipeline.device.mark(stream_of(buffer))
+        handed = self._staging.hand_in(buffer)
+        future = self._futures.add(bucket.index(), layers, buffer, handed)
+        shift = handed.address - buffer.data_ptr()
         for layer, address in zip(layers.tolist(), addresses, strict=True):
-            exchanger.submit(layer, address, address, buffer, event, zero_is_absent=True)
+            place = address + shift
+            exchanger.submit(layer, place, place, handed, handed.event, zero_is_absent=True)
         if bucket.is_last():
             self._complete = True
             exchanger.flush()
@@ -275,6 +279,7 @@ class HookState(Readers):
         # Outside of backward passes, DistributedDataParallel.join() calls for a rank that has run out of data: it does
         # not step, and takes the others' parameters in the end.
         self._shadows = torch._C._current_graph_task_id() == -1
+        self._staging.open()
         scale = self._loss_scale.of(exchanger.pipeline)
         self._loss_scale.agree(exchanger)
         exchanger.open(scale)
@@ -282,7 +287,7 @@ class HookState(Readers):
 
     def _digests(self) -> concurrent.futures.Future[Digests]:
         shadows = self._shadows
-        return in_background(lambda: NO_SAY if shadows else digests_of(self._named))
+        return in_background((lambda: NO_SAY) if shadows else digests_behind(self._named))
 
     def _await(self) -> None:
         if self._exchanger is not None and self._exchanger.is_open:
@@ -326,6 +331,7 @@ class _Pending:
     """A DDP bucket under way."""
 
     buffer: torch.Tensor
+    handed: Handed
     future: Future[torch.Tensor]
     layers: int  # without their mean
 
@@ -333,7 +339,8 @@ class _Pending:
 class BucketFutures:
     """The futures of DDP's buckets: entered on autograd's thread, completed on the engine's."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, staging: Staging) -> None:
+        self._staging = staging
         self._slices: Sizes = np.zeros(layers, dtype=np.int64)  # of each layer, that have not landed
         self._bucket_of: Sizes = np.zeros(layers, dtype=np.int64)
         self._pending: dict[int, _Pending] = {}
@@ -345,14 +352,14 @@ class BucketFutures:
         self._slices[:] = [len(buckets) for buckets in layout.buckets_of]
         self._bucket_of[:] = -1
 
-    def add(self, bucket: int, layers: Sizes, buffer: torch.Tensor) -> Future[torch.Tensor]:
+    def add(self, bucket: int, layers: Sizes, buffer: torch.Tensor, handed: Handed) -> Future[torch.Tensor]:
         """The future of a bucket whose layers are about to be submitted."""
         future = _future_of(buffer)
         self._bucket_of[layers] = bucket
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._pending[bucket] = _Pending(buffer, future, len(layers))
+            self._pending[bucket] = _Pending(buffer, handed, future, len(layers))
         # DDP waits in C++, where an exception set from Python is a value; one raised in a callback is an error.
         return future.then(_value)
 
@@ -369,7 +376,10 @@ class BucketFutures:
             if not pending.layers:
                 with self._lock:
                     del self._pending[number]
-                pending.future.set_result(pending.buffer)
+                # Whoever waits for a future of a device waits, there, for the stream that is current now.
+                with self._staging.aside():
+                    self._staging.give_back([pending.handed])
+                    pending.future.set_result(pending.buffer)
 
     def failed(self, error: GradcompError) -> None:
         """Fail the buckets under way, and those to come."""

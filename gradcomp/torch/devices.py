@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 
 from gradcomp.core.errors import ConfigError
@@ -9,10 +12,16 @@ from gradcomp.kernels import devices
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch import pool
 from gradcomp.torch.layers import Named
+from gradcomp.torch.staging import staged
+
+logger = logging.getLogger("gradcomp")
 
 
 def device_of(named: Named) -> Device:
-    """The one device of all parameters, the host if there are none; ConfigError if it is not one or cannot be used."""
+    """The one device of all parameters, the host if there are none; ConfigError if it is not one or cannot be used.
+
+    Gradients of a GPU are exchanged through the host's memory, and a warning says so, where CuPy is missing.
+    """
     found = sorted({str(parameter.device) for _, parameter in named})
     if not found or found == ["cpu"]:
         return HOST
@@ -26,10 +35,20 @@ def device_of(named: Named) -> Device:
             f"gradients on {found[0]} cannot be exchanged: on the CPU and on CUDA devices they can"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    pool.lend(index)
-    return devices.cuda(index)
+    try:
+        pool.lend(index)
+        return devices.cuda(index)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        _warn(
+            f"{error}; until then they are copied to pinned memory and exchanged by the CPU's kernels: slower, "
+            "with the same means"
+        )
+        return staged(torch.device("cuda", index))
 
 
-def stream_of(tensor: torch.Tensor) -> int:
-    """The handle of the stream that works on the tensor's device now; 0 on the CPU."""
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+@cache
+def _warn(text: str) -> None:
+    """Once, for optimizers may be many."""
+    logger.warning("%s", text)

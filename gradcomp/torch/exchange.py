@@ -14,13 +14,12 @@ from torch.autograd import Variable
 
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.engine import Exchanger
-from gradcomp.kernels.devices import Device
-from gradcomp.pipeline import StepResult
+from gradcomp.pipeline import Number, StepResult
 from gradcomp.reduce.header import DISCARDED, KEPT
 from gradcomp.torch.ddp_check import DdpCheck
-from gradcomp.torch.devices import stream_of
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.sparse import mean_of_rows
+from gradcomp.torch.staging import Handed, staging_for, untouched
 from gradcomp.torch.tensors import Form, has_memory
 from gradcomp.torch.tensors import form as form_of
 
@@ -89,7 +88,7 @@ class GradientExchange:
         divisor: float,
         predivide: float,
         loss_scale: LossScale,
-        rate: Callable[[], float],
+        rate: Callable[[], Number],
     ) -> None:
         self.number = next(_numbers)
         self.parameters = list(parameters)
@@ -110,7 +109,9 @@ class GradientExchange:
         self._suspended = False
         self._result: StepResult | None = None  # exchanged, neither committed nor discarded
         self._means: dict[int, torch.Tensor] = {}  # gradients as the last exchange left them
-        self._room: dict[int, torch.Tensor] = {}  # means of layers that this rank did not have
+        self._staging = untouched()
+        self._handed: dict[int, Handed] = {}
+        self._room: dict[int, Handed] = {}  # for means of layers that this rank did not have
         self._sparse_rows: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -121,10 +122,6 @@ class GradientExchange:
         return self._exchanger
 
     @property
-    def _device(self) -> Device:
-        return self.exchanger.pipeline.device
-
-    @property
     def attached(self) -> bool:
         """Whether there is an exchanger: not in a world of one."""
         return self._exchanger is not None
@@ -132,6 +129,7 @@ class GradientExchange:
     def attach(self, exchanger: Exchanger) -> None:
         """Start listening to autograd."""
         self._exchanger = exchanger
+        self._staging = staging_for(exchanger.pipeline.device, self.parameters[0].device)
         self._ddp_check = DdpCheck(self.parameters)
         for layer, parameter in enumerate(self.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
@@ -153,13 +151,13 @@ class GradientExchange:
         """Room for the mean of a layer that only other ranks had (engine's thread)."""
         parameter, form = self.parameters[layer], self._forms[layer]
         gradient = parameter.grad
-        if gradient is None or gradient.is_sparse or gradient.stride() != form.strides:
-            gradient = form.zeros()
-        if not (form.fits(parameter) and form.fits(gradient)):
+        if gradient is not None and (gradient.is_sparse or gradient.stride() != form.strides):
+            gradient = None
+        if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
             raise self._became_another(layer, parameter)
-        self._room[layer] = gradient.detach()
-        self._device.follow([self._device.mark(stream_of(gradient))])  # the zeros come before the mean
-        return int(gradient.data_ptr())
+        room = self._staging.room(form, None if gradient is None else gradient.detach())
+        self._room[layer] = room
+        return room.address
 
     # -- autograd -----------------------------------------------------------------------------------------------
 
@@ -217,9 +215,8 @@ class GradientExchange:
         if gradient is None:
             self.exchanger.submit_absent(layer, sparse=True)
         else:
-            address = gradient.data_ptr()
-            event = self._device.mark(stream_of(gradient))
-            self.exchanger.submit(layer, address, address, gradient, event)
+            handed = self._handed[layer] = self._staging.hand_in(gradient)
+            self.exchanger.submit(layer, handed.address, handed.address, handed, handed.event)
 
     def _gradient(self, layer: int) -> torch.Tensor | None:
         """The layer's gradient in a form whose memory can be exchanged as it lies; None if it stays sparse."""
@@ -259,7 +256,9 @@ class GradientExchange:
             return
         if self._ddp_check is not None:
             self._ddp_check.first_gradient()
-        self.exchanger.open(self._loss_scale.of(self.exchanger.pipeline) * self._predivide, self._rate())
+        self._staging.open()
+        self._handed = {}
+        self.exchanger.open(self._loss_scale.of(self.exchanger.pipeline, self._predivide), self._rate())
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
@@ -279,7 +278,9 @@ class GradientExchange:
             return self._result
         self._flush()
         result = self.exchanger.wait()
+        handed, self._handed = self._handed, {}
         room, self._room = self._room, {}
+        self._staging.give_back(handed.values())
         self._touched, self._submitted, self._passes = {}, set(), 0
         self._end_ddp_check()
         self._loss_scale.agree(self.exchanger)
@@ -289,7 +290,7 @@ class GradientExchange:
                 f"layer {self.names[mixed[0]]!r} has a sparse gradient on one rank and a dense one on another"
             )
         for layer, mean in room.items():
-            self.parameters[layer].grad = mean
+            self.parameters[layer].grad = self._staging.settled(mean, self._forms[layer])
         self._exchange_sparse()
         self._means = {
             layer: gradient

@@ -11,8 +11,9 @@ import torch
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.engine import Exchanger
-from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline import Number, Pipeline
 from gradcomp.torch.live import live
+from gradcomp.torch.soon import number_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -41,17 +42,23 @@ class LossScale:
         if self._wrong:
             raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler, None or False, got {self._wrong}")
 
-    def of(self, pipeline: Pipeline) -> float:
-        """The scale of the gradients of the exchange that is about to begin."""
+    def of(self, pipeline: Pipeline, factor: float = 1.0) -> Number:
+        """``factor`` times the scale of the gradients of the exchange that is about to begin.
+
+        A scaler's number on a device is copied behind the gradients that carry it; this program does not wait for it.
+        """
         pipeline.settle()  # with the state of the next step's plan
         if pipeline.keeps_state and not self._has_state:
             self._has_state, self._agreed = True, False
             if not self._given:
                 self._find(pipeline)
         scaler = self._scaler()
-        if scaler is None or getattr(scaler, "_scale", scaler) is None:
-            return 1.0  # a scaler gets its scale with the first loss that it scales
-        return float(scaler.get_scale())
+        held = getattr(scaler, "_scale", scaler)
+        if held is None:
+            return factor  # a scaler gets its scale with the first loss that it scales
+        if isinstance(held, torch.Tensor) and type(scaler).get_scale is torch.amp.GradScaler.get_scale:
+            return number_of(held, factor)  # get_scale() would wait for it
+        return factor * float(scaler.get_scale())
 
     def _find(self, pipeline: Pipeline) -> None:
         enabled = [scaler for scaler in live(torch.amp.GradScaler) if scaler.is_enabled()]

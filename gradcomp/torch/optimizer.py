@@ -33,7 +33,8 @@ from gradcomp.torch.layers import Named, name_parameters, spec
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
-from gradcomp.torch.start import digests_of, propose
+from gradcomp.torch.soon import number_of
+from gradcomp.torch.start import digests_behind, digests_of, propose
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -206,7 +207,7 @@ def _build(
         divisor=float(len(ranks) - serving(reduction, len(ranks))) if arguments.op is Average else 1.0,
         predivide=arguments.predivide,
         loss_scale=arguments.loss_scale,
-        rate=lambda: float(optimizer.param_groups[0].get("lr", 0.0)),
+        rate=lambda: number_of(optimizer.param_groups[0].get("lr", 0.0)),
     )
     exchanger: Exchanger | None = None
     if transport is not None:
@@ -229,7 +230,7 @@ def _build(
                 "gradient_predivide_factor": arguments.predivide,
                 "on_skip": timing.on_skip,
             },
-            digests=lambda: in_background(partial(digests_of, named)),
+            digests=lambda: in_background(digests_behind(named)),
         )
         exchange.attach(exchanger)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from gradcomp import kernels
@@ -11,6 +13,7 @@ from gradcomp.job import start
 from gradcomp.job.start import Proposal
 from gradcomp.pipeline.digests import CRC32C, Digests
 from gradcomp.torch.layers import Named, spec
+from gradcomp.torch.streams import streams_of
 
 
 def propose(
@@ -23,6 +26,22 @@ def propose(
 def digests_of(named: Named) -> Digests:
     """What the parameters hold."""
     return Digests(CRC32C, {name: _digest(parameter) for name, parameter in named})
+
+
+def digests_behind(named: Named) -> Callable[[], Digests]:
+    """What makes, on any thread, the digests of what the parameters hold when the current stream comes to this point.
+
+    They must not change before it has returned.
+    """
+    streams = streams_of(named[0][1].device)
+    begun = streams.mark()
+
+    def work() -> Digests:
+        with streams.on(streams.another()):  # the thread's own would not wait for the script's
+            streams.follow(begun)
+            return digests_of(named)
+
+    return work
 
 
 def _digest(parameter: torch.Tensor) -> int:

@@ -73,13 +73,15 @@ class Form:
 
     def zeros(self) -> torch.Tensor:
         """A gradient of zeros."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).zero_()
+        return self.empty().zero_()
+
+    def empty(self) -> torch.Tensor:
+        """A gradient without values."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy whose memory can be exchanged."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(
-            tensor
-        )
+        return self.empty().copy_(tensor)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)} on {self.device}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,17 @@ import pytest
 import torch
 from batch import on_ranks
 from cuda_on_cpu.driver import CpuDriver
+from fake_streams import FakeStreams
 from kernels.standin import FOLDER
 
 import gradcomp.torch as gc
+from gradcomp.engine.background import in_background
 from gradcomp.kernels import bodies, devices
-from gradcomp.torch import ddp, optimizer
+from gradcomp.torch import ddp, optimizer, soon, staging, start
+from gradcomp.torch import devices as torch_devices
 from gradcomp.torch.devices import device_of
+from gradcomp.torch.streams import streams_of
+from gradcomp.torch.tensors import Form
 
 
 class _Everything(CpuDriver):
@@ -29,30 +35,50 @@ class _Everything(CpuDriver):
 
 
 @contextmanager
-def on_device(here: bool) -> Iterator[Any]:
-    """Optimizers that are made inside have their gradients on a device, if this rank is one of those."""
-    if not here:
-        yield None
-        return
+def replaced(name: str, value: Any, *modules: Any) -> Iterator[None]:
+    """What modules know by a name is something else, for a while."""
+    before = [getattr(module, name) for module in modules]
+    for module in modules:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, value_before in zip(modules, before, strict=True):
+            setattr(module, name, value_before)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Gradients are on the CPU."""
+    yield None
+
+
+@contextmanager
+def on_device() -> Iterator[_Everything]:
+    """Optimizers that are made inside have their gradients on a device with kernels."""
     driver = _Everything(FOLDER, order=2)
     device = devices.on("cuda:0", driver)
-    frontends: list[Any] = [optimizer, ddp]
-    before = device_of
-    for frontend in frontends:
-        frontend.device_of = lambda named: device
     try:
-        yield driver
+        with replaced("device_of", lambda named: device, optimizer, ddp):
+            yield driver
     finally:
-        for frontend in frontends:
-            frontend.device_of = before
         bodies.take_away("cuda:0")
 
 
-def parameters_after(steps: int, compression: str, here: bool) -> list[torch.Tensor]:
+@contextmanager
+def through_host() -> Iterator[FakeStreams]:
+    """Optimizers that are made inside have their gradients on a device without kernels."""
+    streams = FakeStreams()
+    device = staging.Staged("cuda:0", streams=streams)
+    with replaced("device_of", lambda named: device, optimizer, ddp):
+        yield streams
+
+
+def parameters_after(steps: int, compression: str, place: Any = on_host) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30))
     policy = gc.Policy(compression, filter=gc.Filter(min_elements=64))
-    with on_device(here) as driver:
+    with place() as found:
         opt = gc.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), policy
         )
@@ -62,21 +88,25 @@ def parameters_after(steps: int, compression: str, here: bool) -> list[torch.Ten
             whole = step % 3 != gc.rank()  # else this rank has no gradient of the last layer
             (model if whole else model[0])(x).square().mean().backward()
             opt.step()
-        if here:
-            kinds = [kind for kind, _ in driver.events]
-            assert driver.launched
+        if place is on_device:
+            kinds = [kind for kind, _ in found.events]
+            assert found.launched
             assert kinds.count("follow") >= kinds.count("mark") > steps
             # The engine's thread, and no thread of the script.
             ours = {thread.ident for thread in threading.enumerate() if thread.name == "gradcomp"}
-            assert driver.current_in == ours
+            assert found.current_in == ours
+        # One layer, of which the last step had no gradient, came from the other rank.
+        if place is through_host:
+            assert found.copies["up on 0"] == 4 * steps
+            assert steps * 2 < found.copies["down"] < 4 * steps
     return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("compression", ["quantize:bits=4,bucket_size=64", "topk:density=0.1", "none"])
 @on_ranks(2)
 def test_a_rank_on_the_cpu_and_one_on_a_device_train_together(compression):
-    alone = parameters_after(6, compression, here=False)
-    mixed = parameters_after(6, compression, here=gc.rank() == 1)
+    alone = parameters_after(6, compression)
+    mixed = parameters_after(6, compression, on_device if gc.rank() == 1 else on_host)
     for mine, theirs in zip(mixed, alone, strict=True):
         assert mine.numpy().tobytes() == theirs.numpy().tobytes()
 
@@ -93,12 +123,12 @@ class Partly(torch.nn.Module):
         return self.last(hidden) if whole else hidden
 
 
-def parameters_under_ddp(steps: int, here: bool) -> tuple[list[torch.Tensor], list[list[bool]]]:
+def parameters_under_ddp(steps: int, place: Any = on_host) -> tuple[list[torch.Tensor], list[list[bool]]]:
     """And which layers had a gradient, by step: DDP fills in zeros, which only their kernels can tell."""
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(Partly(), find_unused_parameters=True)
     policy = gc.Policy("quantize:bits=4,bucket_size=64", filter=gc.Filter(min_elements=64))
-    with on_device(here) as driver:
+    with place() as found:
         state, hook = gc.ddp_comm_hook(model, policy)
         model.register_comm_hook(state, hook)
         opt = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -109,16 +139,20 @@ def parameters_under_ddp(steps: int, here: bool) -> tuple[list[torch.Tensor], li
             model(x, step % 3 == 0).square().mean().backward()
             opt.step()
             present.append(state.exchanger.pipeline.result.present.tolist())
-        if here:
-            assert driver.launched
-            assert [kind for kind, _ in driver.events].count("mark") >= steps
+        if place is on_device:
+            assert found.launched
+            assert [kind for kind, _ in found.events].count("mark") >= steps
+        if place is through_host:
+            [(back, copies)] = [item for item in found.copies.items() if item[0] != "down"]
+            assert back != "up on 0"  # where they would wait for the rest of backward()
+            assert copies == found.copies["down"] >= steps
     return [p.detach().clone() for p in model.parameters()], present
 
 
 @on_ranks(2)
 def test_a_hook_on_the_cpu_and_one_on_a_device_train_together():
-    alone, _ = parameters_under_ddp(6, here=False)
-    mixed, present = parameters_under_ddp(6, here=gc.rank() == 1)
+    alone, _ = parameters_under_ddp(6)
+    mixed, present = parameters_under_ddp(6, on_device if gc.rank() == 1 else on_host)
     for mine, theirs in zip(mixed, alone, strict=True):
         assert mine.numpy().tobytes() == theirs.numpy().tobytes()
     assert sorted(map(sum, present)) == [2, 2, 2, 2, 4, 4]
@@ -126,7 +160,7 @@ def test_a_hook_on_the_cpu_and_one_on_a_device_train_together():
 
 @on_ranks(2)
 def test_powersgd_on_two_devices_keeps_ranks_equal():
-    mine = parameters_after(6, "powersgd:rank=2", here=True)
+    mine = parameters_after(6, "powersgd:rank=2", on_device)
     for parameter in mine:
         everyone = gc.allgather(parameter.reshape(1, -1))
         assert everyone[0].numpy().tobytes() == everyone[1].numpy().tobytes()
@@ -174,7 +208,162 @@ def test_devices_that_cannot_be_used_are_named() -> None:
         device_of([parameter("cpu"), parameter("meta")])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed here")
+@pytest.fixture
+def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gradcomp.kernels.cuda.over_cupy", None)
+
+
+@pytest.mark.usefixtures("without_cupy")
 def test_without_cupy_the_error_says_what_to_install() -> None:
-    with pytest.raises(gc.ConfigError, match=r"cuda:1 need CuPy: pip install 'gradcomp\[cuda\]'"):
-        devices.cuda(1)
+    with pytest.raises(gc.ConfigError, match=r"cuda:7 need CuPy: pip install 'gradcomp\[cuda\]'"):
+        devices.cuda(7)
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_without_cupy_gradients_of_a_gpu_go_through_the_host_with_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_devices.logger, "propagate", True)
+    parameter: Any = SimpleNamespace(device=torch.device("cuda:7"))
+    found = [device_of([("weight", parameter)]) for _ in range(3)]
+    assert all(isinstance(device, staging.Staged) and device.name == "cuda:7" for device in found)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "pip install 'gradcomp[cuda]'" in said
+    assert "pinned memory" in said
+
+
+# --- copies through pinned memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["quantize:bits=4,bucket_size=64", "topk:density=0.1", "none"])
+@on_ranks(2)
+def test_gradients_that_go_through_pinned_memory_come_to_the_same(compression):
+    alone = parameters_after(6, compression)
+    mixed = parameters_after(6, compression, through_host if gc.rank() == 1 else on_host)
+    for mine, theirs in zip(mixed, alone, strict=True):
+        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+@on_ranks(2)
+def test_a_hooks_gradients_that_go_through_pinned_memory_come_to_the_same():
+    alone, _ = parameters_under_ddp(6)
+    mixed, present = parameters_under_ddp(6, through_host if gc.rank() == 1 else on_host)
+    for mine, theirs in zip(mixed, alone, strict=True):
+        assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+    assert sorted(map(sum, present)) == [2, 2, 2, 2, 4, 4]
+
+
+def test_a_copy_to_the_host_is_behind_the_gradient_and_beside_the_scripts_stream() -> None:
+    streams = FakeStreams()
+    script = streams.another()
+    gradient = torch.zeros(3)
+    way = staging.ThroughHost(streams)
+    with streams.on(script):
+        script.held.append(lambda: gradient.fill_(5.0))  # backward has not come to it
+        handed = way.hand_in(gradient)
+    while not streams.reached(handed.event):
+        pass
+    assert handed.tensor.tolist() == [5.0] * 3
+    assert handed.event.stream is not script
+
+
+def test_means_come_back_in_the_order_of_the_current_stream() -> None:
+    streams = FakeStreams()
+    script, form = streams.another(), Form.of(torch.zeros(2, 3).t())
+    way = staging.ThroughHost(streams)
+    room = way.room(form, None)
+    room.tensor.copy_(torch.arange(6.0))
+    with streams.on(script):
+        mean = way.settled(room, form)
+    assert mean.stride() == (1, 3)
+    assert mean.t().flatten().tolist() == list(range(6))
+    assert streams.copies == {f"up on {script.handle}": 1}
+
+
+# --- the script's stream ---------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_the_engines_thread_begins_is_in_the_order_of_the_stream_that_trains():
+    streams = FakeStreams()
+    script = streams.another()
+    with (
+        replaced("streams_of", lambda device: streams, staging, start),
+        streams.on(script),
+        on_device() as driver,
+    ):
+        layers = [torch.nn.Parameter(torch.zeros(50, 20)) for _ in range(2)]
+        opt = gc.DistributedOptimizer(
+            torch.optim.SGD(layers, lr=0.1), compression=gc.Policy("quantize:bits=4")
+        )
+        for _ in range(3):
+            opt.zero_grad()
+            layers[
+                gc.rank()
+            ].sum().backward()  # the other layer's mean is made room for by the engine's thread
+            opt.step()
+    marks = [stream for kind, stream in driver.events if kind == "mark"]
+    assert len(marks) == 2 * 3
+    assert set(marks) == {script.handle}
+    # What the script does next is behind the kernels' own stream.
+    assert streams.waited.count((script, streams.external(driver.stream))) == 3
+
+
+def test_parameters_are_compared_as_they_are_in_the_order_of_the_scripts_stream() -> None:
+    streams = FakeStreams()
+    script = streams.another()
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    named = [("w", parameter)]
+    with replaced("streams_of", lambda device: streams, start), streams.on(script):
+        script.held.append(lambda: parameter.data.fill_(1.0))  # the last step, not done yet
+        work = start.digests_behind(named)
+    found = in_background(work).result()
+    assert found == start.digests_of([("w", torch.nn.Parameter(torch.ones(5)))])
+    [(reader, followed)] = streams.waited
+    assert followed is script
+    assert reader not in (script, streams.default)
+
+
+# --- numbers that a device holds -------------------------------------------------------------------------------
+
+
+def residual_after(scales: list[float], streams: Any) -> tuple[bytes, bytes]:
+    """The parameter and the residual after steps at these scales of the loss, and falling learning rates."""
+    weight, rate = torch.nn.Parameter(torch.zeros(32, 32)), torch.tensor(1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+    with replaced("streams_of", streams, soon):
+        opt = gc.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=rate),
+            [("w", weight)],
+            gc.ErrorFeedback(gc.Quantize(4, rounding="nearest"), follow_rate=True),
+            grad_scaler=scaler,
+        )
+        if streams is not streams_of:
+            scaler.get_scale = lambda: pytest.fail("this would wait for the device")
+        for step, scale in enumerate(scales):
+            scaler.update(scale) if step else None
+            rate.fill_(1.0 / (1 + step))
+            gradient = torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * step + gc.rank()))
+            opt.zero_grad()
+            scaler.scale((weight * gradient).sum()).backward()
+            scaler.step(opt)
+        held = opt.compression_state()["residuals"]["w"]
+    return weight.detach().numpy().tobytes(), held.numpy().tobytes()
+
+
+@on_ranks(2)
+def test_a_scale_and_a_rate_that_a_device_holds_are_those_of_their_own_step():
+    scales, fake = [1024.0, 512.0, 65536.0, 2.0], FakeStreams()
+    assert residual_after(scales, lambda device: fake) == residual_after(scales, streams_of)
+    assert fake.copies == {"down": 2 * len(scales)}
+
+
+def test_an_exchange_begins_when_the_scale_has_come() -> None:
+    parameter = torch.tensor(8.0)
+    streams = FakeStreams(late=2)
+    with replaced("streams_of", lambda device: streams, soon):
+        number: Any = soon.number_of(parameter, 0.5)
+    assert [number.done() for _ in range(4)] == [False, False, True, True]
+    assert number.result() == 4.0
+    assert soon.number_of(parameter, 0.5) == 4.0  # the CPU's own is here
+    assert soon.number_of(3, 0.5) == 1.5

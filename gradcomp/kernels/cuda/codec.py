@@ -67,6 +67,7 @@ _LARGEST_OF_TEAM = 8192  # elements of a bucket that sixteen threads read
 _TEAMS = THREADS // 16
 _PIECE = 2048  # elements that stand for a bucket where codecs know none
 _DECODED = 4 * GROUP * THREADS  # elements that a block decodes
+_BLOCKS_OF_A_ROW = 32  # at most so many look for an element that is not zero, and stop when one has found it
 
 
 Rows = npt.NDArray[np.int64]
@@ -296,7 +297,7 @@ class CodecKernels:
         check_elements(table)
         call = Call(self._driver)
         job = _Job(call, table, call.result(out, zero=True))
-        blocks, rows = job.tiled(groups(table))
+        blocks, rows = job.tiled(np.minimum(groups(table), _BLOCKS_OF_A_ROW))
         call.launch("rows.cu", "nonzero", blocks, *rows, job.bad)
         call.run()
 

@@ -39,13 +39,10 @@ struct NonzeroParams {
     std::uint64_t found;
 };
 
-// Whether a row has an element that is not zero; NaN is not. Eight elements per thread.
-KERNEL(256) nonzero(const NonzeroParams* params) {
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t row = row_of(tiles, params->row_count, blockIdx.x);
-    const Segment segment = at<Segment>(params->rows)[row];
-    const std::int64_t first = 8 * ((blockIdx.x - tiles[row]) * 256 + threadIdx.x);
-    if (first >= segment.length || segment.gradient == 0) return;
+namespace {
+
+// Whether one of up to eight elements is not zero.
+inline bool any_nonzero(const Segment& segment, std::int64_t first) {
     const std::int64_t count = smaller(group, segment.length - first);
     bool any = false;
     if (segment.dtype == Dtype::float64) {
@@ -55,7 +52,23 @@ KERNEL(256) nonzero(const NonzeroParams* params) {
         read_gradient(segment, first, count, x);
         for (int i = 0; i < count; ++i) any |= x[i] != 0.0f;
     }
-    if (any) to<std::uint8_t>(params->found)[row] = 1;
+    return any;
+}
+
+}  // namespace
+
+// Whether a row has an element that is not zero; NaN is not. A row's blocks go through it together, eight
+// elements per thread, and stop at the first that one of them has found.
+KERNEL(256) nonzero(const NonzeroParams* params) {
+    const auto* tiles = at<std::int64_t>(params->tiles);
+    const std::int64_t row = row_of(tiles, params->row_count, blockIdx.x);
+    const Segment segment = at<Segment>(params->rows)[row];
+    if (segment.gradient == 0) return;
+    volatile std::uint8_t* const found = to<std::uint8_t>(params->found) + row;  // others write it meanwhile
+    const std::int64_t step = 8 * 256 * (tiles[row + 1] - tiles[row]);
+    for (std::int64_t first = 8 * ((blockIdx.x - tiles[row]) * 256 + threadIdx.x);
+         first < segment.length && *found == 0; first += step)
+        if (any_nonzero(segment, first)) *found = 1;
 }
 
 // The codec of float64, which copies: contributions, values and outputs are doubles, residuals stay float32.
