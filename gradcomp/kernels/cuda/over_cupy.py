@@ -13,6 +13,7 @@ from cupy.cuda import runtime as _cuda
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels.cuda.built import built
 from gradcomp.kernels.cuda.driver import Block, Bytes
+from gradcomp.kernels.cuda.modules import Module, holding
 
 _TO_DEVICE, _TO_HOST = 1, 2  # of cudaMemcpyKind
 _DEVICE, _MANAGED = 2, 3  # of cudaMemoryType
@@ -54,7 +55,7 @@ class CupyDriver:
             raise ConfigError(f"the host cannot reach managed memory of cuda:{index} while its kernels run")
         self._index = index
         self._functions: dict[tuple[object, ...], Any] = {}
-        self._modules: dict[tuple[object, ...], Any] = {}
+        self._modules: dict[Module, Any] = {}
 
     @property
     def device(self) -> Any:
@@ -109,14 +110,14 @@ class CupyDriver:
 
     def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
         """Built once per machine, loaded once per process."""
-        module_key = (source, *sorted((define, str(value)) for define, value in defines.items()))
-        key = (name, *module_key)
+        key = (name, source, *sorted((define, str(value)) for define, value in defines.items()))
         if key not in self._functions:
+            module = holding(source, name, defines)
             with self._device:
-                if module_key not in self._modules:
-                    found = built(source, defines, self._capability)
-                    self._modules[module_key] = cupy.RawModule(path=str(found))
-                self._functions[key] = self._modules[module_key].get_function(name)
+                if module not in self._modules:
+                    found = built(module, self._capability, _cuda.driverGetVersion())
+                    self._modules[module] = cupy.RawModule(path=str(found))
+                self._functions[key] = self._modules[module].get_function(name)
         return self._functions[key]
 
     def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
