@@ -37,14 +37,14 @@ def test_compiles_for_newer_devices(architecture: int) -> None:
 def test_every_kernel_of_every_source_is_in_a_module() -> None:
     listed = {(module.source, kernel) for module in modules() for kernel in module.kernels}
     kernels = re.compile(r"^(?:PAIRED_)?KERNEL\(.*\) (\w+)\(const", re.M)
-    written = {(path.name, name) for path in FOLDER.glob("*.cu") for name in kernels.findall(path.read_text())}
+    written = {
+        (path.name, name) for path in FOLDER.glob("*.cu") for name in kernels.findall(path.read_text())
+    }
     assert listed == written
 
 
 def test_a_kernel_is_in_one_module_for_each_of_its_definitions() -> None:
-    found = [
-        (module.source, kernel, module.defines) for module in modules() for kernel in module.kernels
-    ]
+    found = [(module.source, kernel, module.defines) for module in modules() for kernel in module.kernels]
     assert len(found) == len(set(found))
 
 

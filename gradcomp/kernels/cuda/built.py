@@ -71,12 +71,14 @@ def _built_here(module: Module, capability: int) -> Path:
 
 
 def compiled(module: Module, architecture: str) -> bytes:
-    """The code for an architecture: an ELF file for ``sm_90``, PTX for ``compute_90``; RuntimeError if it is not whole."""
+    """The code for an architecture: an ELF file for ``sm_90``, PTX for ``compute_90``; RuntimeError unless whole."""
     form = "CUBIN" if architecture.startswith("sm_") else "PTX"
     code, _ = installed().compile(module.source, module.text(), module.settings(architecture), form)
     code = code if form == "CUBIN" else code.rstrip(b"\0")
     if not whole(code):
-        raise RuntimeError(f"{module}: NVRTC gave {len(code)} bytes for {architecture}, which are not all of it")
+        raise RuntimeError(
+            f"{module}: NVRTC gave {len(code)} bytes for {architecture}, which are not all of it"
+        )
     return code
 
 

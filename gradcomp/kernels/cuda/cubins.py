@@ -39,7 +39,9 @@ def build(folder: Path, architectures: Sequence[int], listed: Sequence[Module], 
         for line in pool.map(lambda file: _made(file, *wanted[file]), missing):
             sys.stdout.write(line)
     total = sum(file.stat().st_size for file in wanted)
-    sys.stdout.write(f"{len(missing)} of {len(wanted)} files built in {folder}, {total / 1e6:.1f} MB in all\n")
+    sys.stdout.write(
+        f"{len(missing)} of {len(wanted)} files built in {folder}, {total / 1e6:.1f} MB in all\n"
+    )
 
 
 def _made(file: Path, module: Module, architecture: str) -> str:

@@ -39,9 +39,7 @@ class Nvrtc:
     def compile(self, name: str, text: str, options: Sequence[str], form: str) -> tuple[bytes, str]:
         """Code as ``form``, "CUBIN" or "PTX", and what the compiler said; RuntimeError with its words if it refuses."""
         program = ctypes.c_void_p()
-        self._call(
-            "nvrtcCreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None
-        )
+        self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
         try:
             given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             status = self._library.nvrtcCompileProgram(program, len(options), given)
