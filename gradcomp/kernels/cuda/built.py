@@ -91,7 +91,7 @@ def whole(code: bytes) -> bool:
     programs, sections = struct.unpack_from("<QQ", code, 32)
     program_bytes, program_count, section_bytes, section_count = struct.unpack_from("<4H", code, 54)
     ends = (programs + program_bytes * program_count, sections + section_bytes * section_count)
-    return len(code) >= max(ends)
+    return bool(len(code) >= max(ends))
 
 
 def write(target: Path, code: bytes) -> None:
