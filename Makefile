@@ -2,6 +2,7 @@
 #
 #   make demo     train on digits with two ranks, uncompressed and at 4 bits
 #   make test     install what the tests need and run them all
+#   make cubins   the CUDA kernels' code, without a GPU, into the package: nothing is compiled in the first step then
 #   make test-gpu sanitize-gpu bench-gpu    on a machine with a GPU; they install nothing, see there
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
@@ -37,7 +38,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test faults fuzz lint types layers docs format sanitize sanitize-site test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
+.PHONY: help install demo test faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -143,6 +144,11 @@ fuzz: sanitize-site
 	    --steps $(or $(STEPS),$(shell expr $(or $(N),100000) / 10)) --seed $(SEED) $(ARGS)
 
 # ------------------------------------------------------------------------------------------ with a GPU
+
+# For devices of compute capability 8.x, 9.0 and 10.x, of which no machine is needed: minutes on two cores. The source
+# tree has them at once, the installed package when it is installed again, as `make test` does.
+cubins: $(STAMP)/package $(STAMP)/extra-cubins
+	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)" $(BIN)/python -m gradcomp.kernels.cuda.cubins $(ARGS)
 
 # Such a machine may have no network, so nothing is installed: its Python (PYTHON=...) has CuPy, PyTorch, NumPy,
 # ml_dtypes, safetensors and pytest; tests that need more, as Hypothesis, are skipped and say so. The package is the

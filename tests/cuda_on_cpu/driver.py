@@ -25,6 +25,7 @@ import numpy as np
 from cuda_on_cpu import parameters
 from gradcomp.kernels.cuda import source
 from gradcomp.kernels.cuda.call import Call, Ref
+from gradcomp.kernels.cuda.modules import holding
 
 HERE = Path(__file__).parent
 GUARD = 256
@@ -103,6 +104,7 @@ class CpuDriver:
         ctypes.memset(address, 0, nbytes)
 
     def function(self, name: str, kernel: str, defines: Mapping[str, object]) -> Any:
+        holding(name, kernel, defines)  # what is in no module is nowhere on a GPU
         library = compiled(self._folder, name, defines)
         return library, getattr(library, kernel), kernel
 

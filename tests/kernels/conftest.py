@@ -1,18 +1,24 @@
-"""Where there is a GPU, the tests of all bodies are tests of its kernels as well: `make test-gpu` runs them."""
+"""Where there is a GPU, it is one more body in the tests of all bodies: `make test-gpu` runs the cases that take it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from kernels import gpu
+from kernels.standin import is_gpu
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if gpu.problem() is None:
-        for item in items:
-            module = vars(item.getparent(pytest.Module).obj) if HERE in item.path.parents else {}
-            if module.keys() & {"standin", "ORDERS"}:
-                item.add_marker(pytest.mark.gpu)
+    for item in items:
+        if HERE in item.path.parents and any(map(is_gpu, parameters_of(item))):
+            item.add_marker(pytest.mark.gpu)
+
+
+def parameters_of(item: pytest.Item) -> list[object]:
+    return (
+        [*item.callspec.params.values()]
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else []
+    )

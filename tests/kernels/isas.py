@@ -1,11 +1,37 @@
-"""The instruction set that the compiled kernels use, for the time of a test."""
+"""The compiled kernels and their instruction sets; where they are not built, whoever uses them is skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+
+from gradcomp.kernels import bodies
+
+COMPILED = "native" in bodies._bodies
+
+
+class _Absent:
+    """Stands for the compiled kernels in parameters of tests."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        pytest.skip("needs the compiled module")
+
+
+NATIVE: Any = bodies.named("native") if COMPILED else _Absent()
+
+
+def available_isas() -> list[str]:
+    """The instruction sets that tests run with; none without the compiled module."""
+    if not COMPILED:
+        return []
+    from gradcomp import _native
+
+    return list(_native.available_isas())
 
 
 @contextmanager

@@ -32,13 +32,25 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "cuda_on_cpu"
 """Where compiled kernels are kept, by what they are made of."""
 
 
+class _OnGpu:
+    """The kernels of the first GPU, which is not touched before the first of them is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        driver = devices.cuda(0).driver
+        return getattr(Carried(CudaKernels(driver), driver), name)
+
+
 @cache
 def cuda_body(order: int = 0) -> Any:
     """The kernels, in a thread order; for tables of the host's memory."""
-    if order == GPU:
-        driver = devices.cuda(0).driver
-        return Carried(CudaKernels(driver), driver)
-    return CudaKernels(CpuDriver(FOLDER, order))
+    return _OnGpu() if order == GPU else CudaKernels(CpuDriver(FOLDER, order))
+
+
+def is_gpu(value: Any) -> bool:
+    """Whether a parameter of a test stands for the GPU: its name in ORDERS, or its kernels."""
+    return isinstance(value, _OnGpu) or (isinstance(value, str) and value == "gpu")
 
 
 class _Strict:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kernels.isas import NATIVE
 from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, segments
 
-pytest.importorskip("gradcomp._native")
-BODIES: dict[str, Any] = {name: bodies.named(name) for name in ("reference", "native")}
+BODIES: dict[str, Any] = {"reference": bodies.named("reference"), "native": NATIVE}
 BODIES |= {name: cuda_body(order) for name, order in ORDERS.items()}
 OTHERS = [name for name in BODIES if name != "reference"]
 EXACT = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, 1e-45, 3e38, np.inf, np.nan]) | st.floats(width=32)

@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels import standin
 from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of, nearest_level
-from kernels.isas import instruction_set
+from kernels.isas import NATIVE, available_isas, instruction_set
 
-from gradcomp.kernels import bodies, reference, segments
-
-extension = pytest.importorskip("gradcomp._native")
+from gradcomp.kernels import reference, segments
 
 
 class Compiled:
     """The compiled body that a test runs with: of one instruction set, or for a GPU, in one order of threads."""
 
-    kernels: Any = bodies.named("native")
+    kernels: Any = NATIVE
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernels, name)
@@ -35,13 +33,13 @@ ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", 
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 
-@pytest.fixture(autouse=True, params=[*extension.available_isas(), *standin.ORDERS])
+@pytest.fixture(autouse=True, params=[*available_isas(), *standin.ORDERS])
 def isa(request: Any) -> Any:
     """Run a test once per instruction set, and per order of threads of a GPU."""
     if request.param in standin.ORDERS:
         native.kernels = standin.cuda_body(standin.ORDERS[request.param])
         yield request.param
-        native.kernels = bodies.named("native")
+        native.kernels = NATIVE
         return
     with instruction_set(request.param):
         yield request.param
@@ -270,7 +268,7 @@ def test_nonzero(dtype: int, length: int, value: float) -> None:
         assert out.tolist() == [length > 0 and value != 0, False]
 
 
-@pytest.mark.parametrize("isa", extension.available_isas(), indirect=True)
+@pytest.mark.parametrize("isa", available_isas(), indirect=True)
 def test_flush_to_zero_of_the_caller_does_not_matter() -> None:
     torch = pytest.importorskip("torch")
     gradient = np.array([1e-40, 0.0, 3e-41], np.float32)

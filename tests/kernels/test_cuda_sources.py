@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for every architecture that gradcomp is for, into the arithmetic of the other bodies."""
+"""Every module compiles, into the arithmetic of the other bodies, and has the kernels that are launched from it."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ import pytest
 from kernels import nvrtc
 
 from gradcomp.kernels.cuda import source
-from gradcomp.kernels.cuda.call import THREADS
-from gradcomp.kernels.cuda.codec import CLASSES
+from gradcomp.kernels.cuda.modules import Module, holding, modules
 
 FOLDER = Path(source.__file__).parent
-ARCHITECTURES = (75, 80, 90)
-
-#: What the sources of the codecs are compiled for; the others take no definitions.
-DEFINES = {
-    "encode.cu": [{"GRADCOMP_CLASS": name} for name in CLASSES],
-    "decode.cu": [{"GRADCOMP_CLASS": name} for name in CLASSES],
-    "losses.cu": [{"GRADCOMP_CLASS": name} for name in CLASSES],
-}
-MODULES = [(path.name, one) for path in sorted(FOLDER.glob("*.cu")) for one in DEFINES.get(path.name, [{}])]
-MODULES += [("encode.cu", one | {"GRADCOMP_TEAM": THREADS}) for one in DEFINES["encode.cu"]]
+ARCHITECTURE = 75
+"""The oldest that gradcomp is for. What differs between architectures is not in our sources."""
 
 
-@pytest.mark.parametrize(
-    ("name", "defines"), MODULES, ids=["-".join([name, *map(str, one.values())]) for name, one in MODULES]
-)
-def test_compiles(name: str, defines: dict[str, object]) -> None:
-    # What differs between architectures is not in our sources: all codecs for one of them, one codec for all.
-    every = defines.get("GRADCOMP_CLASS", CLASSES[0]) == CLASSES[0]
-    for architecture in ARCHITECTURES if every else (80,):
-        text = nvrtc.ptx(name, defines, architecture)
-        assert f".target sm_{architecture}" in text
-        assert re.search(r"\.visible \.entry \w+", text)
-        for forbidden in (
-            r"\bfma\.",
-            r"\.ftz\b",
-            r"\bdiv\.(approx|full)",
-            r"\bsqrt\.approx",
-            r"\brcp\.(?!rn)",
-        ):
-            found = re.search(forbidden, text)
-            assert found is None, f"{name}: {found[0]} does not round as the other bodies do"
-        for kernel, size in shared_bytes(text).items():
-            assert size <= 48 << 10, f"{name}: {kernel} shares {size} bytes, for which it would have to ask"
+@pytest.mark.parametrize("module", modules(), ids=str)
+def test_compiles(module: Module) -> None:
+    text = nvrtc.ptx(module, ARCHITECTURE)
+    assert f".target sm_{ARCHITECTURE}" in text
+    assert sorted(re.findall(r"\.visible \.entry (\w+)", text)) == sorted(module.kernels)
+    for forbidden in (r"\bfma\.", r"\.ftz\b", r"\bdiv\.(approx|full)", r"\bsqrt\.approx", r"\brcp\.(?!rn)"):
+        found = re.search(forbidden, text)
+        assert found is None, f"{module}: {found[0]} does not round as the other bodies do"
+    for kernel, size in shared_bytes(text).items():
+        assert size <= 48 << 10, f"{module}: {kernel} shares {size} bytes, for which it would have to ask"
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_compiles_for_newer_devices(architecture: int) -> None:
+    module = holding("encode.cu", "encode_nearest", {"GRADCOMP_CLASS": "MinMax"})
+    assert f".target sm_{architecture}" in nvrtc.ptx(module, architecture)
+
+
+def test_every_kernel_of_every_source_is_in_a_module() -> None:
+    listed = {(module.source, kernel) for module in modules() for kernel in module.kernels}
+    kernels = re.compile(r"^(?:PAIRED_)?KERNEL\(.*\) (\w+)\(const", re.M)
+    written = {
+        (path.name, name) for path in FOLDER.glob("*.cu") for name in kernels.findall(path.read_text())
+    }
+    assert listed == written
+
+
+def test_a_kernel_is_in_one_module_for_each_of_its_definitions() -> None:
+    found = [(module.source, kernel, module.defines) for module in modules() for kernel in module.kernels]
+    assert len(found) == len(set(found))
+
+
+def test_what_is_in_no_module_cannot_be_launched() -> None:
+    with pytest.raises(RuntimeError, match=r"no module has encode_nearest.*NoSuchClass.*modules.py"):
+        holding("encode.cu", "encode_nearest", {"GRADCOMP_CLASS": "NoSuchClass"})
 
 
 def shared_bytes(text: str) -> dict[str, int]:
@@ -59,7 +64,7 @@ def shared_bytes(text: str) -> dict[str, int]:
 
 
 def test_shared_memory_is_counted() -> None:
-    sizes = shared_bytes(nvrtc.ptx("sums.cu", {}, 80))
+    sizes = shared_bytes(nvrtc.ptx(holding("sums.cu", "tail", {}), ARCHITECTURE))
     assert sizes == {"squares": 4096 * 8, "tail": 8192 * 4 + 256 * 4 + 8 * 8 + 8 * 4}
 
 
@@ -70,6 +75,6 @@ def test_a_source_is_one_text() -> None:
 
 
 def test_mistakes_in_a_source_are_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "flat", lambda name: "__global__ void f() { nonsense; }")
-    with pytest.raises(AssertionError, match="nonsense"):
-        nvrtc.ptx("encode.cu", {}, 80)
+    monkeypatch.setattr(Module, "text", lambda module: "__global__ void f() { nonsense; }")
+    with pytest.raises(RuntimeError, match="nonsense"):
+        nvrtc.ptx(modules()[0], ARCHITECTURE)

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.isas import instruction_set
+from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.lent import shared
 from kernels.standin import ORDERS, cuda_body, device
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, lowrank, reference, segments
-
-extension = pytest.importorskip("gradcomp._native")
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (7, 1), (100, 1), (3, 5), (64, 65), (300, 7), (5, 16), (37, 33), (2, 48)]
 LARGE = [(5, 1025), (3, 9000), (70, 1000)]  # wider than a tile, or long enough to pass the cache by
@@ -22,8 +20,8 @@ RANKS = (*range(1, 10), 32)
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
 
-NATIVE = extension.available_isas()
-BODIES = ("reference", *NATIVE, *ORDERS)
+ISAS = available_isas()
+BODIES = ("reference", *ISAS, *ORDERS)
 
 
 @pytest.fixture(params=BODIES)
@@ -36,7 +34,7 @@ def body(request: Any) -> Iterator[Any]:
         yield cuda_body(ORDERS[request.param])
     else:
         with instruction_set(request.param):
-            yield bodies.named("native")
+            yield NATIVE
 
 
 def each_body(names: str, cases: Sequence[tuple[Any, ...]], *, but_cuda: Sequence[tuple[Any, ...]]) -> Any:
@@ -252,11 +250,7 @@ def test_subtract(body: Any, rank: int) -> None:
 
 
 PARITY = [
-    (isa, dtype, shift, rank)
-    for isa in NATIVE
-    for dtype in DTYPES
-    for shift in (0, 1)
-    for rank in (0, *RANKS)
+    (isa, dtype, shift, rank) for isa in ISAS for dtype in DTYPES for shift in (0, 1) for rank in (0, *RANKS)
 ]
 PARITY += [(name, segments.FLOAT32, 0, rank) for name in ORDERS for rank in (0, *RANKS)]
 PARITY += [(name, dtype, 0, 4) for name in ORDERS for dtype in DTYPES[1:]]

@@ -11,20 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.groups import GuardedArray
-from kernels.isas import instruction_set
+from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.standin import ORDERS, cuda_body
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, indices, reference_indices, segments
+from gradcomp.kernels import indices, reference_indices, segments
 
-extension = pytest.importorskip("gradcomp._native")
-native = bodies.named("native")
+native = NATIVE
 CUDA = {name: cuda_body(order) for name, order in ORDERS.items()}
 BODIES = {"reference": reference_indices, "native": native, **CUDA}
 BODY = pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
-EACH = pytest.mark.parametrize("compiled", [*extension.available_isas(), *CUDA], indirect=True)
+EACH = pytest.mark.parametrize("compiled", [*available_isas(), *CUDA], indirect=True)
 
 
 @pytest.fixture

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kernels.isas import instruction_set
+from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, reference_selection, segments, selection
 
-extension = pytest.importorskip("gradcomp._native")
-native = bodies.named("native")
+native = NATIVE
 reference = bodies.named("reference")
 
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
@@ -60,7 +59,7 @@ def same(request: Any) -> Any:
 
 
 # Runs a test once per instruction set, and per order of a GPU's threads; the reference has neither.
-EACH = pytest.mark.parametrize("same", [*extension.available_isas(), *ORDERS], indirect=True)
+EACH = pytest.mark.parametrize("same", [*available_isas(), *ORDERS], indirect=True)
 
 
 # --- the reference against plain Python ---------------------------------------------------------------------
@@ -312,7 +311,7 @@ def awkward_layers(draw: Any) -> Layer:
     return Layer(gradient, draw(st.none() | array), dtype, factor, length)
 
 
-@pytest.mark.parametrize("name", [*extension.available_isas(), *ORDERS])
+@pytest.mark.parametrize("name", [*available_isas(), *ORDERS])
 @settings(max_examples=80, deadline=None)
 @given(st.lists(awkward_layers(), min_size=1, max_size=4), st.data())
 def test_any_numbers(name: str, layers: list[Layer], data: Any) -> None:
@@ -343,7 +342,9 @@ def test_squares_of_doubles(same: Any) -> None:
     assert found[-1] == 0
 
 
-@pytest.mark.parametrize("body", [reference, native, *map(cuda_body, ORDERS.values())])
+@pytest.mark.parametrize(
+    "body", [reference, native, *map(cuda_body, ORDERS.values())], ids=["reference", "native", *ORDERS]
+)
 def test_put_then_take(body: Any) -> None:
     layers = Layers([Layer(None, length=9), Layer(None, length=0), Layer(None, length=4)])
     for shadow in layers.shadows:

@@ -1,55 +1,110 @@
-"""Sources built by NVRTC, once per machine: what CuPy then loads from a file.
+"""The code of a module, in a file that CuPy loads: one that came with the package, or one that is built here, once.
 
-CuPy compiles too, but adds ``-ftz=true`` behind whatever options it is given, which is what counts: numbers near zero
-would become zero, and the bytes others than on a CPU.
+``make cubins`` builds those of the package without a GPU. They are found by what they are made of: source, options and
+the compiler's version; a change of any of them, and the code is built here again.
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
+import struct
 import tempfile
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Final
 
-from cupy.cuda import nvrtc
+from gradcomp.kernels.cuda.modules import Module
+from gradcomp.kernels.cuda.nvrtc import installed
 
-from gradcomp.kernels.cuda.source import PRELUDE, flat, options
+logger = logging.getLogger("gradcomp")
+
+PACKAGED: Final = Path(__file__).parent / "cubins"
+"""What ``make cubins`` writes: a folder for each compiler, as ``13.0``."""
 
 
-def built(source: str, defines: Mapping[str, object], capability: int) -> Path:
-    """The file of a source for devices of this compute capability, 90 for 9.0; RuntimeError if it does not compile."""
-    text = flat(PRELUDE) + flat(source)
-    known = [each for each in nvrtc.getSupportedArchs() if each <= capability]
+def built(module: Module, capability: int, cuda: int) -> Path:
+    """The file for devices of a compute capability, 90 for 9.0; RuntimeError if the source does not compile.
+
+    ``cuda``: the version that the device's driver knows, 13000 for 13.0: it loads no code of newer compilers.
+    """
+    return _packaged(module, capability, cuda) or _built_here(module, capability)
+
+
+def _packaged(module: Module, capability: int, cuda: int) -> Path | None:
+    """The package's file, if it has one. Code for 8.0 runs on 8.6 too: within a number, on what is newer."""
+    for folder, compiler in compilers(PACKAGED):
+        if 1000 * compiler[0] + 10 * compiler[1] > cuda:
+            continue
+        for architecture in range(capability, capability // 10 * 10 - 1, -1):
+            found = folder / f"{module.digest(f'sm_{architecture}', compiler)}.cubin"
+            if found.exists():
+                if whole(found.read_bytes()):
+                    return found
+                logger.warning("%s is damaged, and is not used: make cubins", found)
+    return None
+
+
+def compilers(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
+    """The folders in it that are named by a compiler's version, the newest first."""
+    found = []
+    for each in folder.glob("*.*"):
+        major, _, minor = each.name.partition(".")
+        if major.isdecimal() and minor.isdecimal():
+            found.append((each, (int(major), int(minor))))
+    return sorted(found, key=lambda pair: pair[1], reverse=True)
+
+
+def _built_here(module: Module, capability: int) -> Path:
+    """A file in CuPy's folder, made if it is not there or not whole."""
+    compiler = installed()
+    known = [each for each in compiler.architectures if each <= capability]
     if not known:
-        raise RuntimeError(f"NVRTC {nvrtc.getVersion()} compiles for no device of capability {capability}")
+        raise RuntimeError(f"NVRTC {compiler.version} compiles for no device of capability {capability}")
     # A device that is newer than the compiler takes PTX, and its driver compiles that.
     kind, form = ("sm", "cubin") if max(known) == capability else ("compute", "ptx")
-    settings = (*options(defines), f"--gpu-architecture={kind}_{max(known)}")
-    made_of = "\0".join([text, *settings, repr(nvrtc.getVersion())])
-    key = hashlib.sha256(made_of.encode()).hexdigest()[:40]
-    target = _folder() / f"gradcomp-{key}.{form}"
-    if not target.exists():
-        code = _compiled(source, text, settings, form)
-        # Under another name first: processes that start together may all build it.
-        handle, part = tempfile.mkstemp(dir=target.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        Path(part).rename(target)
+    architecture = f"{kind}_{max(known)}"
+    target = _folder() / f"gradcomp-{module.digest(architecture, compiler.version)}.{form}"
+    if not (target.exists() and whole(target.read_bytes())):
+        write(target, compiled(module, architecture))
     return target
 
 
-def _compiled(source: str, text: str, settings: tuple[str, ...], form: str) -> bytes:
-    program = nvrtc.createProgram(text, source, (), ())
+def compiled(module: Module, architecture: str) -> bytes:
+    """The code for an architecture: an ELF file for ``sm_90``, PTX for ``compute_90``; RuntimeError unless whole."""
+    form = "CUBIN" if architecture.startswith("sm_") else "PTX"
+    code, _ = installed().compile(module.source, module.text(), module.settings(architecture), form)
+    code = code if form == "CUBIN" else code.rstrip(b"\0")
+    if not whole(code):
+        raise RuntimeError(
+            f"{module}: NVRTC gave {len(code)} bytes for {architecture}, which are not all of it"
+        )
+    return code
+
+
+def whole(code: bytes) -> bool:
+    """Whether nothing is missing at the end: of an ELF file, by the tables that its header tells of; else of PTX."""
+    if not code.startswith(b"\x7fELF"):
+        return b".version" in code and code.rstrip().endswith(b"}")
+    if len(code) < 64:
+        return False
+    programs, sections = struct.unpack_from("<QQ", code, 32)
+    program_bytes, program_count, section_bytes, section_count = struct.unpack_from("<4H", code, 54)
+    ends = (programs + program_bytes * program_count, sections + section_bytes * section_count)
+    return bool(len(code) >= max(ends))
+
+
+def write(target: Path, code: bytes) -> None:
+    """All of the file or nothing: processes that start together may all build it."""
+    handle, part = tempfile.mkstemp(dir=target.parent)
     try:
-        nvrtc.compileProgram(program, settings)
-        code = nvrtc.getCUBIN(program) if form == "cubin" else nvrtc.getPTX(program)
-        return code if isinstance(code, bytes) else bytes(code, "utf-8")
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"{source} does not compile: {error}\n{nvrtc.getProgramLog(program)}") from error
-    finally:
-        nvrtc.destroyProgram(program)
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        Path(part).chmod(0o644)
+        Path(part).rename(target)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
 
 
 @cache

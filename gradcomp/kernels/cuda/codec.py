@@ -59,8 +59,8 @@ _ONE_BIT = {L2: "PureSign<L2Norm>", LINF: "PureSign<LInfNorm>"}
 # What encodes one bit to nearest: it has scales of its own.
 _ONE_BIT_TO_NEAREST = {MINMAX: "TwoMeans", L2: "Sign<MeanMagnitude>", LINF: "Sign<MeanMagnitude>"}
 
-CLASSES = (*_CLASSES.values(), *_ONE_BIT.values(), _ONE_BIT_TO_NEAREST[MINMAX])
-"""What encode.cu and decode.cu are compiled for."""
+CODED = tuple(_CLASSES)
+"""The codecs that encode.cu and decode.cu know: all but float64's."""
 
 _CODEC_BYTES = 64  # of the state of a bucket between two kernels
 _LARGEST_OF_TEAM = 8192  # elements of a bucket that sixteen threads read
@@ -171,8 +171,7 @@ class CodecKernels:
                 self._doubles(call, f"{stem}_doubles", job, written, sent, factors)
             else:
                 common = (*_addresses(call, sent), _magnitudes(call, magnitudes), *draws, *factors)
-                rounding = "stochastic" if drawn else "nearest"
-                _encode_class(call, codec, name, stem, rounding, job, written, common)
+                _encode_class(call, codec, name, stem, rounding(drawn), job, written, common)
             sizes = wire_bytes_table(codec, part)
             call.launch(
                 "rows.cu",
@@ -329,7 +328,7 @@ def _encode_class(
 ) -> None:
     """One kernel where buckets allow it, two where they do not."""
     length = job.table["length"]
-    size = np.minimum(job.table["bucket_size"] if codec in LEVELS or codec == FP16 else _PIECE, length)
+    size = np.minimum(job.table["bucket_size"] if has_buckets(codec) else _PIECE, length)
     buckets = -(-length // np.maximum(size, 1))
     largest = int(size.max(initial=0))
     defines: dict[str, object] = {"GRADCOMP_CLASS": name}
@@ -378,6 +377,16 @@ def _by_bits(codec: int, bits: npt.NDArray[np.int32], of_one_bit: dict[int, str]
         (of_one_bit.get(codec, ""), np.flatnonzero(one_bit)),
     ]
     return [(name, members) for name, members in found if len(members)]
+
+
+def has_buckets(codec: int) -> bool:
+    """Whether a row says how large the buckets of this codec are."""
+    return codec in LEVELS or codec == FP16
+
+
+def rounding(drawn: bool) -> str:
+    """How names of kernels end."""
+    return "stochastic" if drawn else "nearest"
 
 
 def _addresses(call: Call, payloads: Sequence[Ref]) -> tuple[Parameter, int]:

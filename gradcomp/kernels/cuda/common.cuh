@@ -12,6 +12,12 @@
 
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
 
+// A module has one family of a source's kernels, or all of them without GRADCOMP_FAMILY.
+#ifndef GRADCOMP_FAMILY
+#define GRADCOMP_FAMILY 0
+#endif
+#define IN_MODULE(family) (GRADCOMP_FAMILY == 0 || GRADCOMP_FAMILY == family)
+
 namespace gradcomp::cuda {
 
 inline constexpr std::int64_t group =

@@ -270,38 +270,66 @@ inline void encode_codes(const EncodeParams& params) {
 // Two blocks share a processor's registers: one loads while the other computes.
 #define PAIRED_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
 
+// The families of this source; modules.py lists which of them are compiled, and for what.
+#define ENCODE_NEAREST 1
+#define ENCODE_STOCHASTIC 2
+#define REDUCE_NEAREST 3
+#define REDUCE_STOCHASTIC 4
+#define CODES_NEAREST 5
+#define CODES_STOCHASTIC 6
+#define RANGES 7
+
 #if GRADCOMP_TEAM == 16
 
+#if IN_MODULE(ENCODE_NEAREST)
 PAIRED_KERNEL(256) encode_nearest(const EncodeParams* params) {
     encode_buckets<false, FromGradient>(*params);
 }
+#endif
+
+#if IN_MODULE(ENCODE_STOCHASTIC)
+PAIRED_KERNEL(256) encode_stochastic(const EncodeParams* params) {
+    encode_buckets<Class::draws, FromGradient>(*params);
+}
+#endif
+
+#if IN_MODULE(REDUCE_NEAREST)
 PAIRED_KERNEL(256) reduce_nearest(const EncodeParams* params) {
     encode_buckets<false, FromPayloads<Class>>(*params);
 }
+#endif
+
+#if IN_MODULE(REDUCE_STOCHASTIC)
+PAIRED_KERNEL(256) reduce_stochastic(const EncodeParams* params) {
+    encode_buckets<Class::draws, FromPayloads<Class>>(*params);
+}
+#endif
+
+#if IN_MODULE(CODES_NEAREST)
 PAIRED_KERNEL(256) encode_codes_nearest(const EncodeParams* params) {
     encode_codes<false, FromGradient>(*params);
 }
 PAIRED_KERNEL(256) reduce_codes_nearest(const EncodeParams* params) {
     encode_codes<false, FromPayloads<Class>>(*params);
 }
-PAIRED_KERNEL(256) encode_stochastic(const EncodeParams* params) {
-    encode_buckets<Class::draws, FromGradient>(*params);
-}
-PAIRED_KERNEL(256) reduce_stochastic(const EncodeParams* params) {
-    encode_buckets<Class::draws, FromPayloads<Class>>(*params);
-}
+#endif
+
+#if IN_MODULE(CODES_STOCHASTIC)
 PAIRED_KERNEL(256) encode_codes_stochastic(const EncodeParams* params) {
     encode_codes<Class::draws, FromGradient>(*params);
 }
 PAIRED_KERNEL(256) reduce_codes_stochastic(const EncodeParams* params) {
     encode_codes<Class::draws, FromPayloads<Class>>(*params);
 }
+#endif
 
 #endif
 
+#if IN_MODULE(RANGES)
 PAIRED_KERNEL(256) encode_ranges(const EncodeParams* params) {
     find_ranges<FromGradient>(*params);
 }
 PAIRED_KERNEL(256) reduce_ranges(const EncodeParams* params) {
     find_ranges<FromPayloads<Class>>(*params);
 }
+#endif

@@ -99,10 +99,17 @@ inline void find_losses(const LossParams& params) {
 
 }  // namespace gradcomp::cuda
 
+#define LOSSES_NEAREST 1
+#define LOSSES_STOCHASTIC 2
+
+#if IN_MODULE(LOSSES_NEAREST)
 KERNEL(256) losses_nearest(const LossParams* params) {
     find_losses<false>(*params);
 }
+#endif
 
+#if IN_MODULE(LOSSES_STOCHASTIC)
 KERNEL(256) losses_stochastic(const LossParams* params) {
     find_losses<Class::draws>(*params);
 }
+#endif

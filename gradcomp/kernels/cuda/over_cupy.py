@@ -15,6 +15,7 @@ from gradcomp.core.errors import ConfigError, DeviceError, StateError
 from gradcomp.kernels.cuda import pools
 from gradcomp.kernels.cuda.built import built
 from gradcomp.kernels.cuda.driver import Block, Bytes
+from gradcomp.kernels.cuda.modules import Module, holding
 
 _TO_DEVICE, _TO_HOST = 1, 2  # of cudaMemcpyKind
 _DEVICE, _MANAGED = 2, 3  # of cudaMemoryType
@@ -92,7 +93,7 @@ class CupyDriver:
         except (_cuda.CUDARuntimeError, DeviceError) as error:
             raise ConfigError(f"there is no usable cuda:{index}: {error}") from error
         self._functions: dict[tuple[object, ...], Any] = {}
-        self._modules: dict[tuple[object, ...], Any] = {}
+        self._modules: dict[Module, Any] = {}
 
     def current(self) -> _Current:
         """To be entered: inside, the device is the thread's current one, and afterwards the one before is again."""
@@ -167,14 +168,14 @@ class CupyDriver:
 
     def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
         """Built once per machine, loaded once per process."""
-        module_key = (source, *sorted((define, str(value)) for define, value in defines.items()))
-        key = (name, *module_key)
+        key = (name, source, *sorted((define, str(value)) for define, value in defines.items()))
         if key not in self._functions:
+            module = holding(source, name, defines)
             with self.current():
-                if module_key not in self._modules:
-                    found = built(source, defines, self._capability)
-                    self._modules[module_key] = cupy.RawModule(path=str(found))
-                self._functions[key] = self._modules[module_key].get_function(name)
+                if module not in self._modules:
+                    found = built(module, self._capability, _cuda.driverGetVersion())
+                    self._modules[module] = cupy.RawModule(path=str(found))
+                self._functions[key] = self._modules[module].get_function(name)
         return self._functions[key]
 
     def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:

@@ -16,8 +16,8 @@ namespace {
 constexpr int ranks = GRADCOMP_RANKS;
 
 // What the sums of a thread leave room for in its registers.
-constexpr int project_rows = ranks <= 8 ? 4 : 2;  // of M
-constexpr int back_columns = ranks <= 8 ? 4 : 2;
+[[maybe_unused]] constexpr int project_rows = ranks <= 8 ? 4 : 2;  // of M
+[[maybe_unused]] constexpr int back_columns = ranks <= 8 ? 4 : 2;
 
 // Two blocks of a kernel share a processor's registers, so that enough loads are under way; without that
 // where too many sums would not stay in them.
@@ -26,6 +26,10 @@ constexpr int back_columns = ranks <= 8 ? 4 : 2;
 constexpr std::uint32_t whole_warp = 0xFFFFFFFF;
 
 }  // namespace
+
+#define PROJECT 1
+#define BACK_PROJECT 2
+#define ADD_PARTS 3
 
 struct ProjectParams {
     std::uint64_t segments, layers, tiles;
@@ -158,6 +162,7 @@ inline void project_part(const ProjectParams& params, const Part& part) {
 
 }  // namespace
 
+#if IN_MODULE(PROJECT)
 // parts <- M Q of the columns of a block
 PAIRED_KERNEL(true) project(const ProjectParams* params) {
     const Part part(params->segments, params->layers, params->tiles, params->count);
@@ -171,6 +176,7 @@ PAIRED_KERNEL(true) project(const ProjectParams* params) {
     else
         project_part<false>(*params, part);
 }
+#endif
 
 struct BackProjectParams {
     std::uint64_t segments, layers, tiles;
@@ -181,7 +187,7 @@ struct BackProjectParams {
 
 namespace {
 
-constexpr int group_rows = 4;
+[[maybe_unused]] constexpr int group_rows = 4;
 
 // A warp takes back_columns columns per lane, and where there are few of them, other lanes take other rows.
 template <bool wide>
@@ -236,6 +242,7 @@ inline void back_project_unit(const BackProjectParams& params, const Layer& laye
 
 }  // namespace
 
+#if IN_MODULE(BACK_PROJECT)
 // parts <- M^T P of some rows
 PAIRED_KERNEL(ranks <= 16) back_project(const BackProjectParams* params) {
     const auto* tiles = at<std::int64_t>(params->tiles);
@@ -254,6 +261,7 @@ PAIRED_KERNEL(ranks <= 16) back_project(const BackProjectParams* params) {
     else
         back_project_unit<false>(*params, layer, shadow, unit % groups, chunk);
 }
+#endif
 
 struct Sum {
     std::int64_t index;        // of the row of the whole table
@@ -271,6 +279,7 @@ struct SumParams {
     std::uint64_t bad;  // a byte per row of the whole table, or 0: the result is NaN
 };
 
+#if IN_MODULE(ADD_PARTS)
 // result <- the sum of the parts
 KERNEL(256) add_parts(const SumParams* params) {
     const auto* tiles = at<std::int64_t>(params->tiles);
@@ -290,3 +299,4 @@ KERNEL(256) add_parts(const SumParams* params) {
     if (params->bad != 0 && at<std::uint8_t>(params->bad)[sum.index] != 0) total = float_of(0x7FC00000);
     if (thread % sum.per_element == 0) to<float>(params->result)[sum.to + element] = total;
 }
+#endif

@@ -1,0 +1,131 @@
+"""What is compiled: one module for each family of kernels, for each codec. Nothing else is ever launched."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+from gradcomp.kernels.cuda.call import THREADS
+from gradcomp.kernels.cuda.codec import CODED, classes_of, encoders_of, has_buckets, rounding
+from gradcomp.kernels.cuda.lowrank import RANKS
+from gradcomp.kernels.cuda.source import PRELUDE, flat, options
+from gradcomp.kernels.segments import LEVELS, STOCHASTIC
+
+FAMILY: Final = "GRADCOMP_FAMILY"
+"""Names the part of a source that is compiled; all of it is without this definition."""
+
+Defines = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Module:
+    """``kernels`` of a source, which are compiled together. ``defines``: for what, without the family."""
+
+    source: str
+    kernels: tuple[str, ...]
+    defines: Defines = ()
+    family: str = ""
+
+    def settings(self, architecture: str) -> tuple[str, ...]:
+        """What the compiler is told. ``architecture``: as ``sm_90``, or ``compute_90`` for PTX."""
+        family = {FAMILY: self.family} if self.family else {}
+        return (*options(dict(self.defines) | family), f"--gpu-architecture={architecture}")
+
+    def text(self) -> str:
+        """The source with all that it includes."""
+        return flat(PRELUDE) + flat(self.source)
+
+    def digest(self, architecture: str, compiler: tuple[int, int]) -> str:
+        """Of source, options and the compiler's version: 40 hexadecimal digits."""
+        made_of = "\0".join([self.text(), *self.settings(architecture), repr(compiler)])
+        return hashlib.sha256(made_of.encode()).hexdigest()[:40]
+
+    def __str__(self) -> str:
+        of = " ".join([*(value for _, value in self.defines), *([self.family] if self.family else [])])
+        return f"{self.source} ({of})" if of else self.source
+
+
+#: Sources of which all is one module.
+_WHOLE: Final = {
+    "adacomp.cu": ("maxima", "mark"),
+    "bisect.cu": ("bisect_begin", "bisect_count", "bisect_decide"),
+    "draws.cu": ("draw_indices",),
+    "expand.cu": ("expand", "subtract"),
+    "indices.cu": (
+        *("encode_streams", "count_positions", "add_counts", "decode_positions"),
+        *("copy_lists", "check_lists"),
+    ),
+    "lists.cu": ("check", "take", "clear", "claim", "decide", "put"),
+    "moments.cu": ("moments",),
+    "orthogonalise.cu": ("largest_magnitudes", "orthogonalise"),
+    "rows.cu": ("discard", "collect", "nonzero", "encode_doubles", "reduce_doubles", "decode_doubles"),
+    "scatter.cu": ("check_lists", "scatter"),
+    "select.cu": (
+        *("contribute", "contribute_histogram", "histogram", "histogram_marking", "pick"),
+        *("count", "scan", "write_selection", "threshold"),
+    ),
+    "sums.cu": ("squares", "tail"),
+}
+
+
+def _listed() -> Iterator[Module]:
+    for source, kernels in _WHOLE.items():
+        yield Module(source, kernels)
+    yield Module("project.cu", ("add_parts",), (), "ADD_PARTS")
+    for ranks in RANKS:
+        defines = (("GRADCOMP_RANKS", str(ranks)),)
+        yield Module("project.cu", ("project",), defines, "PROJECT")
+        yield Module("project.cu", ("back_project",), defines, "BACK_PROJECT")
+    for codec in CODED:
+        yield from _of_codec(codec)
+
+
+def _of_codec(codec: int) -> Iterator[Module]:
+    """For all of its levels: the classes that are asked for at launches."""
+    bits = np.array(LEVELS.get(codec, (0,)), dtype=np.int32)
+    for name, _ in classes_of(codec, bits):
+        yield Module("decode.cu", ("decode", "decode_add"), (("GRADCOMP_CLASS", name),))
+    for drawn in (False, True) if codec in STOCHASTIC else (False,):
+        for name, _ in encoders_of(codec, bits, drawn):
+            yield from _of_encoder(name, rounding(drawn), has_buckets(codec))
+
+
+def _of_encoder(name: str, how: str, any_bucket: bool) -> Iterator[Module]:
+    defines = (("GRADCOMP_CLASS", name),)
+    for stem in ("encode", "reduce", "losses"):
+        source = "losses.cu" if stem == "losses" else "encode.cu"
+        yield Module(source, (f"{stem}_{how}",), defines, f"{stem}_{how}".upper())
+    if any_bucket:
+        codes = (f"encode_codes_{how}", f"reduce_codes_{how}")
+        yield Module("encode.cu", codes, defines, f"CODES_{how}".upper())
+        for team in ((), (("GRADCOMP_TEAM", str(THREADS)),)):
+            yield Module("encode.cu", ("encode_ranges", "reduce_ranges"), defines + team, "RANGES")
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """All of them; several codecs have some in common."""
+    return tuple(dict.fromkeys(_listed()))
+
+
+@cache
+def _by_kernel() -> dict[tuple[str, str, Defines], Module]:
+    return {
+        (module.source, kernel, tuple(sorted(module.defines))): module
+        for module in modules()
+        for kernel in module.kernels
+    }
+
+
+def holding(source: str, kernel: str, defines: Mapping[str, object]) -> Module:
+    """The module that has a kernel; RuntimeError if none has it."""
+    given = tuple(sorted((name, str(value)) for name, value in defines.items()))
+    found = _by_kernel().get((source, kernel, given))
+    if found is None:
+        raise RuntimeError(f"no module has {kernel} of {source} for {dict(given)}: list it in modules.py")
+    return found
