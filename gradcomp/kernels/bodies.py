@@ -6,7 +6,7 @@ A table of memory on a GPU goes to that device's body, once there is one.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -158,6 +158,17 @@ def of(table: Any) -> Any:
     """The body of the device whose memory a table refers to; None on the host."""
     address = _an_address(table) if _routed.devices else 0
     return on_device(address) if address else None
+
+
+def device_of(arguments: Iterable[Any]) -> Any:
+    """The body of the first device that a table refers to or a message lies on; None on the host."""
+    if not _routed.devices:
+        return None
+    given = list(arguments)
+    found = next((body for each in given if _is_table(each) and (body := of(each)) is not None), None)
+    if found is None:
+        found = next((on_device(each.address) for argument in given for each in _messages(argument)), None)
+    return found
 
 
 def take_away(name: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp import kernels
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import FLOAT32
@@ -163,10 +164,13 @@ def encode(
     states = call.states.copy()
     for part, mine in zip(parts, pieces, strict=True):
         binding.sources(mine.table, mine.layers, part.group)
-        flags = mine.flags()
-        scale, decay = part.group.scale(call.scale), part.group.decay_at(call.rate_ratio)
-        part.codec.encode(mine.table, target, flags, call.draw, scale=scale, decay=decay)
-        mine.vote(flags, states)
+    flags = [mine.flags() for mine in pieces]
+    with kernels.together(*(mine.table for mine in pieces)):
+        for part, mine, found in zip(parts, pieces, flags, strict=True):
+            scale, decay = part.group.scale(call.scale), part.group.decay_at(call.rate_ratio)
+            part.codec.encode(mine.table, target, found, call.draw, scale=scale, decay=decay)
+    for mine, found in zip(pieces, flags, strict=True):
+        mine.vote(found, states)
     return states
 
 
@@ -180,15 +184,18 @@ def decode(
     divisor: float,
 ) -> list[Bytes]:
     """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
-    nonfinite = ballot.nonfinite
-    results = []
-    for part, mine in zip(parts, pieces, strict=True):
+    nonfinite = ballot.nonfinite.view(np.uint8)
+    for mine in pieces:
         binding.outputs(mine.table, mine.layers)
-        flags = nonfinite[mine.slots].astype(np.uint8)
-        part.codec.decode(mine.table, source, flags, divisor=divisor, scale=call.unscale)
+    flags = [nonfinite[mine.slots] for mine in pieces]
+    with kernels.together(*(mine.table for mine in pieces)):
+        for part, mine, found in zip(parts, pieces, flags, strict=True):
+            part.codec.decode(mine.table, source, found, divisor=divisor, scale=call.unscale)
+    results = []
+    for part, mine, found in zip(parts, pieces, flags, strict=True):
         merged: Bytes = np.zeros(len(part.group.table), dtype=np.uint8)
-        if flags.any():
-            merged[mine.segments[flags != 0]] = 1
+        if found.any():
+            merged[mine.segments[found != 0]] = 1
         results.append(merged)
     return results
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradcomp import kernels
 from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
@@ -187,10 +188,14 @@ class ScatterReduceAllgather(Reduction):
             for part, pieces in zip(self._parts, self._reduce, strict=True):
                 if part.group.feedback:
                     binding.owned(pieces.table, pieces.rows)
-                flags = pieces.flags()
-                decay = part.group.decay_at(call.rate_ratio)
-                part.codec.reduce(pieces.table, payloads, own, flags, shared, float(self._divisor), decay)
-                pieces.vote(flags, states)
+            flags = [pieces.flags() for pieces in self._reduce]
+            divisor = float(self._divisor)
+            with kernels.together(*(pieces.table for pieces in self._reduce), own):
+                for part, pieces, found in zip(self._parts, self._reduce, flags, strict=True):
+                    decay = part.group.decay_at(call.rate_ratio)
+                    part.codec.reduce(pieces.table, payloads, own, found, shared, divisor, decay)
+            for pieces, found in zip(self._reduce, flags, strict=True):
+                pieces.vote(found, states)
             header = self._chunks.header
             header.stamp(call.stamp, self._roles.first_round + 1, ballot.ready if self._relays else 0)
             header.write(own, self._me, states)

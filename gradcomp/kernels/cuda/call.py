@@ -14,7 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.kernels.cuda.layout import KINDS, Launch, Layout, Parameter, Part, Ref, Source
+from gradcomp.kernels.cuda.layout import (
+    KINDS,
+    Integer,
+    Launch,
+    Layout,
+    Parameter,
+    Part,
+    Real,
+    Ref,
+    Source,
+)
 from gradcomp.kernels.segments import SegmentTable
 
 __all__ = ["GROUP", "THREADS", "Call", "Parameter", "Ref", "Sizes", "groups", "tiles"]
@@ -31,7 +41,8 @@ _SMALL = 1 << 16  # bytes of zeros that are copied up with all else
 class Call:
     """See the module. Arrays that lie on the device already are used where they are.
 
-    ``source`` says of an array that each run of a prepared call brings another one of the same size.
+    ``source`` says of an array that each run of a prepared call brings another one of the same size. Where several
+    calls become one, :meth:`renumber` says where in a run's arrays and numbers those of each are.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -39,6 +50,13 @@ class Call:
         self.kinds: dict[str, list[Ref]] = {kind: [] for kind in KINDS}
         self.launches: list[Launch] = []
         self.lists: list[tuple[Ref, Sequence[Ref | Part]]] = []
+        self._arrays: Sequence[int] = ()
+        self._numbers = 0
+        self._shared: dict[tuple[str, int], Ref] = {}
+
+    def renumber(self, arrays: Sequence[int], numbers: int) -> None:
+        """From now on array i is number ``arrays[i]`` of a run's, and number i is ``numbers + i``."""
+        self._arrays, self._numbers = arrays, numbers
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -68,17 +86,47 @@ class Call:
         kind = "room" if not zero else "zeroed_room" if nbytes <= _SMALL else "large_zeroed_room"
         return self._add(kind, nbytes, None)
 
+    def read(self, array: npt.NDArray[Any], number: int, begin: int, end: int) -> Ref:
+        """A run's array, of which kernels read these bytes; those of the host travel once, whoever reads them."""
+        return self._some(array, "inputs", number, begin, end)
+
+    def write(self, array: npt.NDArray[Any], number: int, spans: Sequence[tuple[int, int]]) -> Ref:
+        """A run's array, of which kernels write these bytes; nothing else in it changes."""
+        if not spans:
+            return Ref(0, address=0, on_device=True)
+        found = self._some(array, "results", number, spans[0][0], spans[-1][1])
+        found.spans += spans
+        return found
+
+    def _some(self, array: npt.NDArray[Any], kind: str, number: int, begin: int, end: int) -> Ref:
+        source = self._renumbered(Source(number))
+        assert source is not None, "it was given"
+        found = self._on_device(array, Source(number))
+        if found is None:
+            found = self._shared.get((kind, source.number))
+            if found is None:
+                found = self._shared[kind, source.number] = Ref(0, source=source)
+                self.kinds[kind].append(found)
+            found.cover(begin, end)
+        return found
+
     def _add(
         self, kind: str, nbytes: int, array: npt.NDArray[Any] | None, source: Source | None = None
     ) -> Ref:
-        ref = Ref(int(nbytes), array, source=source)
+        ref = Ref(int(nbytes), array, source=self._renumbered(source))
         self.kinds[kind].append(ref)
         return ref
+
+    def _renumbered(self, source: Source | None) -> Source | None:
+        if source is None or not self._arrays:
+            return source
+        return Source(self._arrays[source.number], source.rows)
 
     def _on_device(self, array: Any, source: Source | None) -> Ref | None:
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is None:
             return None
+        source = self._renumbered(source)
         return Ref(array.nbytes, None, int(interface["data"][0]), source, on_device=True)
 
     def addresses(self, refs: Sequence[Ref | Part]) -> Ref:
@@ -101,7 +149,14 @@ class Call:
         """Start ``blocks`` blocks, if any, with a struct of eight-byte parameters: addresses, integers, doubles."""
         if blocks > 0:
             function = self.driver.function(source, name, defines or {})
+            if self._numbers:
+                parameters = tuple(self._shifted(each) for each in parameters)
             self.launches.append(Launch(function, int(blocks), threads, parameters))
+
+    def _shifted(self, parameter: Parameter) -> Parameter:
+        if isinstance(parameter, Integer | Real):
+            return type(parameter)(parameter.place + self._numbers)
+        return parameter
 
     def layout(self) -> Layout:
         """Where all of it lies."""

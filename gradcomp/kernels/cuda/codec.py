@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.kernels.cuda.layout import Integer, Part, Real, Source
+from gradcomp.kernels.cuda.layout import Integer, Real, Source
 from gradcomp.kernels.cuda.places import overlap
 from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
 from gradcomp.kernels.segments import (
@@ -81,9 +81,9 @@ Rows = npt.NDArray[np.int64]
 class CodecKernels:
     """encode, decode, decode_add, reduce and nonzero. Checks and launches are made once for rows that stay alike."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, plans: Plans) -> None:
         self._driver = driver
-        self._plans = Plans(driver)
+        self._plans = plans
 
     def encode(
         self,
@@ -145,8 +145,9 @@ class CodecKernels:
         bad = np.zeros(len(table), dtype=np.uint8)
         arrays = (table, payload, bad, magnitudes, *payloads)
         key = ("encode", codec, drawn, fixed_columns(table), *map(place_of, (payload, *payloads)))
-        self._plans.run(key, lambda call: _write_encode(call, codec, drawn, arrays), arrays, numbers)
-        flags |= bad
+        self._plans.run(
+            key, lambda call: _write_encode(call, codec, drawn, arrays), arrays, numbers, (flags, bad)
+        )
 
     def decode(
         self,
@@ -166,8 +167,9 @@ class CodecKernels:
         arrays = (table, payload, bad, magnitudes, flags)
         key = ("decode", codec, fixed_columns(table), with_output.tobytes(), place_of(payload))
         numbers = (float(scale), float(divisor))
-        self._plans.run(key, lambda call: _write_decode(call, codec, with_output, arrays), arrays, numbers)
-        flags |= bad
+        self._plans.run(
+            key, lambda call: _write_decode(call, codec, with_output, arrays), arrays, numbers, (flags, bad)
+        )
 
     def decode_add(
         self,
@@ -331,26 +333,24 @@ def _encode_class(
 
 def _written(
     call: Call, payload: Bytes, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> Parameter:
-    """The payload, of which only what lies between the rows travels, and up to the device only if it has gaps."""
-    first, end = _span(begins, sizes)
-    if first == end:
-        return 0
-    kind = call.result if sizes.sum() == end - first else call.update
-    return kind(payload[first:end], Source(_PAYLOAD, first)).part(-first)
+) -> Ref:
+    """The payload, of which only the rows travel: other rows may be written beside them."""
+    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], (begins + sizes)[order]
+    first = np.flatnonzero(np.append(True, begins[1:] != ends[:-1])) if len(begins) else begins
+    last = np.append(first[1:], len(begins)) - 1 if len(begins) else begins
+    spans = list(zip(begins[first].tolist(), ends[last].tolist(), strict=True))
+    return call.write(payload, _PAYLOAD, spans)
 
 
 def _read(
     call: Call, payload: Bytes, number: int, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> Ref | Part:
+) -> Ref:
     """A payload that is only read: what lies between the rows."""
-    first, end = _span(begins, sizes)
-    return call.give(payload[first:end], Source(number, first)).part(-first)
-
-
-def _span(begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> tuple[int, int]:
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
-    return (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
+    first, end = (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
+    return call.read(payload, number, first, end)
 
 
 def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]]:
@@ -372,7 +372,7 @@ def _by_bits(codec: int, bits: npt.NDArray[np.int32], of_one_bit: dict[int, str]
     return [(name, members) for name, members in found if len(members)]
 
 
-def _addresses(call: Call, payloads: Sequence[Ref | Part]) -> tuple[Parameter, int]:
+def _addresses(call: Call, payloads: Sequence[Ref]) -> tuple[Parameter, int]:
     """A list of addresses, which kernels find behind one."""
     return (call.addresses(payloads) if payloads else 0), len(payloads)
 

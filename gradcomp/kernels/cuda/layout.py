@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,9 @@ _LEAST_STAGED = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Which of a run's arrays it is: its bytes from ``begin`` on, or some rows of a table or vector."""
+    """Which of a run's arrays it is, or some rows of it, a table or vector."""
 
     number: int
-    begin: int = 0
     rows: npt.NDArray[np.int64] | None = None
 
 
@@ -45,7 +44,8 @@ class Ref:
     """Memory of a call.
 
     ``array``: what it is copied from, or to. ``address``: within the call's memory, or that of an array that lies on
-    the device. ``source``: where a run finds the array.
+    the device. ``source``: where a run finds the array, of which the memory holds ``nbytes`` from ``first`` on; to
+    kernels it is the address of the whole array. ``spans``: what is copied back of the array, if not all of that.
     """
 
     nbytes: int
@@ -53,10 +53,18 @@ class Ref:
     address: int = -1
     source: Source | None = None
     on_device: bool = False
+    first: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
     def part(self, offset: int) -> Part:
         """The address of a byte in it."""
         return Part(self, offset)
+
+    def cover(self, begin: int, end: int) -> None:
+        """Hold these bytes of the array, too."""
+        if self.nbytes:
+            begin, end = min(begin, self.first), max(end, self.first + self.nbytes)
+        self.first, self.nbytes = begin, end - begin
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +134,7 @@ class Layout:
         self._driver = driver
         self._kinds = kinds
         self._own: list[int] = []  # words that hold addresses in the call's memory
-        self._foreign: list[tuple[int, Source]] = []  # words that hold addresses in arrays on the device
+        self._foreign: list[tuple[int, int, int]] = []  # words that hold addresses in arrays on the device
         self._numbers: list[tuple[int, int]] = []  # words, and the places of the numbers in them
         self._formats: dict[int, str] = {}
         words: list[int] = []
@@ -159,11 +167,21 @@ class Layout:
         self._number_words = np.array([word for word, _ in self._numbers], dtype=np.int64)
         self._number_places = np.array([place for _, place in self._numbers], dtype=np.int64)
         count = max(self._formats, default=-1) + 1
-        self._pack = struct.Struct("".join(self._formats.get(i, "Q") for i in range(count))).pack
-        brought = [ref for kind in ("inputs", "updated") for ref in kinds[kind] if ref.source is not None]
-        self._brought = [(ref.address, ref.nbytes, ref.source) for ref in brought]
+        # A number that no launch asks for is packed all the same; doubles take any.
+        self._pack = struct.Struct("".join(self._formats.get(i, "d") for i in range(count))).pack
+        self._number_count = count
+        self._brought = [
+            (ref.address, ref.first, ref.nbytes, ref.source)
+            for kind in ("inputs", "updated")
+            for ref in kinds[kind]
+            if ref.source is not None
+        ]
         self._taken = [
-            ref for kind in ("updated", "zeroed", "results") for ref in kinds[kind] if ref.nbytes
+            (ref, begin, end, ref.address - ref.first - self._down[0])
+            for kind in ("updated", "zeroed", "results")
+            for ref in kinds[kind]
+            for begin, end in ref.spans or [(ref.first, ref.first + ref.nbytes)]
+            if end > begin
         ]
 
     def _word(self, word: int, parameter: Parameter) -> int:
@@ -173,8 +191,8 @@ class Layout:
             if not ref.on_device:
                 self._own.append(word)
             elif ref.source is not None:
-                self._foreign.append((word, Source(ref.source.number, ref.source.begin + offset)))
-            return (ref.address + offset) & _WORD
+                self._foreign.append((word, ref.source.number, offset))
+            return (ref.address - ref.first + offset) & _WORD
         if isinstance(ref, Integer | Real):
             self._numbers.append((word, ref.place))
             self._formats[ref.place] = "d" if isinstance(ref, Real) else "Q"
@@ -211,13 +229,13 @@ class Layout:
         base = block.address
         words = staged[: self._up_end].view(np.uint64)
         words[self._own_words] += np.uint64(base)
-        for word, source in self._foreign:
-            words[word] = (address_of(arrays[source.number]) + source.begin) & _WORD
+        for word, number, offset in self._foreign:
+            words[word] = (address_of(arrays[number]) + offset) & _WORD
         if len(self._number_words):
-            packed = np.frombuffer(self._pack(*numbers), dtype=np.uint64)
+            packed = np.frombuffer(self._pack(*numbers[: self._number_count]), dtype=np.uint64)
             words[self._number_words] = packed[self._number_places]
-        for at, nbytes, source in self._brought:
-            _bring(staged[at : at + nbytes], arrays[source.number], source)
+        for at, first, nbytes, source in self._brought:
+            _bring(staged[at : at + nbytes], arrays[source.number], first, source.rows)
         try:
             self.upload(base, staged[: self._up_end])
             begin, end = self._large
@@ -235,11 +253,9 @@ class Layout:
             with suppress(Exception):
                 driver.synchronize()
             raise
-        for ref in self._taken:
-            at = ref.address - begin
+        for ref, first, last, shift in self._taken:
             target = flat(ref.array if ref.source is None else arrays[ref.source.number])
-            first = 0 if ref.source is None else ref.source.begin
-            target[first : first + ref.nbytes] = found[at : at + ref.nbytes]
+            target[first:last] = found[first + shift : last + shift]
         del block  # not before the wait
 
     def upload(self, base: int, staged: Bytes) -> None:
@@ -269,9 +285,9 @@ def address_of(array: Any) -> int:
     return int(array.__cuda_array_interface__["data"][0])
 
 
-def _bring(target: Bytes, array: Any, source: Source) -> None:
-    if source.rows is None:
-        target[:] = flat(array)[source.begin : source.begin + len(target)]
-    elif len(source.rows):
-        rows = flat(array).reshape(len(array), -1)
-        np.take(rows, source.rows, axis=0, out=target.reshape(len(source.rows), -1), mode="clip")
+def _bring(target: Bytes, array: Any, first: int, rows: npt.NDArray[np.int64] | None) -> None:
+    if rows is None:
+        target[:] = flat(array)[first : first + len(target)]
+    elif len(rows):
+        of_array = flat(array).reshape(len(array), -1)
+        np.take(of_array, rows, axis=0, out=target.reshape(len(rows), -1), mode="clip")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gradcomp.kernels.cuda.call import Call
-from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.driver import Bytes, Driver
 from gradcomp.kernels.cuda.layout import Layout, Source, Staging
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
@@ -42,6 +45,17 @@ class Prepared:
         staging.put_back(staged)  # after an error nobody knows what still uses it
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One run of a call. ``found``: flags, and what is added to them afterwards."""
+
+    key: Hashable
+    write_down: Callable[[Call], None]
+    arrays: Sequence[Any]
+    numbers: Sequence[int | float]
+    found: tuple[Bytes, Bytes] | None
+
+
 class Plans:
     """The prepared calls of a device, by what decides about them."""
 
@@ -49,6 +63,7 @@ class Plans:
         self._driver = driver
         self._staging = Staging(driver)
         self._kept: dict[Hashable, Prepared] = {}  # what ran last comes last
+        self._thread = threading.local()
 
     def run(
         self,
@@ -56,20 +71,68 @@ class Plans:
         write_down: Callable[[Call], None],
         arrays: Sequence[Any],
         numbers: Sequence[int | float] = (),
+        found: tuple[Bytes, Bytes] | None = None,
     ) -> None:
         """Run the call of this key. ``write_down`` is asked for it, and checks it, when the key is new.
 
-        ``key``: everything that the call depends on, but for the contents of ``arrays`` and ``numbers``.
+        ``key``: everything that the call depends on, but for the contents of ``arrays`` and ``numbers``. ``found``:
+        flags, and one of the arrays that they are merged with in the end.
         """
+        run = _Run(key, write_down, arrays, numbers, found)
+        waiting: list[_Run] | None = getattr(self._thread, "waiting", None)
+        if waiting is None:
+            self._run([run])
+        else:
+            waiting.append(run)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread runs meanwhile becomes one call, at the end: until then no result is there.
+
+        So neither may a run read what another one leaves on the host, nor may an array that it reads change.
+        """
+        if getattr(self._thread, "waiting", None) is not None:
+            yield
+            return
+        waiting: list[_Run] = []
+        self._thread.waiting = waiting
+        try:
+            yield
+        finally:
+            self._thread.waiting = None
+        if waiting:
+            self._run(waiting)
+
+    def _run(self, runs: Sequence[_Run]) -> None:
+        arrays: list[Any] = []
+        numbers: list[int | float] = []
+        places: dict[int, int] = {}  # an array that several runs use is one
+        shifts = []
+        for run in runs:
+            own = []
+            for array in run.arrays:
+                place = places.setdefault(id(array), len(arrays))
+                own.append(place)
+                if place == len(arrays):
+                    arrays.append(array)
+            shifts.append((tuple(own), len(numbers)))
+            numbers += run.numbers
+        key = (*(run.key for run in runs), *shifts)
         prepared = self._kept.pop(key, None)
         if prepared is None:
             call = Call(self._driver)
-            write_down(call)
+            for run, shift in zip(runs, shifts, strict=True):
+                call.renumber(*shift)
+                run.write_down(call)
             prepared = Prepared(call)
             while len(self._kept) >= _MOST:
                 self._kept.pop(next(iter(self._kept)), None)
         self._kept[key] = prepared
         prepared.run(self._staging, arrays, numbers)
+        for run in runs:
+            if run.found is not None:
+                flags, found = run.found
+                flags |= found
 
 
 def fixed_columns(table: SegmentTable) -> bytes:
