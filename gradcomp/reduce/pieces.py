@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -117,10 +118,11 @@ class Mean:
         self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
         self._pieces = chunks.place(self._bounds[:-1])
         self.buffer = chunks.messages(memory, chunks.sizes)
+        self._views = [self.buffer[a:b] for a, b in itertools.pairwise(self._bounds)]
 
     def chunk(self, j: int) -> Bytes:
         """The message of one chunk: a view."""
-        return self.buffer[self._bounds[j] : self._bounds[j + 1]]
+        return self._views[j]
 
     def read(
         self,

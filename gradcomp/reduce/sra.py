@@ -86,6 +86,8 @@ class ScatterReduceAllgather(Reduction):
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
         heard = others - roles.silent + (not self._adds)
         self._recv = chunks.copies(memory, heard, me) if self._owns else memory.messages(0, [])
+        self._sent = {j: self._send[at:] for j, at in self._sent_at.items()}
+        self._heard = list(self._recv)
         self.mean = Mean(chunks, memory)
         self._encode = chunks.inputs([self._sent_at[j] for j in range(roles.owners)]) if self._adds else []
         self._reduce = chunks.only(me) if self._owns else []
@@ -119,8 +121,8 @@ class ScatterReduceAllgather(Reduction):
             if self._adds:
                 states = encode(self._parts, self._encode, self._send, call, binding)
             self._chunks.header.stamp(call.stamp, first, call.ready)
-            for j, at in self._sent_at.items():
-                self._chunks.header.write(self._send[at:], j, states)
+            for j, message in self._sent.items():
+                self._chunks.header.write(message, j, states)
         if self.rounds:
             yield [self._scatter()]
 
@@ -164,13 +166,13 @@ class ScatterReduceAllgather(Reduction):
         """All encoded versions of our chunk, in order, after their headers were checked and counted."""
         ballot.states |= states
         ballot.ready = call.ready
-        received = iter(self._recv)
+        received = iter(self._heard)
         payloads = []
         for i, sender in enumerate(self._roles.ranks):
             if i < self._roles.silent:
                 continue
             if i == self._me:
-                payloads.append(self._send[self._sent_at[i] :])
+                payloads.append(self._sent[i])
                 continue
             chunk = next(received)
             ready, votes = self._chunks.header.read(chunk, self._me, sender, self._roles.voters[i])

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.driver import Bytes, Driver
+from gradcomp.kernels.cuda.twins import Twin
 
 #: Kinds of memory, in their order behind the parameters. Zeros of the first two kinds are copied up.
 KINDS = ("inputs", "zeroed_room", "updated", "zeroed", "results", "large_zeroed_room", "room")
@@ -282,6 +283,8 @@ def flat(array: Any) -> Bytes:
 
 def address_of(array: Any) -> int:
     """Where an array of the device begins."""
+    if isinstance(array, Twin):
+        return array.address
     return int(array.__cuda_array_interface__["data"][0])
 
 

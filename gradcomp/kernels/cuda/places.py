@@ -41,8 +41,8 @@ def overlap(a: Any, b: Any) -> bool:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    interface = getattr(array, "__cuda_array_interface__", None)
-    begin = array.ctypes.data if interface is None else int(interface["data"][0])
+    interface = None if type(array) is np.ndarray else getattr(array, "__cuda_array_interface__", None)
+    begin = int((array.__array_interface__ if interface is None else interface)["data"][0])
     return begin, begin + array.nbytes
 
 
