@@ -87,7 +87,7 @@ def _an_address(table: Any) -> int:
     for address in first[::-1]:
         if address:
             return int(address)
-    addresses = table.view(np.uint64).reshape(len(table), -1)[:, :_ADDRESSES]
+    addresses = table.view(np.uint64).reshape(-1, SEGMENT.itemsize // 8)[:, :_ADDRESSES]
     return int(addresses.max(initial=0))
 
 
