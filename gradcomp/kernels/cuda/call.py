@@ -35,6 +35,7 @@ Sizes = npt.NDArray[np.int64]
 THREADS = 256
 GROUP = 8
 
+_VECTOR = 16  # bytes
 _SMALL = 1 << 16  # bytes of zeros that are copied up with all else
 
 
@@ -107,7 +108,8 @@ class Call:
             if found is None:
                 found = self._shared[kind, source.number] = Ref(0, source=source)
                 self.kinds[kind].append(found)
-            found.cover(begin, end)
+            # Loads of vectors want offsets in messages and addresses to be alike.
+            found.cover(begin // _VECTOR * _VECTOR, end)
         return found
 
     def _add(
