@@ -4,7 +4,8 @@
 
 Two ranks in one process exchange the gradients of a GPT of 125 M parameters, under one codec and one size of buckets a
 row, over a driver that does nothing but count. So the figures are those of the program itself: what its Python takes in
-a bucket's spans of the trace ("encode", "reduce", "decode"), the least of the steps, the median over buckets. Messages stay on the device, as
+a bucket's spans of the trace ("encode", "reduce", "decode"), the least of the steps, the median over buckets; in the
+thread's own time, so that whatever else runs on the machine does not count. Messages stay on the device, as
 over NCCL; over a transport on the host their bytes are copied once more each way. Driver calls are one rank's in one
 step. Memory that kernels would fill holds zeros.
 """
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from null_device import NullTransport, NullWorld, null_device
 
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
 from gradcomp.kernels.devices import Device
-from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline import Pipeline, memory
 
 RANKS = 2
 MEBI = 1 << 20
@@ -91,12 +93,23 @@ class _Timed:
         join = transport._join
 
         def timed(*arguments: Any) -> Any:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             handle = join(*arguments)
-            self.seconds += time.perf_counter() - begin
+            self.seconds += time.thread_time() - begin
             return handle
 
         transport._join = timed  # type: ignore[method-assign]
+
+
+@contextmanager
+def thread_time() -> Iterator[None]:
+    """Spans in the time that this thread has run."""
+    before = memory.perf_counter
+    memory.perf_counter = time.thread_time
+    try:
+        yield
+    finally:
+        memory.perf_counter = before
 
 
 def measure(
@@ -126,10 +139,10 @@ def measure(
         seconds, timed.seconds = 0.0, 0.0
         while any(pipeline.is_open for pipeline in pipelines):
             for pipeline in pipelines:
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 pipeline.poll()
                 if pipeline is first:
-                    seconds += time.perf_counter() - begin
+                    seconds += time.thread_time() - begin
         calls = {kind: (driver.calls - before)[kind] / RANKS for kind in CALLS}  # type: ignore[union-attr]
         calls["event"] = len(layers)
         if step > 1:
@@ -152,7 +165,7 @@ def rows(layers: Sequence[LayerSpec], steps: int) -> Iterator[Row]:
     """All of them."""
     for name, compressor in CODECS.items():
         for mebi in SIZES:
-            with null_device() as device:
+            with thread_time(), null_device() as device:
                 yield measure(layers, name, compressor, mebi, steps, device)
 
 

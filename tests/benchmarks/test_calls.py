@@ -12,7 +12,7 @@ LAYERS = bench.gpt(64, 2, 3000, 32)
 
 
 def row(name: str) -> bench.Row:
-    with null_device() as device:
+    with bench.thread_time(), null_device() as device:
         return bench.measure(LAYERS, name, bench.CODECS[name], 1, 1, device)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.driver import Bytes, Driver
 from gradcomp.kernels.cuda.layout import Layout, Source, Staging
+from gradcomp.kernels.cuda.twins import is_twin
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
 _FIXED_FROM = SEGMENT.fields["payload"][1] if SEGMENT.fields is not None else 0
@@ -143,7 +144,8 @@ def fixed_columns(table: SegmentTable) -> bytes:
 
 def place_of(array: Any) -> tuple[int, bool]:
     """Size of an array, and whether it lies on a device."""
-    return len(array), type(array) is not np.ndarray and hasattr(array, "__cuda_array_interface__")
+    on_device = type(array) is not np.ndarray and (is_twin(array) or hasattr(array, "__cuda_array_interface__"))
+    return len(array), on_device
 
 
 def source_of(number: int, members: Any, rows: int) -> Source:

@@ -100,4 +100,4 @@ def fill(array: npt.NDArray[Any], value: float) -> None:
 
 def is_twin(array: Any) -> TypeGuard[Twin]:
     """Whether its bytes are on a device, all but some; a copy's are not."""
-    return isinstance(array, Twin) and hasattr(array, "__cuda_array_interface__")
+    return isinstance(array, Twin) and hasattr(array, "address")
