@@ -188,7 +188,9 @@ def show(found: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=7, help="steps that count (default: 7)")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from simulation import plan_for
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
 from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
@@ -16,7 +17,6 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
-from simulation import plan_for
 
 LAYERS = [LayerSpec("a.weight", (40, 50))]
 

@@ -70,9 +70,7 @@ class Call:
         """An array that kernels read and write; contiguous."""
         return self._on_device(array, source) or self._add("updated", array.nbytes, array, source)
 
-    def result(
-        self, array: npt.NDArray[Any], source: Source | None = None, *, zero: bool = False
-    ) -> Ref:
+    def result(self, array: npt.NDArray[Any], source: Source | None = None, *, zero: bool = False) -> Ref:
         """An array that kernels write, all of it unless it begins as ``zero``; contiguous."""
         found = self._on_device(array, source)
         if found is not None:

@@ -18,9 +18,9 @@ from gradcomp.kernels.cuda.places import overlap
 from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
 from gradcomp.kernels.segments import (
     BF16,
-    CODEBOOKS,
     CODEBOOK_L2,
     CODEBOOK_LINF,
+    CODEBOOKS,
     FLOAT32,
     FP16,
     FP32,
@@ -227,9 +227,7 @@ def _write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays) -> None:
             call.launch("rows.cu", f"{stem}_doubles", blocks, *parameters)
         else:
             common = (*_addresses(call, sent), _magnitudes(call, arrays), *_DRAWS, *_FACTORS)
-            _encode_class(
-                call, codec, name, stem, "stochastic" if drawn else "nearest", job, written, common
-            )
+            _encode_class(call, codec, name, stem, "stochastic" if drawn else "nearest", job, written, common)
         part = (call.give(begins[members]), call.give(sizes[members]))
         call.launch("rows.cu", "discard", len(members), job.bad, written, *part)
         _collect(call, job, members, found)
@@ -331,9 +329,7 @@ def _encode_class(
     call.launch("encode.cu", f"{stem}_codes_{rounding}", blocks, *parameters, defines=defines)
 
 
-def _written(
-    call: Call, payload: Bytes, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> Ref:
+def _written(call: Call, payload: Bytes, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Ref:
     """The payload, of which only the rows travel: other rows may be written beside them."""
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
     order = np.argsort(begins, kind="stable")

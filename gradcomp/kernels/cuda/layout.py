@@ -161,7 +161,10 @@ class Layout:
                 words[word] = self._word(word, parameter)
         self._words = np.array(words, dtype=np.uint64)
         self._addresses = [
-            (ref, np.array([self._word(ref.address // 8 + i, each) for i, each in enumerate(refs)], np.uint64))
+            (
+                ref,
+                np.array([self._word(ref.address // 8 + i, each) for i, each in enumerate(refs)], np.uint64),
+            )
             for ref, refs in lists
         ]
         self._own_words = np.array(self._own, dtype=np.int64)

@@ -144,7 +144,9 @@ def fixed_columns(table: SegmentTable) -> bytes:
 
 def place_of(array: Any) -> tuple[int, bool]:
     """Size of an array, and whether it lies on a device."""
-    on_device = type(array) is not np.ndarray and (is_twin(array) or hasattr(array, "__cuda_array_interface__"))
+    on_device = type(array) is not np.ndarray and (
+        is_twin(array) or hasattr(array, "__cuda_array_interface__")
+    )
     return len(array), on_device
 
 
