@@ -31,7 +31,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
-           bench-shm bench-transports bench-scaling bench-convergence bench-program bench-multilevel bench-adaptive \
+           bench-shm bench-transports bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive \
            bench-auto bench-tf-ops bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
@@ -244,6 +244,9 @@ bench-adaptive: $(STAMP)/package $(STAMP)/extra-demo $(STAMP)/extra-bayes
 
 bench-program: $(STAMP)/package
 	$(BIN)/python benchmarks/program.py $(ARGS)
+
+bench-calls: $(STAMP)/package
+	$(BIN)/python benchmarks/calls.py $(ARGS)
 
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)

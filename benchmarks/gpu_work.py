@@ -8,11 +8,13 @@ import numpy as np
 from gpu_machine import Array, Machine
 
 from gradcomp import kernels
+from gradcomp.core.config import DEVICE_SLICE
 from gradcomp.kernels import bodies
+from gradcomp.reduce.header import ByteHeader
 
 SETS = 3  # of inputs that take turns
 BUCKET_SIZE = 512
-SLICE = 1 << 20  # elements of a row, as the engine cuts large layers
+SLICE = DEVICE_SLICE  # elements of a row, as the engine cuts large layers
 BITS = 4
 DTYPES = {"float32": 0, "float16": 1}
 
@@ -46,8 +48,11 @@ class Codes:
         sizes = np.array(
             [kernels.wire_bytes(kernels.MINMAX, int(n), BITS, BUCKET_SIZE) for n in self._table["length"]]
         )
-        self._table["payload"] = np.cumsum(sizes) - sizes
+        # Behind a header, as in a message.
+        header = ByteHeader.size(len(self._table))
+        self._table["payload"] = header + np.cumsum(sizes) - sizes
         self.payload_bytes = int(sizes.sum())
+        self._message_bytes = header + self.payload_bytes
         self._flags = np.zeros(len(self._table), np.uint8)
         self._sets: list[dict[str, Array]] = []
         for number in range(SETS):
@@ -57,9 +62,9 @@ class Codes:
                 name: machine.array(elements, np.float32, 0.1 * values) for name in ("residual", "shadow")
             }
             arrays["output"] = machine.array(elements, kind)
-            arrays["payload"] = machine.array(self.payload_bytes, np.uint8)
+            arrays["payload"] = machine.array(self._message_bytes, np.uint8)
             self._sets.append(arrays)
-        self._mean = machine.array(self.payload_bytes, np.uint8)
+        self._mean = machine.array(self._message_bytes, np.uint8, np.zeros(self._message_bytes, np.uint8))
 
     def _filled(self, arrays: dict[str, Any], *names: str) -> Any:
         table = self._table.copy()
@@ -129,7 +134,7 @@ class Codes:
         for number in range(SETS):
             self.encode(number, stochastic=False, residual=False)
         self.reduce(0, ranks)
-        expected = np.zeros(self.payload_bytes, np.uint8)
+        expected = np.zeros(self._message_bytes, np.uint8)
         read = [arrays["payload"].read() for arrays in self._sets]
         self._reduce(_HOST, [read[rank % SETS] for rank in range(ranks)], expected)
         return bool(self._mean.read().tobytes() == expected.tobytes())

@@ -24,6 +24,9 @@ PREFIX = "GRADCOMP_"
 _SECRET = PREFIX + "SECRET"
 _LEAST_SECRET_CHARACTERS = 16
 
+#: Elements of a bucket where no setting says: what suits a CPU's cache, and what makes a GPU's launches pay.
+HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 24
+
 #: Names of transports; with a plus, of two levels.
 TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
 
@@ -57,10 +60,11 @@ class Config:
         0, "Seed of all random draws.", lambda v: 0 <= v < 2**64, "in [0, 2**64)", shared=True
     )
     slice_elements: int = _setting(
-        1 << 20,
-        "Most elements of one bucket, four times that uncompressed; a larger layer is cut into slices.",
-        lambda v: v >= 8,
-        "at least 8",
+        0,
+        "Most elements of one bucket, four times that uncompressed; a larger layer is cut into slices. 0: 16777216 if "
+        "the gradients of all ranks are on GPUs, else 1048576.",
+        lambda v: v == 0 or v >= 8,
+        "at least 8, or 0",
         shared=True,
     )
     overlap: bool = _setting(

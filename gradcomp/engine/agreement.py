@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gradcomp.core.config import Config
+from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE, Config
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -52,6 +53,25 @@ def agree(
         if error is not None:
             raise error
         raise PlanMismatchError(printable(_difference(everyone)))
+
+
+def agree_on_slices(
+    transport: Transport, config: Config, on_device: bool, *, settle: Callable[[Handle], None] = wait
+) -> Config:
+    """Collective, after :func:`agree`: the settings with a size of buckets, the same on all ranks.
+
+    A setting is taken as it is. Without one, buckets are large if every rank's gradients are on a device: a rank on the
+    host would take long over one, and hold up the others. Raises WireFormatError.
+    Wire: a byte from every rank, if there is no setting.
+    """
+    if config.slice_elements:
+        return config
+    answers = transport.allgather_bytes(bytes([on_device]), settle)
+    for rank, answer in enumerate(answers):
+        if answer not in (b"\0", b"\1"):
+            raise WireFormatError(f"rank {rank} does not say where its gradients are: {answer[:8]!r}")
+    chosen = DEVICE_SLICE if all(answer == b"\1" for answer in answers) else HOST_SLICE
+    return replace(config, slice_elements=chosen)
 
 
 def _parse(rank: int, part: bytes) -> dict[str, Any]:

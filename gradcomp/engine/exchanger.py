@@ -26,7 +26,7 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.topology import Topology
-from gradcomp.engine.agreement import agree, describe
+from gradcomp.engine.agreement import agree, agree_on_slices, describe
 from gradcomp.engine.background import in_background
 from gradcomp.engine.cues import DONE, STEP, Cues
 from gradcomp.engine.divergence import comparison_is_due, different_outcomes, different_parameters
@@ -118,6 +118,7 @@ class Exchanger:
         journal = _open_journal(transport, config, name)
         try:
             agree(transport, describe(layers, plan, config, **shared), settle=settle)
+            config = agree_on_slices(transport, config, device.driver is not None, settle=settle)
             if config.deterministic:
                 _refuse_times(controlled, config, topology)
             pilot = _begin_pilot(controlled, layers, transport, topology, config, device)

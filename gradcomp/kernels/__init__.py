@@ -7,6 +7,8 @@ each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from gradcomp.kernels import bodies
 from gradcomp.kernels.bodies import body, use
@@ -79,6 +81,7 @@ __all__ = [
     "encode",
     "nonzero",
     "reduce",
+    "together",
     "use",
     "wire_bytes",
     "wire_bytes_table",
@@ -171,6 +174,17 @@ def reduce(
         rank=rank,
         magnitudes=magnitudes,
     )
+
+
+def together(*arguments: Any) -> AbstractContextManager[None]:
+    """encode, decode, decode_add and reduce of a device become one call, at the end: until then no result is there.
+
+    ``arguments``: tables with their addresses, and messages; the device is that of the first that lies on one. On the
+    host each kernel runs at once.
+    """
+    device = bodies.device_of(arguments)
+    found: AbstractContextManager[None] = nullcontext() if device is None else device.together()
+    return found
 
 
 def nonzero(table: SegmentTable, out: Bytes) -> None:

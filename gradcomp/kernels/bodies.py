@@ -6,7 +6,7 @@ A table of memory on a GPU goes to that device's body, once there is one.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -26,6 +26,9 @@ from gradcomp.kernels.cuda.twins import Twin, is_twin
 from gradcomp.kernels.segments import SEGMENT, check_array
 
 BodyName: TypeAlias = Literal["reference", "native"]
+
+_COLUMNS = SEGMENT.names or ()
+_ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
 
 Reaches: TypeAlias = Callable[[int], bool]
 """Whether a device's kernels can use memory at this address."""
@@ -63,11 +66,7 @@ class _Routed(Body):
         return call
 
     def _body_of(self, arguments: tuple[Any, ...]) -> Any:
-        device = next((of(each) for each in arguments if _is_table(each)), None)
-        if device is None:
-            # A table of no addresses: an owner without residuals adds up what it received.
-            messages = (each for argument in arguments for each in _messages(argument))
-            device = next((on_device(each.address) for each in messages), None)
+        device = device_of(arguments)
         return _bodies[_active] if device is None else device
 
 
@@ -83,11 +82,13 @@ def _messages(argument: Any) -> Iterator[Twin]:
 
 def _an_address(table: Any) -> int:
     """One that the table refers to; 0 if there is none. All of a call are on one side."""
-    for column in ("shadow", "output", "gradient", "residual"):
-        found = table[column]
-        if (given := np.flatnonzero(found)).size:
-            return int(found[given[0]])
-    return 0
+    # Mostly the first row has one, and NumPy takes its time for every column.
+    first = table[:1].view(np.uint64)[:_ADDRESSES].tolist()
+    for address in first[::-1]:
+        if address:
+            return int(address)
+    addresses = table.view(np.uint64).reshape(-1, SEGMENT.itemsize // 8)[:, :_ADDRESSES]
+    return int(addresses.max(initial=0))
 
 
 class _Compiled(Body):
@@ -158,6 +159,18 @@ def of(table: Any) -> Any:
     """The body of the device whose memory a table refers to; None on the host."""
     address = _an_address(table) if _routed.devices else 0
     return on_device(address) if address else None
+
+
+def device_of(arguments: Iterable[Any]) -> Any:
+    """The body of the first device that a table refers to or a message lies on; None on the host."""
+    if not _routed.devices:
+        return None
+    # A table may have no address: an owner without residuals adds up what it received.
+    given = list(arguments)
+    for argument in given:
+        for each in _messages(argument):
+            return on_device(each.address)
+    return next((body for each in given if _is_table(each) and (body := of(each)) is not None), None)
 
 
 def take_away(name: str) -> None:

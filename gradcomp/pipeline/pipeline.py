@@ -22,7 +22,7 @@ from gradcomp.compress.messages import Context
 from gradcomp.compress.policy import Schedule
 from gradcomp.control.base import Pilot
 from gradcomp.control.menu import sent_bytes
-from gradcomp.core.config import Config
+from gradcomp.core.config import HOST_SLICE, Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Fingerprint, Plan
@@ -136,7 +136,8 @@ class Pipeline:
         self.layers = tuple(layers)
         self.plan = plan
         self.transport = transport
-        self.config = config
+        # Whoever makes pipelines for several ranks has chosen for all of them.
+        self.config = config if config.slice_elements else replace(config, slice_elements=HOST_SLICE)
         self.step = 0
         self.order: list[int] = list(range(len(layers)))
         self.cold: frozenset[int] = frozenset()

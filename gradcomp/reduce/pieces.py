@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp import kernels
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import FLOAT32
@@ -116,10 +118,11 @@ class Mean:
         self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
         self._pieces = chunks.place(self._bounds[:-1])
         self.buffer = chunks.messages(memory, chunks.sizes)
+        self._views = [self.buffer[a:b] for a, b in itertools.pairwise(self._bounds)]
 
     def chunk(self, j: int) -> Bytes:
         """The message of one chunk: a view."""
-        return self.buffer[self._bounds[j] : self._bounds[j + 1]]
+        return self._views[j]
 
     def read(
         self,
@@ -163,10 +166,13 @@ def encode(
     states = call.states.copy()
     for part, mine in zip(parts, pieces, strict=True):
         binding.sources(mine.table, mine.layers, part.group)
-        flags = mine.flags()
-        scale, decay = part.group.scale(call.scale), part.group.decay_at(call.rate_ratio)
-        part.codec.encode(mine.table, target, flags, call.draw, scale=scale, decay=decay)
-        mine.vote(flags, states)
+    flags = [mine.flags() for mine in pieces]
+    with kernels.together(*(mine.table for mine in pieces)):
+        for part, mine, found in zip(parts, pieces, flags, strict=True):
+            scale, decay = part.group.scale(call.scale), part.group.decay_at(call.rate_ratio)
+            part.codec.encode(mine.table, target, found, call.draw, scale=scale, decay=decay)
+    for mine, found in zip(pieces, flags, strict=True):
+        mine.vote(found, states)
     return states
 
 
@@ -180,15 +186,18 @@ def decode(
     divisor: float,
 ) -> list[Bytes]:
     """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
-    nonfinite = ballot.nonfinite
-    results = []
-    for part, mine in zip(parts, pieces, strict=True):
+    nonfinite = ballot.nonfinite.view(np.uint8)
+    for mine in pieces:
         binding.outputs(mine.table, mine.layers)
-        flags = nonfinite[mine.slots].astype(np.uint8)
-        part.codec.decode(mine.table, source, flags, divisor=divisor, scale=call.unscale)
+    flags = [nonfinite[mine.slots] for mine in pieces]
+    with kernels.together(*(mine.table for mine in pieces)):
+        for part, mine, found in zip(parts, pieces, flags, strict=True):
+            part.codec.decode(mine.table, source, found, divisor=divisor, scale=call.unscale)
+    results = []
+    for part, mine, found in zip(parts, pieces, flags, strict=True):
         merged: Bytes = np.zeros(len(part.group.table), dtype=np.uint8)
-        if flags.any():
-            merged[mine.segments[flags != 0]] = 1
+        if found.any():
+            merged[mine.segments[found != 0]] = 1
         results.append(merged)
     return results
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradcomp import kernels
 from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
@@ -85,6 +86,8 @@ class ScatterReduceAllgather(Reduction):
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
         heard = others - roles.silent + (not self._adds)
         self._recv = chunks.copies(memory, heard, me) if self._owns else memory.messages(0, [])
+        self._sent = {j: self._send[at:] for j, at in self._sent_at.items()}
+        self._heard = list(self._recv)
         self.mean = Mean(chunks, memory)
         self._encode = chunks.inputs([self._sent_at[j] for j in range(roles.owners)]) if self._adds else []
         self._reduce = chunks.only(me) if self._owns else []
@@ -118,8 +121,8 @@ class ScatterReduceAllgather(Reduction):
             if self._adds:
                 states = encode(self._parts, self._encode, self._send, call, binding)
             self._chunks.header.stamp(call.stamp, first, call.ready)
-            for j, at in self._sent_at.items():
-                self._chunks.header.write(self._send[at:], j, states)
+            for j, message in self._sent.items():
+                self._chunks.header.write(message, j, states)
         if self.rounds:
             yield [self._scatter()]
 
@@ -163,13 +166,13 @@ class ScatterReduceAllgather(Reduction):
         """All encoded versions of our chunk, in order, after their headers were checked and counted."""
         ballot.states |= states
         ballot.ready = call.ready
-        received = iter(self._recv)
+        received = iter(self._heard)
         payloads = []
         for i, sender in enumerate(self._roles.ranks):
             if i < self._roles.silent:
                 continue
             if i == self._me:
-                payloads.append(self._send[self._sent_at[i] :])
+                payloads.append(self._sent[i])
                 continue
             chunk = next(received)
             ready, votes = self._chunks.header.read(chunk, self._me, sender, self._roles.voters[i])
@@ -187,10 +190,14 @@ class ScatterReduceAllgather(Reduction):
             for part, pieces in zip(self._parts, self._reduce, strict=True):
                 if part.group.feedback:
                     binding.owned(pieces.table, pieces.rows)
-                flags = pieces.flags()
-                decay = part.group.decay_at(call.rate_ratio)
-                part.codec.reduce(pieces.table, payloads, own, flags, shared, float(self._divisor), decay)
-                pieces.vote(flags, states)
+            flags = [pieces.flags() for pieces in self._reduce]
+            divisor = float(self._divisor)
+            with kernels.together(*(pieces.table for pieces in self._reduce), own):
+                for part, pieces, found in zip(self._parts, self._reduce, flags, strict=True):
+                    decay = part.group.decay_at(call.rate_ratio)
+                    part.codec.reduce(pieces.table, payloads, own, found, shared, divisor, decay)
+            for pieces, found in zip(self._reduce, flags, strict=True):
+                pieces.vote(found, states)
             header = self._chunks.header
             header.stamp(call.stamp, self._roles.first_round + 1, ballot.ready if self._relays else 0)
             header.write(own, self._me, states)

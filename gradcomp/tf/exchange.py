@@ -66,7 +66,6 @@ class Exchange:
         self.ranks = members(process_set)
         self._variables = list(variables)
         self._sparse_as_dense = sparse_as_dense
-        self._group_elements = state.config.slice_elements
         self._shapes = [tuple(variable.shape) for variable in self._variables]
 
         def validate() -> tuple[Proposal, Memory]:
@@ -181,7 +180,9 @@ class Exchange:
 
         A collect blocks one of TensorFlow's threads. There may be one only: every submit must come before the first.
         """
-        site = Site(gradients, groups_of(gradients, self._shapes, self._group_elements))
+        assert self.exchanger is not None, "a world of one exchanges nothing"
+        group_elements = self.exchanger.pipeline.config.slice_elements
+        site = Site(gradients, groups_of(gradients, self._shapes, group_elements))
         numbers = range(len(site.groups))
         turn = the_turn()
         head = [turn.read_value(), _tensor(scale, 1.0), _tensor(rate, 0.0)]

@@ -24,7 +24,8 @@ import numpy as np
 
 from cuda_on_cpu import parameters
 from gradcomp.kernels.cuda import source
-from gradcomp.kernels.cuda.call import Call, Ref
+from gradcomp.kernels.cuda.call import Call
+from gradcomp.kernels.cuda.layout import Layout
 from gradcomp.kernels.cuda.modules import holding
 
 HERE = Path(__file__).parent
@@ -162,23 +163,22 @@ def _launch_checked(call: Call, name: str, kernel: str, blocks: int, *given: Any
 Call.launch = _launch_checked  # type: ignore[method-assign]
 
 if SANITIZED:
-    _upload = Call._upload
+    _upload = Layout.upload
 
-    def _upload_and_fence(call: Call, base: int, size: int) -> np.ndarray:
+    def _upload_and_fence(layout: Layout, base: int, staged: np.ndarray) -> None:
         """Each piece of a call's memory ends where it ends, not at the next boundary."""
-        pieces: list[Ref] = sum(call._kinds.values(), [launch.place for launch in call._launches])
-        pieces.sort(key=lambda piece: (piece.address, piece.nbytes))
-        driver: Any = call._driver
+        pieces = sorted(layout.pieces())
+        driver: Any = layout._driver
         driver.gaps = [
-            (before.address + before.nbytes, after.address - before.address - before.nbytes)
-            for before, after in itertools.pairwise(pieces)
-            if after.address > before.address + before.nbytes
+            (base + at + nbytes, after - at - nbytes)
+            for (at, nbytes), (after, _) in itertools.pairwise(pieces)
+            if after > at + nbytes
         ]
-        last = pieces[-1]
-        driver.gaps.append((last.address + last.nbytes, GUARD))
-        return _upload(call, base, size)
+        at, nbytes = pieces[-1]
+        driver.gaps.append((base + at + nbytes, GUARD))
+        _upload(layout, base, staged)
 
-    Call._upload = _upload_and_fence  # type: ignore[method-assign]
+    Layout.upload = _upload_and_fence  # type: ignore[method-assign]
 
 
 _libraries: dict[str, ctypes.CDLL] = {}

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels.cuda import source
-from gradcomp.kernels.cuda.call import Parameter, Ref, _Part
+from gradcomp.kernels.cuda.layout import Integer, Parameter, Part, Real, Ref
 
 _KERNEL = re.compile(r"KERNEL\([^)]*\)+ (\w+)\(const (\w+)\* ?\w*\)")
 _FITTING: Any = {
-    "std::uint64_t": (Ref, _Part, int, np.integer),
-    "std::int64_t": (int, np.integer),
-    "double": float,
+    "std::uint64_t": (Ref, Part, Integer, int, np.integer),
+    "std::int64_t": (Integer, int, np.integer),
+    "double": (Real, float),
 }
 
 

@@ -11,12 +11,12 @@ from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.indices import IndexKernels
 from gradcomp.kernels.cuda.lowrank import LowRankKernels
 from gradcomp.kernels.cuda.measures import MeasureKernels
+from gradcomp.kernels.cuda.prepared import Plans
 from gradcomp.kernels.cuda.scatter import ScatterKernels
 from gradcomp.kernels.cuda.selection import SelectionKernels
 
 _PARTS = (
     BisectKernels,
-    CodecKernels,
     IndexKernels,
     LowRankKernels,
     MeasureKernels,
@@ -30,7 +30,9 @@ class CudaKernels:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self._parts = tuple(part(driver) for part in _PARTS)
+        plans = Plans(driver)
+        self.together = plans.together
+        self._parts = (CodecKernels(driver, plans), *(part(driver) for part in _PARTS))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         for part in self._parts:

@@ -6,17 +6,21 @@ Rows of a table refer to memory that the device reaches; payloads, flags and mag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.layout import Integer, Real, Source
 from gradcomp.kernels.cuda.places import overlap
+from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
 from gradcomp.kernels.segments import (
     BF16,
     CODEBOOK_L2,
     CODEBOOK_LINF,
+    CODEBOOKS,
     FLOAT32,
     FP16,
     FP32,
@@ -70,14 +74,17 @@ _DECODED = 4 * GROUP * THREADS  # elements that a block decodes
 _BLOCKS_OF_A_ROW = 32  # at most so many look for an element that is not zero, and stop when one has found it
 
 
+_WORD = 0xFFFFFFFFFFFFFFFF
+
 Rows = npt.NDArray[np.int64]
 
 
 class CodecKernels:
-    """encode, decode, decode_add, reduce and nonzero."""
+    """encode, decode, decode_add, reduce and nonzero. Checks and launches are made once for rows that stay alike."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, plans: Plans) -> None:
         self._driver = driver
+        self._plans = plans
 
     def encode(
         self,
@@ -95,18 +102,8 @@ class CodecKernels:
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.encode`."""
-        _check(codec, table, flags, (payload,), magnitudes)
-        self._encode(
-            codec,
-            table,
-            payload,
-            flags,
-            (),
-            stochastic,
-            (seed, step, rank),
-            (float(scale), float(decay), 1.0),
-            magnitudes,
-        )
+        numbers = (seed & _WORD, step & _WORD, rank & _WORD, float(scale), float(decay), 1.0)
+        self._encode(codec, table, payload, flags, (), stochastic, numbers, magnitudes)
 
     def reduce(
         self,
@@ -125,22 +122,12 @@ class CodecKernels:
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.reduce`."""
-        _check(codec, table, flags, (out, *payloads), magnitudes)
         if not payloads:
             raise ValueError("reduce needs at least one payload")
         if any(overlap(out, payload) for payload in payloads):
             raise ValueError("out overlaps a payload")
-        self._encode(
-            codec,
-            table,
-            out,
-            flags,
-            payloads,
-            stochastic,
-            (seed, step, rank),
-            (1.0, float(decay), float(divisor)),
-            magnitudes,
-        )
+        numbers = (seed & _WORD, step & _WORD, rank & _WORD, 1.0, float(decay), float(divisor))
+        self._encode(codec, table, out, flags, payloads, stochastic, numbers, magnitudes)
 
     def _encode(
         self,
@@ -150,55 +137,18 @@ class CodecKernels:
         flags: Bytes,
         payloads: Sequence[Bytes],
         stochastic: bool,
-        draws: tuple[int, int, int],
-        factors: tuple[float, float, float],
+        numbers: tuple[int | float, ...],
         magnitudes: Magnitudes | None,
     ) -> None:
         """Encode gradients or, if there are any, payloads."""
-        call = Call(self._driver)
-        bad = np.zeros(len(table), dtype=np.uint8)
-        sent = [call.give(each) for each in payloads]
-        written, found = (
-            _written(call, payload, table["payload"], wire_bytes_table(codec, table)),
-            call.result(bad, zero=True),
-        )
-        stem = "reduce" if payloads else "encode"
+        _check_rows(codec, table, flags, magnitudes)
         drawn = stochastic and codec in STOCHASTIC
-        for name, members in encoders_of(codec, table["bits"], drawn):
-            part = table[members]
-            job = _Job(call, part, call.room(len(part), zero=True))
-            if codec == FP64:
-                self._doubles(call, f"{stem}_doubles", job, written, sent, factors)
-            else:
-                common = (*_addresses(call, sent), _magnitudes(call, magnitudes), *draws, *factors)
-                _encode_class(call, codec, name, stem, rounding(drawn), job, written, common)
-            sizes = wire_bytes_table(codec, part)
-            call.launch(
-                "rows.cu",
-                "discard",
-                len(part),
-                job.bad,
-                written,
-                call.give(part["payload"]),
-                call.give(sizes),
-            )
-            where = call.give(members.astype(np.int64))
-            call.launch("rows.cu", "collect", -(-len(part) // THREADS), job.bad, where, len(part), found)
-        call.run()
-        flags |= bad
-
-    def _doubles(
-        self,
-        call: Call,
-        name: str,
-        job: _Job,
-        written: Parameter,
-        sent: Sequence[Ref],
-        factors: tuple[float, float, float],
-    ) -> None:
-        counts = -(-job.table["length"] // THREADS)
-        blocks, rows = job.tiled(counts)
-        call.launch("rows.cu", name, blocks, *rows, written, 0, job.bad, *_addresses(call, sent), *factors)
+        bad = np.zeros(len(table), dtype=np.uint8)
+        arrays = (table, payload, bad, magnitudes, *payloads)
+        key = ("encode", codec, drawn, fixed_columns(table), *map(place_of, (payload, *payloads)))
+        self._plans.run(
+            key, lambda call: _write_encode(call, codec, drawn, arrays), arrays, numbers, (flags, bad)
+        )
 
     def decode(
         self,
@@ -212,54 +162,15 @@ class CodecKernels:
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.decode`."""
-        chosen = np.flatnonzero(table["output"])
-        _check(codec, table, flags, (payload,), magnitudes, chosen)
+        with_output = table["output"] != 0 if _is_table(table) else np.zeros(0, dtype=np.bool_)
+        _check_rows(codec, table, flags, magnitudes, with_output)
         bad = np.zeros(len(table), dtype=np.uint8)
-        call = Call(self._driver)
-        given, found = call.give(payload), call.result(bad, zero=True)
-        for name, found_at in classes_of(codec, table["bits"][chosen]):
-            members = chosen[found_at]
-            job = _Job(call, table[members], call.room(len(members), zero=True))
-            skipped = call.give(flags[members])
-            if codec == FP64:
-                blocks, rows = job.tiled(-(-job.table["length"] // THREADS))
-                call.launch(
-                    "rows.cu",
-                    "decode_doubles",
-                    blocks,
-                    *rows,
-                    given,
-                    skipped,
-                    job.bad,
-                    0,
-                    0,
-                    float(scale),
-                    1.0,
-                    float(divisor),
-                )
-            else:
-                blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
-                call.launch(
-                    "decode.cu",
-                    "decode",
-                    blocks,
-                    *(
-                        *rows,
-                        given,
-                        skipped,
-                        job.bad,
-                        _magnitudes(call, magnitudes),
-                        float(divisor),
-                        float(scale),
-                    ),
-                    defines={"GRADCOMP_CLASS": name},
-                )
-            where = call.give(members.astype(np.int64))
-            call.launch(
-                "rows.cu", "collect", -(-len(members) // THREADS), job.bad, where, len(members), found
-            )
-        call.run()
-        flags |= bad
+        arrays = (table, payload, bad, magnitudes, flags)
+        key = ("decode", codec, fixed_columns(table), with_output.tobytes(), place_of(payload))
+        numbers = (float(scale), float(divisor))
+        self._plans.run(
+            key, lambda call: _write_decode(call, codec, with_output, arrays), arrays, numbers, (flags, bad)
+        )
 
     def decode_add(
         self,
@@ -271,23 +182,13 @@ class CodecKernels:
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.decode_add`."""
-        table = table[table["output"] != 0]
-        _check(codec, table, None, (payload,), magnitudes)
-        if (table["dtype"] != FLOAT32).any():
-            raise ValueError("decode_add adds to float32 outputs only")
-        call = Call(self._driver)
-        given = call.give(payload)
-        for name, members in classes_of(codec, table["bits"]):
-            job = _Job(call, table[members], call.room(0))
-            blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
-            call.launch(
-                "decode.cu",
-                "decode_add",
-                blocks,
-                *(*rows, given, 0, 0, _magnitudes(call, magnitudes), 1.0, float(scale)),
-                defines={"GRADCOMP_CLASS": name},
-            )
-        call.run()
+        with_output = table["output"] != 0 if _is_table(table) else np.zeros(0, dtype=np.bool_)
+        _check_rows(codec, table, None, magnitudes, with_output)
+        arrays = (table, payload, None, magnitudes)
+        key = ("add", codec, fixed_columns(table), with_output.tobytes(), place_of(payload))
+        self._plans.run(
+            key, lambda call: _write_decode_add(call, codec, with_output, arrays), arrays, (float(scale),)
+        )
 
     def nonzero(self, table: SegmentTable, out: Bytes) -> None:
         """See `reference.nonzero`."""
@@ -301,14 +202,95 @@ class CodecKernels:
         call.run()
 
 
+# --- calls, written down: places of a run's arrays are _TABLE ... _OTHERS, of its numbers those in `numbers` above ----
+
+_TABLE, _PAYLOAD, _BAD, _MAGNITUDES, _OTHERS = range(5)
+
+_DRAWS = (Integer(0), Integer(1), Integer(2))
+_FACTORS = (Real(3), Real(4), Real(5))
+
+Arrays = tuple[Any, ...]
+
+
+def _write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays) -> None:
+    table, payload, bad, _, *payloads = arrays
+    check_table(codec, table, *map(len, (payload, *payloads)))
+    begins, sizes = table["payload"], wire_bytes_table(codec, table)
+    sent = [_read(call, each, number, begins, sizes) for number, each in enumerate(payloads, _OTHERS)]
+    written = _written(call, payload, begins, sizes)
+    found = call.result(bad, Source(_BAD), zero=True)
+    stem = "reduce" if payloads else "encode"
+    for name, members in encoders_of(codec, table["bits"], drawn):
+        job = _Job.of(call, table, members)
+        if codec == FP64:
+            blocks, rows = job.tiled(-(-job.table["length"] // THREADS))
+            parameters = (*rows, written, 0, job.bad, *_addresses(call, sent), *_FACTORS)
+            call.launch("rows.cu", f"{stem}_doubles", blocks, *parameters)
+        else:
+            common = (*_addresses(call, sent), _magnitudes(call, arrays), *_DRAWS, *_FACTORS)
+            _encode_class(call, codec, name, stem, rounding(drawn), job, written, common)
+        part = (call.give(begins[members]), call.give(sizes[members]))
+        call.launch("rows.cu", "discard", len(members), job.bad, written, *part)
+        _collect(call, job, members, found)
+
+
+def _write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
+    table, payload, bad, _, flags = arrays
+    chosen = np.flatnonzero(with_output)
+    check_table(codec, table[chosen], len(payload))
+    begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
+    given = _read(call, payload, _PAYLOAD, begins, sizes)
+    found = call.result(bad, Source(_BAD), zero=True)
+    for name, found_at in classes_of(codec, table["bits"][chosen]):
+        members = chosen[found_at]
+        job = _Job.of(call, table, members)
+        skipped = call.give(flags[members], source_of(_OTHERS, members, len(table)))
+        if codec == FP64:
+            blocks, rows = job.tiled(-(-job.table["length"] // THREADS))
+            parameters = (*rows, given, skipped, job.bad, 0, 0, Real(0), 1.0, Real(1))
+            call.launch("rows.cu", "decode_doubles", blocks, *parameters)
+        else:
+            blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
+            parameters = (*rows, given, skipped, job.bad, _magnitudes(call, arrays), Real(1), Real(0))
+            call.launch("decode.cu", "decode", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
+        _collect(call, job, members, found)
+
+
+def _write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
+    table, payload, _, _ = arrays
+    chosen = np.flatnonzero(with_output)
+    check_table(codec, table[chosen], len(payload))
+    if (table["dtype"][chosen] != FLOAT32).any():
+        raise ValueError("decode_add adds to float32 outputs only")
+    begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
+    given = _read(call, payload, _PAYLOAD, begins, sizes)
+    for name, found_at in classes_of(codec, table["bits"][chosen]):
+        job = _Job.of(call, table, chosen[found_at])
+        blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
+        parameters = (*rows, given, 0, 0, _magnitudes(call, arrays), 1.0, Real(0))
+        call.launch("decode.cu", "decode_add", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
+
+
+def _collect(call: Call, job: _Job, members: Rows, found: Ref) -> None:
+    """Notes of some rows, into those of all."""
+    where = call.give(members.astype(np.int64))
+    call.launch("rows.cu", "collect", -(-len(members) // THREADS), job.bad, where, len(members), found)
+
+
 class _Job:
     """Rows that one launch serves, and where it notes which are not finite."""
 
-    def __init__(self, call: Call, table: SegmentTable, bad: Ref) -> None:
+    def __init__(self, call: Call, table: SegmentTable, bad: Ref, source: Source | None = None) -> None:
         self._call = call
-        self._rows = call.give(table)
+        self._rows = call.give(table, source)
         self.table = table
         self.bad = bad
+
+    @staticmethod
+    def of(call: Call, table: SegmentTable, members: Rows) -> _Job:
+        """For some rows of every run's table."""
+        bad = call.room(len(members), zero=True)
+        return _Job(call, table[members], bad, source_of(_TABLE, members, len(table)))
 
     def tiled(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
         """Blocks for so many tiles per row, and the parameters that every kernel begins with."""
@@ -348,16 +330,24 @@ def _encode_class(
     call.launch("encode.cu", f"{stem}_codes_{rounding}", blocks, *parameters, defines=defines)
 
 
-def _written(
-    call: Call, payload: Bytes, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> Parameter:
-    """The payload, of which only what lies between the rows travels, and up to the device only if it has gaps."""
+def _written(call: Call, payload: Bytes, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Ref:
+    """The payload, of which only the rows travel: other rows may be written beside them."""
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
-    if not len(sizes):
-        return 0
-    first, end = int(begins.min()), int((begins + sizes).max())
-    span = payload[first:end]
-    return (call.result(span) if sizes.sum() == end - first else call.update(span)).part(-first)
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], (begins + sizes)[order]
+    first = np.flatnonzero(np.append(True, begins[1:] != ends[:-1])) if len(begins) else begins
+    last = np.append(first[1:], len(begins)) - 1 if len(begins) else begins
+    spans = list(zip(begins[first].tolist(), ends[last].tolist(), strict=True))
+    return call.write(payload, _PAYLOAD, spans)
+
+
+def _read(
+    call: Call, payload: Bytes, number: int, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> Ref:
+    """A payload that is only read: what lies between the rows."""
+    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+    first, end = (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
+    return call.read(payload, number, first, end)
 
 
 def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]]:
@@ -394,20 +384,25 @@ def _addresses(call: Call, payloads: Sequence[Ref]) -> tuple[Parameter, int]:
     return (call.addresses(payloads) if payloads else 0), len(payloads)
 
 
-def _magnitudes(call: Call, magnitudes: Magnitudes | None) -> Parameter:
-    return 0 if magnitudes is None else call.give(magnitudes)
+def _magnitudes(call: Call, arrays: Arrays) -> Parameter:
+    given = arrays[_MAGNITUDES]
+    return 0 if given is None else call.give(given, Source(_MAGNITUDES))
 
 
-def _check(
+def _is_table(table: Any) -> bool:
+    return isinstance(table, np.ndarray) and table.dtype == SEGMENT
+
+
+def _check_rows(
     codec: int,
     table: SegmentTable,
     flags: Bytes | None,
-    payloads: Sequence[Bytes],
     magnitudes: Magnitudes | None,
-    chosen: Rows | slice = slice(None),
+    chosen: npt.NDArray[np.bool_] | slice = slice(None),
 ) -> None:
+    """What has to be looked at in every run; the rest is checked when the call is written down."""
     check_array("table", table, SEGMENT)
     if flags is not None:
         check_array("flags", flags, np.uint8, len(table), writable=True)
-    check_table(codec, table[chosen], *(len(payload) for payload in payloads))
-    check_magnitudes(codec, table[chosen], magnitudes)
+    if magnitudes is not None or codec in CODEBOOKS:
+        check_magnitudes(codec, table[chosen], magnitudes)

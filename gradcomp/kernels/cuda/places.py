@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import Call, Parameter
+from gradcomp.kernels.cuda.twins import is_twin
 from gradcomp.kernels.reference_indices import _check_aligned
 from gradcomp.kernels.segments import check_array
 
@@ -41,8 +42,10 @@ def overlap(a: Any, b: Any) -> bool:
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    interface = getattr(array, "__cuda_array_interface__", None)
-    begin = array.ctypes.data if interface is None else int(interface["data"][0])
+    if is_twin(array):
+        return array.address, array.address + array.nbytes
+    interface = None if type(array) is np.ndarray else getattr(array, "__cuda_array_interface__", None)
+    begin = int((array.__array_interface__ if interface is None else interface)["data"][0])
     return begin, begin + array.nbytes
 
 

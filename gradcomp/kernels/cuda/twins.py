@@ -35,6 +35,7 @@ class Twin(np.ndarray[Any, np.dtype[Any]]):
     """
 
     _whole: _Whole | None = None
+    _address: int | None = None  # once it has been asked for; a view has its own
 
     def __array_finalize__(self, made_from: Any) -> None:
         """Of views too."""
@@ -52,8 +53,10 @@ class Twin(np.ndarray[Any, np.dtype[Any]]):
     @property
     def address(self) -> int:
         """Of its bytes on the device."""
-        whole, offset = self._place()
-        return whole.block.address + offset
+        if self._address is None:
+            whole, offset = self._place()
+            self._address = whole.block.address + offset
+        return self._address
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -104,4 +107,4 @@ def fetch(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
 
 def is_twin(array: Any) -> TypeGuard[Twin]:
     """Whether its bytes are on a device, all but some; a copy's are not."""
-    return isinstance(array, Twin) and hasattr(array, "__cuda_array_interface__")
+    return isinstance(array, Twin) and hasattr(array, "address")

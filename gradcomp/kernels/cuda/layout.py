@@ -1,0 +1,299 @@
+"""Where a kernel call has its memory, and one run of it.
+
+All of it is one piece of the device's memory::
+
+    [parameters | inputs | zeroed room | updated | zeroed results]   copied up
+                                        [updated | zeroed results | results]   copied back
+                                                        [large zeroed room | room]   stays there
+
+Addresses, sizes and constant inputs are laid out once, in an image. A run copies the image, adds the address of its
+memory to what refers to that, and fills in the arrays and numbers that it brings.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.cuda.driver import Bytes, Driver
+from gradcomp.kernels.cuda.twins import Twin
+
+#: Kinds of memory, in their order behind the parameters. Zeros of the first two kinds are copied up.
+KINDS = ("inputs", "zeroed_room", "updated", "zeroed", "results", "large_zeroed_room", "room")
+
+_ALIGNMENT = 256
+_WORD = 0xFFFFFFFFFFFFFFFF
+_LEAST_STAGED = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Which of a run's arrays it is, or some rows of it, a table or vector."""
+
+    number: int
+    rows: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(eq=False)
+class Ref:
+    """Memory of a call.
+
+    ``array``: what it is copied from, or to. ``address``: within the call's memory, or that of an array that lies on
+    the device. ``source``: where a run finds the array, of which the memory holds ``nbytes`` from ``first`` on; to
+    kernels it is the address of the whole array. ``spans``: what is copied back of the array, if not all of that.
+    """
+
+    nbytes: int
+    array: npt.NDArray[Any] | None = None
+    address: int = -1
+    source: Source | None = None
+    on_device: bool = False
+    first: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def part(self, offset: int) -> Part:
+        """The address of a byte in it."""
+        return Part(self, offset)
+
+    def cover(self, begin: int, end: int) -> None:
+        """Hold these bytes of the array, too."""
+        if self.nbytes:
+            begin, end = min(begin, self.first), max(end, self.first + self.nbytes)
+        self.first, self.nbytes = begin, end - begin
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A byte of a call's memory."""
+
+    whole: Ref
+    offset: int
+
+
+@dataclass(frozen=True)
+class Integer:
+    """An integer that every run brings: its place among the run's numbers."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Real:
+    """A double that every run brings: its place among the run's numbers."""
+
+    place: int
+
+
+Parameter = Ref | Part | Integer | Real | int | float
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel, its grid, and its struct of parameters."""
+
+    function: Any
+    blocks: int
+    threads: int
+    parameters: tuple[Parameter, ...]
+
+
+class Staging:
+    """Pinned memory of the host that calls take turns in, whatever thread they run on."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._free: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """At least so many bytes, nobody else's until they are put back; as many as are needed are kept."""
+        found = self._free.pop() if self._free else None
+        if found is None or len(found) < nbytes:
+            found = self._driver.pinned(1 << (max(nbytes, _LEAST_STAGED) - 1).bit_length())
+        return found
+
+    def put_back(self, staged: Bytes) -> None:
+        """No copy uses it any more."""
+        self._free.append(staged)
+
+
+class Layout:
+    """The memory of one call, and what a run fills in."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        kinds: Mapping[str, Sequence[Ref]],
+        launches: Sequence[Launch],
+        lists: Sequence[tuple[Ref, Sequence[Ref | Part]]],
+    ) -> None:
+        self._driver = driver
+        self._kinds = kinds
+        self._own: list[int] = []  # words that hold addresses in the call's memory
+        self._foreign: list[tuple[int, int, int]] = []  # words that hold addresses in arrays on the device
+        self._numbers: list[tuple[int, int]] = []  # words, and the places of the numbers in them
+        self._formats: dict[int, str] = {}
+        words: list[int] = []
+        self._grids = []
+        self._structs = []
+        for launch in launches:
+            self._structs.append((8 * len(words), 8 * len(launch.parameters)))
+            self._grids.append((launch.function, launch.blocks, launch.threads, 8 * len(words)))
+            words += [0] * (-(-len(launch.parameters) * 8 // _ALIGNMENT) * _ALIGNMENT // 8)
+        end = 8 * len(words)
+        ends = {}
+        for kind in KINDS:
+            for ref in kinds[kind]:
+                ref.address = end
+                end += -(-ref.nbytes // _ALIGNMENT) * _ALIGNMENT
+            ends[kind] = end
+        self.nbytes = max(end, 1)
+        self._up_end = ends["zeroed"]
+        self._down = ends["zeroed_room"], ends["results"]
+        self._large = ends["results"], ends["large_zeroed_room"]
+        for launch, (_, _, _, at) in zip(launches, self._grids, strict=True):
+            for word, parameter in enumerate(launch.parameters, at // 8):
+                words[word] = self._word(word, parameter)
+        self._words = np.array(words, dtype=np.uint64)
+        self._addresses = [
+            (
+                ref,
+                np.array([self._word(ref.address // 8 + i, each) for i, each in enumerate(refs)], np.uint64),
+            )
+            for ref, refs in lists
+        ]
+        self._own_words = np.array(self._own, dtype=np.int64)
+        self._number_words = np.array([word for word, _ in self._numbers], dtype=np.int64)
+        self._number_places = np.array([place for _, place in self._numbers], dtype=np.int64)
+        count = max(self._formats, default=-1) + 1
+        # A number that no launch asks for is packed all the same; doubles take any.
+        self._pack = struct.Struct("".join(self._formats.get(i, "d") for i in range(count))).pack
+        self._number_count = count
+        self._brought = [
+            (ref.address, ref.first, ref.nbytes, ref.source)
+            for kind in ("inputs", "updated")
+            for ref in kinds[kind]
+            if ref.source is not None
+        ]
+        self._taken = [
+            (ref, begin, end, ref.address - ref.first - self._down[0])
+            for kind in ("updated", "zeroed", "results")
+            for ref in kinds[kind]
+            for begin, end in ref.spans or [(ref.first, ref.first + ref.nbytes)]
+            if end > begin
+        ]
+
+    def _word(self, word: int, parameter: Parameter) -> int:
+        """What the image holds of a parameter; what a run adds to it is noted."""
+        ref, offset = (parameter.whole, parameter.offset) if isinstance(parameter, Part) else (parameter, 0)
+        if isinstance(ref, Ref):
+            if not ref.on_device:
+                self._own.append(word)
+            elif ref.source is not None:
+                self._foreign.append((word, ref.source.number, offset))
+            return (ref.address - ref.first + offset) & _WORD
+        if isinstance(ref, Integer | Real):
+            self._numbers.append((word, ref.place))
+            self._formats[ref.place] = "d" if isinstance(ref, Real) else "Q"
+            return 0
+        if isinstance(ref, float | np.floating):
+            return int.from_bytes(struct.pack("<d", ref), "little")
+        return int(ref) & _WORD
+
+    @property
+    def staged_bytes(self) -> int:
+        """Pinned memory that a run takes."""
+        return self._up_end + self._down[1] - self._down[0]
+
+    def write(self, staged: Bytes) -> Bytes:
+        """Lay out what all runs have in common; returns the part of ``staged`` that it takes."""
+        image = staged[: self._up_end]
+        words = image.view(np.uint64)
+        words[: len(self._words)] = self._words
+        for ref, addresses in self._addresses:
+            words[ref.address // 8 : ref.address // 8 + len(addresses)] = addresses
+        for kind in ("inputs", "updated"):
+            for ref in self._kinds[kind]:
+                if ref.nbytes and ref.source is None and ref.array is not None:
+                    image[ref.address : ref.address + ref.nbytes] = flat(ref.array)
+        for kind in ("zeroed_room", "zeroed"):
+            for ref in self._kinds[kind]:
+                image[ref.address : ref.address + ref.nbytes] = 0
+        return image
+
+    def run(self, staged: Bytes, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
+        """Do all of it, and wait until results are in their arrays; ``staged`` begins with a copy of the image."""
+        driver = self._driver
+        block = driver.allocate(self.nbytes)
+        base = block.address
+        words = staged[: self._up_end].view(np.uint64)
+        words[self._own_words] += np.uint64(base)
+        for word, number, offset in self._foreign:
+            words[word] = (address_of(arrays[number]) + offset) & _WORD
+        if len(self._number_words):
+            packed = np.frombuffer(self._pack(*numbers[: self._number_count]), dtype=np.uint64)
+            words[self._number_words] = packed[self._number_places]
+        for at, first, nbytes, source in self._brought:
+            _bring(staged[at : at + nbytes], arrays[source.number], first, source.rows)
+        try:
+            self.upload(base, staged[: self._up_end])
+            begin, end = self._large
+            if end > begin:
+                driver.zero(base + begin, end - begin)
+            for function, blocks, threads, at in self._grids:
+                driver.launch(function, blocks, threads, base + at)
+            begin, end = self._down
+            found = staged[self._up_end : self._up_end + end - begin]
+            if end > begin:
+                driver.download(found, base + begin)
+            driver.synchronize()
+        except BaseException:
+            # What has been started still uses memory that others could be given, the caller's too.
+            with suppress(Exception):
+                driver.synchronize()
+            raise
+        for ref, first, last, shift in self._taken:
+            target = flat(ref.array if ref.source is None else arrays[ref.source.number])
+            target[first:last] = found[first + shift : last + shift]
+        del block  # not before the wait
+
+    def upload(self, base: int, staged: Bytes) -> None:
+        """Copy up what kernels read."""
+        self._driver.upload(base, staged)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Begin and size of everything in the call's memory, in order."""
+        return self._structs + [(ref.address, ref.nbytes) for kind in KINDS for ref in self._kinds[kind]]
+
+    def forget(self) -> None:
+        """Let go of the arrays of the run that it was made for; every other one brings its own."""
+        self._addresses = []
+        for refs in self._kinds.values():
+            for ref in refs:
+                ref.array = None
+
+
+def flat(array: Any) -> Bytes:
+    """The bytes of a contiguous array."""
+    found: Bytes = array.reshape(-1).view(np.uint8)
+    return found
+
+
+def address_of(array: Any) -> int:
+    """Where an array of the device begins."""
+    if isinstance(array, Twin):
+        return array.address
+    return int(array.__cuda_array_interface__["data"][0])
+
+
+def _bring(target: Bytes, array: Any, first: int, rows: npt.NDArray[np.int64] | None) -> None:
+    if rows is None:
+        target[:] = flat(array)[first : first + len(target)]
+    elif len(rows):
+        of_array = flat(array).reshape(len(array), -1)
+        np.take(of_array, rows, axis=0, out=target.reshape(len(rows), -1), mode="clip")

@@ -1,0 +1,84 @@
+"""What a bucket asks of a device: calls, copies and waits, and at which addresses kernels find payloads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels import standin
+from simulation import Simulation
+
+from gradcomp import Filter, LayerSpec, Policy, Quantize
+from gradcomp.kernels.devices import HOST
+from gradcomp.kernels.segments import SEGMENT
+
+LAYERS = [
+    LayerSpec("a.weight", (96, 64), "float32", "weight"),
+    LayerSpec("a.bias", (96,), "float32", "bias"),
+    LayerSpec("b.weight", (64, 80), "float32", "weight"),
+    LayerSpec("b.bias", (80,), "float32", "bias"),
+]
+
+#: Matrices in four bits, biases exactly: two codecs in one message.
+MIXED = Policy(Quantize(4, bucket_size=64), filter=Filter(min_elements=0))
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    with standin.device() as (device, _):
+        yield device
+
+
+def ranks_of(gpu: Any, world: int) -> Simulation:
+    return Simulation(LAYERS, MIXED, world, devices=[gpu] + [HOST] * (world - 1), slice_elements=1 << 20)
+
+
+def test_a_bucket_waits_once_in_a_phase_though_its_parts_have_codecs_of_their_own(gpu: Any) -> None:
+    ranks = ranks_of(gpu, 2)
+    (bucket,) = ranks.pipelines[0].layout.buckets
+    assert len(bucket.groups) == 2
+    ranks.step()
+    before = gpu.driver.synchronized
+    ranks.step()
+    # Encode and decode. The mean of what the host's messages hold is the host's.
+    assert gpu.driver.synchronized - before == 2
+
+
+def test_what_is_encoded_is_not_copied_up_before(gpu: Any) -> None:
+    """Messages have headers between their payloads, which stay as they are all the same."""
+    ranks = ranks_of(gpu, 3)
+    driver, payload = gpu.driver, 0
+    uploaded: list[int] = []
+    upload = driver.upload
+    driver.upload = lambda address, source: (uploaded.append(source.nbytes), upload(address, source))
+    ranks.step()
+    payload = ranks.pipelines[0].layout.buckets[0].payload_bytes
+    tables = 2 * sum(len(group.table) + 2 for group in ranks.pipelines[0].layout.buckets[0].groups)
+    encode, decode = uploaded
+    assert decode - encode > payload - 256 * tables
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_kernels_find_chunks_where_vectors_can_be_loaded(world: int, gpu: Any) -> None:
+    """The first payload of a message at a multiple of 16 bytes, all of them at multiples of 4, as eight codes take."""
+    ranks = ranks_of(gpu, world)
+    driver = gpu.driver
+    seen: dict[str, list[int]] = {}
+    launch = driver.launch
+
+    def looked_at(function: Any, blocks: int, threads: int, argument: int) -> None:
+        name = function[-1]
+        if name == "decode" or name.startswith("encode_"):
+            rows, _, count, payload = (ctypes.c_uint64 * 4).from_address(argument)
+            table = np.frombuffer((ctypes.c_char * (SEGMENT.itemsize * count)).from_address(rows), SEGMENT)
+            seen.setdefault(name, []).extend((payload + table["payload"].astype(np.uint64)).tolist())
+        launch(function, blocks, threads, argument)
+
+    driver.launch = looked_at
+    ranks.step()
+    assert all(address % 4 == 0 for addresses in seen.values() for address in addresses)
+    for name in ("encode_stochastic", "decode"):  # layers that travel exactly lie behind those
+        assert sum(address % 16 == 0 for address in seen[name]) >= world
