@@ -1,7 +1,6 @@
-"""What a GPU is, and which versions work with it.
+"""What a GPU is, and which versions work with it: `python benchmarks/gpu_about.py [--json PATH]`.
 
-python benchmarks/gpu_about.py [--json PATH]
-python benchmarks/gpu_about.py --probe      # one line: its name, or why there is none; exit status 0 or 2
+With `--probe` one line: its name, or why there is none. Exit status 0, or 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def about() -> dict[str, Any]:
         "NVRTC": _asked(lambda: ".".join(map(str, cupy.cuda.nvrtc.getVersion()))),
         "NCCL of CuPy": _asked(lambda: importlib.import_module("cupy.cuda.nccl").get_version()),
         "CuPy": cupy.__version__,
-        "CUDA of torch": _asked(lambda: importlib.import_module("torch").version.cuda),
-        "torch sees a GPU": _asked(lambda: importlib.import_module("torch").cuda.is_available()),
+        "CUDA of torch, and whether it sees a GPU": _asked(_torch),
         **{name: _version(name) for name in PACKAGES},
         "compiled module": importlib.util.find_spec("gradcomp._native") is not None,
         "compute-sanitizer": shutil.which("compute-sanitizer"),
@@ -81,6 +79,12 @@ def _asked(question: Callable[[], Any]) -> Any:
         return question()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         return f"unknown: {type(error).__name__}: {error}"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.version.cuda}, {torch.cuda.is_available()}"
 
 
 def _version(package: str) -> str | None:

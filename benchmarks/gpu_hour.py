@@ -21,7 +21,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -142,7 +141,7 @@ def verdict(stage: Stage, code: int | None, lines: list[str]) -> dict[str, Any]:
 
 
 def environment(stage: Stage, path: str) -> dict[str, str]:
-    """What the stages' processes find: the package, which may be the source tree, and the helpers of their own folder."""
+    """What a stage's processes find: the package, which may be the source tree, and helpers beside them."""
     found = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", **stage.variables}
     if stage.tests:
         found["PYTHONSAFEPATH"] = "1"

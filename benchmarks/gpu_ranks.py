@@ -17,17 +17,8 @@ from typing import Any
 
 #: Variables by which another launcher, or another job, could reach the ranks.
 _LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "OMPI_",
-    "PMI",
-    "SLURM_",
-    "GRADCOMP_",
-)
+    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "GRADCOMP_",
+)  # fmt: skip
 
 
 class RanksError(Exception):

@@ -16,7 +16,7 @@ Columns
     thread     CPU time of gradcomp's thread, in ms: Python with the interpreter's lock, and calls that release it
     lock       the same as a share of the step: gradcomp's thread holds the interpreter's lock at most so much of it
 
-The bar: over the null transport at most 5 ms are exposed, for one cap at least. Exit status 1 if it is missed, on a GPU.
+The bar: over the null transport at most 5 ms are exposed, for one cap at least. Exit status 1 if a GPU misses it.
 """
 
 from __future__ import annotations

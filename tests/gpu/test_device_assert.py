@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from gpu_job import HOST_KERNELS
 from launching import run_ranks
+
+pytest.importorskip("torch")
 
 PROGRAM = """
 import os, sys

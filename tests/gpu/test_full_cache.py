@@ -12,15 +12,15 @@ from launching import run_ranks
 
 import gradcomp.torch as gc
 
-SPARE_BYTES = 48 << 20  # less than the residuals below, 8 bytes for each of eight million elements
+SPARE_BYTES = 64 << 20  # less than one residual of the layers below
 
 
 @on_two_ranks(checksums=False)
 def test_an_exchange_gets_memory_that_torch_only_keeps():
     device = "cuda:0" if gc.rank() == 0 else "cpu"  # the memory of another process cannot be had
     torch.manual_seed(0)
-    model = torch.nn.Linear(2048, 4096).to(device)
-    x = torch.randn(4, 2048, device=device)
+    model = torch.nn.Linear(4096, 4096).to(device)
+    x = torch.randn(4, 4096, device=device)
     model(x).square().mean().backward()  # what torch needs for itself comes first
     if device != "cpu":
         torch.cuda.synchronize()
@@ -47,8 +47,8 @@ import gradcomp.torch as gc
 
 gc.init(timeout_seconds=20.0, log_level="warning", checksums=False)
 device = "cuda:0" if gc.rank() == 0 else "cpu"
-model = torch.nn.Linear(2048, 4096).to(device)
-x = torch.randn(4, 2048, device=device)
+model = torch.nn.Linear(4096, 4096).to(device)
+x = torch.randn(4, 4096, device=device)
 for _ in range(2):
     model(x).square().mean().backward()
 if device != "cpu":
