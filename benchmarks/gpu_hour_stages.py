@@ -51,7 +51,8 @@ def _tests(name: str, title: str, piece: int, seconds: int, *arguments: str) -> 
 _CHOSEN = (
     "tests/gpu/test_parity.py",
     "-k",
-    "(test_random_tables and 1-stochastic) or (test_selections and 1) or test_what_follows_the_last_reply_of_low_rank",
+    "(test_random_tables and 1-stochastic and (minmax or onebit or sign or codebook-l2)) or (test_selections and 1)"
+    " or (test_what_follows_the_last_reply_of_low_rank and 4-0)",
 )
 
 

@@ -47,6 +47,7 @@ import gradcomp.torch as gc
 
 gc.init(timeout_seconds=20.0, log_level="warning", checksums=False)
 device = "cuda:0" if gc.rank() == 0 else "cpu"
+torch.manual_seed(0)
 model = torch.nn.Linear(4096, 4096).to(device)
 x = torch.randn(4, 4096, device=device)
 for _ in range(2):
@@ -55,7 +56,7 @@ if device != "cpu":
     held = torch.empty(torch.cuda.mem_get_info()[0] - {SPARE_BYTES}, dtype=torch.uint8, device=device)
 try:
     optimizer = gc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gc.Quantize(4)
+        torch.optim.SGD(model.parameters(), lr=2.0**-4), model.named_parameters(), gc.Quantize(4)
     )
     for _ in range(2):
         optimizer.zero_grad()
