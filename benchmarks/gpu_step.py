@@ -119,7 +119,7 @@ class Trainer:
         self._wait()
         took = time.perf_counter() - began
         after = self._counters()
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         if timed:
             self.found["step"].append(took)
             for name, first, last in zip(("thread", *COUNTERS), before, after, strict=True):
@@ -240,7 +240,7 @@ def main() -> int:
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"of the model (default: {value})")
     parser.add_argument(
-        "--seconds", type=float, default=42.0, help="limit for one cap (default: %(default)s)"
+        "--seconds", type=float, default=40.0, help="limit for one cap (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, help="also write the figures here, cap by cap")
     parser.add_argument("--task", help=argparse.SUPPRESS)

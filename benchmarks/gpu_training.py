@@ -188,7 +188,7 @@ def main() -> int:
     defaults = {"layers": 1, "width": 64, "heads": 4, "words": 64, "length": 32, "batch": 16}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"of the model (default: {value})")
-    parser.add_argument("--seconds", type=float, default=85.0, help="limit (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=80.0, help="limit (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the curves here")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)
