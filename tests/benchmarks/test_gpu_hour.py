@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import gpu_hour
+import gpu_hour_process
 import gpu_hour_stages as listed
 import gpu_modules
 import pytest
@@ -51,7 +52,8 @@ def test_a_stage_that_fails_does_not_stop_the_next(tmp_path):
     assert code == 1
 
 
-def test_at_its_limit_a_stage_ends_with_all_that_it_started(tmp_path):
+def test_at_its_limit_a_stage_ends_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_hour_process, "GRACE_SECONDS", 0.2)
     pid = tmp_path / "pid"
     child = "import time; time.sleep(100)"
     program = (
@@ -65,7 +67,7 @@ def test_at_its_limit_a_stage_ends_with_all_that_it_started(tmp_path):
         "    time.sleep(100)\n"
     )
     began = time.monotonic()
-    code, found = run(tmp_path / "out", stage("slow", program, seconds=2), stage("next", ""))
+    code, found = run(tmp_path / "out", stage("slow", program, seconds=3), stage("next", ""))
     assert time.monotonic() - began < 15
     assert found["slow"]["status"] == "timed out"
     assert found["slow"]["output"][0] == "it hangs"

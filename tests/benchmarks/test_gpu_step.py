@@ -91,7 +91,19 @@ def test_ranks_that_hang_are_ended(tmp_path):
 def test_a_short_run_of_the_step(run_script, tmp_path):
     path = tmp_path / "step.json"
     shape = [part for name, value in TINY.items() for part in (f"--{name}", str(value))]
-    arguments = ["--device", "cpu", "--caps", "0.005", "--blocks", "1", "--steps", "1", *shape]
+    arguments = [
+        "--device",
+        "cpu",
+        "--caps",
+        "0.005",
+        "--blocks",
+        "1",
+        "--steps",
+        "1",
+        "--seconds",
+        "90",
+        *shape,
+    ]
     done = run_script("benchmarks/gpu_step.py", *arguments, "--json", str(path))
     rows = json.loads(path.read_text())["caps"]["0.005"]["rows"]
     assert list(rows) == ["none", "gloo", "null"]
