@@ -38,7 +38,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test faults fuzz lint types layers docs format sanitize sanitize-site test-gpu sanitize-gpu bench-gpu gpu-hour clean horovod openmpi slurm bench $(BENCHES)
+.PHONY: help install demo test faults fuzz lint types layers docs format sanitize sanitize-site test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -168,6 +168,7 @@ bench-gpu:
 
 # Everything that only a GPU can show, into two files in OUT. Another call goes on where they end, on another machine with
 # FROM=gpu-hour.json; a stage again: make gpu-hour ARGS=--only=step
+.PHONY: gpu-hour
 gpu-hour:
 	@$(ON_GPU) PYTHONSAFEPATH= $(PYTHON) benchmarks/gpu_hour.py --out "$(or $(OUT),build/gpu-hour)" \
 	    $(if $(PIECE),--piece $(PIECE)) $(if $(FROM),--from "$(FROM)") $(ARGS)
