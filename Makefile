@@ -4,6 +4,7 @@
 #   make test     install what the tests need and run them all
 #   make cubins   the CUDA kernels' code, without a GPU, into the package: nothing is compiled in the first step then
 #   make test-gpu sanitize-gpu bench-gpu    on a machine with a GPU; they install nothing, see there
+#   make gpu-hour                 all of that and more, in pieces of eight minutes: PIECE=1, then 2, then 3
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
@@ -171,6 +172,13 @@ sanitize-gpu:
 
 bench-gpu:
 	@$(ON_GPU) PYTHONSAFEPATH= $(PYTHON) benchmarks/gpu.py $(ARGS)
+
+# Everything that only a GPU can show, into two files in OUT. Another call goes on where they end, on another machine with
+# FROM=gpu-hour.json; a stage again: make gpu-hour ARGS=--only=step
+.PHONY: gpu-hour
+gpu-hour:
+	@$(ON_GPU) PYTHONSAFEPATH= $(PYTHON) benchmarks/gpu_hour.py --out "$(or $(OUT),build/gpu-hour)" \
+	    $(if $(PIECE),--piece $(PIECE)) $(if $(FROM),--from "$(FROM)") $(ARGS)
 
 # ------------------------------------------------------------------------------------------ checks
 

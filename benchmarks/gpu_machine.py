@@ -15,6 +15,18 @@ from gradcomp.kernels.cuda.body import CudaKernels
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: Keeps the device busy for a millisecond, in which Python queues all launches of a call: no gap is left between them.
+_SPIN = r"""
+extern "C" __global__ void spin(unsigned long long nanoseconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - begin < nanoseconds);
+}
+"""
+_SPIN_NANOSECONDS = 1_000_000
+
 
 class Array:
     """Memory of the device with the words that CuPy and torch understand, and that kernels' calls do."""
@@ -63,6 +75,7 @@ class _Watched:
 
     def __init__(self, driver: Any, now: Callable[[], Any], between: Callable[[Any, Any], float]) -> None:
         self._driver, self._now, self._between = driver, now, between
+        self.before_first: Callable[[], None] = lambda: None
         self.launched = 0
         self.milliseconds = 0.0
         self._first: Any = None
@@ -72,7 +85,9 @@ class _Watched:
         return getattr(self._driver, name)
 
     def launch(self, *arguments: Any) -> None:
-        self._first = self._now() if self._first is None else self._first
+        if self._first is None:
+            self.before_first()
+            self._first = self._now()
         self._driver.launch(*arguments)
         self._last = self._now()
         self.launched += 1
@@ -102,15 +117,26 @@ class Machine:
         return found
 
     def timed(self, function: Callable[[], Any]) -> tuple[float, float]:
-        """Milliseconds of the launches in it, or of what it does on the stream itself; and of the wall's clock."""
+        """Milliseconds of the launches in it, or of what it does on the stream itself; and of the wall's clock.
+
+        It runs twice: behind a kernel that spins, for the device, and as it is, for the wall.
+        """
         self.driver.milliseconds = 0.0
-        begin = time.perf_counter()
+        self.driver.before_first = self.spin
+        self.spin()
         first = self._now()
         function()
         last = self._now()
         self.driver.synchronize()
-        wall = 1e3 * (time.perf_counter() - begin)
-        return self.driver.milliseconds or self._between(first, last), wall
+        device = self.driver.milliseconds or self._between(first, last)
+        self.driver.before_first = lambda: None
+        begin = time.perf_counter()
+        function()
+        self.driver.synchronize()
+        return device, 1e3 * (time.perf_counter() - begin)
+
+    def spin(self) -> None:
+        """Keep the stream busy for a millisecond, where Python is slower than the device."""
 
     # -- yardsticks, on the same stream --------------------------------------------------------------------------
 
@@ -124,7 +150,7 @@ class Machine:
         """torch's view of an array; None where torch has no such device."""
         return None
 
-    def torch_top(self, tensor: Any, count: int) -> None:
+    def torch_top(self, tensor: Any, count: int, *, in_order: bool) -> None:
         raise NotImplementedError
 
 
@@ -137,6 +163,7 @@ class _Real(Machine):
         self._device = cupy.cuda.Device(index)
         self._device.use()
         self._stream = cupy.cuda.ExternalStream(driver.stream, index)
+        self._spin = cupy.RawKernel(_SPIN, "spin")
         runtime = cupy.cuda.runtime
         name = runtime.getDeviceProperties(index)["name"]
 
@@ -158,6 +185,10 @@ class _Real(Machine):
         }
         super().__init__(driver, now, between, about)
 
+    def spin(self) -> None:
+        with self._stream:
+            self._spin((1,), (1,), (self._cupy.uint64(_SPIN_NANOSECONDS),))
+
     def copy(self, target: Array, source: Array) -> None:
         self._cupy.cuda.runtime.memcpyAsync(
             target.address, source.address, source.nbytes, 3, self.driver.stream
@@ -175,11 +206,11 @@ class _Real(Machine):
             return None
         return torch.as_tensor(array, device=f"cuda:{self._device.id}") if torch.cuda.is_available() else None
 
-    def torch_top(self, tensor: Any, count: int) -> None:
+    def torch_top(self, tensor: Any, count: int, *, in_order: bool) -> None:
         import torch
 
         with torch.cuda.stream(torch.cuda.ExternalStream(self.driver.stream, device=tensor.device)):
-            torch.topk(tensor.abs(), count)
+            torch.topk(tensor.abs(), count, sorted=in_order)
 
 
 class _StandIn(Machine):

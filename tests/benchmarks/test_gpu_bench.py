@@ -49,6 +49,35 @@ def test_a_wrong_result_is_noticed():
     assert not codes.encoded_right(stochastic=True, residual=True)
 
 
+def test_launches_are_timed_behind_a_kernel_that_spins(monkeypatch):
+    gpu_machine = importlib.import_module("gpu_machine")
+    queued = []
+
+    class Driver:
+        def launch(self, name):
+            queued.append(name)
+
+        def synchronize(self):
+            queued.append("wait")
+
+    monkeypatch.setattr(gpu_machine, "CudaKernels", lambda driver: None)
+    machine = gpu_machine.Machine(
+        Driver(), lambda: queued.append("event") or len(queued), lambda a, b: b - a, {}
+    )
+    machine.spin = lambda: queued.append("spin")
+
+    def call():
+        machine.driver.launch("first")
+        machine.driver.launch("second")
+        machine.driver.synchronize()
+
+    device, _ = machine.timed(call)
+    behind = queued.index("first")
+    assert queued[behind - 2 : behind] == ["spin", "event"]
+    assert device == 4  # from the event before the first launch to the one behind the second
+    assert "spin" not in queued[queued.index("wait") :]  # the wall's clock counts no spinning
+
+
 @pytest.mark.skipif(problem() is None, reason="there is a GPU here")
 def test_without_a_gpu_nothing_is_measured(run_script, tmp_path):
     path = tmp_path / "gpu.json"

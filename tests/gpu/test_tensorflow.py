@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch import on_ranks
+from gpu_job import HOST_KERNELS
 
 tf: Any = pytest.importorskip("tensorflow")
 pytest.importorskip("torch")  # through which the ranks meet
@@ -25,7 +26,7 @@ for each in GPUS:
 
 pytestmark = pytest.mark.skipif(not GPUS, reason="TensorFlow sees no GPU; tensorflow-cpu never does")
 
-ENV = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", **HOST_KERNELS}
 MODES: dict[str, Any] = {"eager": lambda function: function, "graph": tf.function}
 COMPRESSIONS = ["quantize:bits=4,bucket_size=64", "topk:density=0.1", "none"]
 SHAPES = [(300, 200), (133,), (), (0, 3)]

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from batch import on_ranks
+from gpu_job import on_two_ranks
 
 import gradcomp.torch as gc
 
@@ -47,13 +47,13 @@ def all_ranks_hold(parameters: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@on_ranks(2)
+@on_two_ranks()
 def test_two_ranks_on_one_gpu(compression):
     all_ranks_hold(trained(compression, "cuda:0"))
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@on_ranks(2)
+@on_two_ranks()
 def test_two_hooks_on_one_gpu(compression):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 128))
@@ -70,12 +70,12 @@ def test_two_hooks_on_one_gpu(compression):
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-@on_ranks(2)
+@on_two_ranks()
 def test_half_precision(kind):
     all_ranks_hold(trained("quantize:bits=4", "cuda:0", getattr(torch, kind)))
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@on_ranks(2)
+@on_two_ranks()
 def test_a_rank_on_the_cpu_and_one_on_a_gpu(compression):
     all_ranks_hold(trained(compression, "cpu" if gc.rank() == 0 else "cuda:0"))

@@ -1,0 +1,134 @@
+"""The stages of benchmarks/gpu_hour.py: what runs, in which order, in which piece, for how long at most."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+#: A piece may be all that a machine is lent for.
+PIECES = (1, 2, 3)
+PIECE_SECONDS = 480
+#: For the question whether there is a GPU, with which every piece begins.
+PROBE_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the result. ``{json}`` in ``command``: a file to which it writes figures.
+
+    ``tests``: it is a run of pytest, which passes only if a test passed. ``needs``: a program without which the stage
+    is skipped.
+    """
+
+    name: str
+    title: str
+    piece: int
+    limit_seconds: int
+    command: tuple[str, ...]
+    tests: bool = False
+    needs: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def _script(name: str, title: str, piece: int, seconds: int, script: str, *arguments: str) -> Stage:
+    return Stage(name, title, piece, seconds, (sys.executable, str(_HERE / script), *arguments))
+
+
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
+
+
+def _tests(name: str, title: str, piece: int, seconds: int, *arguments: str) -> Stage:
+    # Where pytest-timeout is installed, a test that hangs ends before the stage does, and its place is in the output.
+    timeout = ("-o", f"timeout={seconds - 10}")
+    return Stage(name, title, piece, seconds, (*_PYTEST, *timeout, *arguments), tests=True)
+
+
+#: A few rows of every kind of kernel, in tables small enough for a tool that slows them down a hundredfold.
+_CHOSEN = "tests/gpu/test_parity.py"
+_ROWS = (
+    "(test_random_tables and 1-stochastic and (minmax or onebit or sign or codebook-l2)) or (test_selections and 1)"
+    " or (test_what_follows_the_last_reply_of_low_rank and 4-0)"
+)
+
+
+def _sanitized(tool: str, piece: int, seconds: int, title: str) -> Stage:
+    command = (
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        *_PYTEST,
+        "-o",
+        "timeout=0",
+        _CHOSEN,
+        "-k",
+        _ROWS,
+    )
+    return Stage(tool, title, piece, seconds, command, tests=True, needs="compute-sanitizer")
+
+
+def _modules(name: str, piece: int) -> Stage:
+    # A fresh machine builds what the package does not bring; where all is built, loading takes seconds.
+    title = "every module of kernels is built or found, and loads"
+    return _script(name, title, piece, 75, "gpu_modules.py", "--json", "{json}")
+
+
+STAGES = (
+    _script("versions", "versions and properties", 1, 15, "gpu_about.py", "--json", "{json}"),
+    _modules("modules", 1),
+    _tests("driver", "streams, memory, devices", 1, 40, "tests/gpu/test_driver.py"),
+    _tests("parity", "kernels give the bytes of the reference", 1, 145, "tests/gpu/test_parity.py"),
+    _tests("pipeline", "whole steps give the bytes of the host", 1, 65, "tests/gpu/test_pipeline.py"),
+    _tests("training", "two ranks on one GPU hold the same parameters", 1, 120, "tests/gpu/test_training.py"),
+    _modules("modules-2", 2),
+    _tests("nccl", "NCCL in a world of one", 2, 45, "tests/gpu/test_nccl.py"),
+    _script(
+        "bars-256",
+        "kernels at 256 MB",
+        2,
+        95,
+        "gpu.py",
+        "--megabytes",
+        "256",
+        "--rounds",
+        "20",
+        "--json",
+        "{json}",
+    ),
+    _script(
+        "bars-512",
+        "kernels at 512 MB",
+        2,
+        115,
+        "gpu.py",
+        "--megabytes",
+        "512",
+        "--rounds",
+        "20",
+        "--json",
+        "{json}",
+    ),
+    _script("step", "step of a GPT of 125 M parameters", 2, 130, "gpu_step.py", "--json", "{json}"),
+    _modules("modules-3", 3),
+    _script(
+        "curves",
+        "losses beside a CPU's and beside uncompressed ones",
+        3,
+        90,
+        "gpu_training.py",
+        "--json",
+        "{json}",
+    ),
+    _tests("side-stream", "a backward pass on a side stream", 3, 40, "tests/gpu/test_side_stream.py"),
+    _tests("device-assert", "a device assert raises on all ranks", 3, 50, "tests/gpu/test_device_assert.py"),
+    _tests("capture", "capture in a CUDA graph is refused", 3, 40, "tests/gpu/test_capture.py"),
+    _tests("full-cache", "torch's cache holds all memory", 3, 50, "tests/gpu/test_full_cache.py"),
+    _sanitized("memcheck", 3, 45, "no access outside of memory"),
+    _sanitized("racecheck", 3, 40, "no race in shared memory"),
+    _sanitized("synccheck", 3, 30, "no barrier that some threads miss"),
+)

@@ -1,0 +1,242 @@
+"""What runs everything that only a GPU can show: order, limits, resumption, and what it says without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import gpu_hour
+import gpu_hour_process
+import gpu_hour_stages as listed
+import gpu_modules
+import pytest
+from gpu_hour_stages import Stage
+from kernels import test_cuda_sources
+from kernels.gpu import problem
+
+ABOUT = {"gpu": "a GPU", "sources": "1234"}
+
+
+def stage(name: str, program: str, seconds: int = 20, **settings) -> Stage:
+    return Stage(name, f"what {name} shows", 1, seconds, (sys.executable, "-c", program), **settings)
+
+
+def run(folder: Path, *stages: Stage, problem: str | None = None, again: bool = False, earlier=None):
+    """The exit status, and what the JSON holds."""
+    record = gpu_hour.Record(folder, stages, earlier)
+    code = gpu_hour.run(stages, record, problem=problem, about=ABOUT, again=again, say=lambda _: None)
+    return code, json.loads((folder / "gpu-hour.json").read_text())["stages"]
+
+
+def noted(path: Path, word: str) -> str:
+    return f"open({str(path)!r}, 'a').write({word!r})"
+
+
+# ------------------------------------------------------------------------------------------ stages
+
+
+def test_a_stage_that_fails_does_not_stop_the_next(tmp_path):
+    log = tmp_path / "log"
+    stages = (
+        stage("first", noted(log, "1")),
+        stage("second", noted(log, "2") + "; print('last words'); raise SystemExit(3)"),
+        stage("third", noted(log, "3")),
+    )
+    code, found = run(tmp_path / "out", *stages)
+    assert log.read_text() == "123"
+    assert [each["status"] for each in found.values()] == ["passed", "failed", "passed"]
+    assert found["second"]["output"] == ["last words"]
+    assert found["second"]["reason"] == "exit status 3: last words"
+    assert code == 1
+
+
+def test_at_its_limit_a_stage_ends_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_hour_process, "GRACE_SECONDS", 0.2)
+    pid = tmp_path / "pid"
+    child = "import time; time.sleep(100)"
+    program = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "print('it hangs', flush=True)\n"
+        "try:\n"
+        "    time.sleep(100)\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(100)\n"
+    )
+    began = time.monotonic()
+    code, found = run(tmp_path / "out", stage("slow", program, seconds=3), stage("next", ""))
+    assert time.monotonic() - began < 15
+    assert found["slow"]["status"] == "timed out"
+    assert found["slow"]["output"][0] == "it hangs"
+    assert found["next"]["status"] == "passed"
+    assert code == 1
+    deadline = time.monotonic() + 5  # a killed child stays until someone asks how it ended
+    while Path(f"/proc/{pid.read_text()}").exists() and state(int(pid.read_text())) != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_figures_of_a_stage_are_part_of_the_json(tmp_path):
+    program = "import sys; open(sys.argv[1], 'w').write('{\"milliseconds\": 3}')"
+    command = (sys.executable, "-c", program, "{json}")
+    _, found = run(tmp_path, Stage("figures", "", 1, 20, command))
+    assert found["figures"]["found"] == {"milliseconds": 3}
+    assert found["figures"]["gpu"] == "a GPU"
+
+
+@pytest.mark.parametrize(
+    ("last_line", "status"),
+    [("3 passed, 1 skipped in 0.1s", "passed"), ("4 skipped in 0.1s", "skipped"), ("", "skipped")],
+)
+def test_tests_pass_only_if_one_passed(last_line, status, tmp_path):
+    reason = "SKIPPED [4] x.py:1: needs torch"
+    code, found = run(tmp_path, stage("tests", f"print({reason!r}); print({last_line!r})", tests=True))
+    assert found["tests"]["status"] == status
+    assert status == "passed" or found["tests"]["reason"] == reason
+    assert code == 0
+
+
+def test_without_its_program_a_stage_is_skipped_with_the_reason(tmp_path):
+    code, found = run(tmp_path, stage("checked", "raise SystemExit(1)", needs="no-such-program"))
+    assert found["checked"]["status"] == "skipped"
+    assert "no-such-program" in found["checked"]["reason"]
+    assert code == 0
+
+
+# ------------------------------------------------------------------------------------------ another call
+
+
+def test_what_is_done_is_not_repeated_and_what_was_cut_off_is(tmp_path):
+    log, out = tmp_path / "log", tmp_path / "out"
+    before = {"status": "passed", "gpu": "a GPU"}
+    out.mkdir()
+    stages = tuple(stage(name, noted(log, name)) for name in "abcde")
+    known = {
+        "a": before,
+        "b": {"status": "failed"},
+        "c": {"status": "running"},
+        "d": {"status": "unmeasured"},
+    }
+    (out / "gpu-hour.json").write_text(json.dumps({"stages": known}))
+    code, found = run(out, *stages)
+    assert log.read_text() == "cde"
+    assert found["a"] == before
+    assert code == 1  # a failure of the call before is one
+    assert run(out, *stages[:1], again=True)[1]["a"]["status"] == "passed"
+    assert log.read_text() == "cdea"
+
+
+def test_a_fresh_machine_goes_on_from_a_json_elsewhere(tmp_path):
+    log = tmp_path / "log"
+    first, second = stage("first", noted(log, "1")), stage("second", noted(log, "2"))
+    run(tmp_path / "one", first)
+    _, found = run(tmp_path / "two", first, second, earlier=tmp_path / "one" / "gpu-hour.json")
+    assert log.read_text() == "12"
+    assert [each["status"] for each in found.values()] == ["passed", "passed"]
+
+
+def test_a_stage_is_written_down_before_it_runs(tmp_path):
+    path = tmp_path / "gpu-hour.json"
+    program = f"import json; print(json.load(open({str(path)!r}))['stages']['one']['status'])"
+    _, found = run(tmp_path, stage("one", program))
+    assert found["one"]["output"] == ["running"]
+
+
+def test_two_files_are_written_and_nothing_else(tmp_path):
+    run(tmp_path, stage("one", "print('a | b'); raise SystemExit(1)"), stage("two", ""))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-hour.json", "gpu-hour.md"]
+    page = (tmp_path / "gpu-hour.md").read_text()
+    assert "a GPU" in page
+    assert "exit status 1: a \\| b" in page
+    assert page.index("## one") > page.index("| two")
+
+
+def test_results_of_other_sources_are_told_apart(tmp_path):
+    known = {"a": {"status": "passed", "sources": "old"}}
+    (tmp_path / "gpu-hour.json").write_text(json.dumps({"stages": known}))
+    run(tmp_path, stage("a", ""), stage("b", ""))
+    page = (tmp_path / "gpu-hour.md").read_text()
+    assert "digest of the sources: old (a)" in page
+    assert "digest of the sources: 1234 (b)" in page
+
+
+# ------------------------------------------------------------------------------------------ without a GPU
+
+
+def test_without_a_gpu_no_stage_runs_and_what_was_measured_stays(tmp_path):
+    log = tmp_path / "log"
+    out = tmp_path / "out"
+    run(out, stage("first", ""))
+    code, found = run(out, stage("first", ""), stage("second", noted(log, "2")), problem="no CUDA device")
+    assert code == 2
+    assert found["first"]["status"] == "passed"
+    assert found["second"] == {"status": "unmeasured", "reason": "no CUDA device"}
+    assert not log.exists()
+
+
+@pytest.mark.skipif(problem() is None, reason="there is a GPU here")
+def test_the_command_says_unmeasured_in_every_row(run_script, tmp_path):
+    done = run_script("benchmarks/gpu_hour.py", "--piece", "2", "--out", str(tmp_path), check=False)
+    assert done.returncode == 2
+    found = json.loads((tmp_path / "gpu-hour.json").read_text())["stages"]
+    assert list(found) == [each.name for each in listed.STAGES if each.piece == 2]
+    assert {each["status"] for each in found.values()} == {"unmeasured"}
+    assert all("CuPy" in each["reason"] or "CUDA" in each["reason"] for each in found.values())
+    assert (tmp_path / "gpu-hour.md").read_text().count(" unmeasured |") == len(found)
+
+
+def test_a_question_that_hangs_is_the_answer():
+    found, _ = gpu_hour.probe([sys.executable, "-c", "import time; time.sleep(60)"], 1.0)
+    assert found == "the GPU did not answer within 1 s"
+
+
+def test_the_gpu_is_named():
+    assert gpu_hour.probe([sys.executable, "-c", "print('NVIDIA H1')"], 20.0) == (None, "NVIDIA H1")
+
+
+# ------------------------------------------------------------------------------------------ the stages as they are
+
+
+@pytest.mark.parametrize("piece", listed.PIECES)
+def test_a_piece_fits_its_time(piece):
+    limits = [each.limit_seconds for each in listed.STAGES if each.piece == piece]
+    assert limits
+    assert listed.PROBE_SECONDS + sum(limits) <= listed.PIECE_SECONDS == 480
+
+
+def test_stages_are_in_the_order_of_their_pieces():
+    assert [each.piece for each in listed.STAGES] == sorted(each.piece for each in listed.STAGES)
+    assert len({each.name for each in listed.STAGES}) == len(listed.STAGES)
+
+
+@pytest.mark.parametrize("one", listed.STAGES, ids=lambda one: one.name)
+def test_what_a_stage_runs_is_there(one):
+    paths = [part for part in one.command if part.endswith(".py")]
+    assert len(paths) == 1
+    assert (gpu_hour.ROOT / paths[0]).is_file()
+
+
+def test_the_modules_are_those_that_the_tests_compile():
+    def names(modules):
+        return sorted((name, sorted(map(str, defines.items()))) for name, defines in modules)
+
+    assert names(gpu_modules.modules()) == names(test_cuda_sources.MODULES)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\0.text.encode\0.nv.info.encode\0.text.draw\0", b".visible .entry encode(\n.entry draw("]
+)
+def test_kernels_are_found_in_cubins_and_in_ptx(content, tmp_path):
+    path = tmp_path / "module"
+    path.write_bytes(content)
+    assert gpu_modules.kernels_of(path) == ["draw", "encode"]

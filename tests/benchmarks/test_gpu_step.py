@@ -1,0 +1,153 @@
+"""The step and the losses that are measured on a GPU: what their figures mean, and short runs on the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import gpu_step
+import gpu_training
+import numpy as np
+import pytest
+from gpu_null import NullTransport
+from gpu_ranks import RanksError, launch
+
+TINY = {"layers": 1, "width": 32, "heads": 2, "words": 64, "length": 8, "batch": 2}
+
+
+# ------------------------------------------------------------------------------------------ the step
+
+
+def of_rank(none: float, gloo: float, null: float) -> dict:
+    """What a rank finds: steps of so many seconds."""
+
+    def times(step):
+        return {
+            "step": [step] * 3,
+            "thread": [step / 4] * 3,
+            "exposed_seconds": [0.0] * 3,
+            "wire_seconds": [0.0] * 3,
+        }
+
+    return {
+        "rows": {k: times(v) | {"losses": [1.0]} for k, v in (("none", none), ("gloo", gloo), ("null", null))}
+    }
+
+
+def test_exposed_is_what_a_step_takes_longer_on_the_slower_rank():
+    rows = gpu_step.evaluate([of_rank(0.010, 0.030, 0.012), of_rank(0.011, 0.025, 0.014)])
+    assert rows["none"]["step_ms"] == pytest.approx(11)
+    assert rows["gloo"]["exposed_ms"] == pytest.approx(19)
+    assert rows["null"]["exposed_ms"] == pytest.approx(3)
+    assert rows["null"]["lock_share"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("exposed", "failed", "code"), [([9.0, 4.9], False, 0), ([9.0, 5.1], False, 1), ([4.0], True, 1)]
+)
+def test_the_bar_is_met_by_one_cap_if_no_cap_fails(exposed, failed, code, capsys):
+    results = {str(cap): {"rows": {"null": {"exposed_ms": ms}}} for cap, ms in enumerate(exposed)}
+    if failed:
+        results["bad"] = {"error": "rank 1 failed"}
+    assert gpu_step.verdict(results, on_gpu=True) == code
+    assert ("MISSED" in capsys.readouterr().out) is (min(exposed) > 5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_over_the_null_transport_the_other_rank_sends_the_same(rank):
+    transport = NullTransport(rank)
+    total = np.array([1.5, 2.0], np.float32)
+    transport.allreduce(total)
+    assert total.tolist() == [3.0, 4.0]
+    travels, own = np.arange(40, dtype=np.uint8), np.arange(50, 90, dtype=np.uint8)
+    counts = [0, 0]
+    counts[1 - rank] = 40
+    received = np.zeros(40, np.uint8)
+    transport.alltoallv(np.concatenate([travels, own]), counts, received, counts)
+    assert received.tobytes() == own.tobytes()
+    mean = np.full(80, 7, np.uint8)  # of which the number of the round holds for both parts
+    transport.allgatherv(mean, [40, 40])
+    parts = mean[:40], mean[40:]
+    changed = np.flatnonzero(parts[1 - rank] != travels)
+    assert changed.tolist() == [3]
+    assert parts[1 - rank][3] == 7
+    assert (parts[rank] == 7).all()
+    assert transport.bytes_sent == 8 + 40 + 40
+
+
+def test_a_rank_that_fails_is_quoted(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('its words'); raise SystemExit(int(os.environ['RANK']))")
+    with pytest.raises(RanksError, match=r"(?s)rank 1 failed.*its words"):
+        launch(str(script), {}, 20.0)
+
+
+def test_ranks_that_hang_are_ended(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    with pytest.raises(RanksError, match="took more than 1 s"):
+        launch(str(script), {}, 1.0)
+
+
+def test_a_short_run_of_the_step(run_script, tmp_path):
+    path = tmp_path / "step.json"
+    shape = [part for name, value in TINY.items() for part in (f"--{name}", str(value))]
+    arguments = [
+        "--device",
+        "cpu",
+        "--caps",
+        "0.005",
+        "--blocks",
+        "1",
+        "--steps",
+        "1",
+        "--seconds",
+        "90",
+        *shape,
+    ]
+    done = run_script("benchmarks/gpu_step.py", *arguments, "--json", str(path))
+    rows = json.loads(path.read_text())["caps"]["0.005"]["rows"]
+    assert list(rows) == ["none", "gloo", "null"]
+    assert rows["gloo"]["buckets"] > 1
+    assert "0.005 Mi, null" in done.stdout
+    assert "no bar on a CPU" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+
+FALLING = [4.0 - 0.3 * i for i in range(10)] + [1.0] * 10
+CODED = "quantize:bits=4,bucket_size=512"
+NAN = float("nan")
+FIRST, LAST = "first losses", "last losses beside the CPU's"
+PLAIN = "last losses beside uncompressed ones"
+
+
+@pytest.mark.parametrize(
+    ("compression", "curve", "wrong"),
+    [
+        (CODED, FALLING, []),
+        (CODED, [FALLING[0] * 1.01, *FALLING[1:]], [FIRST]),
+        (CODED, FALLING[:15] + [1.03] * 5, [LAST]),
+        (CODED, [NAN] * 20, [FIRST, LAST, PLAIN]),
+        ("none", [4.0] * 20, [FIRST, LAST, "no training"]),
+    ],
+)  # fmt: skip
+def test_a_curve_that_is_not_the_cpus_is_wrong(compression, curve, wrong):
+    beside = {"none": FALLING, CODED: FALLING}
+    rows = gpu_training.judge({"cpu": beside, "cuda:0": beside | {compression: curve}}, "cuda:0")
+    assert next(row["wrong"] for row in rows if row["compression"] == compression) == wrong
+
+
+def test_losses_that_stay_above_uncompressed_ones_are_wrong():
+    beside = {"none": FALLING, CODED: FALLING[:15] + [1.06] * 5}
+    rows = gpu_training.judge({"cpu": beside, "cuda:0": beside}, "cuda:0")
+    assert [row["wrong"] for row in rows] == [[], [PLAIN]]
+
+
+def test_a_short_run_of_the_training():
+    task = gpu_training.Task(["cpu"], ["none", CODED], TINY, steps=3, learning_rate=0.2)
+    ranks = launch(gpu_training.__file__, vars(task), 60.0)
+    curves = ranks[0]["cpu"]
+    assert [len(curve) for curve in curves.values()] == [3, 3]
+    assert curves["none"][0] == curves[CODED][0]
+    assert ranks[1]["cpu"]["none"] != curves["none"]  # it has batches of its own
