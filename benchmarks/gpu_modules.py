@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,50 +19,28 @@ from typing import Any
 
 import report
 
-from gradcomp.kernels.cuda import source
-from gradcomp.kernels.cuda.call import THREADS
-from gradcomp.kernels.cuda.codec import CLASSES
-
-Module = tuple[str, Mapping[str, object]]
-
-#: Names of kernels: of sections in a cubin, of entries in PTX.
-_KERNELS = re.compile(rb"(?:\x00\.text\.|\.entry )(\w+)")
+from gradcomp.kernels.cuda.modules import Module, modules
 
 
-def modules() -> list[Module]:
-    """The source and the definitions of each."""
-    by_class = [{"GRADCOMP_CLASS": name} for name in CLASSES]
-    coded = {"encode.cu": by_class, "decode.cu": by_class, "losses.cu": by_class}
-    found: list[Module] = []
-    for path in sorted(Path(source.__file__).parent.glob("*.cu")):
-        found += [(path.name, defines) for defines in coded.get(path.name, [{}])]
-    return found + [("encode.cu", defines | {"GRADCOMP_TEAM": THREADS}) for defines in by_class]
-
-
-def build(module: Module, capability: int) -> tuple[str, float]:
+def build(module: Module, capability: int, cuda: int) -> tuple[str, float]:
     """The file of a module, or its compiler's words behind "!"; and the seconds that took."""
     from gradcomp.kernels.cuda.built import built
 
     began = time.perf_counter()
     try:
-        found = str(built(*module, capability))
+        found = str(built(module, capability, cuda))
     except Exception as error:  # noqa: BLE001 - the other modules are still to be tried
         found = f"!{type(error).__name__}: {error}"
     return found, time.perf_counter() - began
 
 
-def kernels_of(path: Path) -> list[str]:
-    """Names of the kernels that a file holds, in a fixed order."""
-    return sorted({name.decode() for name in _KERNELS.findall(path.read_bytes())})
-
-
-def load(path: str) -> dict[str, dict[str, int]]:
+def load(path: str, kernels: tuple[str, ...]) -> dict[str, dict[str, int]]:
     """What each kernel of a file takes, once the device has it."""
     import cupy
 
     module = cupy.RawModule(path=path)
     found = {}
-    for name in kernels_of(Path(path)):
+    for name in kernels:
         kernel = module.get_function(name)
         found[name] = {
             "registers": int(kernel.num_regs),
@@ -74,32 +50,26 @@ def load(path: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def title(module: Module) -> str:
-    name, defines = module
-    return " ".join([name, *(str(value) for value in defines.values())])
-
-
 def measured(processes: int) -> list[dict[str, Any]]:
     """A row for each module."""
     import cupy
 
     capability = int(cupy.cuda.Device(0).compute_capability)
+    cuda = int(cupy.cuda.runtime.driverGetVersion())
     listed = modules()
     rows = []
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        results = pool.map(build, listed, [capability] * len(listed))
+        results = pool.map(build, listed, [capability] * len(listed), [cuda] * len(listed))
         for module, (found, seconds) in zip(listed, results, strict=True):
-            row: dict[str, Any] = {"module": title(module), "build_seconds": round(seconds, 2)}
+            row: dict[str, Any] = {"module": str(module), "build_seconds": round(seconds, 2)}
             if found.startswith("!"):
                 row["error"] = found[1:]
             else:
                 row |= {"bytes": Path(found).stat().st_size}
                 try:
-                    row["kernels"] = load(found)
+                    row["kernels"] = load(found, module.kernels)
                 except Exception as error:  # noqa: BLE001 - as above
                     row["error"] = f"it does not load: {type(error).__name__}: {error}"
-                if not row.get("kernels"):
-                    row.setdefault("error", "it holds no kernel")
             rows.append(row)
     return rows
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import gpu_hour
 import gpu_hour_process
 import gpu_hour_stages as listed
-import gpu_modules
 import pytest
 from gpu_hour_stages import Stage
-from kernels import test_cuda_sources
 from kernels.gpu import problem
 
 ABOUT = {"gpu": "a GPU", "sources": "1234"}
@@ -224,19 +222,3 @@ def test_what_a_stage_runs_is_there(one):
     paths = [part for part in one.command if part.endswith(".py")]
     assert len(paths) == 1
     assert (gpu_hour.ROOT / paths[0]).is_file()
-
-
-def test_the_modules_are_those_that_the_tests_compile():
-    def names(modules):
-        return sorted((name, sorted(map(str, defines.items()))) for name, defines in modules)
-
-    assert names(gpu_modules.modules()) == names(test_cuda_sources.MODULES)
-
-
-@pytest.mark.parametrize(
-    "content", [b"\0.text.encode\0.nv.info.encode\0.text.draw\0", b".visible .entry encode(\n.entry draw("]
-)
-def test_kernels_are_found_in_cubins_and_in_ptx(content, tmp_path):
-    path = tmp_path / "module"
-    path.write_bytes(content)
-    assert gpu_modules.kernels_of(path) == ["draw", "encode"]
