@@ -37,13 +37,13 @@ class NullDriver:
         self.copied: Counter[str] = Counter()
         self._next = _FIRST_ADDRESS
 
+    def make_current(self) -> None:
+        self.calls["current"] += 1
+
     def allocate(self, nbytes: int) -> Block:
         self.calls["allocate"] += 1
         self._next += -(-nbytes // 256) * 256
         return Block(self._next)
-
-    def managed(self, nbytes: int) -> np.ndarray:
-        return np.zeros(nbytes + 256, np.uint8)[:nbytes]
 
     def pinned(self, nbytes: int) -> np.ndarray:
         self.calls["pinned"] += 1
