@@ -43,14 +43,18 @@ inline bool aligned_for_stream(const float* p) {
 }
 
 // The sum of sixteen double precision lanes by a fixed tree.
-template <class Sums>
-inline double total(const Sums& sums) {
-    double lane[16];
-    sums.store(lane);
-    for (int width = 8; width > 0; width /= 2) {
+inline double lane_tree(double (&lane)[lanes]) {
+    for (int width = lanes / 2; width > 0; width /= 2) {
         for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
     }
     return lane[0];
+}
+
+template <class Sums>
+inline double lane_tree(const Sums& sums) {
+    double lane[lanes];
+    sums.store(lane);
+    return lane_tree(lane);
 }
 
 // The sum of the lanes of a vector of numbers that are not negative.

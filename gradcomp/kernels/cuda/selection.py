@@ -27,6 +27,7 @@ from gradcomp.kernels.reference_selection import (
 from gradcomp.kernels.segments import Bytes, SegmentTable, _require
 
 _ITEMS = 2048  # items of a list that a block of lists.cu serves
+_SUMMED = 16 * 4096  # elements that a block of sums.cu adds up
 
 
 class SelectionKernels:
@@ -50,7 +51,9 @@ class SelectionKernels:
         """See `reference_selection.squares`."""
         _check_rows(table, out=(out, np.float64, True))
         call = Call(self._driver)
-        call.launch("sums.cu", "squares", len(table), call.give(table), call.result(out))
+        sums = _Sums(call, table, 1)
+        call.launch("sums.cu", "squares", sums.blocks, *sums.rows, sums.sums)
+        sums.join(out)
         call.run()
 
     def select_top(
@@ -212,8 +215,10 @@ class SelectionKernels:
         )
         _check_shadows(table)
         call = Call(self._driver)
-        written = (call.result(each) for each in (counts, sums, squares_out, maxima))
-        call.launch("sums.cu", "tail", len(table), call.give(table), call.give(thresholds), *written)
+        parts = _Sums(call, table, 2)
+        found = (call.result(each, zero=True) for each in (counts, maxima))
+        call.launch("sums.cu", "tail", parts.blocks, *parts.rows, parts.sums, call.give(thresholds), *found)
+        parts.join(sums, squares_out)
         call.run()
 
     def take(
@@ -232,6 +237,23 @@ class SelectionKernels:
         _require(table, counts < 1 << 32, "the selection has more than 2**32 - 1 items")
         call = Call(self._driver)
         _Lists(call, table, offsets, counts, indices).put(values)
+
+
+class _Sums:
+    """What the blocks of sums.cu add up, and its sum: so many kinds of sum for each row."""
+
+    def __init__(self, call: Call, table: SegmentTable, kinds: int) -> None:
+        begins = tiles(-(-table["length"] // _SUMMED))
+        self.blocks = int(begins[-1])
+        self.sums, self._room = (call.room(8 * kinds * self.blocks) for _ in range(2))
+        self._call, self._count, self._begins = call, len(table), call.give(begins)
+        self.rows: tuple[Parameter, ...] = (call.give(table), self._begins, self._count)
+
+    def join(self, first: Doubles, second: Doubles | None = None) -> None:
+        written = (self._call.result(first), 0 if second is None else self._call.result(second))
+        blocks = self._count * (1 if second is None else 2)
+        rooms = (self.sums, self._room)
+        self._call.launch("sums.cu", "join", blocks, self._begins, self._count, *rooms, *written)
 
 
 class _Lists:
