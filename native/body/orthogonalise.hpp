@@ -7,9 +7,8 @@
 
 namespace gradcomp::GRADCOMP_BODY {
 
-// The compiler's own vectors: what an instruction set lacks in width takes several of its registers.
+// As Doubles8.
 using Floats8 = float __attribute__((vector_size(32)));
-using Doubles8 = double __attribute__((vector_size(64)));
 
 // x . y of at most a chunk, in double precision; products of floats are exact there.
 inline double dot_of_chunk(const float* x, const float* y, std::int64_t n) {

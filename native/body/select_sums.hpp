@@ -12,13 +12,21 @@ inline double squares_of_doubles(const Segment& segment) {
     ChunkTree tree;
     for (std::int64_t begin = 0; begin < segment.length; begin += chunk_elements) {
         const std::int64_t end = smaller(begin + chunk_elements, segment.length);
-        double lane[lanes] = {};
-        for (std::int64_t first = begin; first < end; first += lanes) {
-            const std::int64_t count = smaller(lanes, end - first);
-            double x[lanes] = {};
-            std::memcpy(x, gradient + 8 * first, static_cast<std::size_t>(8 * count));
-            for (int k = 0; k < lanes; ++k) lane[k] += x[k] * x[k];
-        }
+        Doubles8 sums[2] = {};
+        const auto add = [&](const std::uint8_t* p) {
+            for (int half = 0; half < 2; ++half) {
+                Doubles8 x;
+                std::memcpy(&x, p + half * sizeof x, sizeof x);
+                sums[half] += x * x;
+            }
+        };
+        std::int64_t i = begin;
+        for (; i + lanes <= end; i += lanes) add(gradient + 8 * i);
+        std::uint8_t rest[8 * lanes] = {};
+        std::memcpy(rest, gradient + 8 * i, static_cast<std::size_t>(8 * (end - i)));
+        add(rest);
+        double lane[lanes];
+        std::memcpy(lane, sums, sizeof lane);
         tree.add(lane_tree(lane));
     }
     return tree.total();

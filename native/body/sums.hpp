@@ -13,17 +13,6 @@ inline constexpr std::int64_t chunk_elements = 4096;
 // for the next such sum. The binary digits of the number of chunks say which sums wait.
 class ChunkTree {
   public:
-    ChunkTree() = default;
-    // Mostly there is nothing to copy.
-    ChunkTree(const ChunkTree& other) { *this = other; }
-    ChunkTree& operator=(const ChunkTree& other) {
-        chunks_ = other.chunks_;
-        for (int level = 0; chunks_ >> level != 0; ++level) waiting_[level] = other.waiting_[level];
-        return *this;
-    }
-
-    bool empty() const { return chunks_ == 0; }
-
     void add(double sum) {
         int level = 0;
         for (; (chunks_ >> level & 1) != 0; ++level) sum = waiting_[level] + sum;
@@ -46,72 +35,53 @@ class ChunkTree {
     double waiting_[levels];
 };
 
-#ifndef GRADCOMP_CUDA
+// What a bucket of several chunks needs beside its Range: at most two sums.
+using ChunkTrees = ChunkTree[2];
 
-// A sum of vectors, from the sums of their lanes: LaneSums or SquareSums.
+#ifdef GRADCOMP_CUDA
+
+// The sum of a chunk for each half warp of a team, in all its threads.
 template <class Lanes>
-class OrderedSum {
-  public:
-    void add(F32 x) { lanes_.add(x); }
-
-    // Between one chunk and the next.
-    void end_chunk() {
-        tree_.add(lane_tree(lanes_));
-        lanes_ = Lanes{};
-    }
-
-    double total() const {
-        const double last = lane_tree(lanes_);
-        if (tree_.empty()) return last;
-        ChunkTree tree = tree_;
-        tree.add(last);
-        return tree.total();
-    }
-
-  private:
-    Lanes lanes_;
-    ChunkTree tree_;
-};
+inline double sum_of_chunks(const Lanes& lanes) {
+    const double sum = lane_tree(lanes);
+    if constexpr (team_threads == 16)
+        return __shfl_sync(half_warp_mask(), sum, 0, 16);
+    else
+        return tree_of_half_warps<team_threads / 16>(sum);
+}
 
 #else
 
-// The same; what the lanes of a team have added is joined where a chunk ends. A team of half a warp has two
-// chunks at most.
-template <class Lanes, bool block = (team_threads > 16)>
+// The compiler's own vector: an instruction set that lacks the width takes several of its registers.
+using Doubles8 = double __attribute__((vector_size(64)));
+
+template <class Lanes>
+inline double sum_of_chunks(const Lanes& lanes) {
+    return lane_tree(lanes);
+}
+
+#endif
+
+// A sum of vectors, from the sums of their lanes: LaneSums or SquareSums. One chunk is added as it is; of
+// several each is ended, and all are joined then.
+template <class Lanes>
 class OrderedSum {
   public:
     void add(F32 x) { lanes_.add(x); }
 
-    void end_chunk() {
-        first_ = lane_tree(lanes_);
+    void end_chunk(ChunkTree& tree) {
+        tree.add(sum_of_chunks(lanes_));
         lanes_ = Lanes{};
     }
 
-    double total() const { return __shfl_sync(half_warp_mask(), first_ + lane_tree(lanes_), 0, 16); }
+    void join(const ChunkTree& tree) { joined_ = tree.total(); }
+
+    // One of the two is zero.
+    double total() const { return joined_ + sum_of_chunks(lanes_); }
 
   private:
     Lanes lanes_;
-    double first_ = 0.0;
+    double joined_ = 0.0;
 };
-
-// Every half warp of a block has chunks of its own: all end theirs together, the last ones too.
-template <class Lanes>
-class OrderedSum<Lanes, true> {
-  public:
-    void add(F32 x) { lanes_.add(x); }
-
-    void end_chunk() {
-        tree_.add(tree_of_half_warps<team_threads / 16>(lane_tree(lanes_)));
-        lanes_ = Lanes{};
-    }
-
-    double total() const { return tree_.total(); }
-
-  private:
-    Lanes lanes_;
-    ChunkTree tree_;
-};
-
-#endif
 
 }  // namespace gradcomp::GRADCOMP_BODY

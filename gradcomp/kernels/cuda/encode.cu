@@ -83,6 +83,7 @@ inline Stream stream_of(const EncodeParams& params) {
 // Strips that a thread holds at once: all of a bucket of 512 elements, which is read once.
 inline constexpr int strips = 4;
 inline constexpr std::int64_t held = strips * strip;
+static_assert(chunk_elements % held == 0);
 
 using Held = float[strips][8];
 
@@ -158,11 +159,15 @@ inline void encode_buckets(const EncodeParams& params) {
     const Source source(params, job.segment);
     Held c;
     typename Class::Range range;
+    const bool several = job.elements > chunk_elements;
+    ChunkTrees trees;
     for (std::int64_t done = 0; done < job.elements; done += held) {
-        if (done == chunk_elements) range.end_chunk();
         source.read_strips(job.bucket, job.begin + done, job.elements - done, c);
         add_held(range, c, job.elements - done);
+        const std::int64_t end = done + held;
+        if (several && (end % chunk_elements == 0 || end >= job.elements)) range.end_chunk(trees);
     }
+    if (several) range.join(trees);
     const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), job.elements);
     if (team_rank() == 0) job.write(params, codec);
     for (std::int64_t done = 0; done < job.elements; done += held) {
@@ -220,18 +225,16 @@ inline Class::Range range_of(const Source& source, const Job& job) {
                 if (first + i >= begin && first + i < end) range.add({c[i]});
         }
     } else if constexpr (team_threads == 16) {
-        for (std::int64_t chunk = begin; chunk < end; chunk += chunk_elements) {
-            if (chunk > begin) range.end_chunk();
-            for (std::int64_t i = chunk + team_rank(); i < smaller(chunk + chunk_elements, end); i += 16)
-                range.add({source.one(job.bucket, i)});
-        }
+        add_elements(range, source, job.bucket, begin, end);
     } else {
         constexpr std::int64_t round = team_threads / 16 * chunk_elements;
+        ChunkTrees trees;
         for (std::int64_t first = begin; first < end; first += round) {
             const std::int64_t chunk = smaller(first + team_rank() / 16 * chunk_elements, end);
             add_chunk(range, source, chunk, smaller(chunk + chunk_elements, end), length);
-            range.end_chunk();
+            range.end_chunk(trees);
         }
+        range.join(trees);
     }
     return range;
 }
