@@ -202,18 +202,18 @@ inline double lane_tree(const Sums& sums) {
     return half_warp_tree(sums.lane());
 }
 
-// The sum of some numbers as a tree of neighbours.
+// The sum of some numbers, a power of two of them, as a tree of neighbours.
 template <int count>
 inline double tree_of(const double (&numbers)[count]) {
-    static_assert((count & (count - 1)) == 0);
-    double sums[count];
+    if constexpr (count == 2) {
+        return numbers[0] + numbers[1];
+    } else {
+        static_assert(count % 2 == 0);
+        double sums[count / 2];
 #pragma unroll
-    for (int i = 0; i < count; ++i) sums[i] = numbers[i];
-#pragma unroll
-    for (int width = count / 2; width > 0; width /= 2)
-#pragma unroll
-        for (int i = 0; i < width; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
-    return sums[0];
+        for (int i = 0; i < count / 2; ++i) sums[i] = numbers[2 * i] + numbers[2 * i + 1];
+        return tree_of(sums);
+    }
 }
 
 // The same of what the first threads of a block's half warps have, in all threads.

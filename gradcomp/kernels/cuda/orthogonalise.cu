@@ -45,7 +45,7 @@ namespace {
 constexpr int threads = 512;
 constexpr int chunks_at_once = threads / 32;
 constexpr int each = 8;
-constexpr int tile = threads * each;  // elements that are worked on at a time, of all chunks together
+constexpr int tile = threads * each;  // elements that are worked on at a time: as many as a chunk has
 constexpr int chunk_bits = 12;
 static_assert(tile == chunk_elements && tile == 1 << chunk_bits);
 
@@ -75,13 +75,13 @@ struct Pass {
 // Change some elements of a column, of which thread t takes the numbers t, t + threads and so on.
 class Work {
   public:
-    // Where the elements lie in a column of n, and what is there.
+    // Elements place(number) from `first` on, of which `left` are in the column.
     template <class Place>
-    void read(const Pass& pass, const Pending& pending, std::int64_t n, Place place) {
+    void read(const Pass& pass, const Pending& pending, std::int64_t first, int left, Place place) {
 #pragma unroll
         for (int e = 0; e < each; ++e) {
-            const std::int64_t i = place(number(e));
-            const bool any = i < n;
+            const std::int64_t i = first + place(number(e));
+            const bool any = place(number(e)) < left;
             x_[e] = any ? pass.x[i] : 0.0f;
             removed_[e] = any && pass.removed != nullptr ? pass.removed[i] : 0.0f;
             other_[e] = any && pass.other != nullptr ? pass.other[i] : 0.0f;
@@ -90,11 +90,12 @@ class Work {
     }
 
     template <class Place>
-    void write(const Pass& pass, const Pending& pending, std::int64_t n, Place place, Shared& shared) {
+    void write(const Pass& pass, const Pending& pending, std::int64_t first, int left, Place place,
+               Shared& shared) {
 #pragma unroll
         for (int e = 0; e < each; ++e) {
-            const std::int64_t i = place(number(e));
-            const bool any = i < n;
+            const std::int64_t i = first + place(number(e));
+            const bool any = place(number(e)) < left;
             if (any && pending.x != nullptr) {
                 const float unit = pending.finished(unit_[e]);
                 pending.x[i] = unit;
@@ -133,25 +134,25 @@ inline void run(const Pass& pass, Pending& pending, std::int64_t n, Shared& shar
     const bool adds = chunk < side && (kind == 0 ? pass.own : pass.other != nullptr);
     const int mine = chunk * slice + lane;
     ChunkTree trees[2];
-    for (std::int64_t first = 0; first < n; first += side * chunk_elements) {
+    for (std::int64_t first = 0; first < n; first += side * tile) {
+        const int left = static_cast<int>(smaller(side * tile, n - first));
         double sum = 0.0;
-        for (std::int64_t begin = 0; begin <= chunk_elements; begin += slice) {
+        for (int begin = 0; begin <= tile; begin += slice) {
             const auto place = [&](int number) {
-                const std::int64_t chunk_begin = (number >> (chunk_bits - bits)) * chunk_elements;
-                return first + chunk_begin + begin + (number & (slice - 1));
+                return (number >> (chunk_bits - bits)) * tile + begin + (number & (slice - 1));
             };
-            const bool works = begin < chunk_elements && first + begin < n;
-            const std::int64_t added = begin - slice;
-            if (added >= 0 && first + added >= n) break;
+            const bool works = begin < tile && begin < left;
+            const int added = begin - slice;
+            if (added >= left) break;
             Work work;
-            if (works) work.read(pass, pending, n, place);
+            if (works) work.read(pass, pending, first, left, place);
             if (adds && added >= 0) {
-                const std::int64_t left = n - first - chunk * chunk_elements - added;
-                const int count = left <= 0 ? 0 : static_cast<int>(smaller(slice, left) + 15) / 16;
+                const int elements = left - chunk * tile - added;
+                const int count = ((elements < slice ? elements : slice) + 15) / 16;
                 sum = add_products(sum, shared.x + mine, (kind == 0 ? shared.x : shared.other) + mine, count);
             }
             __syncthreads();  // before others write there
-            if (works) work.write(pass, pending, n, place, shared);
+            if (works) work.write(pass, pending, first, left, place, shared);
             __syncthreads();
         }
         sum = half_warp_tree(sum);

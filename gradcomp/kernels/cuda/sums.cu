@@ -139,7 +139,8 @@ KERNEL(256) tail(const TailParams* params) {
 // Join the sums of a row's blocks as a tree of neighbours, a block for each row and kind of sum.
 KERNEL(256) join(const JoinParams* params) {
     const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t kind = blockIdx.x / params->row_count, row = blockIdx.x % params->row_count;
+    const std::int64_t kind = blockIdx.x < params->row_count ? 0 : 1;
+    const std::int64_t row = blockIdx.x - kind * params->row_count;
     const std::int64_t begin = kind * tiles[params->row_count] + tiles[row];
     double* from = to<double>(params->sums) + begin;
     double* into = to<double>(params->room) + begin;
