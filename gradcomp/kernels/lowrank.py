@@ -109,8 +109,8 @@ def orthogonalise(
         twice, for each column u before: x <- x - (u . x) u
         x <- x / |x| if |x| > 2^-20 of what it was before the subtractions, else 0
 
-    Scalar products are summed in float64 over 16 strided lanes and then a fixed tree, vectors are float32. The columns
-    that are not zero satisfy |P^T P - I| < 1e-6, nearly dependent ones included. A P that is not finite becomes NaN.
+    Scalar products are float64, in the order of `reference_sums`; vectors are float32. The columns that are not zero
+    satisfy |P^T P - I| < 1e-6, nearly dependent ones included. A P that is not finite becomes NaN.
 
     Source: 004, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, so that no magnitude under- or
     overflows; in the second pass, without which nearly dependent columns are far from orthogonal; and in the zeros,

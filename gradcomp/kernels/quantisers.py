@@ -7,11 +7,12 @@ in (0, 1) (None: round to nearest) and the :class:`Level`. Scale records are col
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     CODEBOOK_L2,
     CODEBOOK_LINF,
@@ -167,7 +168,7 @@ def _dequantise_by_codebook(code: Codes, scales: Sequence[Floats], level: Level)
 
 
 def _quantise_sign(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
-    scale = (_lane_sum(np.abs(c)) / np.float64(c.shape[1])).astype(np.float32)
+    scale = (ordered_sum(np.abs(c)) / np.float64(c.shape[1])).astype(np.float32)
     return (scale,), (c < 0).astype(np.uint8)
 
 
@@ -190,7 +191,7 @@ def _quantise_onebit(c: Floats, u: Floats | None, level: Level) -> tuple[Columns
     means = []
     for side in (negative, ~negative):
         count = np.maximum(side.sum(axis=1), 1)  # the mean of nothing is 0
-        means.append((_lane_sum(np.where(side, c, np.float32(0))) / count).astype(np.float32))
+        means.append((ordered_sum(np.where(side, c, np.float32(0))) / count).astype(np.float32))
     return tuple(means), negative.astype(np.uint8)
 
 
@@ -241,20 +242,7 @@ def _divisible(norm: Floats, steps: np.float32) -> tuple[Floats, Floats]:
     return norm, inverse
 
 
-def _lane_sum(x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Sum of each row in float64, over 16 strided lanes and then a fixed tree."""
-    rows, elements = x.shape
-    strided = np.zeros((rows, -(-elements // 16), 16))
-    strided.reshape(rows, -1)[:, :elements] = x
-    lanes = np.zeros((rows, 16))
-    for j in range(strided.shape[1]):
-        lanes += strided[:, j]
-    for width in (8, 4, 2, 1):
-        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
-    return lanes[:, 0]
-
-
 def l2_norm(c: Floats) -> Floats:
-    """Euclidean norm of each row, from squares added in float64 by lanes and tree."""
-    norm: Floats = np.sqrt(_lane_sum(np.square(c, dtype=np.float64))).astype(np.float32)
+    """Euclidean norm of each row, from squares added in float64 in the order of `reference_sums`."""
+    norm: Floats = np.sqrt(ordered_sum(np.square(c, dtype=np.float64))).astype(np.float32)
     return norm

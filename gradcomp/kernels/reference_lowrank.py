@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.reference import _all_finite, _gradient, _residual, _view
+from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     DTYPES,
     FLOAT32,
@@ -187,14 +188,9 @@ def _independent_part(x: Floats, before: Floats) -> Floats:
 
 
 def dot(x: Floats, y: Floats) -> np.float64:
-    """x . y in float64 over 16 strided lanes and then a fixed tree, as in `quantisers.l2_norm`."""
-    # A row of zeros at first: sums start at +0.
-    products = np.zeros((1 + -(-len(x) // 16), 16))
-    products[1:].reshape(-1)[: len(x)] = np.multiply(x, y, dtype=np.float64)
-    lanes = np.add.accumulate(products, axis=0)[-1]
-    for width in (8, 4, 2, 1):
-        lanes = lanes[:width] + lanes[width : 2 * width]
-    return np.float64(lanes[0])
+    """x . y in float64, in the order of `reference_sums`."""
+    (total,) = ordered_sum(np.multiply(x, y, dtype=np.float64)[None])
+    return np.float64(total)
 
 
 # --- checks -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ in the float32 `shadow` of the row. Magnitudes order elements; of equal magnitud
 
 The selections of all rows lie in flat arrays: that of row i in indices[offsets[i] : offsets[i] + counts[i]]
 (uint32, ascending, counted from the layer's first element), and its values (float32) in the same places. Sums over
-elements are float64 over 16 strided lanes and then the fixed tree of `quantisers.l2_norm`.
+elements are float64, in the order of `reference_sums`.
 
 All functions raise TypeError for an array of the wrong dtype, read-only, not aligned or not contiguous, and
 ValueError, before anything is written, for a malformed row, a row without the shadow it needs, vectors that do not
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from gradcomp.kernels.reference import _gradient, _residual, _view
 from gradcomp.kernels.reference_indices import _check_aligned
+from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     DTYPES,
     FLOAT32,
@@ -73,7 +74,7 @@ def squares(table: SegmentTable, out: Doubles) -> None:
     _check_rows(table, out=(out, np.float64, True))
     for i, segment in enumerate(table):
         with np.errstate(all="ignore"):
-            out[i] = _lane_sum(np.square(_gradient(segment, np.float64)))
+            (out[i],) = ordered_sum(np.square(_gradient(segment, np.float64))[None])
 
 
 def select_top(
@@ -236,7 +237,7 @@ def tail(
         chosen = magnitudes >= thresholds[i]
         x = np.where(chosen, magnitudes, np.float32(0)).astype(np.float64)
         counts[i] = np.count_nonzero(chosen)
-        sums[i], squares_out[i] = _lane_sum(x), _lane_sum(np.square(x))
+        sums[i], squares_out[i] = ordered_sum(np.stack((x, np.square(x))))
         maxima[i] = x.max(initial=0.0)
 
 
@@ -301,17 +302,6 @@ def _largest(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.NDA
         return candidates
     descending = np.argsort(-np.abs(c[candidates]), kind="stable")
     return np.sort(candidates[descending[:count]])
-
-
-def _lane_sum(x: Doubles) -> np.float64:
-    lanes = np.zeros((len(x) // 16 + 1, 16))
-    lanes.reshape(-1)[: len(x)] = x
-    # Accumulation adds the rows one after the other; a plain sum may choose another order.
-    total = np.add.accumulate(lanes, axis=0)[-1]
-    for width in (8, 4, 2, 1):
-        total = total[:width] + total[width : 2 * width]
-    first: np.float64 = total[0]
-    return first
 
 
 # --- checks -------------------------------------------------------------------------------------------------

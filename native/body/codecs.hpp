@@ -4,7 +4,8 @@
 //   record_bytes            of a bucket's scale record; 0: no record, and buckets mean nothing
 //   draws                   whether it can round stochastically
 //   Range                   what one pass over a bucket's contributions finds out; padding() does not
-//                           disturb it
+//                           disturb it; of several chunks (sums.hpp) end_chunk() ends each, then join()
+//                           joins them
 //   Codec(range, level, n)  to encode a bucket of n elements; representable() says whether all is finite,
 //                           write() writes the record
 //   Codec(record, level)    to decode
@@ -17,7 +18,7 @@
 #include <cstring>
 
 #include "../segment.hpp"
-#include "simd.hpp"
+#include "sums.hpp"
 
 namespace gradcomp::GRADCOMP_BODY {
 
@@ -79,6 +80,8 @@ class MinMax {
             high_ = max(high_, c);
             largest_ = GRADCOMP_BODY::max(largest_, magnitude_bits(c));
         }
+        void end_chunk(ChunkTrees&) {}
+        void join(const ChunkTrees&) {}
         // The sum turns -0 into +0, whichever of the two a minimum picked.
         float low() const { return reduce_min(low_) + 0.0f; }
         float high() const { return reduce_max(high_) + 0.0f; }
@@ -142,17 +145,21 @@ class MinMax {
 class L2Norm {
   public:
     static float padding(const float*) { return 0.0f; }
-    void add(F32 c) { sums_.add(c); }
-    float norm() const { return static_cast<float>(__builtin_sqrt(total(sums_))); }
+    void add(F32 c) { squares_.add(c); }
+    void end_chunk(ChunkTrees& trees) { squares_.end_chunk(trees[0]); }
+    void join(const ChunkTrees& trees) { squares_.join(trees[0]); }
+    float norm() const { return static_cast<float>(__builtin_sqrt(squares_.total())); }
 
   private:
-    SquareSums sums_;
+    OrderedSum<SquareSums> squares_;
 };
 
 class LInfNorm {
   public:
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { largest_ = max(largest_, magnitude_bits(c)); }
+    void end_chunk(ChunkTrees&) {}
+    void join(const ChunkTrees&) {}
     float norm() const { return float_of(reduce_max(largest_)); }
 
   private:

@@ -136,10 +136,17 @@ class SegmentEncoder {
 
     ScannedBucket<Codec> scan(std::int64_t begin, float* scratch) const {
         ScannedBucket<Codec> bucket{begin, smaller(begin + bucket_size_, job_.segment.length), {}, nullptr};
+        static_assert(chunk_elements % block_size == 0);
+        ChunkTrees trees;
         for (std::int64_t first = begin; first < bucket.end; first += block_size) {
             const std::int64_t count = smaller(block_size, bucket.end - first);
+            if (first > begin && (first - begin) % chunk_elements == 0) bucket.range.end_chunk(trees);
             bucket.c = contributions(first, count, scratch);
             for (std::int64_t i = 0; i < count; i += lanes) bucket.range.add(load(bucket.c + i));
+        }
+        if (bucket.end - begin > chunk_elements) {
+            bucket.range.end_chunk(trees);
+            bucket.range.join(trees);
         }
         return bucket;
     }

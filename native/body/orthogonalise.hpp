@@ -3,15 +3,15 @@
 
 #include "gram_schmidt.hpp"
 #include "lowrank.hpp"
+#include "sums.hpp"
 
 namespace gradcomp::GRADCOMP_BODY {
 
-// The compiler's own vectors: what an instruction set lacks in width takes several of its registers.
+// As Doubles8.
 using Floats8 = float __attribute__((vector_size(32)));
-using Doubles8 = double __attribute__((vector_size(64)));
 
-// x . y in double precision over 16 strided lanes and then a tree; products of floats are exact there.
-inline double dot(const float* x, const float* y, std::int64_t n) {
+// x . y of at most a chunk, in double precision; products of floats are exact there.
+inline double dot_of_chunk(const float* x, const float* y, std::int64_t n) {
     Doubles8 sums[2] = {};
     const auto add = [&](const float* a, const float* b) {
         for (int half = 0; half < 2; ++half) {
@@ -31,9 +31,15 @@ inline double dot(const float* x, const float* y, std::int64_t n) {
     }
     double lane[lanes];
     std::memcpy(lane, sums, sizeof lane);
-    for (int width = lanes / 2; width > 0; width /= 2)
-        for (int k = 0; k < width; ++k) lane[k] = lane[k] + lane[k + width];
-    return lane[0];
+    return lane_tree(lane);
+}
+
+// x . y
+inline double dot(const float* x, const float* y, std::int64_t n) {
+    ChunkTree tree;
+    for (std::int64_t begin = 0; begin < n; begin += chunk_elements)
+        tree.add(dot_of_chunk(x + begin, y + begin, smaller(chunk_elements, n - begin)));
+    return tree.total();
 }
 
 // x <- x - factor * y

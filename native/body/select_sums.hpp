@@ -3,35 +3,51 @@
 
 #include "select_lanes.hpp"
 #include "sources.hpp"
+#include "sums.hpp"
 
 namespace gradcomp::GRADCOMP_BODY {
 
 inline double squares_of_doubles(const Segment& segment) {
     const auto* gradient = reinterpret_cast<const std::uint8_t*>(segment.gradient);
-    double lane[lanes] = {};
-    for (std::int64_t i = 0; i < segment.length; ++i) {
-        double x;
-        std::memcpy(&x, gradient + 8 * i, sizeof x);
-        lane[i % lanes] += x * x;
+    ChunkTree tree;
+    for (std::int64_t begin = 0; begin < segment.length; begin += chunk_elements) {
+        const std::int64_t end = smaller(begin + chunk_elements, segment.length);
+        Doubles8 sums[2] = {};
+        const auto add = [&](const std::uint8_t* p) {
+            for (int half = 0; half < 2; ++half) {
+                Doubles8 x;
+                std::memcpy(&x, p + half * sizeof x, sizeof x);
+                sums[half] += x * x;
+            }
+        };
+        std::int64_t i = begin;
+        for (; i + lanes <= end; i += lanes) add(gradient + 8 * i);
+        std::uint8_t rest[8 * lanes] = {};
+        std::memcpy(rest, gradient + 8 * i, static_cast<std::size_t>(8 * (end - i)));
+        add(rest);
+        double lane[lanes];
+        std::memcpy(lane, sums, sizeof lane);
+        tree.add(lane_tree(lane));
     }
-    struct Lanes {
-        const double (&lane)[lanes];
-        void store(double (&out)[lanes]) const { std::memcpy(out, lane, sizeof out); }
-    };
-    return total(Lanes{lane});
+    return tree.total();
 }
 
 inline double squares_of_floats(Segment segment) {
     segment.residual = 0;
     const Gradient source(segment, 1.0f, 0.0f);
     alignas(64) float scratch[block_room];
-    SquareSums sums;
-    for (std::int64_t first = 0; first < segment.length; first += block_size) {
-        const std::int64_t count = smaller(block_size, segment.length - first);
-        const float* g = source.block(first, count, scratch);
-        for (std::int64_t i = 0; i < count; i += lanes) sums.add(load(g + i));
+    ChunkTree tree;
+    for (std::int64_t begin = 0; begin < segment.length; begin += chunk_elements) {
+        const std::int64_t end = smaller(begin + chunk_elements, segment.length);
+        SquareSums sums;
+        for (std::int64_t first = begin; first < end; first += block_size) {
+            const std::int64_t count = smaller(block_size, end - first);
+            const float* g = source.block(first, count, scratch);
+            for (std::int64_t i = 0; i < count; i += lanes) sums.add(load(g + i));
+        }
+        tree.add(lane_tree(sums));
     }
-    return total(sums);
+    return tree.total();
 }
 
 inline void squares(const SquaresCall& call) {
@@ -50,21 +66,28 @@ inline void tail(const TailCall& call) {
         const Segment segment = call.table[row];
         const auto* shadow = reinterpret_cast<const std::uint32_t*>(segment.shadow);
         const I32 floor = splat(floor_below(call.thresholds[row]));
-        LaneSums sums;
-        SquareSums squared;
+        ChunkTree sum, squares;
         I32 largest = splat(0);
         std::int64_t count = 0;
-        for (std::int64_t i = 0; i < segment.length; i += lanes) {
-            const I32 magnitude = load_part(shadow + i, segment.length - i) & splat(0x7FFFFFFF);
-            const I32 chosen = magnitude & less(floor, magnitude) & less(magnitude, splat(infinity_bits + 1));
-            sums.add(as_float(chosen));
-            squared.add(as_float(chosen));
-            largest = max(largest, chosen);
-            count += __builtin_popcount(mask_above(magnitude, floor) & existing_lanes(segment.length - i));
+        for (std::int64_t begin = 0; begin < segment.length; begin += chunk_elements) {
+            const std::int64_t end = smaller(begin + chunk_elements, segment.length);
+            LaneSums sums;
+            SquareSums squared;
+            for (std::int64_t i = begin; i < end; i += lanes) {
+                const I32 magnitude = load_part(shadow + i, end - i) & splat(0x7FFFFFFF);
+                const I32 chosen =
+                    magnitude & less(floor, magnitude) & less(magnitude, splat(infinity_bits + 1));
+                sums.add(as_float(chosen));
+                squared.add(as_float(chosen));
+                largest = max(largest, chosen);
+                count += __builtin_popcount(mask_above(magnitude, floor) & existing_lanes(end - i));
+            }
+            sum.add(lane_tree(sums));
+            squares.add(lane_tree(squared));
         }
         call.counts[row] = count;
-        call.sums[row] = total(sums);
-        call.squares[row] = total(squared);
+        call.sums[row] = sum.total();
+        call.squares[row] = squares.total();
         call.maxima[row] = __builtin_bit_cast(float, reduce_max(largest));
     }
 }

@@ -11,13 +11,15 @@ class MeanMagnitude {
   public:
     static constexpr bool votes = false;
     static float padding(const float*) { return 0.0f; }
-    void add(F32 c) { sums_.add(absolute(c)); }
+    void add(F32 c) { sum_.add(absolute(c)); }
+    void end_chunk(ChunkTrees& trees) { sum_.end_chunk(trees[0]); }
+    void join(const ChunkTrees& trees) { sum_.join(trees[0]); }
     float scale(std::int64_t elements) const {
-        return static_cast<float>(total(sums_) / static_cast<double>(elements));
+        return static_cast<float>(sum_.total() / static_cast<double>(elements));
     }
 
   private:
-    LaneSums sums_;
+    OrderedSum<LaneSums> sum_;
 };
 
 // 1 if anything in a bucket is not zero, else 0; not finite if something is not.
@@ -26,6 +28,8 @@ class Presence {
     static constexpr bool votes = true;
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { largest_ = max(largest_, magnitude_bits(c)); }
+    void end_chunk(ChunkTrees&) {}
+    void join(const ChunkTrees&) {}
     float scale(std::int64_t) const {
         const std::int32_t largest = reduce_max(largest_);
         if (largest >= float32_overflow) return float_of(largest);
@@ -80,7 +84,7 @@ class Sign {
     F32 scale_, positive_below_;
 };
 
-// LaneSums and numbers of the negative elements of a bucket and of the others.
+// Sums and numbers of the negative elements of a bucket and of the others.
 class Sides {
   public:
     static float padding(const float*) { return 0.0f; }
@@ -90,15 +94,23 @@ class Sides {
         low_.add(as_float(as_int(c) & negative));
         high_.add(as_float(as_int(c) & (negative ^ splat(-1))));
     }
+    void end_chunk(ChunkTrees& trees) {
+        low_.end_chunk(trees[0]);
+        high_.end_chunk(trees[1]);
+    }
+    void join(const ChunkTrees& trees) {
+        low_.join(trees[0]);
+        high_.join(trees[1]);
+    }
     float low() const { return mean(low_, total(negatives_)); }
     float high(std::int64_t elements) const { return mean(high_, elements - total(negatives_)); }
 
   private:
-    static float mean(const LaneSums& sums, std::int64_t count) {
-        return static_cast<float>(total(sums) / static_cast<double>(count > 0 ? count : 1));
+    static float mean(const OrderedSum<LaneSums>& sum, std::int64_t count) {
+        return static_cast<float>(sum.total() / static_cast<double>(count > 0 ? count : 1));
     }
 
-    LaneSums low_, high_;
+    OrderedSum<LaneSums> low_, high_;
     I32 negatives_ = splat(0);
 };
 

@@ -43,14 +43,18 @@ inline bool aligned_for_stream(const float* p) {
 }
 
 // The sum of sixteen double precision lanes by a fixed tree.
-template <class Sums>
-inline double total(const Sums& sums) {
-    double lane[16];
-    sums.store(lane);
-    for (int width = 8; width > 0; width /= 2) {
+inline double lane_tree(double (&lane)[lanes]) {
+    for (int width = lanes / 2; width > 0; width /= 2) {
         for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
     }
     return lane[0];
+}
+
+template <class Sums>
+inline double lane_tree(const Sums& sums) {
+    double lane[lanes];
+    sums.store(lane);
+    return lane_tree(lane);
 }
 
 // The sum of the lanes of a vector of numbers that are not negative.
@@ -76,12 +80,18 @@ inline F32 from_bfloat16(I32 x) {
     return as_float(shift_left(x, 16));
 }
 inline I32 to_bfloat16(F32 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    std::uint16_t half;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(x.v));
+    return {x.v == x.v ? std::int32_t{half} : 0x7FC0};
+#else
     const I32 bits = as_int(x);
     const I32 odd = shift_right(bits, 16) & splat(1);
     const I32 rounded = shift_right(bits + splat(0x7FFF) + odd, 16);
     // Rounding could carry a NaN's payload into the sign.
     const I32 is_nan = less(splat(0x7F800000), magnitude_bits(x));
     return (rounded & (is_nan ^ splat(-1))) | (is_nan & splat(0x7FC0));
+#endif
 }
 
 // A number whose magnitude has at least these bits does not round to a finite float32, float16 or bfloat16.

@@ -1,7 +1,7 @@
 // One lane per thread of a GPU. The sixteen lanes of a vector are a team of as many threads, half a warp;
-// where a whole block works on one bucket, GRADCOMP_TEAM is its size, and its first sixteen threads are the
-// lanes of what is summed in order. What reduces a vector to a number is called by all threads of a team
-// together.
+// where a whole block works on one bucket, GRADCOMP_TEAM is its size, and each of its half warps adds up
+// chunks of what is summed in order (sums.hpp). What reduces a vector to a number is called by all threads of
+// a team together.
 #pragma once
 
 #ifndef GRADCOMP_TEAM
@@ -196,21 +196,34 @@ class SquareSums {
     double sum_ = 0.0;
 };
 
-// The sum of sixteen double precision lanes by a fixed tree. Of a block, only the first sixteen threads have
-// added.
+// The sum of the lanes of half a warp by a fixed tree, in the first of its threads.
 template <class Sums>
-inline double total(const Sums& sums) {
-    double sum = half_warp_tree(sums.lane());
-    if constexpr (team_threads == 16) {
-        sum = __shfl_sync(half_warp_mask(), sum, 0, 16);
+inline double lane_tree(const Sums& sums) {
+    return half_warp_tree(sums.lane());
+}
+
+// The sum of some numbers, a power of two of them, as a tree of neighbours.
+template <int count>
+inline double tree_of(const double (&numbers)[count]) {
+    if constexpr (count == 2) {
+        return numbers[0] + numbers[1];
     } else {
-        __shared__ double first;
-        __syncthreads();
-        if (threadIdx.x == 0) first = sum;
-        __syncthreads();
-        sum = first;
+        static_assert(count % 2 == 0);
+        double sums[count / 2];
+#pragma unroll
+        for (int i = 0; i < count / 2; ++i) sums[i] = numbers[2 * i] + numbers[2 * i + 1];
+        return tree_of(sums);
     }
-    return sum;
+}
+
+// The same of what the first threads of a block's half warps have, in all threads.
+template <int count>
+inline double tree_of_half_warps(double x) {
+    __shared__ double parts[count];
+    __syncthreads();  // of what an earlier call left there
+    if (threadIdx.x % 16 == 0) parts[threadIdx.x / 16] = x;
+    __syncthreads();
+    return tree_of(parts);
 }
 
 }  // namespace gradcomp::GRADCOMP_BODY

@@ -15,6 +15,7 @@ from gradcomp.kernels import segments
 from gradcomp.kernels.cuda.codec import CodecKernels
 from gradcomp.kernels.cuda.measures import MeasureKernels
 from gradcomp.kernels.cuda.modules import Module, holding, modules
+from gradcomp.kernels.cuda.prepared import Plans
 
 LENGTH = 10_000
 
@@ -36,7 +37,7 @@ class Asking(CpuDriver):
 def asked_by(codec: int) -> set[Module]:
     """By all kernels of a codec, at all levels, for buckets of whole groups, of some other size, and large ones."""
     driver = Asking()
-    body = CodecKernels(driver)
+    body = CodecKernels(driver, Plans(driver))
     levels = np.array(levels_of(codec), np.int32)
     gradient = np.zeros(LENGTH, segments.DTYPES[dtypes_of(codec)[0]])
     for size in (512, 3, 9001):
@@ -72,7 +73,7 @@ def test_every_first_step_needs_few_modules(codec: int) -> None:
     group = Group(
         codec, [Segment(np.zeros(LENGTH, segments.DTYPES[dtype]), bits=max(levels_of(codec)), dtype=dtype)]
     )
-    body = CodecKernels(driver)
+    body = CodecKernels(driver, Plans(driver))
     group.encode(body)
     group.reduce(body, [bytes(group.size)])
     group.decode(body, bytes(group.size))

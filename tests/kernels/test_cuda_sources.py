@@ -65,7 +65,7 @@ def shared_bytes(text: str) -> dict[str, int]:
 
 def test_shared_memory_is_counted() -> None:
     sizes = shared_bytes(nvrtc.ptx(holding("sums.cu", "tail", {}), ARCHITECTURE))
-    assert sizes == {"squares": 4096 * 8, "tail": 8192 * 4 + 256 * 4 + 8 * 8 + 8 * 4}
+    assert sizes == {"squares": 16 * 8, "join": 16 * 8, "tail": 16 * 8 + 8 * 8 + 8 * 4}
 
 
 def test_a_source_is_one_text() -> None:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
 from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.segments import SegmentTable
 
 _TILE = 16384
@@ -31,22 +32,16 @@ class BisectKernels:
         found = np.zeros(rows, dtype=np.float32)
         begins = tiles(-(-table["length"] // _TILE))
         call = Call(self._driver)
-        given, thresholds = call.give(table), call.result(found, zero=True)
-        counts, sums, squares, high = (call.room(8 * rows) for _ in range(4))
-        call.launch("sums.cu", "tail", rows, given, thresholds, counts, sums, squares, high)
+        thresholds = call.result(found, zero=True)
+        counts, high = call.room(8 * rows, zero=True), call.room(4 * rows, zero=True)
+        sums, squares = call.room(8 * rows), call.room(8 * rows)
+        parts = RowSums(call, table, 2)
+        call.launch("sums.cu", "tail", parts.blocks, *parts.rows, parts.sums, thresholds, counts, high)
+        parts.join(sums, squares)
         each = -(-rows // THREADS)
         parameters = (
-            *(
-                given,
-                call.give(begins),
-                rows,
-                call.give(wanted),
-                call.give(most),
-                counts,
-                sums,
-                high,
-                thresholds,
-            ),
+            *(parts.table, call.give(begins), rows, call.give(wanted), call.give(most)),
+            *(counts, sums, high, thresholds),
             *(call.room(4 * rows), call.room(8 * rows, zero=True)),
         )
         call.launch("bisect.cu", "bisect_begin", each, *parameters)

@@ -83,6 +83,7 @@ inline Stream stream_of(const EncodeParams& params) {
 // Strips that a thread holds at once: all of a bucket of 512 elements, which is read once.
 inline constexpr int strips = 4;
 inline constexpr std::int64_t held = strips * strip;
+static_assert(chunk_elements % held == 0);
 
 using Held = float[strips][8];
 
@@ -158,10 +159,15 @@ inline void encode_buckets(const EncodeParams& params) {
     const Source source(params, job.segment);
     Held c;
     typename Class::Range range;
+    const bool several = job.elements > chunk_elements;
+    ChunkTrees trees;
     for (std::int64_t done = 0; done < job.elements; done += held) {
         source.read_strips(job.bucket, job.begin + done, job.elements - done, c);
         add_held(range, c, job.elements - done);
+        const std::int64_t end = done + held;
+        if (several && (end % chunk_elements == 0 || end >= job.elements)) range.end_chunk(trees);
     }
+    if (several) range.join(trees);
     const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), job.elements);
     if (team_rank() == 0) job.write(params, codec);
     for (std::int64_t done = 0; done < job.elements; done += held) {
@@ -174,6 +180,36 @@ inline void encode_buckets(const EncodeParams& params) {
 }
 
 // --- buckets of any size ---
+
+// Add the elements begin..end of a row, at most a chunk, by half a warp. Its threads read a strip, of which
+// each takes every sixteenth element by way of shared memory; the next strip is on its way meanwhile.
+template <class Source>
+inline void add_chunk(typename Class::Range& range, const Source& source, std::int64_t begin,
+                      std::int64_t end, std::int64_t length) {
+    __shared__ float strips_of_block[team_threads / 16][strip + 16];
+    float* const own = strips_of_block[team_rank() / 16];
+    const int lane = team_rank() % 16;
+    const std::int64_t origin = begin / 8 * 8;  // where groups begin that a source can read
+    const auto skipped = static_cast<int>(begin - origin);
+    float c[8] = {};
+    const auto fetch = [&](std::int64_t first) {
+        const std::int64_t place = first + 8 * lane;
+        if (place < end) source.read(place, smaller(group, length - place), c);
+    };
+    fetch(origin);
+    for (std::int64_t first = origin; first < end; first += strip) {
+        __syncwarp(half_warp_mask());  // of the strip before
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[8 * lane + i] = c[i];
+        __syncwarp(half_warp_mask());
+        fetch(first + strip);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int i = (lane + skipped) % 16 + 16 * k;
+            if (first + i >= begin && first + i < end) range.add({own[i]});
+        }
+    }
+}
 
 template <class Source>
 inline Class::Range range_of(const Source& source, const Job& job) {
@@ -189,27 +225,16 @@ inline Class::Range range_of(const Source& source, const Job& job) {
                 if (first + i >= begin && first + i < end) range.add({c[i]});
         }
     } else if constexpr (team_threads == 16) {
-        for (std::int64_t i = begin + team_rank(); i < end; i += 16) range.add({source.one(job.bucket, i)});
+        add_elements(range, source, job.bucket, begin, end);
     } else {
-        // Sixteen threads add, in the order that the definition asks for; all of them fetch, a tile ahead.
-        constexpr int tile = 8 * team_threads;
-        __shared__ float kept[tile];
-        float c[8] = {};
-        if (origin < end) source.read(origin, smaller(group, length - origin), c);
-        for (std::int64_t first = begin / 8 * 8; first < end; first += tile) {
-            __syncthreads();  // of the tile before
-#pragma unroll
-            for (int i = 0; i < 8; ++i) kept[8 * team_rank() + i] = c[i];
-            __syncthreads();
-            const std::int64_t next = first + tile + 8 * team_rank();
-            if (next < end) source.read(next, smaller(group, length - next), c);
-            if (team_rank() >= 16) continue;
-            const auto here = static_cast<int>(smaller(tile, end - first));
-            const int skipped = first < begin ? static_cast<int>(begin - first) : 0;
-            const auto lane = static_cast<int>((team_rank() + begin - first) % 16 + 16) % 16;
-#pragma unroll 8
-            for (int i = lane < skipped ? lane + 16 : lane; i < here; i += 16) range.add({kept[i]});
+        constexpr std::int64_t round = team_threads / 16 * chunk_elements;
+        ChunkTrees trees;
+        for (std::int64_t first = begin; first < end; first += round) {
+            const std::int64_t chunk = smaller(first + team_rank() / 16 * chunk_elements, end);
+            add_chunk(range, source, chunk, smaller(chunk + chunk_elements, end), length);
+            range.end_chunk(trees);
         }
+        range.join(trees);
     }
     return range;
 }

@@ -52,7 +52,7 @@ inline void find_losses(const LossParams& params) {
     const std::int64_t origin = begin / 8 * 8 + 8 * team_rank();
     float c[kept][8];
     typename Class::Range range;
-    for (std::int64_t i = begin + team_rank(); i < end; i += 16) range.add({source.one(bucket, i)});
+    add_elements(range, source, bucket, begin, end);
 #pragma unroll
     for (int k = 0; k < kept; ++k) {
         const std::int64_t first = origin + 8 * 16 * k;

@@ -38,6 +38,7 @@ _PROJECT_ROWS = {4: 4, 8: 4, 16: 2, 32: 2}  # and of M Q
 _BACK_COLUMNS = {4: 4, 8: 4, 16: 2, 32: 2}  # columns that a lane takes of M^T P
 _BACK_ROWS = {4: 256, 8: 256, 16: 512, 32: 512}  # and rows that a warp does; the more, the smaller the parts
 _MANY_PARTS = 64
+_ORTHOGONALISERS = 512  # threads of a block of orthogonalise.cu
 
 
 class LowRankKernels:
@@ -147,7 +148,15 @@ class LowRankKernels:
         columns = call.give(np.stack((places, lengths), axis=1))
         call.launch("orthogonalise.cu", "largest_magnitudes", blocks, columns, *tiling, written, largest)
         matrices = call.give(np.stack((p_at, rows, ranks, begins), axis=1))
-        call.launch("orthogonalise.cu", "orthogonalise", len(rows), matrices, written, largest)
+        call.launch(
+            "orthogonalise.cu",
+            "orthogonalise",
+            len(rows),
+            matrices,
+            written,
+            largest,
+            threads=_ORTHOGONALISERS,
+        )
         call.run()
 
     def expand(

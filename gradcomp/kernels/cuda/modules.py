@@ -69,7 +69,7 @@ _WHOLE: Final = {
         *("contribute", "contribute_histogram", "histogram", "histogram_marking", "pick"),
         *("count", "scan", "write_selection", "threshold"),
     ),
-    "sums.cu": ("squares", "tail"),
+    "sums.cu": ("squares", "tail", "join"),
 }
 
 

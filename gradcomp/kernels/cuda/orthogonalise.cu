@@ -1,8 +1,9 @@
-// Gram-Schmidt, a block per matrix. The order of a scalar product's sum is the definition's: sixteen lanes,
-// each one addition after another. So two half warps do nothing but add, from shared memory, while the other
-// warps change the column and multiply, a tile ahead of them.
+// Gram-Schmidt, a block per matrix. The order of a scalar product's sum is that of reference_sums.py. All
+// threads change the column, up to sixteen of its chunks side by side, and leave it in shared memory; there
+// two half warps for each chunk add up its products, while the next elements are on their way.
 
 #include "native/body/gram_schmidt.hpp"
+#include "native/body/sums.hpp"
 
 #include "common.cuh"
 
@@ -41,14 +42,16 @@ KERNEL(256) largest_magnitudes(const LargestParams* params) {
 
 namespace {
 
-constexpr int workers = 256 - 32;
-constexpr int per_worker = 4;
-constexpr int tile = workers * per_worker;
-static_assert(tile % 16 == 0);
+constexpr int threads = 512;
+constexpr int chunks_at_once = threads / 32;
+constexpr int each = 8;
+constexpr int tile = threads * each;  // elements that are worked on at a time: as many as a chunk has
+constexpr int chunk_bits = 12;
+static_assert(tile == chunk_elements && tile == 1 << chunk_bits);
 
 struct Shared {
-    double products[2][2][tile];  // of this tile and the one before; with itself and with another column
-    double sums[2];
+    float x[tile], other[tile];
+    double sums[2][chunks_at_once];
 };
 
 // A column that is finished but for its length: x <- factor * x, or zero if there is nothing of it.
@@ -69,68 +72,103 @@ struct Pass {
     const float* other;  // other . x is asked for, if there is one
 };
 
-// Elements that a worker takes of a tile lie this far apart, always the same ones.
-inline void work(const Pass& pass, const Pending& pending, std::int64_t n, std::int64_t begin, Shared& shared,
-                 int buffer) {
-    const int worker = static_cast<int>(threadIdx.x) - 32;
-    float x[per_worker], removed[per_worker], other[per_worker], unit[per_worker];
+// Change some elements of a column, of which thread t takes the numbers t, t + threads and so on.
+class Work {
+  public:
+    // Elements place(number) from `first` on, of which `left` are in the column.
+    template <class Place>
+    void read(const Pass& pass, const Pending& pending, std::int64_t first, int left, Place place) {
 #pragma unroll
-    for (int e = 0; e < per_worker; ++e) {
-        const std::int64_t i = begin + worker + e * workers;
-        const bool any = i < n;
-        x[e] = any ? pass.x[i] : 0.0f;
-        removed[e] = any && pass.removed != nullptr ? pass.removed[i] : 0.0f;
-        other[e] = any && pass.other != nullptr ? pass.other[i] : 0.0f;
-        unit[e] = any && pending.x != nullptr ? pending.x[i] : 0.0f;
-    }
-#pragma unroll
-    for (int e = 0; e < per_worker; ++e) {
-        const std::int64_t i = begin + worker + e * workers;
-        const bool any = i < n;
-        if (any && pending.x != nullptr) {
-            unit[e] = pending.finished(unit[e]);
-            pending.x[i] = unit[e];
-            if (pass.other == pending.x) other[e] = unit[e];
+        for (int e = 0; e < each; ++e) {
+            const std::int64_t i = first + place(number(e));
+            const bool any = place(number(e)) < left;
+            x_[e] = any ? pass.x[i] : 0.0f;
+            removed_[e] = any && pass.removed != nullptr ? pass.removed[i] : 0.0f;
+            other_[e] = any && pass.other != nullptr ? pass.other[i] : 0.0f;
+            unit_[e] = any && pending.x != nullptr ? pending.x[i] : 0.0f;
         }
-        x[e] = scaled(x[e], pass.scale);
-        if (pass.removed != nullptr) x[e] = x[e] - pass.factor * removed[e];
-        if (any) pass.x[i] = x[e];
-        const double wide = static_cast<double>(x[e]);
-        const int place = worker + e * workers;
-        if (pass.own) shared.products[buffer][0][place] = wide * wide;
-        if (pass.other != nullptr) shared.products[buffer][1][place] = wide * static_cast<double>(other[e]);
     }
+
+    template <class Place>
+    void write(const Pass& pass, const Pending& pending, std::int64_t first, int left, Place place,
+               Shared& shared) {
+#pragma unroll
+        for (int e = 0; e < each; ++e) {
+            const std::int64_t i = first + place(number(e));
+            const bool any = place(number(e)) < left;
+            if (any && pending.x != nullptr) {
+                const float unit = pending.finished(unit_[e]);
+                pending.x[i] = unit;
+                if (pass.other == pending.x) other_[e] = unit;
+            }
+            float x = scaled(x_[e], pass.scale);
+            if (pass.removed != nullptr) x = x - pass.factor * removed_[e];
+            if (any) pass.x[i] = x;
+            shared.x[number(e)] = x;
+            shared.other[number(e)] = other_[e];
+        }
+    }
+
+  private:
+    static int number(int e) { return static_cast<int>(threadIdx.x) + e * threads; }
+
+    float x_[each], removed_[each], other_[each], unit_[each];
+};
+
+// A lane's part of what is added up of a chunk's products with itself, or with the other column.
+inline double add_products(double sum, const float* x, const float* y, int count) {
+#pragma unroll 8
+    for (int i = 0; i < count; ++i)
+        sum = sum + static_cast<double>(x[16 * i]) * static_cast<double>(y[16 * i]);
+    return sum;
 }
 
 // Change a column, and add up its products; the pending one is finished on the way.
 inline void run(const Pass& pass, Pending& pending, std::int64_t n, Shared& shared, double& own,
                 double& other) {
-    const int which = static_cast<int>(threadIdx.x) / 16, lane = static_cast<int>(threadIdx.x) % 16;
-    const bool adds = which == 0 ? pass.own : which == 1 && pass.other != nullptr;
-    double sum = 0.0;
-    std::int64_t begin = 0;
-    for (int buffer = 0; begin < n + tile; begin += tile, buffer ^= 1) {
-        if (which >= 2 && begin < n) work(pass, pending, n, begin, shared, buffer);
-        if (adds && begin > 0) {
-            const double* const products = shared.products[buffer ^ 1][which] + lane;
-            const int count = static_cast<int>(smaller(tile, n - (begin - tile)) + 15) / 16;
-#pragma unroll 8
-            for (int i = 0; i < count; ++i) sum = sum + products[16 * i];
+    const int half_warp = static_cast<int>(threadIdx.x) / 16, lane = static_cast<int>(threadIdx.x) % 16;
+    const int chunk = half_warp / 2, kind = half_warp % 2;
+    int bits = 0;  // of the number of chunks that are side by side
+    while (1 << bits < chunks_at_once && chunk_elements << bits < n) ++bits;
+    const int side = 1 << bits, slice = tile >> bits;  // the part of a chunk in a tile
+    const bool adds = chunk < side && (kind == 0 ? pass.own : pass.other != nullptr);
+    const int mine = chunk * slice + lane;
+    ChunkTree trees[2];
+    for (std::int64_t first = 0; first < n; first += side * tile) {
+        const int left = static_cast<int>(smaller(side * tile, n - first));
+        double sum = 0.0;
+        for (int begin = 0; begin <= tile; begin += slice) {
+            const auto place = [&](int number) {
+                return (number >> (chunk_bits - bits)) * tile + begin + (number & (slice - 1));
+            };
+            const bool works = begin < tile && begin < left;
+            const int added = begin - slice;
+            if (added >= left) break;
+            Work work;
+            if (works) work.read(pass, pending, first, left, place);
+            if (adds && added >= 0) {
+                const int elements = left - chunk * tile - added;
+                const int count = ((elements < slice ? elements : slice) + 15) / 16;
+                sum = add_products(sum, shared.x + mine, (kind == 0 ? shared.x : shared.other) + mine, count);
+            }
+            __syncthreads();  // before others write there
+            if (works) work.write(pass, pending, first, left, place, shared);
+            __syncthreads();
         }
+        sum = half_warp_tree(sum);
+        if (lane == 0) shared.sums[kind][chunk] = sum;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) trees[i].add(tree_of(shared.sums[i]));
         __syncthreads();
     }
-    if (which < 2) {
-        sum = half_warp_tree(sum);
-        if (lane == 0) shared.sums[which] = sum;
-    }
-    __syncthreads();
-    own = shared.sums[0];
-    other = shared.sums[1];
+    own = trees[0].total();
+    other = trees[1].total();
     pending.x = nullptr;
 }
 
 inline void fill(float* x, std::int64_t n, float value) {
-    for (std::int64_t i = threadIdx.x; i < n; i += 256) x[i] = value;
+    for (std::int64_t i = threadIdx.x; i < n; i += threads) x[i] = value;
 }
 
 }  // namespace
@@ -141,7 +179,7 @@ struct OrthogonaliseParams {
     std::uint64_t largest;
 };
 
-KERNEL(256) orthogonalise(const OrthogonaliseParams* params) {
+KERNEL(512) orthogonalise(const OrthogonaliseParams* params) {
     __shared__ Shared shared;
     const std::int64_t* const matrix = at<std::int64_t>(params->matrices) + 4 * std::int64_t{blockIdx.x};
     float* const p = to<float>(params->p) + matrix[0];
@@ -174,5 +212,5 @@ KERNEL(256) orthogonalise(const OrthogonaliseParams* params) {
     }
     if (pending.x != nullptr)
 #pragma unroll 8
-        for (std::int64_t i = threadIdx.x; i < n; i += 256) pending.x[i] = pending.finished(pending.x[i]);
+        for (std::int64_t i = threadIdx.x; i < n; i += threads) pending.x[i] = pending.finished(pending.x[i]);
 }

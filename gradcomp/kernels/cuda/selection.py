@@ -13,6 +13,7 @@ from gradcomp.kernels.cuda.call import Call, Parameter, Ref, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.places import check_flat, lists_to_read, lists_to_write
 from gradcomp.kernels.cuda.radix import Marks, RadixSelect
+from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.reference_selection import (
     Doubles,
     Floats,
@@ -50,7 +51,9 @@ class SelectionKernels:
         """See `reference_selection.squares`."""
         _check_rows(table, out=(out, np.float64, True))
         call = Call(self._driver)
-        call.launch("sums.cu", "squares", len(table), call.give(table), call.result(out))
+        sums = RowSums(call, table, 1)
+        call.launch("sums.cu", "squares", sums.blocks, *sums.rows, sums.sums)
+        sums.join(call.result(out))
         call.run()
 
     def select_top(
@@ -212,8 +215,10 @@ class SelectionKernels:
         )
         _check_shadows(table)
         call = Call(self._driver)
-        written = (call.result(each) for each in (counts, sums, squares_out, maxima))
-        call.launch("sums.cu", "tail", len(table), call.give(table), call.give(thresholds), *written)
+        parts = RowSums(call, table, 2)
+        found = (call.result(each, zero=True) for each in (counts, maxima))
+        call.launch("sums.cu", "tail", parts.blocks, *parts.rows, parts.sums, call.give(thresholds), *found)
+        parts.join(call.result(sums), call.result(squares_out))
         call.run()
 
     def take(

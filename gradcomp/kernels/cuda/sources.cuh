@@ -74,6 +74,20 @@ class FromGradient {
     float scale_, decay_;
 };
 
+// Add the elements begin..end of a bucket, one by one, by half a warp.
+template <class Range, class Source>
+inline void add_elements(Range& range, const Source& source, std::int64_t bucket, std::int64_t begin,
+                         std::int64_t end) {
+    const bool several = end - begin > chunk_elements;
+    ChunkTrees trees;
+    for (std::int64_t chunk = begin; chunk < end; chunk += chunk_elements) {
+        for (std::int64_t i = chunk + team_rank(); i < smaller(chunk + chunk_elements, end); i += 16)
+            range.add({source.one(bucket, i)});
+        if (several) range.end_chunk(trees);
+    }
+    if (several) range.join(trees);
+}
+
 // Codec and bucket that some elements of a payload belong to: few of those that follow need another.
 template <class Class>
 class Reader {

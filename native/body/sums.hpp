@@ -1,0 +1,87 @@
+// Sums of many elements in double precision, in the order that gradcomp/kernels/reference_sums.py defines:
+// chunks of 4096 elements, in each of them sixteen strided lanes, then trees.
+#pragma once
+
+#include "../segment.hpp"
+#include "simd.hpp"
+
+namespace gradcomp::GRADCOMP_BODY {
+
+inline constexpr std::int64_t chunk_elements = 4096;
+
+// Adds the sums of chunks, which come one after another, as a tree of neighbours: a sum of 2^k chunks waits
+// for the next such sum. The binary digits of the number of chunks say which sums wait.
+class ChunkTree {
+  public:
+    void add(double sum) {
+        int level = 0;
+        for (; (chunks_ >> level & 1) != 0; ++level) sum = waiting_[level] + sum;
+        waiting_[level] = sum;
+        ++chunks_;
+    }
+
+    double total() const {
+        double sum = 0.0;
+        for (int level = 0; chunks_ >> level != 0; ++level)
+            if ((chunks_ >> level & 1) != 0) sum = waiting_[level] + sum;
+        return sum;
+    }
+
+  private:
+    static constexpr int levels = 32;
+    static_assert(max_elements / chunk_elements < std::int64_t{1} << levels);
+
+    std::uint32_t chunks_ = 0;
+    double waiting_[levels];
+};
+
+// What a bucket of several chunks needs beside its Range: at most two sums.
+using ChunkTrees = ChunkTree[2];
+
+#ifdef GRADCOMP_CUDA
+
+// The sum of a chunk for each half warp of a team, in all its threads.
+template <class Lanes>
+inline double sum_of_chunks(const Lanes& lanes) {
+    const double sum = lane_tree(lanes);
+    if constexpr (team_threads == 16)
+        return __shfl_sync(half_warp_mask(), sum, 0, 16);
+    else
+        return tree_of_half_warps<team_threads / 16>(sum);
+}
+
+#else
+
+// The compiler's own vector: an instruction set that lacks the width takes several of its registers.
+using Doubles8 = double __attribute__((vector_size(64)));
+
+template <class Lanes>
+inline double sum_of_chunks(const Lanes& lanes) {
+    return lane_tree(lanes);
+}
+
+#endif
+
+// A sum of vectors, from the sums of their lanes: LaneSums or SquareSums. One chunk is added as it is; of
+// several each is ended, and all are joined then.
+template <class Lanes>
+class OrderedSum {
+  public:
+    void add(F32 x) { lanes_.add(x); }
+
+    void end_chunk(ChunkTree& tree) {
+        tree.add(sum_of_chunks(lanes_));
+        lanes_ = Lanes{};
+    }
+
+    void join(const ChunkTree& tree) { joined_ = tree.total(); }
+
+    // One of the two is zero.
+    double total() const { return joined_ + sum_of_chunks(lanes_); }
+
+  private:
+    Lanes lanes_;
+    double joined_ = 0.0;
+};
+
+}  // namespace gradcomp::GRADCOMP_BODY
