@@ -21,7 +21,7 @@ def pytest_with_a_gpu(*arguments: str) -> list[str]:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, "-p", "kernels.pretended_gpu", "-m", "gpu", "-q"],
         cwd=HERE.parents[1],
-        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        env=os.environ | {"PYTHONSAFEPATH": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         check=False,
