@@ -175,6 +175,22 @@ def test_ranks_that_agree_skip_what_a_scaler_skips():
 
 
 @on_ranks(3)
+def test_what_a_checkpoint_ends_counts_as_skipped_by_all():
+    """A step that is not finite is over where the compression state is asked for: that rank votes as it would later."""
+    model = net()
+    optimizer = wrap(model, "quantize:bits=4,feedback=true", on_skip="agree")
+    (model(data(0)).square().mean() * (math.inf if gc.rank() == LOSER else 1.0)).backward()
+    if gc.rank() != LOSER:
+        optimizer.compression_state()
+    optimizer.zero_grad()
+    backward(model, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert equal_everywhere(model)
+
+
+@on_ranks(3)
 def test_a_rank_that_ends_without_its_step_votes_against_it():
     """The last exchange: the others must not wait for a vote that never comes."""
     model = net()
