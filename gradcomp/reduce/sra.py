@@ -82,14 +82,14 @@ class ScatterReduceAllgather(Reduction):
         # To send: the other owners' chunks in order, then our own, which does not travel.
         order = [j for j in range(roles.owners) if j != me] + [me] * self._owns if self._adds else []
         begins = np.cumsum([0, *(chunks.sizes[j] for j in order)]).tolist()[:-1]
-        self._sent_at = dict(zip(order, begins, strict=True))
+        sent_at = dict(zip(order, begins, strict=True))
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
         heard = others - roles.silent + (not self._adds)
         self._recv = chunks.copies(memory, heard, me) if self._owns else memory.messages(0, [])
-        self._sent = {j: self._send[at:] for j, at in self._sent_at.items()}
+        self._sent = {j: self._send[at:] for j, at in sent_at.items()}
         self._heard = list(self._recv)
         self.mean = Mean(chunks, memory)
-        self._encode = chunks.inputs([self._sent_at[j] for j in range(roles.owners)]) if self._adds else []
+        self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)]) if self._adds else []
         self._reduce = chunks.only(me) if self._owns else []
         self.ranges = [
             Range(int(layer), int(row["start"]), int(row["length"]))
@@ -144,9 +144,7 @@ class ScatterReduceAllgather(Reduction):
         ranks, sizes = self._roles.ranks, self._chunks.sizes
         others = [rank for i, rank in enumerate(ranks) if i != self._me and i >= self._roles.silent]
         if self._relays:
-            sends = [
-                (ranks[j], self._send[at : at + sizes[j]]) for j, at in self._sent_at.items() if j != self._me
-            ]
+            sends = [(ranks[j], message[: sizes[j]]) for j, message in self._sent.items() if j != self._me]
             return Exchange(sends, list(zip(others, self._recv, strict=True)) if self._owns else [])
         counts = [0 if j == self._me else size for j, size in enumerate(sizes)]
         own = [0 if j == self._me else sizes[self._me] for j in ranks]
