@@ -84,6 +84,7 @@ class Exchange:
         self._steps = Steps(self._variables, self._names, self._dtypes, divisor, predivide, self._memory)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
         self.exchanger: Exchanger | None = None
+        self._group_elements = 0  # a world of one has no groups
         if transport is not None:
             the_turn()  # made in the midst of a trace, it would cost a second trace
             self.exchanger = start(
@@ -102,6 +103,7 @@ class Exchange:
                 device=self._memory.device,
                 digests=self._steps.digests_now,
             )
+            self._group_elements = self.exchanger.pipeline.config.slice_elements
         else:
             say_what_is_bypassed(proposal.policy)
         #: Where :func:`gradcomp.tf.save` finds the compression state.
@@ -180,9 +182,7 @@ class Exchange:
 
         A collect blocks one of TensorFlow's threads. There may be one only: every submit must come before the first.
         """
-        assert self.exchanger is not None, "a world of one exchanges nothing"
-        group_elements = self.exchanger.pipeline.config.slice_elements
-        site = Site(gradients, groups_of(gradients, self._shapes, group_elements))
+        site = Site(gradients, groups_of(gradients, self._shapes, self._group_elements))
         numbers = range(len(site.groups))
         turn = the_turn()
         head = [turn.read_value(), _tensor(scale, 1.0), _tensor(rate, 0.0)]
