@@ -33,7 +33,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
            bench-shm bench-transports bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive \
-           bench-auto bench-tf-ops bench-tf-step bench-tf-convergence
+           bench-auto bench-soak bench-tf-ops bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -258,6 +258,9 @@ bench-calls: $(STAMP)/package
 
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)
+
+bench-soak: $(STAMP)/package
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench-tf-ops: $(STAMP)/package $(STAMP)/extra-tf
 	$(BIN)/python benchmarks/tf_ops.py $(ARGS)
