@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -28,6 +29,17 @@ class RanksError(Exception):
 def host_kernels() -> str:
     """The setting `kernels`: the compiled module is no condition of a run on a GPU."""
     return "auto" if importlib.util.find_spec("gradcomp._native") else "reference"
+
+
+def add_arguments(parser: argparse.ArgumentParser, shape: dict[str, int], seconds: float) -> None:
+    """What the command and its ranks are told: the model, by default of this shape, the limit, and what a rank does."""
+    for name, value in shape.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"of the model (default: {value})")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="limit for ranks (default: %(default)s)"
+    )
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)
 
 
 def launch(script: str, task: dict[str, Any], seconds: float, ranks: int = 2) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from gpu_ranks import RanksError, host_kernels, launch
+from gpu_ranks import RanksError, add_arguments, host_kernels, launch
 
 BAR_MILLISECONDS = 5.0
 COMPRESSION = "quantize:bits=4,bucket_size=512"
@@ -237,14 +237,8 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=3, help="of every row (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a block (default: %(default)s)")
     defaults = {"layers": 12, "width": 768, "heads": 12, "words": 50_257, "length": 512, "batch": 4}
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"of the model (default: {value})")
-    parser.add_argument(
-        "--seconds", type=float, default=40.0, help="limit for one cap (default: %(default)s)"
-    )
+    add_arguments(parser, defaults, 40.0)
     parser.add_argument("--json", type=Path, help="also write the figures here, cap by cap")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.task:
         options.rank_out.write_text(json.dumps(run_rank(Task(**json.loads(options.task)))))

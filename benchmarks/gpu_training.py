@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from gpu_ranks import RanksError, host_kernels, launch
+from gpu_ranks import RanksError, add_arguments, host_kernels, launch
 
 #: Compressions, and by what share their last losses may differ from the uncompressed ones.
 COMPRESSIONS = {
@@ -186,12 +186,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100, help="of every run (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.2, help="(default: %(default)s)")
     defaults = {"layers": 1, "width": 64, "heads": 4, "words": 64, "length": 32, "batch": 16}
-    for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"of the model (default: {value})")
-    parser.add_argument("--seconds", type=float, default=80.0, help="limit (default: %(default)s)")
+    add_arguments(parser, defaults, 80.0)
     parser.add_argument("--json", type=Path, help="also write the curves here")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.task:
         options.rank_out.write_text(json.dumps(run_rank(Task(**json.loads(options.task)))))

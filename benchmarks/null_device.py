@@ -42,8 +42,9 @@ class NullDriver:
 
     def allocate(self, nbytes: int) -> Block:
         self.calls["allocate"] += 1
+        block = Block(self._next)
         self._next += -(-nbytes // 256) * 256
-        return Block(self._next)
+        return block
 
     def pinned(self, nbytes: int) -> np.ndarray:
         self.calls["pinned"] += 1

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from batch import on_ranks
+from gpu_job import on_two_ranks
 
 import gradcomp.torch as gc
 from gradcomp.torch import ddp, optimizer
@@ -55,7 +55,7 @@ def trained(
 
 @pytest.mark.parametrize("hook", [False, True], ids=["optimizer", "hook"])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@on_ranks(2)
+@on_two_ranks()
 def test_on_a_side_stream_training_comes_to_the_same(compression, hook):
     assert trained(compression, side=True, hook=hook) == trained(compression, hook=hook)
 
@@ -63,13 +63,13 @@ def test_on_a_side_stream_training_comes_to_the_same(compression, hook):
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 @pytest.mark.parametrize("hook", [False, True], ids=["optimizer", "hook"])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@on_ranks(2)
+@on_two_ranks()
 def test_through_pinned_memory_training_comes_to_the_same(compression, hook, side):
     assert trained(compression, through_host, side=side, hook=hook) == trained(compression, hook=hook)
 
 
 @pytest.mark.parametrize("where", [device_of, through_host], ids=["in place", "through the host"])
-@on_ranks(2, "no digests", fingerprint_steps=0, fingerprint_every_steps=0)
+@on_two_ranks("no digests", fingerprint_steps=0, fingerprint_every_steps=0)
 def test_backward_waits_for_no_number_of_the_device(where):
     weight = torch.nn.Parameter(torch.zeros(ELEMENTS, device="cuda:0"))
     rate = torch.tensor(0.5, device="cuda:0")
