@@ -43,7 +43,7 @@ float gradient(const Segment& segment, std::int64_t i) {
 }
 
 float magnitude(const Segment& segment, std::int64_t i) {
-    return std::fabs(load<float>(segment.shadow, i));
+    return std::fabs(load<float>(segment.next_residual, i));
 }
 
 void find_candidates(const Segment& segment, float factor, std::int64_t bin_size,
@@ -54,7 +54,7 @@ void find_candidates(const Segment& segment, float factor, std::int64_t bin_size
         for (std::int64_t i = begin; i < end; ++i) largest = std::max(largest, magnitude(segment, i));
         for (std::int64_t i = begin; i < end && largest > 0.0f; ++i) {
             const float step = factor * gradient(segment, i);
-            if (std::fabs(load<float>(segment.shadow, i) + step) >= largest)
+            if (std::fabs(load<float>(segment.next_residual, i) + step) >= largest)
                 candidates.push_back(static_cast<std::uint32_t>(i));
         }
         begin = end;
@@ -84,7 +84,7 @@ void select_adacomp(const AdacompCall& call) {
             keep_largest(segment, call.limits[row], candidates);
         std::copy(candidates.begin(), candidates.end(), call.indices + call.offsets[row]);
         std::transform(candidates.begin(), candidates.end(), call.values + call.offsets[row],
-                       [&](std::uint32_t i) { return load<float>(segment.shadow, i); });
+                       [&](std::uint32_t i) { return load<float>(segment.next_residual, i); });
         call.found[row] = static_cast<std::int64_t>(candidates.size());
     }
 }

@@ -167,9 +167,10 @@ bool any_nonzero(const Segment& segment);
 // array of so many indices.
 void check_draws(const DrawIndicesCall& call, std::int64_t indices);
 
-// Throw std::invalid_argument, naming the row, unless it is well formed and its lists lie inside `room`
+// Throw std::invalid_argument, naming the row, unless it is well formed and its lists lie inside `capacity`
 // items.
-void check_scatter_row(std::int64_t row, const Segment& segment, const ScatterCall& call, std::int64_t room);
+void check_scatter_row(std::int64_t row, const Segment& segment, const ScatterCall& call,
+                       std::int64_t capacity);
 
 // Throw std::invalid_argument, naming the row and writing nothing, for indices out of range or order.
 void scatter_mean(const ScatterCall& call);

@@ -17,7 +17,7 @@ Matrix LowRankLayers::matrix(std::int64_t row) const {
     return {rows[row], columns[row], ranks[row]};
 }
 
-std::int64_t lowrank_room(std::int64_t rank) {
+std::int64_t lowrank_workspace(std::int64_t rank) {
     // A row for each column of Q, four for a tile of M, all with vectors to spare at their ends.
     return (rank + 5) * (lowrank_columns + 64);
 }
@@ -38,7 +38,8 @@ std::int64_t check_low_rank(const LowRankLayers& layers, std::int64_t p_size, st
         const Matrix matrix = layers.matrix(row);
         check_elements(row, segment);
         require(segment.dtype != Dtype::float64, row, "low rank has no float64");
-        require(outputs || segment.shadow != 0 || segment.length == 0, row, "no shadow to hold the matrix");
+        require(outputs || segment.next_residual != 0 || segment.length == 0, row,
+                "no next residual to hold the matrix");
         // Written as a quotient: the product of hostile numbers could wrap.
         require(matrix.rows >= 0 && matrix.columns >= 0 &&
                     (matrix.columns == 0 || matrix.rows <= max_elements / matrix.columns) &&

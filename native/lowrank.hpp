@@ -19,7 +19,7 @@ struct LowRankLayers {
     const std::int64_t* ranks;
     const std::int64_t* p_at;  // where the factors begin, in elements of the arrays of all P and of all Q
     const std::int64_t* q_at;
-    float* scratch;  // of lowrank_room
+    float* scratch;  // of lowrank_workspace
 
     Matrix matrix(std::int64_t row) const;
 };
@@ -28,7 +28,7 @@ struct LowRankLayers {
 inline constexpr std::int64_t lowrank_columns = 8192;
 
 // Floats of scratch memory for factors of at most that rank.
-std::int64_t lowrank_room(std::int64_t rank);
+std::int64_t lowrank_workspace(std::int64_t rank);
 
 // Throw std::invalid_argument, naming the row, unless `count` columns of `length` elements at `at` lie inside
 // an array of that size.
@@ -36,8 +36,8 @@ void check_factor(std::int64_t row, const char* name, std::int64_t at, std::int6
                   std::int64_t count, std::int64_t size);
 
 // Throw std::invalid_argument, naming the row, unless all rows, or with `outputs` those that have one, are
-// well formed, have a shadow, or an output, and factors inside arrays of these sizes. Returns the largest
-// rank.
+// well formed, have a next residual, or an output, and factors inside arrays of these sizes. Returns the
+// largest rank.
 std::int64_t check_low_rank(const LowRankLayers& layers, std::int64_t p_size, std::int64_t q_size,
                             bool outputs);
 

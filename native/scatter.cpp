@@ -9,7 +9,8 @@
 
 namespace gradcomp {
 
-void check_scatter_row(std::int64_t row, const Segment& segment, const ScatterCall& call, std::int64_t room) {
+void check_scatter_row(std::int64_t row, const Segment& segment, const ScatterCall& call,
+                       std::int64_t capacity) {
     check_elements(row, segment);
     if (segment.dtype == Dtype::float64)
         throw std::invalid_argument("segment " + std::to_string(row) +
@@ -18,7 +19,7 @@ void check_scatter_row(std::int64_t row, const Segment& segment, const ScatterCa
     for (std::int64_t rank = 0; rank < call.ranks; ++rank) {
         const std::int64_t offset = call.offsets[rank * call.table.size() + row];
         const std::int64_t count = call.counts[rank * call.table.size() + row];
-        if (count < 0 || count > room || offset < 0 || offset > room - count)
+        if (count < 0 || count > capacity || offset < 0 || offset > capacity - count)
             throw std::invalid_argument("row " + std::to_string(row) +
                                         ": a list does not lie inside indices and values");
     }

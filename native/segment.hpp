@@ -24,14 +24,14 @@ enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float6
 
 // A row of the table, as it lies in memory.
 struct Segment {
-    std::uint64_t gradient;  // address, 0: absent
-    std::uint64_t residual;  // address of float32, 0: none
-    std::uint64_t shadow;    // address of float32, 0: none
-    std::uint64_t output;    // address, 0: do not write
-    std::int64_t payload;    // byte offset
-    std::int64_t start;      // number of the first element within the layer
-    std::int64_t length;     // elements
-    std::uint32_t layer;     // hash, a word of the random counter
+    std::uint64_t gradient;       // address, 0: absent
+    std::uint64_t residual;       // address of float32, 0: none
+    std::uint64_t next_residual;  // address of float32, 0: none
+    std::uint64_t output;         // address, 0: do not write
+    std::int64_t payload;         // byte offset
+    std::int64_t start;           // number of the first element within the layer
+    std::int64_t length;          // elements
+    std::uint32_t layer;          // hash, a word of the random counter
     std::int32_t bits;
     std::int32_t bucket_size;
     Dtype dtype;

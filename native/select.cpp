@@ -106,27 +106,27 @@ std::int64_t sampled_vectors(std::int64_t length) {
     return std::min(length / 256, std::int64_t{4096});
 }
 
-std::int64_t candidate_room(const SegmentTable& table, const std::int64_t* counts) {
+std::int64_t candidate_capacity(const SegmentTable& table, const std::int64_t* counts) {
     // A block of elements, and a vector that is stored whole, come after the limit is looked at.
     constexpr std::int64_t overhang = 4096;
-    std::int64_t room = 0;
+    std::int64_t capacity = 0;
     for (std::int64_t row = 0; row < table.size(); ++row) {
         const std::int64_t length = table[row].length;
-        room = std::max(
-            {room, candidate_limit(length, std::min(counts[row], length)), 16 * sampled_vectors(length)});
+        capacity = std::max(
+            {capacity, candidate_limit(length, std::min(counts[row], length)), 16 * sampled_vectors(length)});
     }
-    return room + overhang;
+    return capacity + overhang;
 }
 
 std::int64_t sample_size(std::int64_t length, std::int64_t stride, std::int64_t phase) {
     return phase < length ? (length - 1 - phase) / stride + 1 : length;
 }
 
-std::int64_t sample_room(const SegmentTable& table, std::int64_t stride, std::int64_t phase) {
-    std::int64_t room = 0;
+std::int64_t sample_capacity(const SegmentTable& table, std::int64_t stride, std::int64_t phase) {
+    std::int64_t capacity = 0;
     for (std::int64_t row = 0; row < table.size(); ++row)
-        room = std::max(room, sample_size(table[row].length, stride, phase));
-    return room;
+        capacity = std::max(capacity, sample_size(table[row].length, stride, phase));
+    return capacity;
 }
 
 void sample_thresholds(const SampleCall& call) {
@@ -134,36 +134,37 @@ void sample_thresholds(const SampleCall& call) {
         const Segment segment = call.table[row];
         call.thresholds[row] = std::numeric_limits<float>::infinity();
         if (call.counts[row] == 0) continue;
-        const auto* shadow = reinterpret_cast<const std::uint8_t*>(segment.shadow);
+        const auto* next_residual = reinterpret_cast<const std::uint8_t*>(segment.next_residual);
         const std::int64_t size = sample_size(segment.length, call.stride, call.phase);
         const bool strided = call.phase < segment.length;
         const std::int64_t first = strided ? call.phase : 0;
         const std::int64_t step = strided ? call.stride : 1;
         for (std::int64_t j = 0; j < size; ++j)
-            call.room[j] = std::min(load_bits(shadow, first + j * step) & magnitude_mask, infinity_bits);
+            call.space[j] =
+                std::min(load_bits(next_residual, first + j * step) & magnitude_mask, infinity_bits);
         const double share = static_cast<double>(call.counts[row]) * static_cast<double>(size) /
                              static_cast<double>(segment.length);
         const std::int64_t rank =
             std::clamp(static_cast<std::int64_t>(std::nearbyint(share)), std::int64_t{1}, size);
-        call.thresholds[row] = std::bit_cast<float>(ranked_magnitude(call.room, size, rank).magnitude);
+        call.thresholds[row] = std::bit_cast<float>(ranked_magnitude(call.space, size, rank).magnitude);
     }
 }
 
 void take(const TakeCall& call) {
     for (std::int64_t row = 0; row < call.table.size(); ++row) {
-        const auto* shadow = reinterpret_cast<const std::uint8_t*>(call.table[row].shadow);
+        const auto* next_residual = reinterpret_cast<const std::uint8_t*>(call.table[row].next_residual);
         const std::int64_t begin = call.offsets[row];
         for (std::int64_t i = begin; i < begin + call.counts[row]; ++i)
-            std::memcpy(call.values + i, shadow + 4 * std::int64_t{call.indices[i]}, sizeof(float));
+            std::memcpy(call.values + i, next_residual + 4 * std::int64_t{call.indices[i]}, sizeof(float));
     }
 }
 
 void put(const PutCall& call) {
     for (std::int64_t row = 0; row < call.table.size(); ++row) {
-        auto* shadow = reinterpret_cast<std::uint8_t*>(call.table[row].shadow);
+        auto* next_residual = reinterpret_cast<std::uint8_t*>(call.table[row].next_residual);
         const std::int64_t begin = call.offsets[row];
         for (std::int64_t i = begin; i < begin + call.counts[row]; ++i)
-            std::memcpy(shadow + 4 * std::int64_t{call.indices[i]}, call.values + i, sizeof(float));
+            std::memcpy(next_residual + 4 * std::int64_t{call.indices[i]}, call.values + i, sizeof(float));
     }
 }
 
@@ -181,9 +182,9 @@ void check_narrow(const SegmentTable& table) {
                 "selections are made from float32 and half precision");
 }
 
-void check_shadows(const SegmentTable& table) {
+void check_next_residuals(const SegmentTable& table) {
     for (std::int64_t row = 0; row < table.size(); ++row)
-        require(table[row].shadow != 0 || table[row].length == 0, row, "the row has no shadow");
+        require(table[row].next_residual != 0 || table[row].length == 0, row, "the row has no next residual");
 }
 
 void check_counts(const SegmentTable& table, const std::int64_t* counts) {
@@ -192,12 +193,12 @@ void check_counts(const SegmentTable& table, const std::int64_t* counts) {
 }
 
 void check_places(const SegmentTable& table, const std::int64_t* offsets, const std::int64_t* counts,
-                  std::int64_t room) {
+                  std::int64_t capacity) {
     // Written as a difference: the sum of a hostile offset and a count could wrap.
     for (std::int64_t row = 0; row < table.size(); ++row)
-        require(offsets[row] >= 0 && counts[row] >= 0 && counts[row] <= room &&
-                    offsets[row] <= room - counts[row],
-                row, "the selection does not lie inside arrays of " + std::to_string(room) + " items");
+        require(offsets[row] >= 0 && counts[row] >= 0 && counts[row] <= capacity &&
+                    offsets[row] <= capacity - counts[row],
+                row, "the selection does not lie inside arrays of " + std::to_string(capacity) + " items");
 }
 
 void check_indices(const SegmentTable& table, const std::int64_t* offsets, const std::int64_t* counts,

@@ -12,7 +12,7 @@ namespace gradcomp {
 inline constexpr std::int64_t max_layer_elements = (std::int64_t{1} << 32) - 1;
 
 // Memory for the candidates of one row at a time: what cannot be excluded while the row is read.
-struct CandidateRoom {
+struct CandidateSpace {
     std::uint32_t* indices;
     std::uint32_t* bits;  // of the float32
 };
@@ -38,7 +38,7 @@ struct SelectTopCall {
     std::uint32_t* indices;
     float* values;
     double decay;
-    CandidateRoom room;
+    CandidateSpace space;
 };
 
 struct SelectAboveCall {
@@ -49,7 +49,7 @@ struct SelectAboveCall {
     std::uint32_t* indices;
     float* values;
     std::int64_t* found;
-    CandidateRoom room;
+    CandidateSpace space;
 };
 
 struct TailCall {
@@ -67,7 +67,7 @@ struct SampleCall {
     float* thresholds;
     std::int64_t stride;
     std::int64_t phase;
-    std::uint32_t* room;  // for sample_room magnitudes
+    std::uint32_t* space;  // for sample_capacity magnitudes
 };
 
 struct TakeCall {
@@ -106,20 +106,20 @@ std::int64_t candidate_limit(std::int64_t length, std::int64_t count);
 // 2**16 elements.
 std::int64_t sampled_vectors(std::int64_t length);
 
-// Items of a CandidateRoom for the rows of a table.
-std::int64_t candidate_room(const SegmentTable& table, const std::int64_t* counts);
+// Items of a CandidateSpace for the rows of a table.
+std::int64_t candidate_capacity(const SegmentTable& table, const std::int64_t* counts);
 
 // Sampled elements of a row, and the most of a table.
 std::int64_t sample_size(std::int64_t length, std::int64_t stride, std::int64_t phase);
-std::int64_t sample_room(const SegmentTable& table, std::int64_t stride, std::int64_t phase);
+std::int64_t sample_capacity(const SegmentTable& table, std::int64_t stride, std::int64_t phase);
 
 // Each throws std::invalid_argument, naming the row.
 void check_layers(const SegmentTable& table);
 void check_narrow(const SegmentTable& table);
-void check_shadows(const SegmentTable& table);
+void check_next_residuals(const SegmentTable& table);
 void check_counts(const SegmentTable& table, const std::int64_t* counts);
 void check_places(const SegmentTable& table, const std::int64_t* offsets, const std::int64_t* counts,
-                  std::int64_t room);
+                  std::int64_t capacity);
 void check_indices(const SegmentTable& table, const std::int64_t* offsets, const std::int64_t* counts,
                    const std::uint32_t* indices);
 

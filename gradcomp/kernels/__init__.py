@@ -12,6 +12,7 @@ from typing import Any
 
 from gradcomp.kernels import bodies
 from gradcomp.kernels.bodies import body, use
+from gradcomp.kernels.pending import DONE, Again, Pending
 from gradcomp.kernels.segments import (
     BF16,
     BFLOAT16,
@@ -71,8 +72,10 @@ __all__ = [
     "SIGN",
     "STOCHASTIC",
     "VOTE",
+    "Again",
     "Bytes",
     "Magnitudes",
+    "Pending",
     "SegmentTable",
     "body",
     "crc32c",
@@ -176,14 +179,22 @@ def reduce(
     )
 
 
-def together(*arguments: Any) -> AbstractContextManager[None]:
-    """encode, decode, decode_add and reduce of a device become one call, at the end: until then no result is there.
+def together(*arguments: Any, again: Again | None = None) -> AbstractContextManager[Pending]:
+    """encode, decode, decode_add and reduce of a device become one call, which is started at the end of the block.
 
-    ``arguments``: tables with their addresses, and messages; the device is that of the first that lies on one. On the
-    host each kernel runs at once.
+    ``arguments``: tables with their addresses, and messages; the device is that of the first that lies on one. The
+    results are there once what the block is given is finished. On the host each kernel runs at once. Codecs that are
+    told ``on=`` the block's ``kernels`` need not look again where their arguments lie. ``again``: of the same block, if
+    it comes in every step; then tables are checked once.
     """
-    device = bodies.device_of(arguments)
-    found: AbstractContextManager[None] = nullcontext() if device is None else device.together()
+    device = None if again is None else again.device
+    if device is None:
+        device = bodies.device_of(arguments)
+        if device is None:
+            return nullcontext(DONE)
+        if again is not None:
+            again.device = device
+    found: AbstractContextManager[Pending] = device.together(device, again)
     return found
 
 

@@ -22,7 +22,7 @@ from gradcomp.kernels import (
     reference_program,
     reference_selection,
 )
-from gradcomp.kernels.cuda.twins import Twin, is_twin
+from gradcomp.kernels.cuda.mirrors import DeviceMirror, is_mirror
 from gradcomp.kernels.segments import SEGMENT, check_array
 
 BodyName: TypeAlias = Literal["reference", "native"]
@@ -74,19 +74,23 @@ def _is_table(argument: Any) -> bool:
     return isinstance(argument, np.ndarray) and argument.dtype == SEGMENT
 
 
-def _messages(argument: Any) -> Iterator[Twin]:
+def _messages(argument: Any) -> Iterator[DeviceMirror]:
     """What lies on a device: the argument, or members of it."""
+    if type(argument) is np.ndarray:
+        return iter(())
     members = argument if isinstance(argument, list | tuple) else (argument,)
-    return filter(is_twin, members)
+    return filter(is_mirror, members)
 
 
 def _an_address(table: Any) -> int:
     """One that the table refers to; 0 if there is none. All of a call are on one side."""
     # Mostly the first row has one, and NumPy takes its time for every column.
-    first = table[:1].view(np.uint64)[:_ADDRESSES].tolist()
+    if not len(table):
+        return 0
+    first: list[int] = np.frombuffer(table, np.uint64, _ADDRESSES).tolist()
     for address in first[::-1]:
         if address:
-            return int(address)
+            return address
     addresses = table.view(np.uint64).reshape(-1, SEGMENT.itemsize // 8)[:, :_ADDRESSES]
     return int(addresses.max(initial=0))
 
@@ -152,7 +156,10 @@ def bring(name: str, body: Any, reaches: Reaches) -> None:
 
 def on_device(address: int) -> Any:
     """The body of the device that reaches an address; None on the host."""
-    return next((body for body, reaches in _routed.devices.values() if reaches(address)), None)
+    for body, reaches in _routed.devices.values():
+        if reaches(address):
+            return body
+    return None
 
 
 def of(table: Any) -> Any:

@@ -36,8 +36,9 @@ class Codec:
     """Encode and decode between float arrays and bytes; pure, no network, no memory.
 
     ``kind`` is one of the codec constants of :mod:`gradcomp.kernels.segments`. ``stochastic`` rounds to the upper
-    level with probability (v - lower) / (upper - lower) (thesis, section 2.2.3), else to the nearest. ``magnitudes``
-    belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`).
+    level with probability (v - lower) / (upper - lower) (Markov 2024, section 2.2.3), else to the nearest.
+    ``magnitudes`` belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`). ``on``: the
+    kernels of a device, for callers who know where the table's memory is (:func:`gradcomp.kernels.together`).
     """
 
     kind: int
@@ -49,10 +50,17 @@ class Codec:
         return segments.wire_bytes_table(self.kind, table)
 
     def encode(
-        self, table: Table, payload: Bytes, flags: Bytes, draw: Draw, scale: float = 1.0, decay: float = 1.0
+        self,
+        table: Table,
+        payload: Bytes,
+        flags: Bytes,
+        draw: Draw,
+        scale: float = 1.0,
+        decay: float = 1.0,
+        on: Any = None,
     ) -> None:
-        """c = scale g + decay r; payload <- encode(c); shadow <- c - decode(payload)."""
-        kernels.encode(
+        """c = scale g + decay r; payload <- encode(c); next residual <- c - decode(payload)."""
+        (on or kernels).encode(
             self.kind,
             table,
             payload,
@@ -67,10 +75,16 @@ class Codec:
         )
 
     def decode(
-        self, table: Table, payload: Bytes, flags: Bytes, divisor: float = 1.0, scale: float = 1.0
+        self,
+        table: Table,
+        payload: Bytes,
+        flags: Bytes,
+        divisor: float = 1.0,
+        scale: float = 1.0,
+        on: Any = None,
     ) -> None:
         """output <- scale (value / divisor), in the segment's dtype; NaN where the segment is flagged."""
-        kernels.decode(
+        (on or kernels).decode(
             self.kind, table, payload, flags, divisor=divisor, scale=scale, magnitudes=self.magnitudes
         )
 
@@ -87,9 +101,10 @@ class Codec:
         draw: Draw,
         divisor: float,
         decay: float = 1.0,
+        on: Any = None,
     ) -> None:
-        """c = (decoded payloads, added in order) / divisor + decay r; out <- encode(c); shadow <- c - decode(out)."""
-        kernels.reduce(
+        """c = (decoded payloads, added in order) / divisor + decay r; out <- encode(c); next <- c - decode(out)."""
+        (on or kernels).reduce(
             self.kind,
             table,
             payloads,

@@ -14,7 +14,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.vectors import Zeros, host_zeros
 from gradcomp.kernels import bodies
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.kernels.cuda.twins import twin
+from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.cuda.vectors import DeviceVector
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Device:
         dtype = np.dtype(dtype)
         if self.driver is None:
             return np.zeros(size, dtype=dtype)
-        return twin(self.driver, size * dtype.itemsize, ()).view(dtype)
+        return mirror(self.driver, size * dtype.itemsize, ()).view(dtype)
 
     def make_current(self) -> None:
         """Let the calling thread, if it is one of gradcomp's own, work on this device from now on."""

@@ -5,20 +5,23 @@ row's length. Its factors P_i (n_i x r_i) and Q_i (m_i x r_i) lie *column by col
 the flat float32 arrays `p` and `q`, from the elements p_at[i] and q_at[i] on. `rows` (n), `columns` (m), `ranks`
 (r), `p_at` and `q_at` are int64 vectors with an item per row of the table.
 
-Source: 004 (PowerSGD), Algorithm 1. One step of one layer, with means over ranks by the caller:
+Source: Vogels et al. 2019, Algorithm 1. One step of one layer, with means over ranks by the caller:
 
     project         P <- M Q               line 3     any order of sums
     orthogonalise   P <- orthonormal P     line 5     the same bytes from every body
     back_project    Q <- M^T P             line 6     any order of sums
     expand          output <- P Q^T        line 11    the same bytes from every body
     subtract        M <- M - P Q^T         Algorithm 2, line 8, with this rank's own Q    the same bytes
+    keep            Q of the next step <- Q                         the same bytes
 
-The calls put nothing on the wire and keep no state: M lives in the rows' shadows, which hold the new residual in the
-end. Each call raises TypeError for an array that is not a contiguous vector of its dtype, and ValueError for a row
-whose numbers do not fit together, that is float64, or whose factors do not lie inside `p` and `q`.
+The calls put nothing on the wire and keep no state: M lives in the rows' next residuals, which hold the new residual
+in the end. Each call raises TypeError for an array that is not a contiguous vector of its dtype, and ValueError for a
+row whose numbers do not fit together, that is float64, or whose factors do not lie inside `p` and `q`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,12 +54,12 @@ def project(
     *,
     decay: float,
 ) -> None:
-    """shadow <- M = factor * gradient + decay * residual, and P <- M Q.
+    """next residual <- M = factor * gradient + decay * residual, and P <- M Q.
 
-    A layer with a non-finite element of M gets its flag set and a P of NaN; its shadow is unspecified then.
+    A layer with a non-finite element of M gets its flag set and a P of NaN; its next residual is unspecified then.
 
     Args:
-        table: SEGMENT rows; reads gradient (0: absent, zero), residual (0: none); writes shadow.
+        table: SEGMENT rows; reads gradient (0: absent, zero), residual (0: none); writes next residual.
         flags: uint8, one per row; only ORed into.
         factors: float32, one per row; factor of the gradient.
         rows: int64, n of each row.
@@ -68,7 +71,7 @@ def project(
         p_at: int64, where each P begins.
         decay: factor of the residual.
     """
-    _multiplier(table, ranks).project(
+    (bodies.of(table) or _multiplier(ranks)).project(
         table, flags, factors, rows, columns, ranks, q, q_at, p, p_at, decay=decay
     )
 
@@ -82,11 +85,13 @@ def back_project(
     p_at: Int64s,
     q: Floats,
     q_at: Int64s,
+    *,
+    copy: Floats | None = None,
 ) -> None:
-    """Q <- M^T P, with M in the shadow.
+    """Q <- M^T P, with M in the next residual.
 
     Args:
-        table: SEGMENT rows; reads shadow.
+        table: SEGMENT rows; reads next residual.
         rows: int64, n of each row.
         columns: int64, m of each row.
         ranks: int64, r of each row.
@@ -94,8 +99,15 @@ def back_project(
         p_at: int64, where each P begins.
         q: float32; written.
         q_at: int64, where each Q begins.
+        copy: as ``q``; written too.
     """
-    _multiplier(table, ranks).back_project(table, rows, columns, ranks, p, p_at, q, q_at)
+    device = bodies.of(table)
+    if device is not None:
+        device.back_project(table, rows, columns, ranks, p, p_at, q, q_at, copy=copy)
+        return
+    _multiplier(ranks).back_project(table, rows, columns, ranks, p, p_at, q, q_at)
+    if copy is not None:
+        copy[:] = q
 
 
 def orthogonalise(
@@ -112,10 +124,10 @@ def orthogonalise(
     Scalar products are float64, in the order of `reference_sums`; vectors are float32. The columns that are not zero
     satisfy |P^T P - I| < 1e-6, nearly dependent ones included. A P that is not finite becomes NaN.
 
-    Source: 004, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, so that no magnitude under- or
-    overflows; in the second pass, without which nearly dependent columns are far from orthogonal; and in the zeros,
-    where dividing by a norm of rounding errors, or of nothing, would put noise or NaN: P P^T is an orthogonal
-    projection all the same, and a layer of zeros gets a mean of exactly zero.
+    Source: Vogels et al. 2019, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, so that no
+    magnitude under- or overflows; in the second pass, without which nearly dependent columns are far from orthogonal;
+    and in the zeros, where dividing by a norm of rounding errors, or of nothing, would put noise or NaN: P P^T is an
+    orthogonal projection all the same, and a layer of zeros gets a mean of exactly zero.
 
     Args:
         rows: int64, n of each layer.
@@ -161,7 +173,7 @@ def expand(
         divisor: number of ranks, or 1 for factors that are means already.
         scale: factor of the result.
     """
-    bodies.active().expand(table, flags, rows, columns, ranks, p, p_at, q, q_at, divisor=divisor, scale=scale)
+    _body(table).expand(table, flags, rows, columns, ranks, p, p_at, q, q_at, divisor=divisor, scale=scale)
 
 
 def subtract(
@@ -174,10 +186,10 @@ def subtract(
     q: Floats,
     q_at: Int64s,
 ) -> None:
-    """shadow <- shadow - P Q^T, the product as in `expand`.
+    """next residual <- next residual - P Q^T, the product as in `expand`.
 
     Args:
-        table: SEGMENT rows; reads and writes shadow.
+        table: SEGMENT rows; reads and writes next residual.
         rows: int64, n of each row.
         columns: int64, m of each row.
         ranks: int64, r of each row.
@@ -186,7 +198,37 @@ def subtract(
         q: float32; read.
         q_at: int64, where each Q begins.
     """
-    bodies.active().subtract(table, rows, columns, ranks, p, p_at, q, q_at)
+    _body(table).subtract(table, rows, columns, ranks, p, p_at, q, q_at)
+
+
+def keep(
+    sides: Int64s,
+    ranks: Int64s,
+    factor: Floats,
+    at: Int64s,
+    kept: Floats,
+    before: Int64s,
+    after: Int64s,
+    *,
+    beside: SegmentTable,
+) -> None:
+    """Keep each factor, column by column, for another step.
+
+    For each column x of a factor, and the one y that was kept before: y <- y if x is zero, else x scaled by the power
+    of two that brings its largest magnitude into [1/2, 1). What is not finite stays as it is.
+
+    Args:
+        sides: int64, elements of a column of each layer.
+        ranks: int64, r of each layer.
+        factor: float32; read.
+        at: int64, where each factor begins.
+        kept: float32; read and written.
+        before: int64, where what was kept of each begins.
+        after: int64, where what is kept now begins: nowhere where something is read.
+        beside: the layers; it runs where they are, with the same bytes.
+    """
+    body = bodies.of(beside) or bodies.named("reference")
+    body.keep(sides, ranks, factor, at, kept, before, after)
 
 
 def numpy_multiplies(rank: int) -> bool:
@@ -199,18 +241,22 @@ def numpy_multiplies(rank: int) -> bool:
     return not native or (rank > BASELINE_RANKS and bodies.named("native").isa() == "baseline")
 
 
-def _multiplier(table: SegmentTable, ranks: Int64s) -> bodies.Body:
-    """The body for sums in any order."""
-    if bodies.of(table) is None and numpy_multiplies(int(np.max(ranks, initial=0))):
-        return bodies.named("reference")
-    return bodies.active()
+def _multiplier(ranks: Int64s) -> bodies.Body:
+    """The host's body for sums in any order."""
+    name = "reference" if numpy_multiplies(int(np.max(ranks, initial=0))) else bodies.body()
+    return bodies.named(name)
+
+
+def _body(table: SegmentTable) -> Any:
+    """The device's where the table is, or the host's."""
+    return bodies.of(table) or bodies.named(bodies.body())
 
 
 # --- random factors -----------------------------------------------------------------------------------------
 
 
 def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
-    """The Q that a layer begins with: i.i.d. standard normal numbers (004, Algorithm 1, line 1).
+    """The Q that a layer begins with: i.i.d. standard normal numbers (Vogels et al. 2019, Algorithm 1, line 1).
 
     Args:
         columns: m.
@@ -225,7 +271,7 @@ def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
 
 
 def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Floats:
-    """The Q of one step, equal on all ranks: i.i.d. standard normal numbers (004, section 4.1, the unbiased scheme).
+    """The Q of one step, equal on all ranks: i.i.d. standard normal numbers (Vogels et al. 2019, section 4.1).
 
     Number k * columns + j is Q[j, k]. Numbers 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter
     (2**32 - 1 - i, layer, step, OWNER_RANK); draws for the elements of the layer count up from 0. Box and

@@ -4,7 +4,7 @@ Row l of a matrix is a layer, column k one of its choices (a compressor and a le
 caller. `discretise` turns errors into whole steps, `cheapest` finds the choices that cost least within a budget of
 steps. Neither puts anything on the wire or keeps state; all bodies of the kernels choose the same.
 
-Source: 000 (L-GreCo), Algorithm 1, lines 3 and 5 (`discretise`) and 6-31 (`cheapest`).
+Source: Markov et al. 2024, Algorithm 1, lines 3 and 5 (`discretise`) and 6-31 (`cheapest`).
 """
 
 from __future__ import annotations

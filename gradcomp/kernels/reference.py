@@ -57,14 +57,14 @@ def encode(
     decay: float,
     magnitudes: Magnitudes | None = None,
 ) -> None:
-    """Encode c = scale * gradient + decay * residual into the payload, and write shadow = c - decoded value.
+    """Encode c = scale * gradient + decay * residual into the payload, and write next residual = c - decoded value.
 
     A segment with a non-finite c, or whose scale record would not be finite, gets its flag set and a payload
-    of zero bytes; its shadow is unspecified then.
+    of zero bytes; its next residual is unspecified then.
 
     Args:
         codec: one of the codec numbers of `segments`.
-        table: SEGMENT rows; reads gradient, residual; writes shadow.
+        table: SEGMENT rows; reads gradient, residual; writes next residual.
         payload: uint8, written at each row's offset.
         flags: uint8, one per row; only ORed into.
         stochastic: round stochastically instead of to nearest (codecs in `segments.STOCHASTIC` only).
@@ -199,7 +199,7 @@ def reduce(
 
     Args:
         codec: as in `encode`.
-        table: SEGMENT rows; reads residual; writes shadow.
+        table: SEGMENT rows; reads residual; writes next residual.
         payloads: at least one, all of the table's layout; added in this order.
         out: uint8, written at the same offsets; must not overlap a payload.
         flags: uint8, one per row; only ORed into.
@@ -263,7 +263,7 @@ def _encode_segment(
     magnitudes: Magnitudes | None,
     target: Bytes,
 ) -> bool:
-    """Write a segment's payload and shadow; return whether it is non-finite."""
+    """Write a segment's payload and next residual; return whether it is non-finite."""
     with np.errstate(all="ignore"):
         if codec in QUANTISERS:
             encoded = _encode_quantised(codec, segment, contribution, draws, magnitudes)
@@ -275,9 +275,9 @@ def _encode_segment(
             target[:] = 0
             return True
         target[:], value = encoded
-        if segment["shadow"]:
-            shadow = _view(segment["shadow"], segment["length"], DTYPES[FLOAT32])
-            shadow[:] = contribution - value
+        if segment["next_residual"]:
+            next_residual = _view(segment["next_residual"], segment["length"], DTYPES[FLOAT32])
+            next_residual[:] = contribution - value
     return False
 
 

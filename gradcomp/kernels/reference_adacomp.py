@@ -13,11 +13,11 @@ from gradcomp.kernels.reference_selection import (
     Indices,
     Numbers,
     _check_narrow,
+    _check_next_residuals,
     _check_places,
     _check_rows,
-    _check_shadows,
     _largest,
-    _shadow,
+    _next_residual,
 )
 from gradcomp.kernels.segments import SegmentTable
 
@@ -38,7 +38,7 @@ def select_adacomp(
     m is the largest |c| of the element's bin, NaN aside. Bins are runs of bin_size elements; the last may be shorter.
 
     Args:
-        table: SEGMENT rows; reads gradient, and c in shadow.
+        table: SEGMENT rows; reads gradient, and c in next residual.
         factors: float32, one per row: factor of the gradient.
         limits: int64, one per row, not negative: room of the row's selection.
         offsets: int64, one per row: where the row's selection begins.
@@ -60,7 +60,7 @@ def select_adacomp(
         found=(found, np.int64, True),
     )
     _check_narrow(table)
-    _check_shadows(table)
+    _check_next_residuals(table)
     _check_places(table, offsets, limits, indices, values, writable=True)
     if bin_size < 1:
         raise ValueError(f"bin_size {bin_size} is not positive")
@@ -68,7 +68,7 @@ def select_adacomp(
         found[i] = 0
         if segment["length"] == 0:
             continue
-        c = _shadow(segment)
+        c = _next_residual(segment)
         with np.errstate(all="ignore"):
             ahead = np.abs(c + factors[i] * _gradient(segment, np.float32))
         begins = np.arange(0, len(c), bin_size)

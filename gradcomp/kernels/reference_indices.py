@@ -269,10 +269,10 @@ def _check_scatter(
     _check_aligned(indices=indices, values=values)
     _check_targets(table, flags, offsets, counts, divisor, scale)
     read = np.flatnonzero((table["output"] != 0) & (flags == 0))
-    room = min(len(indices), len(values))
+    capacity = min(len(indices), len(values))
     for i in read:
         for offset, count in zip(offsets[:, i].tolist(), counts[:, i].tolist(), strict=True):
-            if not (0 <= count <= room and 0 <= offset <= room - count):
+            if not (0 <= count <= capacity and 0 <= offset <= capacity - count):
                 raise ValueError(f"row {i}: a list does not lie inside indices and values")
             require_ascending(int(i), indices[offset : offset + count], int(table["length"][i]))
 

@@ -48,8 +48,8 @@ class _Matrix:
     q: Floats
 
     @property
-    def shadow(self) -> Floats:
-        return _view(self.segment["shadow"], self.n * self.m, DTYPES[FLOAT32]).reshape(self.n, self.m)
+    def next_residual(self) -> Floats:
+        return _view(self.segment["next_residual"], self.n * self.m, DTYPES[FLOAT32]).reshape(self.n, self.m)
 
     def product(self) -> Floats:
         """P Q^T, summed over the columns of both from the first to the last."""
@@ -84,8 +84,8 @@ def project(
             c = factors[matrix.index] * _gradient(segment, np.float32)
             if segment["residual"]:
                 c = c + np.float32(decay) * _residual(segment)
-            matrix.shadow.reshape(-1)[:] = c
-            matrix.p[:] = np.matmul(matrix.shadow, matrix.q.T).T
+            matrix.next_residual.reshape(-1)[:] = c
+            matrix.p[:] = np.matmul(matrix.next_residual, matrix.q.T).T
         if not _all_finite(c):
             matrix.p[:] = np.nan
             flags[matrix.index] |= 1
@@ -105,7 +105,7 @@ def back_project(
     check_array("q", q, np.float32, writable=True)
     for matrix in _matrices(table, rows, columns, ranks, p, p_at, q, q_at):
         with np.errstate(all="ignore"):
-            matrix.q[:] = np.matmul(matrix.p, matrix.shadow)
+            matrix.q[:] = np.matmul(matrix.p, matrix.next_residual)
 
 
 def orthogonalise(rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
@@ -164,7 +164,25 @@ def subtract(
     """See `lowrank.subtract`."""
     for matrix in _matrices(table, rows, columns, ranks, p, p_at, q, q_at):
         with np.errstate(all="ignore"):
-            matrix.shadow[:] = matrix.shadow - matrix.product()
+            matrix.next_residual[:] = matrix.next_residual - matrix.product()
+
+
+def keep(
+    sides: Int64s, ranks: Int64s, factor: Floats, at: Int64s, kept: Floats, before: Int64s, after: Int64s
+) -> None:
+    """See `lowrank.keep`."""
+    sizes = sides * ranks
+    if not sizes.any():
+        return
+    lengths = np.repeat(sides, ranks)[np.repeat(sides, ranks) > 0]
+    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    x = factor[np.repeat(at, sizes) + within]
+    with np.errstate(all="ignore"):
+        largest = np.maximum.reduceat(np.abs(x), np.cumsum(lengths) - lengths)
+        exponents = np.where(np.isfinite(largest), -np.frexp(largest)[1], 0)
+        scaled = np.ldexp(x, np.repeat(exponents, lengths))
+    same = kept[np.repeat(before, sizes) + within]
+    kept[np.repeat(after, sizes) + within] = np.where(np.repeat(largest == 0, lengths), same, scaled)
 
 
 # --- columns ------------------------------------------------------------------------------------------------
@@ -220,7 +238,7 @@ def _matrices(
         segment = table[index]
         if not outputs or segment["output"]:
             check_elements(table[index : index + 1])
-            found.append(_matrix(index, segment, p, q, *numbers, needs_shadow=not outputs))
+            found.append(_matrix(index, segment, p, q, *numbers, needs_next_residual=not outputs))
     return iter(found)
 
 
@@ -235,12 +253,12 @@ def _matrix(
     p_at: int,
     q_at: int,
     *,
-    needs_shadow: bool,
+    needs_next_residual: bool,
 ) -> _Matrix:
     if segment["dtype"] == FLOAT64:
         raise ValueError(f"segment {index}: low rank has no float64")
-    if needs_shadow and segment["length"] and not segment["shadow"]:
-        raise ValueError(f"segment {index}: no shadow to hold the matrix")
+    if needs_next_residual and segment["length"] and not segment["next_residual"]:
+        raise ValueError(f"segment {index}: no next residual to hold the matrix")
     if not (0 <= n <= MAX_ELEMENTS and 0 <= m <= MAX_ELEMENTS and n * m == segment["length"]):
         raise ValueError(f"segment {index}: rows times columns is not the length of the segment")
     return _Matrix(

@@ -2,7 +2,7 @@
 
 A row of the table is a whole layer of at most 2**32 - 1 elements, in float32 or half precision. Its contribution
 is c = factor * gradient + decay * residual in float32, every product and sum on its own, as in `reference`; c lies
-in the float32 `shadow` of the row. Magnitudes order elements; of equal magnitudes the lower index comes first, and
+in the float32 next residual of the row. Magnitudes order elements; of equal magnitudes the lower index comes first, and
 -0 equals 0. NaN is selected by nothing.
 
 The selections of all rows lie in flat arrays: that of row i in indices[offsets[i] : offsets[i] + counts[i]]
@@ -10,8 +10,8 @@ The selections of all rows lie in flat arrays: that of row i in indices[offsets[
 elements are float64, in the order of `reference_sums`.
 
 All functions raise TypeError for an array of the wrong dtype, read-only, not aligned or not contiguous, and
-ValueError, before anything is written, for a malformed row, a row without the shadow it needs, vectors that do not
-have one item per row, and selections that do not lie inside the flat arrays.
+ValueError, before anything is written, for a malformed row, a row without the next residual it needs, vectors that do
+not have one item per row, and selections that do not lie inside the flat arrays.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MAX_LAYER_ELEMENTS: Final = (1 << 32) - 1
 
 
 def contribute(table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
-    """shadow <- c; flags[i] |= 1 if some c of row i is not finite.
+    """next residual <- c; flags[i] |= 1 if some c of row i is not finite.
 
     Args:
-        table: SEGMENT rows; reads gradient, residual; writes shadow.
+        table: SEGMENT rows; reads gradient, residual; writes next residual.
         flags: uint8, one per row; only ORed into.
         factors: float32, one per row: factor of the gradient.
         decay: factor of the residual.
@@ -59,7 +59,7 @@ def contribute(table: SegmentTable, flags: Bytes, factors: Floats, *, decay: flo
     """
     _check_rows(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
     _check_narrow(table)
-    _check_shadows(table)
+    _check_next_residuals(table)
     for i, segment in enumerate(table):
         flags[i] |= _contribute(segment, factors[i], decay)
 
@@ -93,7 +93,7 @@ def select_top(
     A row with a non-finite c gets its flag, and the indices 0, 1, ... with values of 0.
 
     Args:
-        table: SEGMENT rows; reads gradient, residual; writes shadow.
+        table: SEGMENT rows; reads gradient, residual; writes next residual.
         flags: uint8, one per row; only ORed into.
         factors: float32, one per row: factor of the gradient.
         counts: int64, one per row, in 0..length.
@@ -113,7 +113,7 @@ def select_top(
         offsets=(offsets, np.int64, False),
     )
     _check_narrow(table)
-    _check_shadows(table)
+    _check_next_residuals(table)
     _check_counts(table, counts)
     _check_places(table, offsets, counts, indices, values, writable=True)
     for i, segment in enumerate(table):
@@ -123,7 +123,7 @@ def select_top(
             indices[place] = np.arange(counts[i])
             values[place] = 0
             continue
-        c = _shadow(segment)
+        c = _next_residual(segment)
         chosen = _largest(c, np.arange(len(c)), int(counts[i]))
         indices[place], values[place] = chosen, c[chosen]
 
@@ -140,7 +140,7 @@ def select_above(
     """Select the elements of row i with |c| >= thresholds[i], or the limits[i] largest of them; found[i]: how many.
 
     Args:
-        table: SEGMENT rows; reads c in shadow.
+        table: SEGMENT rows; reads c in next residual.
         thresholds: float32, one per row; nothing is selected by NaN.
         limits: int64, one per row, not negative: room of the row's selection.
         offsets: int64, one per row: where the row's selection begins.
@@ -155,10 +155,10 @@ def select_above(
         offsets=(offsets, np.int64, False),
         found=(found, np.int64, True),
     )
-    _check_shadows(table)
+    _check_next_residuals(table)
     _check_places(table, offsets, limits, indices, values, writable=True)
     for i, segment in enumerate(table):
-        c = _shadow(segment)
+        c = _next_residual(segment)
         chosen = _largest(c, np.flatnonzero(np.abs(c) >= thresholds[i]), int(limits[i]))
         place = slice(int(offsets[i]), int(offsets[i]) + len(chosen))
         indices[place], values[place] = chosen, c[chosen]
@@ -176,7 +176,7 @@ def sample_thresholds(
     A NaN in the sample counts as infinite.
 
     Args:
-        table: SEGMENT rows; reads c in shadow.
+        table: SEGMENT rows; reads c in next residual.
         counts: int64, one per row, in 0..length: elements that are wanted.
         thresholds: float32, one per row, written.
         stride: distance of the sampled elements, at least 1.
@@ -186,12 +186,12 @@ def sample_thresholds(
     with a random phase reads as little and needs no random numbers per element.
     """
     _check_rows(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
-    _check_shadows(table)
+    _check_next_residuals(table)
     _check_counts(table, counts)
     if stride < 1 or phase < 0:
         raise ValueError(f"stride {stride} is not positive, or phase {phase} is negative")
     for i, segment in enumerate(table):
-        magnitudes = np.abs(_shadow(segment))
+        magnitudes = np.abs(_next_residual(segment))
         if counts[i] == 0:
             thresholds[i] = np.inf
             continue
@@ -216,7 +216,7 @@ def tail(
     are 0.
 
     Args:
-        table: SEGMENT rows; reads c in shadow.
+        table: SEGMENT rows; reads c in next residual.
         thresholds: float32, one per row.
         counts: int64, one per row, written.
         sums: float64, one per row, written.
@@ -231,9 +231,9 @@ def tail(
         squares_out=(squares_out, np.float64, True),
         maxima=(maxima, np.float32, True),
     )
-    _check_shadows(table)
+    _check_next_residuals(table)
     for i, segment in enumerate(table):
-        magnitudes = np.abs(_shadow(segment))
+        magnitudes = np.abs(_next_residual(segment))
         chosen = magnitudes >= thresholds[i]
         x = np.where(chosen, magnitudes, np.float32(0)).astype(np.float64)
         counts[i] = np.count_nonzero(chosen)
@@ -242,10 +242,10 @@ def tail(
 
 
 def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
-    """values <- shadow[indices], for the selection of each row.
+    """values <- next residual[indices], for the selection of each row.
 
     Args:
-        table: SEGMENT rows; reads c in shadow.
+        table: SEGMENT rows; reads c in next residual.
         offsets: int64, one per row: where the row's selection begins.
         counts: int64, one per row: elements of the selection.
         indices: uint32, in any order; may come from a peer.
@@ -257,14 +257,14 @@ def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indice
     _check_selections(table, offsets, counts, indices, values, writable=True)
     for i, segment in enumerate(table):
         place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
-        values[place] = _shadow(segment)[indices[place]]
+        values[place] = _next_residual(segment)[indices[place]]
 
 
 def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
-    """shadow[indices] <- values, for the selection of each row; of a repeated index the last value stays.
+    """next residual[indices] <- values, for the selection of each row; of a repeated index the last value stays.
 
     Args:
-        table: SEGMENT rows; writes shadow.
+        table: SEGMENT rows; writes next residual.
         offsets: int64, one per row: where the row's selection begins.
         counts: int64, one per row: elements of the selection.
         indices: uint32, in any order; may come from a peer.
@@ -276,24 +276,24 @@ def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices
     _check_selections(table, offsets, counts, indices, values, writable=False)
     for i, segment in enumerate(table):
         place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
-        _shadow(segment)[indices[place]] = values[place]
+        _next_residual(segment)[indices[place]] = values[place]
 
 
 # --- one row ------------------------------------------------------------------------------------------------
 
 
 def _contribute(segment: np.void, factor: np.float32, decay: float) -> bool:
-    """Write c to the shadow; return whether some of it is not finite."""
+    """Write c to the next residual; return whether some of it is not finite."""
     with np.errstate(all="ignore"):
         c = factor * _gradient(segment, np.float32)
         if segment["residual"]:
             c = c + np.float32(decay) * _residual(segment)
-    _shadow(segment)[:] = c
+    _next_residual(segment)[:] = c
     return not np.isfinite(c).all()
 
 
-def _shadow(segment: np.void) -> Floats:
-    return _view(segment["shadow"], segment["length"], DTYPES[FLOAT32])
+def _next_residual(segment: np.void) -> Floats:
+    return _view(segment["next_residual"], segment["length"], DTYPES[FLOAT32])
 
 
 def _largest(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
@@ -325,8 +325,8 @@ def _check_narrow(table: SegmentTable) -> None:
     _require(table, table["dtype"] != FLOAT64, "selections are made from float32 and half precision")
 
 
-def _check_shadows(table: SegmentTable) -> None:
-    _require(table, (table["shadow"] != 0) | (table["length"] == 0), "the row has no shadow")
+def _check_next_residuals(table: SegmentTable) -> None:
+    _require(table, (table["next_residual"] != 0) | (table["length"] == 0), "the row has no next residual")
 
 
 def _check_counts(table: SegmentTable, counts: Numbers) -> None:
@@ -348,12 +348,12 @@ def _check_places(
     _check_inside(table, offsets, counts, min(len(indices), len(values)))
 
 
-def _check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, room: int) -> None:
+def _check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, capacity: int) -> None:
     # Written as a difference: the sum of a hostile offset and a count could wrap.
     _require(
         table,
-        (offsets >= 0) & (counts >= 0) & (counts <= room) & (offsets <= room - counts),
-        f"the selection does not lie inside arrays of {room} items",
+        (offsets >= 0) & (counts >= 0) & (counts <= capacity) & (offsets <= capacity - counts),
+        f"the selection does not lie inside arrays of {capacity} items",
     )
 
 
@@ -369,7 +369,7 @@ def _check_selections(
     check_array("indices", indices, np.uint32)
     check_array("values", values, np.float32, writable=writable)
     _check_rows(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
-    _check_shadows(table)
+    _check_next_residuals(table)
     _check_places(table, offsets, counts, indices, values, writable=False)
     for i, segment in enumerate(table):
         chosen = indices[int(offsets[i]) : int(offsets[i] + counts[i])]

@@ -63,6 +63,8 @@ DTYPES: Final[tuple[np.dtype[Any], ...]] = (
 )
 """NumPy dtype of each dtype number of the table."""
 
+_ITEM_BYTES: Final = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.uint64)
+
 DTYPE_NUMBERS: Final = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 """And the number of each, by its name."""
 
@@ -76,7 +78,7 @@ SEGMENT: Final = np.dtype(
     [
         ("gradient", "<u8"),  # address of the first gradient element; 0: absent, the gradient is zero
         ("residual", "<u8"),  # address of the float32 residual to read; 0: none
-        ("shadow", "<u8"),  # address of the float32 residual to write; 0: none
+        ("next_residual", "<u8"),  # address of the float32 residual to write; 0: none
         ("output", "<u8"),  # address of the first output element; 0: do not write
         ("payload", "<i8"),  # byte offset of the segment's payload in the buffer of the call
         ("start", "<i8"),  # number of the segment's first element within its layer
@@ -138,6 +140,12 @@ _WIRE_FORMAT: Final = {
     CODEBOOK_L2: (4, 0),
     CODEBOOK_LINF: (4, 0),
 }
+
+
+def byte_offsets(table: SegmentTable) -> npt.NDArray[np.uint64]:
+    """Of every row's first element, in an array that begins with element 0."""
+    offsets: npt.NDArray[np.uint64] = table["start"].astype(np.uint64) * _ITEM_BYTES[table["dtype"]]
+    return offsets
 
 
 def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:

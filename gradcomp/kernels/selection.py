@@ -23,7 +23,7 @@ __all__ = [
 
 
 def contribute(table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
-    """shadow <- factors[i] * gradient + decay * residual; see `reference_selection.contribute`."""
+    """next residual <- factors[i] * gradient + decay * residual; see `reference_selection.contribute`."""
     bodies.active().contribute(table, flags, factors, decay=decay)
 
 
@@ -80,10 +80,10 @@ def tail(
 
 
 def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
-    """values <- shadow[indices]; see `reference_selection.take`."""
+    """values <- next residual[indices]; see `reference_selection.take`."""
     bodies.active().take(table, offsets, counts, indices, values)
 
 
 def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
-    """shadow[indices] <- values; see `reference_selection.put`."""
+    """next residual[indices] <- values; see `reference_selection.put`."""
     bodies.active().put(table, offsets, counts, indices, values)

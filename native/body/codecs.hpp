@@ -80,8 +80,10 @@ class MinMax {
             high_ = max(high_, c);
             largest_ = GRADCOMP_BODY::max(largest_, magnitude_bits(c));
         }
-        void end_chunk(ChunkTrees&) {}
-        void join(const ChunkTrees&) {}
+        template <class Trees>
+        void end_chunk(Trees&) {}
+        template <class Trees>
+        void join(const Trees&) {}
         // The sum turns -0 into +0, whichever of the two a minimum picked.
         float low() const { return reduce_min(low_) + 0.0f; }
         float high() const { return reduce_max(high_) + 0.0f; }
@@ -146,8 +148,14 @@ class L2Norm {
   public:
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { squares_.add(c); }
-    void end_chunk(ChunkTrees& trees) { squares_.end_chunk(trees[0]); }
-    void join(const ChunkTrees& trees) { squares_.join(trees[0]); }
+    template <class Trees>
+    void end_chunk(Trees& trees) {
+        squares_.end_chunk(trees[0]);
+    }
+    template <class Trees>
+    void join(const Trees& trees) {
+        squares_.join(trees[0]);
+    }
     float norm() const { return static_cast<float>(__builtin_sqrt(squares_.total())); }
 
   private:
@@ -158,8 +166,10 @@ class LInfNorm {
   public:
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { largest_ = max(largest_, magnitude_bits(c)); }
-    void end_chunk(ChunkTrees&) {}
-    void join(const ChunkTrees&) {}
+    template <class Trees>
+    void end_chunk(Trees&) {}
+    template <class Trees>
+    void join(const Trees&) {}
     float norm() const { return float_of(reduce_max(largest_)); }
 
   private:

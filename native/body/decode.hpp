@@ -13,7 +13,7 @@ struct PayloadView {
     Level level;
 };
 
-// Values of the elements first..first+count, at most a block, into an array of block_room.
+// Values of the elements first..first+count, at most a block, into an array of block_capacity.
 template <class Codec>
 void read_values(const Segment& segment, const PayloadView& payload, std::int64_t first, std::int64_t count,
                  float* values) {
@@ -113,7 +113,7 @@ std::int32_t write_blocks(const Segment& segment, const Finish& finish, bool add
     // A streamed vector must be aligned: a short block at first, which is not streamed, aligns the others.
     const auto unaligned = static_cast<std::int64_t>(streaming ? -segment.output % 64 / sizeof(float) : 0);
 
-    alignas(64) float values[block_room];
+    alignas(64) float values[block_capacity];
     std::int32_t largest = 0;
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < segment.length; first += count) {

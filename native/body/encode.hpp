@@ -1,5 +1,5 @@
-// Contributions to payload and shadow: one pass over a bucket for its range, one for its codes, the second in
-// cache.
+// Contributions to payload and next residual: one pass over a bucket for its range, one for its codes, the
+// second in cache.
 #pragma once
 
 #include "codecs.hpp"
@@ -48,7 +48,7 @@ class Prefetcher {
     std::uintptr_t stride_;
 };
 
-enum class Shadow { none, cached, streamed };
+enum class NextResidual { none, cached, streamed };
 
 // The random numbers of a block: (lane + offset) / 2**16.
 struct Draws {
@@ -56,11 +56,11 @@ struct Draws {
     F32 offset;
 };
 
-// Codes, and shadow, of one block.
-template <class Codec, bool stochastic, Shadow kind>
+// Codes, and next residual, of one block.
+template <class Codec, bool stochastic, NextResidual kind>
 void encode_block(const Codec codec, const float* c, const Draws draws, std::int64_t count,
-                  typename Codec::Code* codes, float* shadow, const Prefetcher prefetcher) {
-    const auto encode_vector = [&](std::int64_t i, float* shadow_at) {
+                  typename Codec::Code* codes, float* next_residual, const Prefetcher prefetcher) {
+    const auto encode_vector = [&](std::int64_t i, float* next_residual_at) {
         prefetcher.fetch(i);
         const F32 contribution = load(c + i);
         F32 u = splat(0.0f);
@@ -68,16 +68,18 @@ void encode_block(const Codec codec, const float* c, const Draws draws, std::int
             u = (to_float(load_widen(draws.lanes + i)) + draws.offset) * splat(0x1p-16f);
         const I32 code = codec.template code<stochastic>(contribution, u);
         store_narrow(codes + i, code);
-        if constexpr (kind == Shadow::cached) store(shadow_at, contribution - codec.value(code));
-        if constexpr (kind == Shadow::streamed) stream(shadow_at, contribution - codec.value(code));
+        if constexpr (kind == NextResidual::cached) store(next_residual_at, contribution - codec.value(code));
+        if constexpr (kind == NextResidual::streamed)
+            stream(next_residual_at, contribution - codec.value(code));
     };
     std::int64_t i = 0;
-    for (; i + lanes <= count; i += lanes) encode_vector(i, kind == Shadow::none ? nullptr : shadow + i);
+    for (; i + lanes <= count; i += lanes)
+        encode_vector(i, kind == NextResidual::none ? nullptr : next_residual + i);
     if (i < count) {
         alignas(64) float rest[lanes];
         encode_vector(i, rest);
-        if constexpr (kind != Shadow::none)
-            std::memcpy(shadow + i, rest, static_cast<std::size_t>(count - i) * sizeof(float));
+        if constexpr (kind != NextResidual::none)
+            std::memcpy(next_residual + i, rest, static_cast<std::size_t>(count - i) * sizeof(float));
     }
 }
 
@@ -159,17 +161,17 @@ class SegmentEncoder {
             const Prefetcher prefetcher(c, c != scratch);
             Draws draws{nullptr, offset_};
             if constexpr (stochastic) draws.lanes = random_.draw(job_.segment.start + first, count, draws_);
-            if (job_.segment.shadow == 0) {
-                encode_block<Codec, stochastic, Shadow::none>(codec, c, draws, count, writer_.room(count),
-                                                              nullptr, prefetcher);
+            if (job_.segment.next_residual == 0) {
+                encode_block<Codec, stochastic, NextResidual::none>(codec, c, draws, count,
+                                                                    writer_.room(count), nullptr, prefetcher);
             } else {
-                auto* const shadow = reinterpret_cast<float*>(job_.segment.shadow) + first;
-                if (job_.streaming && aligned_for_stream(shadow))
-                    encode_block<Codec, stochastic, Shadow::streamed>(
-                        codec, c, draws, count, writer_.room(count), shadow, prefetcher);
+                auto* const next_residual = reinterpret_cast<float*>(job_.segment.next_residual) + first;
+                if (job_.streaming && aligned_for_stream(next_residual))
+                    encode_block<Codec, stochastic, NextResidual::streamed>(
+                        codec, c, draws, count, writer_.room(count), next_residual, prefetcher);
                 else
-                    encode_block<Codec, stochastic, Shadow::cached>(codec, c, draws, count,
-                                                                    writer_.room(count), shadow, prefetcher);
+                    encode_block<Codec, stochastic, NextResidual::cached>(
+                        codec, c, draws, count, writer_.room(count), next_residual, prefetcher);
             }
             writer_.append(count);
         }
@@ -180,7 +182,7 @@ class SegmentEncoder {
     RandomStream random_;
     F32 offset_;
     CodeWriter<typename Codec::Code> writer_;
-    alignas(64) float scratch_[2][block_room];
+    alignas(64) float scratch_[2][block_capacity];
     alignas(64) std::uint16_t draws_[block_size + RandomStream::slack];
 };
 

@@ -26,7 +26,7 @@ inline bool all_finite(const double* x, std::int64_t count) {
     return finite;
 }
 
-// Write a block of contributions, which may first get the residual added, and the shadow.
+// Write a block of contributions, which may first get the residual added, and the next residual.
 inline bool encode_doubles(const Segment& segment, std::int64_t first, std::int64_t count, double* c,
                            double decay, std::uint8_t* codes) {
     if (segment.residual != 0) {
@@ -35,8 +35,8 @@ inline bool encode_doubles(const Segment& segment, std::int64_t first, std::int6
                     static_cast<std::size_t>(count) * sizeof(float));
         for (std::int64_t i = 0; i < count; ++i) c[i] = c[i] + decay * static_cast<double>(r[i]);
     }
-    if (segment.shadow != 0)
-        std::memset(reinterpret_cast<float*>(segment.shadow) + first, 0,
+    if (segment.next_residual != 0)
+        std::memset(reinterpret_cast<float*>(segment.next_residual) + first, 0,
                     static_cast<std::size_t>(count) * sizeof(float));
     write_doubles(codes, first, count, c);
     return all_finite(c, count);

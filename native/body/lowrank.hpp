@@ -118,7 +118,7 @@ inline void add_rows(const float* const* pointers, std::int64_t width, const flo
 
 inline void back_project_matrix(const Segment& segment, const Matrix& matrix, const float* p, float* q,
                                 float* scratch) {
-    const auto* const m = reinterpret_cast<const float*>(segment.shadow);
+    const auto* const m = reinterpret_cast<const float*>(segment.next_residual);
     for_columns(matrix.columns, tile_columns, [&](const Columns& columns) {
         const std::int64_t stride = whole_vectors(columns.width);
         clear_floats(scratch, matrix.rank * stride);
@@ -214,18 +214,19 @@ inline bool expand_matrix(const Segment& segment, const Matrix& matrix, const fl
     return largest < overflow_bits(segment.dtype);
 }
 
-// shadow <- shadow - P Q^T
+// next residual <- next residual - P Q^T
 inline void subtract_matrix(const Segment& segment, const Matrix& matrix, const float* p, const float* q,
                             float* scratch) {
     for_product(matrix, p, q, scratch, [&](std::int64_t first, const float* values, std::int64_t count) {
-        float* const shadow = reinterpret_cast<float*>(segment.shadow) + first;
+        float* const next_residual = reinterpret_cast<float*>(segment.next_residual) + first;
         std::int64_t i = 0;
-        for (; i + lanes <= count; i += lanes) store(shadow + i, load(shadow + i) - load(values + i));
+        for (; i + lanes <= count; i += lanes)
+            store(next_residual + i, load(next_residual + i) - load(values + i));
         if (i < count) {
             alignas(64) float rest[lanes] = {};
-            copy_floats(rest, shadow + i, count - i);
+            copy_floats(rest, next_residual + i, count - i);
             store(rest, load(rest) - load(values + i));
-            copy_floats(shadow + i, rest, count - i);
+            copy_floats(next_residual + i, rest, count - i);
         }
     });
 }

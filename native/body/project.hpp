@@ -1,4 +1,4 @@
-// P <- M Q, while M, the contributions, is made and written to the shadow.
+// P <- M Q, while M, the contributions, is made and written to the next residual.
 #pragma once
 
 #include "lowrank.hpp"
@@ -49,15 +49,15 @@ inline void project_tile(const Matrix& matrix, const float* c, std::int64_t widt
     }
 }
 
-// Contributions of a tile, which go to the shadow too; returns the bits of the largest magnitude.
+// Contributions of a tile, which go to the next residual too; returns the bits of the largest magnitude.
 inline I32 fill_tile(const Segment& segment, const Gradient& source, std::int64_t first, std::int64_t count,
                      float* c, I32 largest) {
-    float* const shadow = reinterpret_cast<float*>(segment.shadow) + first;
+    float* const next_residual = reinterpret_cast<float*>(segment.next_residual) + first;
     for (std::int64_t i = 0; i < count; i += block_size) {
         const std::int64_t part = smaller(block_size, count - i);
         const float* const x = source.block(first + i, part, c + i);
         if (x != c + i) copy_floats(c + i, x, part);
-        copy_floats(shadow + i, c + i, part);
+        copy_floats(next_residual + i, c + i, part);
         for (std::int64_t k = 0; k < part; k += lanes)
             largest = max(largest, magnitude_bits(load(c + i + k)));
     }
@@ -87,19 +87,19 @@ inline bool project_tiles(const Segment& segment, const Matrix& matrix, const Gr
 
 // --- float32, few columns of Q ---
 
-// One pass in the order of memory, as fast as a plain sum. Vectors are aligned in the shadow, so that rows
-// begin and end within them; zeros around the columns of Q cut off what belongs to another row.
+// One pass in the order of memory, as fast as a plain sum. Vectors are aligned in the next residual, so that
+// rows begin and end within them; zeros around the columns of Q cut off what belongs to another row.
 template <bool residual>
 class ProjectStream {
   public:
     ProjectStream(const Segment& segment, float scale, float decay)
         : gradient_(reinterpret_cast<const float*>(segment.gradient)),
           residual_(reinterpret_cast<const float*>(segment.residual)),
-          shadow_(reinterpret_cast<float*>(segment.shadow)),
+          next_residual_(reinterpret_cast<float*>(segment.next_residual)),
           length_(segment.length),
           scale_(splat(scale)),
           decay_(splat(decay)),
-          aligned_(segment.shadow % sizeof(float) == 0),
+          aligned_(segment.next_residual % sizeof(float) == 0),
           streaming_(aligned_ && length_ >= streaming_length) {}
 
     template <int ranks>
@@ -109,7 +109,7 @@ class ProjectStream {
         for (int k = 0; k < ranks; ++k)
             copy_floats(scratch + k * stride + lanes, q + k * matrix.columns, matrix.columns);
         const auto unaligned = static_cast<std::int64_t>(
-            aligned_ ? reinterpret_cast<std::uintptr_t>(shadow_) % 64 / sizeof(float) : 0);
+            aligned_ ? reinterpret_cast<std::uintptr_t>(next_residual_) % 64 / sizeof(float) : 0);
         I32 largest = splat(0);
         std::int64_t at = -unaligned;
         F32 c = next(at);
@@ -139,15 +139,15 @@ class ProjectStream {
     }
 
   private:
-    // The contributions at..at+lanes, zero where there are none, also written to the shadow.
+    // The contributions at..at+lanes, zero where there are none, also written to the next residual.
     F32 next(std::int64_t at) const {
         if (at < 0 || at + lanes > length_) return part(at);
         F32 c = scale_ * load(gradient_ + at);
         if constexpr (residual) c = c + decay_ * load(residual_ + at);
         if (streaming_)
-            stream(shadow_ + at, c);
+            stream(next_residual_ + at, c);
         else
-            store(shadow_ + at, c);
+            store(next_residual_ + at, c);
         return c;
     }
 
@@ -161,13 +161,13 @@ class ProjectStream {
         F32 sum = scale_ * load(c);
         if constexpr (residual) sum = sum + decay_ * load(r);
         store(c, sum);
-        copy_floats(shadow_ + at + skipped, c + skipped, count);
+        copy_floats(next_residual_ + at + skipped, c + skipped, count);
         return sum;
     }
 
     const float* gradient_;
     const float* residual_;
-    float* shadow_;
+    float* next_residual_;
     std::int64_t length_;
     F32 scale_, decay_;
     bool aligned_, streaming_;

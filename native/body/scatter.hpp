@@ -36,7 +36,7 @@ class Lists {
     // Zeros only where a sum was: most of a block has none.
     void clear(float* sums) const {
         if (first_ < 0) {
-            std::memset(sums, 0, block_room * sizeof(float));
+            std::memset(sums, 0, block_capacity * sizeof(float));
             return;
         }
         for (std::int64_t rank = 0; rank < call_.ranks; ++rank)

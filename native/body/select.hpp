@@ -17,8 +17,8 @@ namespace gradcomp::GRADCOMP_BODY {
 class Candidates {
   public:
     // The `wanted` best of a row are looked for, among magnitudes above the floor.
-    Candidates(const CandidateRoom& room, std::int64_t length, std::int64_t wanted, std::int32_t floor)
-        : room_(room), wanted_(wanted), limit_(candidate_limit(length, wanted)), floor_(floor) {}
+    Candidates(const CandidateSpace& space, std::int64_t length, std::int64_t wanted, std::int32_t floor)
+        : space_(space), wanted_(wanted), limit_(candidate_limit(length, wanted)), floor_(floor) {}
 
     std::int64_t count() const { return count_; }
     std::int32_t floor() const { return floor_; }
@@ -29,8 +29,8 @@ class Candidates {
 
     // Add the lanes of the mask; cut_if_long must be called after a block.
     void add(I32 index, I32 bits, std::uint32_t mask) {
-        compress(room_.indices + count_, index, mask);
-        compress(room_.bits + count_, bits, mask);
+        compress(space_.indices + count_, index, mask);
+        compress(space_.bits + count_, bits, mask);
         count_ += __builtin_popcount(mask);
     }
 
@@ -41,22 +41,22 @@ class Candidates {
     // Write the best, at most as many as wanted; returns how many.
     std::int64_t finish(std::uint32_t* indices, float* values) {
         if (count_ > wanted_) cut();
-        std::memcpy(indices, room_.indices, static_cast<std::size_t>(count_) * sizeof *indices);
-        std::memcpy(values, room_.bits, static_cast<std::size_t>(count_) * sizeof *values);
+        std::memcpy(indices, space_.indices, static_cast<std::size_t>(count_) * sizeof *indices);
+        std::memcpy(values, space_.bits, static_cast<std::size_t>(count_) * sizeof *values);
         return count_;
     }
 
   private:
     // Keep the best, in order; returns the smallest magnitude among them.
     std::uint32_t cut() {
-        const RankedMagnitude last = ranked_magnitude(room_.bits, count_, wanted_);
+        const RankedMagnitude last = ranked_magnitude(space_.bits, count_, wanted_);
         const I32 floor = splat(static_cast<std::int32_t>(last.magnitude));
         std::int64_t ties = last.ties;
         const std::int64_t count = count_;
         count_ = 0;
         for (std::int64_t i = 0; i < count; i += lanes) {
-            const I32 index = load_widen(room_.indices + i);
-            const I32 bits = load_widen(room_.bits + i);
+            const I32 index = load_widen(space_.indices + i);
+            const I32 bits = load_widen(space_.bits + i);
             const I32 magnitude = bits & splat(0x7FFFFFFF);
             const std::uint32_t above = mask_less(floor, magnitude);
             std::uint32_t equal = 0;
@@ -71,7 +71,7 @@ class Candidates {
         return last.magnitude;
     }
 
-    CandidateRoom room_;
+    CandidateSpace space_;
     std::int64_t wanted_;
     std::int64_t limit_;
     std::int64_t count_ = 0;
@@ -85,10 +85,10 @@ struct NoCandidates {
     static void cut_if_long() {}
 };
 
-// Copy a block of contributions to the shadow, raise `largest` to the bits of their magnitudes, and list
-// candidates.
-template <Shadow kind, class List>
-void sift_block(const float* c, std::int64_t first, std::int64_t count, float* shadow, List& list,
+// Copy a block of contributions to the next residual, raise `largest` to the bits of their magnitudes, and
+// list candidates.
+template <NextResidual kind, class List>
+void sift_block(const float* c, std::int64_t first, std::int64_t count, float* next_residual, List& list,
                 I32& largest) {
     // Copies, so that the compiler sees that the stores do not change them.
     List candidates = list;
@@ -100,65 +100,65 @@ void sift_block(const float* c, std::int64_t first, std::int64_t count, float* s
         largest_here = max(largest_here, magnitude);
         const std::uint32_t mask = mask_above(magnitude, floor) & exists;
         // Where memory is written anyhow, a branch is cheaper than storing nothing.
-        if (kind == Shadow::none || mask != 0) candidates.add(index, as_int(x), mask);
+        if (kind == NextResidual::none || mask != 0) candidates.add(index, as_int(x), mask);
         index = index + splat(std::int32_t{lanes});
     };
     std::int64_t i = 0;
     for (; i + lanes <= count; i += lanes) {
         const F32 x = load(c + i);
-        if constexpr (kind == Shadow::cached) store(shadow + i, x);
-        if constexpr (kind == Shadow::streamed) stream(shadow + i, x);
+        if constexpr (kind == NextResidual::cached) store(next_residual + i, x);
+        if constexpr (kind == NextResidual::streamed) stream(next_residual + i, x);
         sift(x, 0xFFFF);
     }
     if (i < count) {
         const auto* rest = reinterpret_cast<const std::uint32_t*>(c) + i;
         sift(as_float(load_part(rest, count - i)), existing_lanes(count - i));
-        if constexpr (kind != Shadow::none)
-            std::memcpy(shadow + i, rest, static_cast<std::size_t>(count - i) * sizeof(float));
+        if constexpr (kind != NextResidual::none)
+            std::memcpy(next_residual + i, rest, static_cast<std::size_t>(count - i) * sizeof(float));
     }
     largest = largest_here;
     list = candidates;
     list.cut_if_long();
 }
 
-// The first block of a long row ends where a cache line of its shadow begins.
+// The first block of a long row ends where a cache line of its next residual begins.
 inline std::int64_t first_block(const Segment& segment) {
-    const std::uint64_t beyond = segment.shadow % 64;
+    const std::uint64_t beyond = segment.next_residual % 64;
     if (segment.length < streaming_length || beyond % sizeof(float) != 0) return block_size;
     return block_size - static_cast<std::int64_t>(beyond / sizeof(float));
 }
 
-// Write the contributions to the shadow, and list candidates; returns whether all are finite.
+// Write the contributions to the next residual, and list candidates; returns whether all are finite.
 template <class List>
 bool sift_contributions(const Segment& segment, const Gradient& source, List& list) {
-    alignas(64) float scratch[block_room];
+    alignas(64) float scratch[block_capacity];
     I32 largest = splat(0);
     std::int64_t size = first_block(segment);
     for (std::int64_t first = 0; first < segment.length; first += size, size = block_size) {
         const std::int64_t count = smaller(size, segment.length - first);
         const float* c = source.block(first, count, scratch);
-        auto* const shadow = reinterpret_cast<float*>(segment.shadow) + first;
-        if (segment.length >= streaming_length && aligned_for_stream(shadow))
-            sift_block<Shadow::streamed>(c, first, count, shadow, list, largest);
+        auto* const next_residual = reinterpret_cast<float*>(segment.next_residual) + first;
+        if (segment.length >= streaming_length && aligned_for_stream(next_residual))
+            sift_block<NextResidual::streamed>(c, first, count, next_residual, list, largest);
         else
-            sift_block<Shadow::cached>(c, first, count, shadow, list, largest);
+            sift_block<NextResidual::cached>(c, first, count, next_residual, list, largest);
     }
     return reduce_max(largest) < infinity_bits;
 }
 
-inline void sift_shadow(const Segment& segment, Candidates& list) {
+inline void sift_next_residual(const Segment& segment, Candidates& list) {
     I32 largest = splat(0);
     for (std::int64_t first = 0; first < segment.length; first += block_size) {
         const std::int64_t count = smaller(block_size, segment.length - first);
-        sift_block<Shadow::none>(reinterpret_cast<const float*>(segment.shadow) + first, first, count,
-                                 nullptr, list, largest);
+        sift_block<NextResidual::none>(reinterpret_cast<const float*>(segment.next_residual) + first, first,
+                                       count, nullptr, list, largest);
     }
 }
 
 // A magnitude that probably at least `wanted` elements are above, and not many more; or one that all are
 // above.
 inline std::int32_t sampled_floor(const Segment& segment, const Gradient& source, std::int64_t wanted,
-                                  std::uint32_t* room) {
+                                  std::uint32_t* space) {
     constexpr std::int32_t no_floor = -1;
     const std::int64_t vectors = sampled_vectors(segment.length);
     const std::int64_t size = lanes * vectors;
@@ -176,9 +176,9 @@ inline std::int32_t sampled_floor(const Segment& segment, const Gradient& source
     };
     for (std::int64_t j = 0; j < vectors; ++j) {
         alignas(64) float scratch[lanes];
-        store_narrow(room + lanes * j, as_int(load(source.block(place(j), lanes, scratch))));
+        store_narrow(space + lanes * j, as_int(load(source.block(place(j), lanes, scratch))));
     }
-    return static_cast<std::int32_t>(ranked_magnitude(room, size, rank).magnitude) - 1;
+    return static_cast<std::int32_t>(ranked_magnitude(space, size, rank).magnitude) - 1;
 }
 
 inline void contribute(const ContributeCall& call) {
@@ -203,8 +203,8 @@ inline void select_top(const SelectTopCall& call) {
             if (!sift_contributions(segment, source, none)) call.flags[row] |= 1;
             continue;
         }
-        Candidates list(call.room, segment.length, wanted,
-                        sampled_floor(segment, source, wanted, call.room.bits));
+        Candidates list(call.space, segment.length, wanted,
+                        sampled_floor(segment, source, wanted, call.space.bits));
         if (!sift_contributions(segment, source, list)) {
             call.flags[row] |= 1;
             for (std::int64_t i = 0; i < wanted; ++i) indices[i] = static_cast<std::uint32_t>(i);
@@ -213,7 +213,7 @@ inline void select_top(const SelectTopCall& call) {
         }
         if (list.count() < wanted) {
             list.restart(-1);
-            sift_shadow(segment, list);
+            sift_next_residual(segment, list);
         }
         list.finish(indices, values);
     }
@@ -226,8 +226,8 @@ inline void select_above(const SelectAboveCall& call) {
         const std::int64_t wanted = smaller(call.limits[row], segment.length);
         call.found[row] = 0;
         if (wanted == 0) continue;
-        Candidates list(call.room, segment.length, wanted, floor_below(call.thresholds[row]));
-        sift_shadow(segment, list);
+        Candidates list(call.space, segment.length, wanted, floor_below(call.thresholds[row]));
+        sift_next_residual(segment, list);
         call.found[row] = list.finish(call.indices + call.offsets[row], call.values + call.offsets[row]);
     }
 }

@@ -35,7 +35,7 @@ inline double squares_of_doubles(const Segment& segment) {
 inline double squares_of_floats(Segment segment) {
     segment.residual = 0;
     const Gradient source(segment, 1.0f, 0.0f);
-    alignas(64) float scratch[block_room];
+    alignas(64) float scratch[block_capacity];
     ChunkTree tree;
     for (std::int64_t begin = 0; begin < segment.length; begin += chunk_elements) {
         const std::int64_t end = smaller(begin + chunk_elements, segment.length);
@@ -64,7 +64,7 @@ inline void squares(const SquaresCall& call) {
 inline void tail(const TailCall& call) {
     for (std::int64_t row = 0; row < call.table.size(); ++row) {
         const Segment segment = call.table[row];
-        const auto* shadow = reinterpret_cast<const std::uint32_t*>(segment.shadow);
+        const auto* next_residual = reinterpret_cast<const std::uint32_t*>(segment.next_residual);
         const I32 floor = splat(floor_below(call.thresholds[row]));
         ChunkTree sum, squares;
         I32 largest = splat(0);
@@ -74,7 +74,7 @@ inline void tail(const TailCall& call) {
             LaneSums sums;
             SquareSums squared;
             for (std::int64_t i = begin; i < end; i += lanes) {
-                const I32 magnitude = load_part(shadow + i, end - i) & splat(0x7FFFFFFF);
+                const I32 magnitude = load_part(next_residual + i, end - i) & splat(0x7FFFFFFF);
                 const I32 chosen =
                     magnitude & less(floor, magnitude) & less(magnitude, splat(infinity_bits + 1));
                 sums.add(as_float(chosen));

@@ -12,8 +12,14 @@ class MeanMagnitude {
     static constexpr bool votes = false;
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { sum_.add(absolute(c)); }
-    void end_chunk(ChunkTrees& trees) { sum_.end_chunk(trees[0]); }
-    void join(const ChunkTrees& trees) { sum_.join(trees[0]); }
+    template <class Trees>
+    void end_chunk(Trees& trees) {
+        sum_.end_chunk(trees[0]);
+    }
+    template <class Trees>
+    void join(const Trees& trees) {
+        sum_.join(trees[0]);
+    }
     float scale(std::int64_t elements) const {
         return static_cast<float>(sum_.total() / static_cast<double>(elements));
     }
@@ -28,8 +34,10 @@ class Presence {
     static constexpr bool votes = true;
     static float padding(const float*) { return 0.0f; }
     void add(F32 c) { largest_ = max(largest_, magnitude_bits(c)); }
-    void end_chunk(ChunkTrees&) {}
-    void join(const ChunkTrees&) {}
+    template <class Trees>
+    void end_chunk(Trees&) {}
+    template <class Trees>
+    void join(const Trees&) {}
     float scale(std::int64_t) const {
         const std::int32_t largest = reduce_max(largest_);
         if (largest >= float32_overflow) return float_of(largest);
@@ -94,11 +102,13 @@ class Sides {
         low_.add(as_float(as_int(c) & negative));
         high_.add(as_float(as_int(c) & (negative ^ splat(-1))));
     }
-    void end_chunk(ChunkTrees& trees) {
+    template <class Trees>
+    void end_chunk(Trees& trees) {
         low_.end_chunk(trees[0]);
         high_.end_chunk(trees[1]);
     }
-    void join(const ChunkTrees& trees) {
+    template <class Trees>
+    void join(const Trees& trees) {
         low_.join(trees[0]);
         high_.join(trees[1]);
     }

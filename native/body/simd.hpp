@@ -25,7 +25,7 @@ inline constexpr std::int64_t lanes = 16;
 inline constexpr std::int64_t block_size = 2048;
 
 // Room for a block and for a vector that begins at its last element: buckets may begin anywhere.
-inline constexpr std::int64_t block_room = block_size + lanes;
+inline constexpr std::int64_t block_capacity = block_size + lanes;
 
 inline constexpr std::int64_t whole_vectors(std::int64_t count) {
     return (count + lanes - 1) / lanes * lanes;

@@ -83,7 +83,7 @@ class Mean final : public Source {
     const float* block(std::int64_t first, std::int64_t count, float* scratch) const override {
         read_values<Codec>(segment_, view(payloads_[0]), first, count, scratch);
         for (const std::uint8_t* payload : payloads_.subspan(1)) {
-            alignas(64) float values[block_room];
+            alignas(64) float values[block_capacity];
             read_values<Codec>(segment_, view(payload), first, count, values);
             for (std::int64_t i = 0; i < count; i += lanes)
                 store(scratch + i, load(scratch + i) + load(values + i));

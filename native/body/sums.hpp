@@ -35,8 +35,19 @@ class ChunkTree {
     double waiting_[levels];
 };
 
+// The same for at most two chunks.
+class ChunkPair {
+  public:
+    void add(double sum) { sum_ = sum_ + sum; }
+    double total() const { return 0.0 + sum_; }
+
+  private:
+    double sum_ = -0.0;  // to which anything is added as it is
+};
+
 // What a bucket of several chunks needs beside its Range: at most two sums.
 using ChunkTrees = ChunkTree[2];
+using ChunkPairs = ChunkPair[2];
 
 #ifdef GRADCOMP_CUDA
 
@@ -69,12 +80,16 @@ class OrderedSum {
   public:
     void add(F32 x) { lanes_.add(x); }
 
-    void end_chunk(ChunkTree& tree) {
+    template <class Tree>
+    void end_chunk(Tree& tree) {
         tree.add(sum_of_chunks(lanes_));
         lanes_ = Lanes{};
     }
 
-    void join(const ChunkTree& tree) { joined_ = tree.total(); }
+    template <class Tree>
+    void join(const Tree& tree) {
+        joined_ = tree.total();
+    }
 
     // One of the two is zero.
     double total() const { return joined_ + sum_of_chunks(lanes_); }

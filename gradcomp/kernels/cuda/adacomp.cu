@@ -50,17 +50,17 @@ inline std::int32_t largest_of_warp(std::int32_t x) {
 
 }  // namespace gradcomp::cuda
 
-KERNEL(256) maxima(const AdacompParams* params) {
+KERNEL(256) maxima(const AdacompParams __grid_constant__ params) {
     __shared__ std::int32_t largest[tile_elements];  // of the bins that lie in the tile, or partly
-    const Eight own(*params);
-    const std::int64_t size = params->bin_size;
+    const Eight own(params);
+    const std::int64_t size = params.bin_size;
     const std::int64_t end = smaller(own.begin + tile_elements, own.segment.length);
     const std::int64_t first_bin = own.begin / size, bins = (end - 1) / size - first_bin + 1;
     for (std::int64_t bin = threadIdx.x; bin < bins; bin += 256) largest[bin] = 0;
     __syncthreads();
 
     float c[8] = {};
-    if (own.count > 0) read_floats(at<float>(own.segment.shadow) + own.first, own.count, c);
+    if (own.count > 0) read_floats(at<float>(own.segment.next_residual) + own.first, own.count, c);
     std::int32_t bits[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -90,7 +90,7 @@ KERNEL(256) maxima(const AdacompParams* params) {
     }
     __syncthreads();
     auto* const all =
-        to<std::int32_t>(params->maxima) + at<std::int64_t>(params->bin_begins)[own.row] + first_bin;
+        to<std::int32_t>(params.maxima) + at<std::int64_t>(params.bin_begins)[own.row] + first_bin;
     for (std::int64_t bin = threadIdx.x; bin < bins; bin += 256) {
         const bool shared = bin == 0 || bin == bins - 1;  // with another tile
         if (shared)
@@ -100,15 +100,15 @@ KERNEL(256) maxima(const AdacompParams* params) {
     }
 }
 
-KERNEL(256) mark(const AdacompParams* params) {
-    const Eight own(*params);
+KERNEL(256) mark(const AdacompParams __grid_constant__ params) {
+    const Eight own(params);
     if (own.count <= 0) return;
-    const float factor = at<float>(params->factors)[own.row];
+    const float factor = at<float>(params.factors)[own.row];
     float c[8] = {}, g[8];
-    read_floats(at<float>(own.segment.shadow) + own.first, own.count, c);
+    read_floats(at<float>(own.segment.next_residual) + own.first, own.count, c);
     read_gradient(own.segment, own.first, own.count, g);
-    const auto* const all = at<std::int32_t>(params->maxima) + at<std::int64_t>(params->bin_begins)[own.row];
-    std::int64_t bin = quotient(own.first, params->bin_size), next = (bin + 1) * params->bin_size;
+    const auto* const all = at<std::int32_t>(params.maxima) + at<std::int64_t>(params.bin_begins)[own.row];
+    std::int64_t bin = quotient(own.first, params.bin_size), next = (bin + 1) * params.bin_size;
     float largest = float_of(all[bin]);
     std::uint32_t marked = 0;
 #pragma unroll
@@ -116,13 +116,13 @@ KERNEL(256) mark(const AdacompParams* params) {
         if (i >= own.count) continue;
         if (own.first + i == next) {
             ++bin;
-            next += params->bin_size;
+            next += params.bin_size;
             largest = float_of(all[bin]);
         }
         const float step = factor * g[i];
         const float ahead = float_of(bits_of(c[i] + step) & 0x7FFFFFFF);
         if (largest > 0.0f && ahead >= largest) marked |= 1U << i;
     }
-    to<std::uint8_t>(params->marks)[at<std::int64_t>(params->mark_begins)[own.row] + own.first / 8] =
+    to<std::uint8_t>(params.marks)[at<std::int64_t>(params.mark_begins)[own.row] + own.first / 8] =
         static_cast<std::uint8_t>(marked);
 }

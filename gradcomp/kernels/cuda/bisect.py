@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
 from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.layout import Source
+from gradcomp.kernels.cuda.prepared import Plans, fixed_columns
 from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.segments import SegmentTable
 
@@ -19,34 +21,39 @@ Floats = npt.NDArray[np.float32]
 class BisectKernels:
     """bisect."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, plans: Plans) -> None:
+        self._plans = plans
 
     def bisect(self, table: SegmentTable, wanted: Sizes, most: Sizes, passes: int) -> Floats:
         """Thresholds that ``wanted`` to ``most`` of each row's magnitudes reach: what RedSync's search finds.
 
-        Reads shadows, float32 and finite: once for the mean and the largest magnitude, then ``passes`` times, of rows
-        that are not done.
+        Reads next residuals, float32 and finite: once for the mean and the largest magnitude, then ``passes`` times,
+        of rows that are not done.
         """
-        rows = len(table)
-        found = np.zeros(rows, dtype=np.float32)
-        begins = tiles(-(-table["length"] // _TILE))
-        call = Call(self._driver)
-        thresholds = call.result(found, zero=True)
-        counts, high = call.room(8 * rows, zero=True), call.room(4 * rows, zero=True)
-        sums, squares = call.room(8 * rows), call.room(8 * rows)
-        parts = RowSums(call, table, 2)
-        call.launch("sums.cu", "tail", parts.blocks, *parts.rows, parts.sums, thresholds, counts, high)
-        parts.join(sums, squares)
-        each = -(-rows // THREADS)
-        parameters = (
-            *(parts.table, call.give(begins), rows, call.give(wanted), call.give(most)),
-            *(counts, sums, high, thresholds),
-            *(call.room(4 * rows), call.room(8 * rows, zero=True)),
-        )
-        call.launch("bisect.cu", "bisect_begin", each, *parameters)
-        for _ in range(passes):
-            call.launch("bisect.cu", "bisect_count", int(begins[-1]), *parameters)
-            call.launch("bisect.cu", "bisect_decide", each, *parameters)
-        call.run()
+        found = np.zeros(len(table), dtype=np.float32)
+        key = ("bisect", fixed_columns(table), passes)
+        arrays = (table, wanted, most, found)
+        self._plans.run(key, lambda call: _write_bisect(call, arrays, passes), arrays)
         return found
+
+
+def _write_bisect(call: Call, arrays: tuple[SegmentTable, Sizes, Sizes, Floats], passes: int) -> None:
+    table, wanted, most, found = arrays
+    rows = len(table)
+    begins = tiles(-(-table["length"] // _TILE))
+    thresholds = call.result(found, Source(3), zero=True)
+    counts, high = call.workspace(8 * rows, zero=True), call.workspace(4 * rows, zero=True)
+    sums, squares = call.workspace(8 * rows), call.workspace(8 * rows)
+    parts = RowSums(call, table, 2, Source(0))
+    call.launch("sums.cu", "tail", parts.blocks, *parts.rows, parts.sums, thresholds, counts, high)
+    parts.join(sums, squares)
+    each = -(-rows // THREADS)
+    parameters = (
+        *(parts.table, call.give(begins), rows, call.give(wanted, Source(1)), call.give(most, Source(2))),
+        *(counts, sums, high, thresholds),
+        *(call.workspace(4 * rows), call.workspace(8 * rows, zero=True)),
+    )
+    call.launch("bisect.cu", "bisect_begin", each, *parameters)
+    for _ in range(passes):
+        call.launch("bisect.cu", "bisect_count", int(begins[-1]), *parameters)
+        call.launch("bisect.cu", "bisect_decide", each, *parameters)

@@ -14,15 +14,19 @@ from gradcomp.kernels.cuda.measures import MeasureKernels
 from gradcomp.kernels.cuda.prepared import Plans
 from gradcomp.kernels.cuda.scatter import ScatterKernels
 from gradcomp.kernels.cuda.selection import SelectionKernels
+from gradcomp.kernels.cuda.subspace import SubspaceKernels
 
-_PARTS = (
+# Those whose calls are written down once, and those that write them down at every run.
+_PREPARED = (
+    CodecKernels,
     BisectKernels,
     IndexKernels,
     LowRankKernels,
-    MeasureKernels,
     ScatterKernels,
     SelectionKernels,
+    SubspaceKernels,
 )
+_OTHERS = (MeasureKernels,)
 
 
 class CudaKernels:
@@ -32,7 +36,7 @@ class CudaKernels:
         self.driver = driver
         plans = Plans(driver)
         self.together = plans.together
-        self._parts = (CodecKernels(driver, plans), *(part(driver) for part in _PARTS))
+        self._parts = (*(part(driver, plans) for part in _PREPARED), *(part(driver) for part in _OTHERS))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         for part in self._parts:

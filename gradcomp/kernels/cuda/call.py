@@ -27,7 +27,7 @@ from gradcomp.kernels.cuda.layout import (
 )
 from gradcomp.kernels.segments import SegmentTable
 
-__all__ = ["GROUP", "THREADS", "Call", "Parameter", "Ref", "Sizes", "groups", "tiles"]
+__all__ = ["GROUP", "THREADS", "Call", "Parameter", "Ref", "Sizes", "groups", "places_of", "tiles"]
 
 Sizes = npt.NDArray[np.int64]
 
@@ -80,9 +80,11 @@ class Call:
             return found
         return self._add("zeroed" if zero else "results", array.nbytes, array, source)
 
-    def room(self, nbytes: int, *, zero: bool = False) -> Ref:
+    def workspace(self, nbytes: int, *, zero: bool = False) -> Ref:
         """Memory between kernels."""
-        kind = "room" if not zero else "zeroed_room" if nbytes <= _SMALL else "large_zeroed_room"
+        kind = (
+            "workspace" if not zero else "zeroed_workspace" if nbytes <= _SMALL else "large_zeroed_workspace"
+        )
         return self._add(kind, nbytes, None)
 
     def read(self, array: npt.NDArray[Any], number: int, begin: int, end: int) -> Ref:
@@ -97,11 +99,21 @@ class Call:
         found.spans += spans
         return found
 
+    def change(self, array: npt.NDArray[Any], number: int, spans: Sequence[tuple[int, int]]) -> Ref:
+        """A run's array, of which kernels read and write these bytes; who reads it later in the call reads the same."""
+        if not spans:
+            return Ref(0, address=0, on_device=True)
+        found = self._some(array, "updated", number, spans[0][0], spans[-1][1])
+        found.spans += spans
+        return found
+
     def _some(self, array: npt.NDArray[Any], kind: str, number: int, begin: int, end: int) -> Ref:
         source = self._renumbered(Source(number))
         assert source is not None, "it was given"
         found = self._on_device(array, Source(number))
         if found is None:
+            if kind == "inputs" and ("updated", source.number) in self._shared:
+                kind = "updated"
             found = self._shared.get((kind, source.number))
             if found is None:
                 found = self._shared[kind, source.number] = Ref(0, source=source)
@@ -179,6 +191,15 @@ class Call:
 def tiles(counts: Sizes) -> Sizes:
     """First tile of every row, and the number of all, for so many tiles per row."""
     return np.concatenate(([0], np.cumsum(counts)), dtype=np.int64)
+
+
+def places_of(counts: Sizes) -> npt.NDArray[np.uint32]:
+    """The row of every block, and its tile within the row, for so many tiles per row."""
+    begins = tiles(counts)
+    found = np.empty((int(begins[-1]), 2), np.uint32)
+    found[:, 0] = np.repeat(np.arange(len(counts)), counts)
+    found[:, 1] = np.arange(len(found)) - np.repeat(begins[:-1], counts)
+    return found
 
 
 def groups(table: SegmentTable) -> Sizes:

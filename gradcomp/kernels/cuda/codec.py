@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, groups, tiles
+from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, groups, places_of, tiles
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Integer, Real, Source
-from gradcomp.kernels.cuda.places import overlap
+from gradcomp.kernels.cuda.places import overlap_any
 from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
+from gradcomp.kernels.cuda.spans import ends, spans
 from gradcomp.kernels.segments import (
     BF16,
     CODEBOOK_L2,
@@ -124,8 +125,6 @@ class CodecKernels:
         """See `reference.reduce`."""
         if not payloads:
             raise ValueError("reduce needs at least one payload")
-        if any(overlap(out, payload) for payload in payloads):
-            raise ValueError("out overlaps a payload")
         numbers = (seed & _WORD, step & _WORD, rank & _WORD, 1.0, float(decay), float(divisor))
         self._encode(codec, table, out, flags, payloads, stochastic, numbers, magnitudes)
 
@@ -141,13 +140,18 @@ class CodecKernels:
         magnitudes: Magnitudes | None,
     ) -> None:
         """Encode gradients or, if there are any, payloads."""
+        given = (table, payload, magnitudes, *payloads)
+        if self._plans.repeats(("encode", codec, stochastic), given, numbers, flags):
+            return
+        if overlap_any(payload, payloads):
+            raise ValueError("out overlaps a payload")
         _check_rows(codec, table, flags, magnitudes)
         drawn = stochastic and codec in STOCHASTIC
         bad = np.zeros(len(table), dtype=np.uint8)
         arrays = (table, payload, bad, magnitudes, *payloads)
         key = ("encode", codec, drawn, fixed_columns(table), *map(place_of, (payload, *payloads)))
         self._plans.run(
-            key, lambda call: _write_encode(call, codec, drawn, arrays), arrays, numbers, (flags, bad)
+            key, lambda call: write_encode(call, codec, drawn, arrays), arrays, numbers, (flags, bad)
         )
 
     def decode(
@@ -163,13 +167,16 @@ class CodecKernels:
     ) -> None:
         """See `reference.decode`."""
         with_output = table["output"] != 0 if _is_table(table) else np.zeros(0, dtype=np.bool_)
+        numbers = (float(scale), float(divisor))
+        given = (table, payload, magnitudes, flags)
+        if self._plans.repeats(("decode", codec, with_output.tobytes()), given, numbers, flags):
+            return
         _check_rows(codec, table, flags, magnitudes, with_output)
         bad = np.zeros(len(table), dtype=np.uint8)
         arrays = (table, payload, bad, magnitudes, flags)
         key = ("decode", codec, fixed_columns(table), with_output.tobytes(), place_of(payload))
-        numbers = (float(scale), float(divisor))
         self._plans.run(
-            key, lambda call: _write_decode(call, codec, with_output, arrays), arrays, numbers, (flags, bad)
+            key, lambda call: write_decode(call, codec, with_output, arrays), arrays, numbers, (flags, bad)
         )
 
     def decode_add(
@@ -212,15 +219,18 @@ _FACTORS = (Real(3), Real(4), Real(5))
 Arrays = tuple[Any, ...]
 
 
-def _write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays) -> None:
+def write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays, only: Rows | None = None) -> None:
+    """encode or reduce, of all rows of a table or of some."""
     table, payload, bad, _, *payloads = arrays
-    check_table(codec, table, *map(len, (payload, *payloads)))
+    chosen = np.arange(len(table)) if only is None else only
+    check_table(codec, table[chosen], *map(len, (payload, *payloads)))
     begins, sizes = table["payload"], wire_bytes_table(codec, table)
     sent = [_read(call, each, number, begins, sizes) for number, each in enumerate(payloads, _OTHERS)]
-    written = _written(call, payload, begins, sizes)
+    written = _written(call, payload, begins[chosen], sizes[chosen])
     found = call.result(bad, Source(_BAD), zero=True)
     stem = "reduce" if payloads else "encode"
-    for name, members in encoders_of(codec, table["bits"], drawn):
+    for name, found_at in encoders_of(codec, table["bits"][chosen], drawn):
+        members = chosen[found_at]
         job = _Job.of(call, table, members)
         if codec == FP64:
             blocks, rows = job.tiled(-(-job.table["length"] // THREADS))
@@ -234,7 +244,8 @@ def _write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays) -> None:
         _collect(call, job, members, found)
 
 
-def _write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
+def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
+    """decode, of the rows that are chosen."""
     table, payload, bad, _, flags = arrays
     chosen = np.flatnonzero(with_output)
     check_table(codec, table[chosen], len(payload))
@@ -250,7 +261,7 @@ def _write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], ar
             parameters = (*rows, given, skipped, job.bad, 0, 0, Real(0), 1.0, Real(1))
             call.launch("rows.cu", "decode_doubles", blocks, *parameters)
         else:
-            blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
+            blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
             parameters = (*rows, given, skipped, job.bad, _magnitudes(call, arrays), Real(1), Real(0))
             call.launch("decode.cu", "decode", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
         _collect(call, job, members, found)
@@ -266,7 +277,7 @@ def _write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_]
     given = _read(call, payload, _PAYLOAD, begins, sizes)
     for name, found_at in classes_of(codec, table["bits"][chosen]):
         job = _Job.of(call, table, chosen[found_at])
-        blocks, rows = job.tiled(-(-job.table["length"] // _DECODED))
+        blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
         parameters = (*rows, given, 0, 0, _magnitudes(call, arrays), 1.0, Real(0))
         call.launch("decode.cu", "decode_add", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
 
@@ -289,13 +300,18 @@ class _Job:
     @staticmethod
     def of(call: Call, table: SegmentTable, members: Rows) -> _Job:
         """For some rows of every run's table."""
-        bad = call.room(len(members), zero=True)
+        bad = call.workspace(len(members), zero=True)
         return _Job(call, table[members], bad, source_of(_TABLE, members, len(table)))
 
     def tiled(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
-        """Blocks for so many tiles per row, and the parameters that every kernel begins with."""
+        """Blocks for so many tiles per row, and the parameters that kernels of rows.cu begin with."""
         begins = tiles(counts)
         return int(begins[-1]), (self._rows, self._call.give(begins), len(self.table))
+
+    def placed(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
+        """The same for encode.cu and decode.cu: blocks find their row and tile in a table."""
+        places = places_of(counts)
+        return len(places), (self._rows, self._call.give(places))
 
 
 def _encode_class(
@@ -315,39 +331,31 @@ def _encode_class(
     largest = int(size.max(initial=0))
     defines: dict[str, object] = {"GRADCOMP_CLASS": name}
     if largest <= _LARGEST_OF_TEAM and ((size % GROUP == 0) | (buckets <= 1)).all():
-        blocks, rows = job.tiled(-(-buckets // _TEAMS))
+        blocks, rows = job.placed(-(-buckets // _TEAMS))
         parameters = (*rows, written, job.bad, 0, 0, *common)
         call.launch("encode.cu", f"{stem}_{rounding}", blocks, *parameters, defines=defines)
         return
     wide = largest > _LARGEST_OF_TEAM
-    kept = (call.room(int(buckets.sum()) * _CODEC_BYTES), call.give(np.cumsum(buckets) - buckets))
-    blocks, rows = job.tiled(buckets if wide else -(-buckets // _TEAMS))
+    kept = (call.workspace(int(buckets.sum()) * _CODEC_BYTES), call.give(np.cumsum(buckets) - buckets))
+    blocks, rows = job.placed(buckets if wide else -(-buckets // _TEAMS))
     parameters = (*rows, written, job.bad, *kept, *common)
     team = {"GRADCOMP_TEAM": THREADS} if wide else {}
     call.launch("encode.cu", f"{stem}_ranges", blocks, *parameters, defines=defines | team)
-    blocks, rows = job.tiled(groups(job.table))
+    blocks, rows = job.placed(groups(job.table))
     parameters = (*rows, written, job.bad, *kept, *common)
     call.launch("encode.cu", f"{stem}_codes_{rounding}", blocks, *parameters, defines=defines)
 
 
 def _written(call: Call, payload: Bytes, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Ref:
     """The payload, of which only the rows travel: other rows may be written beside them."""
-    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
-    order = np.argsort(begins, kind="stable")
-    begins, ends = begins[order], (begins + sizes)[order]
-    first = np.flatnonzero(np.append(True, begins[1:] != ends[:-1])) if len(begins) else begins
-    last = np.append(first[1:], len(begins)) - 1 if len(begins) else begins
-    spans = list(zip(begins[first].tolist(), ends[last].tolist(), strict=True))
-    return call.write(payload, _PAYLOAD, spans)
+    return call.write(payload, _PAYLOAD, spans(begins, sizes))
 
 
 def _read(
     call: Call, payload: Bytes, number: int, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
 ) -> Ref:
     """A payload that is only read: what lies between the rows."""
-    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
-    first, end = (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
-    return call.read(payload, number, first, end)
+    return call.read(payload, number, *ends(begins, sizes))
 
 
 def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]]:

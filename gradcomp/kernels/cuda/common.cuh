@@ -1,7 +1,8 @@
 // What the kernels have in common: how a block finds its row, and how a thread reads eight elements, draws
 // for them and writes their codes.
 //
-// A kernel takes one argument, the address of its parameters: eight bytes each, in the order of the struct.
+// A kernel takes one argument, the struct of its parameters, eight bytes each. It comes by value, in constant
+// memory: no thread waits for a load before it knows where its row is.
 // Its work is cut into tiles; tiles[row] is the number of the row's first tile, tiles[rows] their number in
 // all.
 #pragma once
@@ -10,7 +11,8 @@
 
 #include "native/body/codecs.hpp"
 
-#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+// Threads of a block, and of how many blocks a processor has registers at the same time.
+#define KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
 
 // A module has one family of a source's kernels, or all of them without GRADCOMP_FAMILY.
 #ifndef GRADCOMP_FAMILY
@@ -20,8 +22,17 @@
 
 namespace gradcomp::cuda {
 
-inline constexpr std::int64_t group =
-    8;  // elements whose codes fill whole bytes, and that one counter draws for
+inline constexpr int group = 8;  // elements whose codes fill whole bytes, and that one counter draws for
+
+template <class T>
+inline T* to(std::uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+inline const T* at(std::uint64_t address) {
+    return to<T>(address);
+}
 
 // The row that a tile belongs to; rows without tiles are passed over.
 inline std::int64_t row_of(const std::int64_t* tiles, std::int64_t rows, std::int64_t tile) {
@@ -36,23 +47,26 @@ inline std::int64_t row_of(const std::int64_t* tiles, std::int64_t rows, std::in
     return low;
 }
 
+// What a block works on, from a table that the host lays out: one load, where a search would be several.
+struct Place {
+    std::int64_t row, tile;
+
+    explicit Place(std::uint64_t places) {
+        const uint2 found = at<uint2>(places)[blockIdx.x];
+        row = found.x, tile = found.y;
+    }
+};
+
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) {
     return a < b ? a : b;
 }
 
 // How many of eight elements there are, if so many are left.
 inline int count_of(std::int64_t left) {
-    return left >= group ? static_cast<int>(group) : left > 0 ? static_cast<int>(left) : 0;
+    return left >= group ? group : left > 0 ? static_cast<int>(left) : 0;
 }
-
-template <class T>
-inline T* to(std::uint64_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-template <class T>
-inline const T* at(std::uint64_t address) {
-    return to<T>(address);
+inline int count_of(int left) {
+    return left >= group ? group : left > 0 ? left : 0;
 }
 
 template <class T>
@@ -111,7 +125,7 @@ inline void write_halves(std::uint16_t* p, std::int64_t count, const std::uint16
 }
 
 // Elements that half a warp reads or writes together, eight per thread.
-inline constexpr std::int64_t strip = 16 * group;
+inline constexpr int strip = 16 * group;
 
 // Where in a strip a thread's eight begin. A vector holds four: for neighbours to access neighbouring ones,
 // the threads of a pair take eight of the strip's first and of its second half, and swap one vector.
@@ -133,15 +147,15 @@ inline void swap_vectors(float (&x)[8]) {
 
 inline void load_vectors(const float* strip_begin, float (&x)[8]) {
     const auto* const vectors = reinterpret_cast<const float4*>(strip_begin) + threadIdx.x % 16;
-    const float4 low = vectors[0], high = vectors[16];
+    const float4 low = __ldcs(vectors), high = __ldcs(vectors + 16);
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
 inline void store_vectors(float* strip_begin, const float (&x)[8]) {
     auto* const vectors = reinterpret_cast<float4*>(strip_begin) + threadIdx.x % 16;
-    vectors[0] = make_float4(x[0], x[1], x[2], x[3]);
-    vectors[16] = make_float4(x[4], x[5], x[6], x[7]);
+    __stcs(vectors, make_float4(x[0], x[1], x[2], x[3]));
+    __stcs(vectors + 16, make_float4(x[4], x[5], x[6], x[7]));
 }
 
 // A strip of an array that `left` elements follow from its begin on. The half warps of a warp may be at

@@ -14,8 +14,7 @@ namespace gradcomp::cuda {
 using Class = GRADCOMP_CLASS;
 
 struct DecodeParams {
-    std::uint64_t rows, tiles;
-    std::int64_t row_count;
+    std::uint64_t rows, places;  // see Place
     std::uint64_t payload;
     std::uint64_t flags;  // a byte per row: nothing to decode, the output is NaN
     std::uint64_t bad;    // a byte per row: something came out that is not finite
@@ -31,10 +30,10 @@ struct Part {
     std::int64_t row, begin, left;
 
     explicit Part(const DecodeParams& params) {
-        const auto* tiles = at<std::int64_t>(params.tiles);
-        row = row_of(tiles, params.row_count, blockIdx.x);
+        const Place block(params.places);
+        row = block.row;
         segment = at<Segment>(params.rows)[row];
-        begin = ((blockIdx.x - tiles[row]) * 16 + threadIdx.x / 16) * strips * strip;
+        begin = (block.tile * 16 + threadIdx.x / 16) * strips * strip;
         left = segment.length - begin;
     }
 
@@ -75,16 +74,16 @@ inline void for_strips(const DecodeParams& params, const Part& part, Enter enter
 
 }  // namespace gradcomp::cuda
 
-KERNEL(256) decode(const DecodeParams* params) {
-    const Part part(*params);
+KERNEL(256) decode(const DecodeParams __grid_constant__ params) {
+    const Part part(params);
     if (part.left <= 0) return;
-    if (at<std::uint8_t>(params->flags)[part.row] != 0) {
+    if (at<std::uint8_t>(params.flags)[part.row] != 0) {
         float x[8];
         for (float& each : x) each = float_of(0x7FC00000);
         for (int k = 0; k < strips; ++k) write_output_strip(part.segment, part.begin + k * strip, x);
         return;
     }
-    const Finish finish(static_cast<float>(params->divisor), static_cast<float>(params->scale));
+    const Finish finish(static_cast<float>(params.divisor), static_cast<float>(params.scale));
     const Dtype dtype = part.segment.dtype;
     bool bad = false;
     // Where codes are bounded, whether one that need not occur finishes as something not finite counts.
@@ -92,23 +91,23 @@ KERNEL(256) decode(const DecodeParams* params) {
         if constexpr (Codec::bounded)
             for (const float bound : codec.bounds) bad |= overflows(finish(bound), dtype);
     };
-    for_strips(*params, part, enter, [&](int k, int count, float (&x)[8]) {
+    for_strips(params, part, enter, [&](int k, int count, float (&x)[8]) {
         finish(x);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             if (!Class::bounded && i < count) bad |= overflows(x[i], dtype);
         write_output_strip(part.segment, part.begin + k * strip, x);
     });
-    if (bad) to<std::uint8_t>(params->bad)[part.row] = 1;
+    if (bad) to<std::uint8_t>(params.bad)[part.row] = 1;
 }
 
-KERNEL(256) decode_add(const DecodeParams* params) {
-    const Part part(*params);
+KERNEL(256) decode_add(const DecodeParams __grid_constant__ params) {
+    const Part part(params);
     if (part.left <= 0) return;
-    const Finish finish(1.0f, static_cast<float>(params->scale));
+    const Finish finish(1.0f, static_cast<float>(params.scale));
     float* const sums = to<float>(part.segment.output) + part.begin;
     for_strips(
-        *params, part, [](const Class&) {},
+        params, part, [](const Class&) {},
         [&](int k, int, float (&x)[8]) {
             float sum[8] = {};
             read_strip(sums + k * strip, part.left - k * strip, sum);

@@ -18,20 +18,20 @@ struct DrawParams {
     std::int64_t step, rank;
 };
 
-KERNEL(256) draw_indices(const DrawParams* params) {
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t row = row_of(tiles, params->row_count, blockIdx.x);
-    const Drawn drawn = at<Drawn>(params->rows)[row];
+KERNEL(256) draw_indices(const DrawParams __grid_constant__ params) {
+    const auto* tiles = at<std::int64_t>(params.tiles);
+    const std::int64_t row = row_of(tiles, params.row_count, blockIdx.x);
+    const Drawn drawn = at<Drawn>(params.rows)[row];
     const auto block = static_cast<std::uint64_t>((blockIdx.x - tiles[row]) * 256 + threadIdx.x);
     const std::uint64_t begin = 4 * block;
     if (begin >= drawn.count) return;
     std::uint32_t words[4];
-    philox({params->seed, static_cast<std::uint32_t>(params->step), static_cast<std::uint32_t>(params->rank)},
+    philox({params.seed, static_cast<std::uint32_t>(params.step), static_cast<std::uint32_t>(params.rank)},
            static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(drawn.layer), words);
     // Stratum j begins at floor(j n / k) = j quotient + floor(j remainder / k).
     const std::uint64_t extra = begin * drawn.remainder;
     std::uint64_t first = begin * drawn.quotient + extra / drawn.count, over = extra % drawn.count;
-    auto* const indices = to<std::uint32_t>(params->indices) + drawn.offset;
+    auto* const indices = to<std::uint32_t>(params.indices) + drawn.offset;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (begin + static_cast<std::uint64_t>(i) >= drawn.count) return;

@@ -63,8 +63,8 @@ class Driver(Protocol):
         """A kernel of a source file, compiled when it is first asked for."""
         ...
 
-    def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
-        """Start a kernel with one argument, an address on the device."""
+    def launch(self, function: Any, blocks: int, threads: int, parameters: Bytes) -> None:
+        """Start a kernel with one argument, the struct of its parameters, which are copied before this returns."""
         ...
 
     def synchronize(self) -> None:

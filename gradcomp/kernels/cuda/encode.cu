@@ -1,8 +1,8 @@
-// Contributions to payload and shadow, for one codec: GRADCOMP_CLASS.
+// Contributions to payload and next residual, for one codec: GRADCOMP_CLASS.
 //
-// Buckets of up to 8192 elements whose codes begin with a byte go through one kernel, a team of threads each.
-// All others go through two: ranges, which leaves a codec per bucket, and codes. With GRADCOMP_TEAM > 16
-// there is only ranges, a block per bucket.
+// Buckets of up to 8192 elements, two chunks, whose codes begin with a byte go through one kernel, a team of
+// threads each. All others go through two: ranges, which leaves a codec per bucket, and codes. With
+// GRADCOMP_TEAM > 16 there is only ranges, a block per bucket.
 
 #include "native/body/codebook.hpp"
 #include "native/body/signs.hpp"
@@ -18,8 +18,7 @@ namespace gradcomp::cuda {
 using Class = GRADCOMP_CLASS;
 
 struct EncodeParams {
-    std::uint64_t rows, tiles;
-    std::int64_t row_count;
+    std::uint64_t rows, places;  // see Place
     std::uint64_t payload;       // written
     std::uint64_t bad;           // a byte per row: something is not finite
     std::uint64_t codecs;        // of all buckets; ranges writes them, codes reads them
@@ -49,17 +48,18 @@ static_assert(sizeof(Class) <= 64);
 
 // A bucket of a row, and who works on it.
 struct Job {
-    Segment segment;
-    std::int64_t row, bucket, begin, elements;
+    std::int64_t row;
+    const Segment& segment;  // in global memory: a copy would take registers
+    std::int64_t bucket, begin, elements;
     std::uint8_t *payload, *codes;  // of the row
     bool any;
 
-    explicit Job(const EncodeParams& params) {
-        const auto* tiles = at<std::int64_t>(params.tiles);
-        row = row_of(tiles, params.row_count, blockIdx.x);
-        segment = at<Segment>(params.rows)[row];
+    explicit Job(const EncodeParams& params) : Job(params, Place(params.places)) {}
+
+    Job(const EncodeParams& params, const Place& place)
+        : row(place.row), segment(at<Segment>(params.rows)[place.row]) {
         const Payload<Class> layout(segment);
-        bucket = (blockIdx.x - tiles[row]) * teams + threadIdx.x / team_threads;
+        bucket = place.tile * teams + threadIdx.x / team_threads;
         any = bucket < layout.buckets;
         begin = bucket * layout.bucket_size;
         elements = smaller(layout.bucket_size, segment.length - begin);
@@ -82,13 +82,13 @@ inline Stream stream_of(const EncodeParams& params) {
 
 // Strips that a thread holds at once: all of a bucket of 512 elements, which is read once.
 inline constexpr int strips = 4;
-inline constexpr std::int64_t held = strips * strip;
+inline constexpr int held = strips * strip;
 static_assert(chunk_elements % held == 0);
 
 using Held = float[strips][8];
 
 // Add elements of a bucket, of which `left` are held.
-inline void add_held(typename Class::Range& range, const Held& c, std::int64_t left) {
+inline void add_held(typename Class::Range& range, const Held& c, int left) {
     if constexpr (order_free<typename Class::Range>) {
         if (left >= held) {
 #pragma unroll
@@ -110,7 +110,7 @@ inline void add_held(typename Class::Range& range, const Held& c, std::int64_t l
         float* const own = of_teams[threadIdx.x / team_threads];
 #pragma unroll
         for (int k = 0; k < strips; ++k) {
-            const std::int64_t count = left - k * strip;
+            const int count = left - k * strip;
             if (count <= 0) continue;
             __syncwarp(half_warp_mask());  // of the strip before
             auto* const vectors = reinterpret_cast<float4*>(own + place_in_strip());
@@ -126,13 +126,13 @@ inline void add_held(typename Class::Range& range, const Held& c, std::int64_t l
 
 // `whole`: everything that is held exists.
 template <bool stochastic, bool whole>
-inline void encode_held(const EncodeParams& params, const Job& job, std::int64_t begin, std::int64_t left,
+inline void encode_held(const EncodeParams& params, const Job& job, std::int64_t begin, int left,
                         const Held& c, const Class& codec) {
     const Segment& segment = job.segment;
     const Stream stream = stream_of(params);
     const std::int64_t first = begin + place_in_strip();
     std::uint8_t* const codes = job.codes + place_of_codes<typename Class::Code>(first, segment.bits);
-    float* const shadow = to<float>(segment.shadow) + begin;
+    float* const next_residual = to<float>(segment.next_residual) + begin;
 #pragma unroll
     for (int k = 0; k < strips; ++k) {
         if (!whole && left <= k * strip) continue;
@@ -144,11 +144,11 @@ inline void encode_held(const EncodeParams& params, const Job& job, std::int64_t
         const int count = whole ? static_cast<int>(group) : count_of(left - k * strip - place_in_strip());
         write_codes<typename Class::Code>(
             codes + place_of_codes<typename Class::Code>(k * strip, segment.bits), count, segment.bits, code);
-        if (segment.shadow == 0) continue;
+        if (segment.next_residual == 0) continue;
         float lost[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) lost[i] = (F32{c[k][i]} - codec.value(code[i])).v;
-        write_strip(shadow + k * strip, whole ? strip : left - k * strip, lost);
+        write_strip(next_residual + k * strip, whole ? strip : left - k * strip, lost);
     }
 }
 
@@ -159,23 +159,24 @@ inline void encode_buckets(const EncodeParams& params) {
     const Source source(params, job.segment);
     Held c;
     typename Class::Range range;
-    const bool several = job.elements > chunk_elements;
-    ChunkTrees trees;
-    for (std::int64_t done = 0; done < job.elements; done += held) {
-        source.read_strips(job.bucket, job.begin + done, job.elements - done, c);
-        add_held(range, c, job.elements - done);
-        const std::int64_t end = done + held;
-        if (several && (end % chunk_elements == 0 || end >= job.elements)) range.end_chunk(trees);
+    const auto elements = static_cast<int>(job.elements);
+    const bool several = elements > chunk_elements;
+    ChunkPairs trees;
+    for (int done = 0; done < elements; done += held) {
+        source.read_strips(job.bucket, job.begin + done, elements - done, c);
+        add_held(range, c, elements - done);
+        const int end = done + held;
+        if (several && (end % chunk_elements == 0 || end >= elements)) range.end_chunk(trees);
     }
     if (several) range.join(trees);
     const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), job.elements);
     if (team_rank() == 0) job.write(params, codec);
-    for (std::int64_t done = 0; done < job.elements; done += held) {
-        if (job.elements > held) source.read_strips(job.bucket, job.begin + done, job.elements - done, c);
-        if (job.elements - done >= held)
+    for (int done = 0; done < elements; done += held) {
+        if (elements > held) source.read_strips(job.bucket, job.begin + done, elements - done, c);
+        if (elements - done >= held)
             encode_held<stochastic, true>(params, job, job.begin + done, held, c, codec);
         else
-            encode_held<stochastic, false>(params, job, job.begin + done, job.elements - done, c, codec);
+            encode_held<stochastic, false>(params, job, job.begin + done, elements - done, c, codec);
     }
 }
 
@@ -225,7 +226,7 @@ inline Class::Range range_of(const Source& source, const Job& job) {
                 if (first + i >= begin && first + i < end) range.add({c[i]});
         }
     } else if constexpr (team_threads == 16) {
-        add_elements(range, source, job.bucket, begin, end);
+        add_elements<ChunkPairs>(range, source, job.bucket, begin, end);
     } else {
         constexpr std::int64_t round = team_threads / 16 * chunk_elements;
         ChunkTrees trees;
@@ -253,10 +254,9 @@ inline void find_ranges(const EncodeParams& params) {
 // Eight codes per thread, of as many buckets as they happen to belong to.
 template <bool stochastic, class Source>
 inline void encode_codes(const EncodeParams& params) {
-    const auto* tiles = at<std::int64_t>(params.tiles);
-    const std::int64_t row = row_of(tiles, params.row_count, blockIdx.x);
-    const Segment segment = at<Segment>(params.rows)[row];
-    const std::int64_t first = 8 * ((blockIdx.x - tiles[row]) * 256 + threadIdx.x);
+    const Place place(params.places);
+    const Segment segment = at<Segment>(params.rows)[place.row];
+    const std::int64_t first = 8 * (place.tile * 256 + threadIdx.x);
     if (first >= segment.length) return;
     const std::int64_t count = smaller(group, segment.length - first);
     const Source source(params, segment);
@@ -266,7 +266,7 @@ inline void encode_codes(const EncodeParams& params) {
     float u[8] = {};
     if constexpr (stochastic) draw(stream_of(params), segment.layer, segment.start + first, u);
     const std::int64_t bucket = first / layout.bucket_size;
-    const Class* next = at<Class>(params.codecs) + at<std::int64_t>(params.codec_begins)[row] + bucket;
+    const Class* next = at<Class>(params.codecs) + at<std::int64_t>(params.codec_begins)[place.row] + bucket;
     Class codec = *next;
     std::int64_t end = (bucket + 1) * layout.bucket_size;
     I32 code[8];
@@ -287,13 +287,17 @@ inline void encode_codes(const EncodeParams& params) {
     std::uint8_t* const codes = to<std::uint8_t>(params.payload) + segment.payload + layout.scale_bytes;
     write_codes<Code>(codes + place_of_codes<Code>(first, segment.bits), static_cast<int>(count),
                       segment.bits, code);
-    if (segment.shadow != 0) write_floats(to<float>(segment.shadow) + first, count, lost);
+    if (segment.next_residual != 0) write_floats(to<float>(segment.next_residual) + first, count, lost);
 }
 
 }  // namespace gradcomp::cuda
 
-// Two blocks share a processor's registers: one loads while the other computes.
-#define PAIRED_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
+// Two blocks share a processor's registers, 128 for a thread, or three where 80 are enough: one loads while
+// others compute.
+template <class Codec>
+inline constexpr int nearest_blocks = 2;
+template <>
+inline constexpr int nearest_blocks<MinMax> = 3;
 
 // The families of this source; modules.py lists which of them are compiled, and for what.
 #define ENCODE_NEAREST 1
@@ -307,54 +311,54 @@ inline void encode_codes(const EncodeParams& params) {
 #if GRADCOMP_TEAM == 16
 
 #if IN_MODULE(ENCODE_NEAREST)
-PAIRED_KERNEL(256) encode_nearest(const EncodeParams* params) {
-    encode_buckets<false, FromGradient>(*params);
+KERNEL(256, nearest_blocks<Class>) encode_nearest(const EncodeParams __grid_constant__ params) {
+    encode_buckets<false, FromGradient>(params);
 }
 #endif
 
 #if IN_MODULE(ENCODE_STOCHASTIC)
-PAIRED_KERNEL(256) encode_stochastic(const EncodeParams* params) {
-    encode_buckets<Class::draws, FromGradient>(*params);
+KERNEL(256, 2) encode_stochastic(const EncodeParams __grid_constant__ params) {
+    encode_buckets<Class::draws, FromGradient>(params);
 }
 #endif
 
 #if IN_MODULE(REDUCE_NEAREST)
-PAIRED_KERNEL(256) reduce_nearest(const EncodeParams* params) {
-    encode_buckets<false, FromPayloads<Class>>(*params);
+KERNEL(256, 2) reduce_nearest(const EncodeParams __grid_constant__ params) {
+    encode_buckets<false, FromPayloads<Class>>(params);
 }
 #endif
 
 #if IN_MODULE(REDUCE_STOCHASTIC)
-PAIRED_KERNEL(256) reduce_stochastic(const EncodeParams* params) {
-    encode_buckets<Class::draws, FromPayloads<Class>>(*params);
+KERNEL(256, 2) reduce_stochastic(const EncodeParams __grid_constant__ params) {
+    encode_buckets<Class::draws, FromPayloads<Class>>(params);
 }
 #endif
 
 #if IN_MODULE(CODES_NEAREST)
-PAIRED_KERNEL(256) encode_codes_nearest(const EncodeParams* params) {
-    encode_codes<false, FromGradient>(*params);
+KERNEL(256, 2) encode_codes_nearest(const EncodeParams __grid_constant__ params) {
+    encode_codes<false, FromGradient>(params);
 }
-PAIRED_KERNEL(256) reduce_codes_nearest(const EncodeParams* params) {
-    encode_codes<false, FromPayloads<Class>>(*params);
+KERNEL(256, 2) reduce_codes_nearest(const EncodeParams __grid_constant__ params) {
+    encode_codes<false, FromPayloads<Class>>(params);
 }
 #endif
 
 #if IN_MODULE(CODES_STOCHASTIC)
-PAIRED_KERNEL(256) encode_codes_stochastic(const EncodeParams* params) {
-    encode_codes<Class::draws, FromGradient>(*params);
+KERNEL(256, 2) encode_codes_stochastic(const EncodeParams __grid_constant__ params) {
+    encode_codes<Class::draws, FromGradient>(params);
 }
-PAIRED_KERNEL(256) reduce_codes_stochastic(const EncodeParams* params) {
-    encode_codes<Class::draws, FromPayloads<Class>>(*params);
+KERNEL(256, 2) reduce_codes_stochastic(const EncodeParams __grid_constant__ params) {
+    encode_codes<Class::draws, FromPayloads<Class>>(params);
 }
 #endif
 
 #endif
 
 #if IN_MODULE(RANGES)
-PAIRED_KERNEL(256) encode_ranges(const EncodeParams* params) {
-    find_ranges<FromGradient>(*params);
+KERNEL(256, 2) encode_ranges(const EncodeParams __grid_constant__ params) {
+    find_ranges<FromGradient>(params);
 }
-PAIRED_KERNEL(256) reduce_ranges(const EncodeParams* params) {
-    find_ranges<FromPayloads<Class>>(*params);
+KERNEL(256, 2) reduce_ranges(const EncodeParams __grid_constant__ params) {
+    find_ranges<FromPayloads<Class>>(params);
 }
 #endif

@@ -105,20 +105,20 @@ inline void expand_part(const ProductParams& params, const Part& part) {
 
 template <bool wide>
 inline void subtract_part(const ProductParams& params, const Part& part) {
-    auto* const shadow = to<float>(part.segment.shadow);
+    auto* const next_residual = to<float>(part.segment.next_residual);
     const Product<wide> product(params, part);
     for (std::int64_t b = part.begin; b < part.end; b += part.step) {
         const std::int64_t count = part.end - b;
         float x[rows][4], m[rows][4];
 #pragma unroll
-        for (int i = 0; i < rows; ++i) read_vector<wide>(shadow + part.element(i, b), count, m[i]);
+        for (int i = 0; i < rows; ++i) read_vector<wide>(next_residual + part.element(i, b), count, m[i]);
         product(b, x);
 #pragma unroll
         for (int i = 0; i < rows; ++i) {
             if (i >= part.left) continue;
 #pragma unroll
             for (int j = 0; j < 4; ++j) x[i][j] = m[i][j] - x[i][j];
-            write_vector<wide>(shadow + part.element(i, b), count, x[i]);
+            write_vector<wide>(next_residual + part.element(i, b), count, x[i]);
         }
     }
 }
@@ -126,21 +126,21 @@ inline void subtract_part(const ProductParams& params, const Part& part) {
 }  // namespace
 
 // output <- scale * ((P Q^T) / divisor)
-KERNEL(256) expand(const ProductParams* params) {
-    const Part part(params->segments, params->layers, params->tiles, params->count);
+KERNEL(256) expand(const ProductParams __grid_constant__ params) {
+    const Part part(params.segments, params.layers, params.tiles, params.count);
     if (part.left <= 0) return;
-    if (all_wide(*params, part, part.segment.output, part.segment.dtype))
-        expand_part<true>(*params, part);
+    if (all_wide(params, part, part.segment.output, part.segment.dtype))
+        expand_part<true>(params, part);
     else
-        expand_part<false>(*params, part);
+        expand_part<false>(params, part);
 }
 
-// shadow <- shadow - P Q^T
-KERNEL(256) subtract(const ProductParams* params) {
-    const Part part(params->segments, params->layers, params->tiles, params->count);
+// next residual <- next residual - P Q^T
+KERNEL(256) subtract(const ProductParams __grid_constant__ params) {
+    const Part part(params.segments, params.layers, params.tiles, params.count);
     if (part.left <= 0) return;
-    if (all_wide(*params, part, part.segment.shadow, Dtype::float32))
-        subtract_part<true>(*params, part);
+    if (all_wide(params, part, part.segment.next_residual, Dtype::float32))
+        subtract_part<true>(params, part);
     else
-        subtract_part<false>(*params, part);
+        subtract_part<false>(params, part);
 }

@@ -129,16 +129,16 @@ struct CodeParams {
     std::uint64_t begins;  // by tile: first how many bits are set in it, then how many are before it
 };
 
-KERNEL(256) encode_streams(const CodeParams* params) {
+KERNEL(256) encode_streams(const CodeParams __grid_constant__ params) {
     __shared__ std::uint32_t words[256];
-    const Word word(params->streams, params->tiles, params->count);
-    const std::uint32_t* const indices = at<std::uint32_t>(params->indices) + word.stream.offset;
+    const Word word(params.streams, params.tiles, params.count);
+    const std::uint32_t* const indices = at<std::uint32_t>(params.indices) + word.stream.offset;
     std::uint32_t found;
     if (word.stream.positions != 0)
         found = positions_word(word, indices, words);
     else
         found = fields_word(word, indices);
-    write_word(to<std::uint8_t>(params->payload) + word.place(), word.bytes, found);
+    write_word(to<std::uint8_t>(params.payload) + word.place(), word.bytes, found);
 }
 
 // --- decoding ---
@@ -188,25 +188,25 @@ inline std::uint64_t low_field(const Stream& stream, const std::uint8_t* payload
 
 }  // namespace
 
-KERNEL(256) count_positions(const CodeParams* params) {
-    const Word word(params->streams, params->tiles, params->count);
+KERNEL(256) count_positions(const CodeParams __grid_constant__ params) {
+    const Word word(params.streams, params.tiles, params.count);
     std::uint32_t padding, total;
-    sum_before(static_cast<std::uint32_t>(__popc(read_positions(word, params->payload, padding))), total);
+    sum_before(static_cast<std::uint32_t>(__popc(read_positions(word, params.payload, padding))), total);
     const Stream& stream = word.stream;
     if (word.tile == 0 && threadIdx.x == 0 && stream.low_bits % 8 != 0)
         padding |= static_cast<std::uint32_t>(
-            at<std::uint8_t>(params->payload)[stream.low_place + stream.low_bits / 8] >>
+            at<std::uint8_t>(params.payload)[stream.low_place + stream.low_bits / 8] >>
             (stream.low_bits % 8));
-    if (padding != 0) complain(params->wrong, stream.row, padding_set);
-    if (threadIdx.x == 0) to<std::int64_t>(params->begins)[blockIdx.x] = total;
+    if (padding != 0) complain(params.wrong, stream.row, padding_set);
+    if (threadIdx.x == 0) to<std::int64_t>(params.begins)[blockIdx.x] = total;
 }
 
 // One block per stream.
-KERNEL(256) add_counts(const CodeParams* params) {
-    const Stream stream = at<Stream>(params->streams)[blockIdx.x];
-    const std::int64_t first = at<std::int64_t>(params->tiles)[blockIdx.x];
-    const std::int64_t tiles = at<std::int64_t>(params->tiles)[blockIdx.x + 1] - first;
-    std::int64_t* const begins = to<std::int64_t>(params->begins) + first;
+KERNEL(256) add_counts(const CodeParams __grid_constant__ params) {
+    const Stream stream = at<Stream>(params.streams)[blockIdx.x];
+    const std::int64_t first = at<std::int64_t>(params.tiles)[blockIdx.x];
+    const std::int64_t tiles = at<std::int64_t>(params.tiles)[blockIdx.x + 1] - first;
+    std::int64_t* const begins = to<std::int64_t>(params.begins) + first;
     std::int64_t sum = 0;
     for (std::int64_t i = threadIdx.x; i - threadIdx.x < tiles; i += 256) {
         std::uint32_t total;
@@ -214,17 +214,17 @@ KERNEL(256) add_counts(const CodeParams* params) {
         if (i < tiles) begins[i] = sum + before;
         sum += total;
     }
-    if (threadIdx.x == 0 && sum != stream.count) complain(params->wrong, stream.row, wrong_number);
+    if (threadIdx.x == 0 && sum != stream.count) complain(params.wrong, stream.row, wrong_number);
 }
 
-KERNEL(256) decode_positions(const CodeParams* params) {
-    const Word word(params->streams, params->tiles, params->count);
+KERNEL(256) decode_positions(const CodeParams __grid_constant__ params) {
+    const Word word(params.streams, params.tiles, params.count);
     const Stream& stream = word.stream;
     std::uint32_t padding, total;
-    std::uint32_t bits = read_positions(word, params->payload, padding);
-    std::int64_t number = at<std::int64_t>(params->begins)[blockIdx.x] +
+    std::uint32_t bits = read_positions(word, params.payload, padding);
+    std::int64_t number = at<std::int64_t>(params.begins)[blockIdx.x] +
                           sum_before(static_cast<std::uint32_t>(__popc(bits)), total);
-    auto* const indices = to<std::uint32_t>(params->indices) + stream.offset;
+    auto* const indices = to<std::uint32_t>(params.indices) + stream.offset;
     bool beyond = false;
     // Whoever sends more of them is refused, and written nowhere.
     for (; bits != 0 && number < stream.count; bits &= bits - 1, ++number) {
@@ -232,11 +232,11 @@ KERNEL(256) decode_positions(const CodeParams* params) {
         if (stream.unary != 0) index -= number;
         index <<= stream.width;
         if (stream.low_bits != 0)
-            index += static_cast<std::int64_t>(low_field(stream, at<std::uint8_t>(params->payload), number));
+            index += static_cast<std::int64_t>(low_field(stream, at<std::uint8_t>(params.payload), number));
         beyond |= index >= stream.length;
         indices[number] = static_cast<std::uint32_t>(index);
     }
-    if (beyond) complain(params->wrong, stream.row, out_of_range);
+    if (beyond) complain(params.wrong, stream.row, out_of_range);
 }
 
 struct List {
@@ -250,27 +250,27 @@ struct ListParams {
     std::uint64_t indices, payload, wrong;
 };
 
-KERNEL(256) copy_lists(const ListParams* params) {
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t row = row_of(tiles, params->count, blockIdx.x);
-    const List list = at<List>(params->lists)[row];
-    auto* const indices = to<std::uint32_t>(params->indices) + list.offset;
+KERNEL(256) copy_lists(const ListParams __grid_constant__ params) {
+    const auto* tiles = at<std::int64_t>(params.tiles);
+    const std::int64_t row = row_of(tiles, params.count, blockIdx.x);
+    const List list = at<List>(params.lists)[row];
+    auto* const indices = to<std::uint32_t>(params.indices) + list.offset;
     const std::int64_t begin = (blockIdx.x - tiles[row]) * 256 * per_thread;
     for (std::int64_t i = begin + threadIdx.x; i < smaller(list.count, begin + 256 * per_thread); i += 256)
         indices[i] = list.place < 0 ? static_cast<std::uint32_t>(i)
-                                    : read_word(at<std::uint8_t>(params->payload) + list.place + 4 * i, 4);
+                                    : read_word(at<std::uint8_t>(params.payload) + list.place + 4 * i, 4);
 }
 
-KERNEL(256) check_lists(const ListParams* params) {
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t row = row_of(tiles, params->count, blockIdx.x);
-    const List list = at<List>(params->lists)[row];
-    const std::uint32_t* const indices = at<std::uint32_t>(params->indices) + list.offset;
+KERNEL(256) check_lists(const ListParams __grid_constant__ params) {
+    const auto* tiles = at<std::int64_t>(params.tiles);
+    const std::int64_t row = row_of(tiles, params.count, blockIdx.x);
+    const List list = at<List>(params.lists)[row];
+    const std::uint32_t* const indices = at<std::uint32_t>(params.indices) + list.offset;
     const std::int64_t begin = (blockIdx.x - tiles[row]) * 256 * per_thread;
     std::uint32_t wrong = 0;
     for (std::int64_t i = begin + threadIdx.x; i < smaller(list.count, begin + 256 * per_thread); i += 256) {
         if (i > 0 && indices[i] <= indices[i - 1]) wrong |= not_ascending;
         if (i == list.count - 1 && indices[i] >= list.length) wrong |= out_of_range;
     }
-    if (wrong != 0) complain(params->wrong, list.row, wrong);
+    if (wrong != 0) complain(params.wrong, list.row, wrong);
 }

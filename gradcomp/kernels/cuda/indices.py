@@ -6,6 +6,7 @@ call: what was written before is unspecified then, but inside the rows.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Final
 
 import numpy as np
@@ -24,14 +25,18 @@ from gradcomp.kernels.codings import (
 )
 from gradcomp.kernels.cuda.call import THREADS, Call, Parameter, Ref, tiles
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.kernels.cuda.spans import described, read_span, write_span
+from gradcomp.kernels.cuda.layout import Integer, Source
+from gradcomp.kernels.cuda.places import check_flat, lists_to_read, lists_to_write, overlap
+from gradcomp.kernels.cuda.prepared import Plans, place_of
+from gradcomp.kernels.cuda.spans import described
 from gradcomp.kernels.reference_draws import _check as _check_draws
 from gradcomp.kernels.reference_indices import _check_coding
-from gradcomp.kernels.segments import Bytes
+from gradcomp.kernels.segments import Bytes, check_array
 
 _TILE_BITS = 8192  # of a stream, as in indices.cu
 _LIST_TILE = 4 * THREADS  # indices
 _COUNTER = 4  # words that a counter gives
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 # As in indices.cu.
 _COMPLAINTS: Final = {
@@ -45,8 +50,8 @@ _COMPLAINTS: Final = {
 class IndexKernels:
     """encode_indices, decode_indices and draw_indices."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, plans: Plans) -> None:
+        self._plans = plans
 
     def encode_indices(
         self,
@@ -59,18 +64,7 @@ class IndexKernels:
         payload: Bytes,
     ) -> None:
         """See `reference_indices.encode_indices`."""
-        rows = (codings, lengths, counts, offsets)
-        sizes = _check_coding(*rows, described(indices), places, described(payload), encoding=True)
-        call = Call(self._driver)
-        given = read_span(call, indices, offsets, counts)
-        written = write_span(call, payload, places, sizes)
-        found, wrong = _wrong(call, len(codings))
-        _over_lists(call, "check_lists", _lists(*rows, places, counts > 0), given, 0, wrong)
-        streams = np.concatenate((_fields(*rows, places), _positions(*rows, places)))
-        blocks, work = _over_streams(call, streams)
-        call.launch("indices.cu", "encode_streams", blocks, *work, given, written, wrong, 0)
-        call.run()
-        _refuse(found)
+        self._code("encode", codings, lengths, counts, offsets, indices, places, payload)
 
     def decode_indices(
         self,
@@ -83,23 +77,44 @@ class IndexKernels:
         payload: Bytes,
     ) -> None:
         """See `reference_indices.decode_indices`."""
-        rows = (codings, lengths, counts, offsets)
-        sizes = _check_coding(*rows, described(indices), places, described(payload), encoding=False)
-        call = Call(self._driver)
-        given = read_span(call, payload, places, sizes)
-        written = write_span(call, indices, offsets, counts)
-        found, wrong = _wrong(call, len(codings))
-        copied = (codings == RAW) | (codings == ALL)
-        _over_lists(call, "copy_lists", _lists(*rows, places, copied), written, given, wrong)
-        streams = _positions(*rows, places)
-        blocks, work = _over_streams(call, streams)
-        parameters = (*work, written, given, wrong, call.room(8 * blocks))
-        call.launch("indices.cu", "count_positions", blocks, *parameters)
-        call.launch("indices.cu", "add_counts", len(streams), *parameters)
-        call.launch("indices.cu", "decode_positions", blocks, *parameters)
-        _over_lists(call, "check_lists", _lists(*rows, places, codings != ALL), written, 0, wrong)
-        call.run()
-        _refuse(found)
+        self._code("decode", codings, lengths, counts, offsets, indices, places, payload)
+
+    def _code(
+        self,
+        name: str,
+        codings: Codings,
+        lengths: Sizes,
+        counts: Sizes,
+        offsets: Sizes,
+        indices: Indices,
+        places: Sizes,
+        payload: Bytes,
+    ) -> None:
+        """Of all that is checked, only types and addresses in every run; the rest is part of the key."""
+        encoding = name == "encode"
+        check_array("codings", codings, np.int32)
+        columns = (lengths, counts, offsets, places)
+        for column_name, column in zip(("lengths", "counts", "offsets", "places"), columns, strict=True):
+            check_array(column_name, column, np.int64, len(codings))
+        check_flat("indices", indices, np.uint32, writable=not encoding)
+        check_flat("payload", payload, np.uint8, writable=encoding)
+        if overlap(indices, payload):
+            raise ValueError("indices overlap the payload")
+        found = np.zeros(len(codings), dtype=np.uint32)
+        rows = (codings, lengths, counts, offsets, indices, places, payload)
+
+        def write_down(call: Call) -> None:
+            sizes = _check_coding(
+                *rows[:4], described(indices), places, described(payload), encoding=encoding
+            )
+            write = _write_encode if encoding else _write_decode
+            write(call, *rows, sizes, call.result(found, Source(2), zero=True))
+
+        key: tuple[Hashable, ...] = (
+            *(f"{name}_indices", codings.tobytes(), *(column.tobytes() for column in columns)),
+            *(place_of(indices), place_of(payload)),
+        )
+        self._plans.run(key, write_down, (indices, payload, found), after=lambda: _refuse(found))
 
     def draw_indices(
         self,
@@ -115,18 +130,70 @@ class IndexKernels:
     ) -> None:
         """See `reference_draws.draw_indices`."""
         _check_draws(lengths, counts, layers, offsets, described(indices))
-        call = Call(self._driver)
-        written = write_span(call, indices, offsets, counts)
-        begins = tiles(-(-counts // (_COUNTER * THREADS)))
-        strata = np.divmod(lengths, np.maximum(counts, 1))
-        rows = call.give(np.stack((counts, offsets, layers.astype(np.int64), *strata), axis=1))
-        call.launch(
-            "draws.cu",
-            "draw_indices",
-            int(begins[-1]),
-            *(rows, call.give(begins), len(counts), written, seed, step, rank),
+
+        def write_down(call: Call) -> None:
+            written = lists_to_write(call, indices, 0, offsets, counts)
+            begins = tiles(-(-counts // (_COUNTER * THREADS)))
+            strata = np.divmod(lengths, np.maximum(counts, 1))
+            rows = call.give(np.stack((counts, offsets, layers.astype(np.int64), *strata), axis=1))
+            parameters = (rows, call.give(begins), len(counts), written, *map(Integer, range(3)))
+            call.launch("draws.cu", "draw_indices", int(begins[-1]), *parameters)
+
+        key = (
+            *("draw", lengths.tobytes(), counts.tobytes(), layers.tobytes(), offsets.tobytes()),
+            place_of(indices),
         )
-        call.run()
+        numbers = (seed & _WORD, step & _WORD, rank & _WORD)
+        self._plans.run(key, write_down, (indices,), numbers)
+
+
+# --- calls, written down: a run's arrays are indices, payload, and what is wrong with each row ------------------------
+
+
+def _write_encode(
+    call: Call,
+    codings: Codings,
+    lengths: Sizes,
+    counts: Sizes,
+    offsets: Sizes,
+    indices: Indices,
+    places: Sizes,
+    payload: Bytes,
+    sizes: Sizes,
+    wrong: Ref,
+) -> None:
+    rows = (codings, lengths, counts, offsets, places)
+    given = lists_to_read(call, indices, 0, offsets, counts)
+    written = lists_to_write(call, payload, 1, places, sizes)
+    _over_lists(call, "check_lists", _lists(*rows, counts > 0), given, 0, wrong)
+    blocks, work = _over_streams(call, np.concatenate((_fields(*rows), _positions(*rows))))
+    call.launch("indices.cu", "encode_streams", blocks, *work, given, written, wrong, 0)
+
+
+def _write_decode(
+    call: Call,
+    codings: Codings,
+    lengths: Sizes,
+    counts: Sizes,
+    offsets: Sizes,
+    indices: Indices,
+    places: Sizes,
+    payload: Bytes,
+    sizes: Sizes,
+    wrong: Ref,
+) -> None:
+    rows = (codings, lengths, counts, offsets, places)
+    given = lists_to_read(call, payload, 1, places, sizes)
+    written = lists_to_write(call, indices, 0, offsets, counts)
+    copied = (codings == RAW) | (codings == ALL)
+    _over_lists(call, "copy_lists", _lists(*rows, copied), written, given, wrong)
+    streams = _positions(*rows)
+    blocks, work = _over_streams(call, streams)
+    parameters = (*work, written, given, wrong, call.workspace(8 * blocks))
+    call.launch("indices.cu", "count_positions", blocks, *parameters)
+    call.launch("indices.cu", "add_counts", len(streams), *parameters)
+    call.launch("indices.cu", "decode_positions", blocks, *parameters)
+    _over_lists(call, "check_lists", _lists(*rows, codings != ALL), written, 0, wrong)
 
 
 def _fields(codings: Codings, lengths: Sizes, counts: Sizes, offsets: Sizes, places: Sizes) -> Sizes:
@@ -179,13 +246,9 @@ def _over_streams(call: Call, streams: Sizes) -> tuple[int, tuple[Parameter, ...
     return int(begins[-1]), (call.give(streams), call.give(begins), len(streams))
 
 
-def _wrong(call: Call, rows: int) -> tuple[Indices, Ref]:
-    found = np.zeros(rows, dtype=np.uint32)
-    return found, call.result(found, zero=True)
-
-
 def _refuse(found: Indices) -> None:
     """Raise for the first row that something is wrong with, what comes first of it."""
-    for row in np.flatnonzero(found)[:1]:
+    if found.any():
+        row = np.flatnonzero(found)[0]
         first = int(found[row]) & -int(found[row])
         raise ValueError(f"row {row}: {_COMPLAINTS[first]}")

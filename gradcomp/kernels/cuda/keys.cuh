@@ -61,16 +61,16 @@ class Tile {
             marks_ = to<std::uint8_t>(params.marks) + at<std::int64_t>(params.mark_begins)[row];
     }
 
-    // c = factor * gradient + decay * residual, into the shadow; whether something is not finite. Eight of
+    // c = factor * gradient + decay * residual, into the next residual; whether something is not finite. Eight of
     // the strip that begins here, in no order.
     bool contribute(std::int64_t strip_begin, std::int32_t (&key)[8]) const {
         float c[8], r[8] = {};
-        float* const shadow = to<float>(segment_.shadow) + strip_begin;
+        float* const next_residual = to<float>(segment_.next_residual) + strip_begin;
         const float* const gradient = at<float>(segment_.gradient) + strip_begin;
         const float* const residual = at<float>(segment_.residual) + strip_begin;
         const bool any_residual = segment_.residual != 0;
         const bool vectors = end - strip_begin >= strip && segment_.dtype == Dtype::float32 &&
-                             segment_.gradient != 0 && aligned(gradient, 16) && aligned(shadow, 16) &&
+                             segment_.gradient != 0 && aligned(gradient, 16) && aligned(next_residual, 16) &&
                              (!any_residual || aligned(residual, 16));
         const std::int64_t first = strip_begin + place_in_strip();
         const int count = vectors ? static_cast<int>(group) : count_of(end - first);
@@ -88,9 +88,9 @@ class Tile {
             for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
         }
         if (vectors)
-            store_vectors(shadow, c);
+            store_vectors(next_residual, c);
         else
-            write_floats(to<float>(segment_.shadow) + first, count, c);
+            write_floats(to<float>(segment_.next_residual) + first, count, c);
         bool bad = false;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -110,7 +110,7 @@ class Tile {
             key[i] = -1;
         }
         if (marks == 0) return;
-        const float* const elements = at<float>(segment_.shadow);
+        const float* const elements = at<float>(segment_.next_residual);
         if (stride_ == 1) {
             read_floats(elements + first, count, c);
         } else {

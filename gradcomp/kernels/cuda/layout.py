@@ -1,31 +1,34 @@
 """Where a kernel call has its memory, and one run of it.
 
-All of it is one piece of the device's memory::
+All of it but the parameters is one piece of the device's memory::
 
-    [parameters | inputs | zeroed room | updated | zeroed results]   copied up
-                                        [updated | zeroed results | results]   copied back
-                                                        [large zeroed room | room]   stays there
+    [parameters]   go with the launches
+    [inputs | zeroed workspace | updated | zeroed results]   copied up
+                           [updated | zeroed results | results]   copied back
+                                           [large zeroed workspace | workspace]   stays there
 
 Addresses, sizes and constant inputs are laid out once, in an image. A run copies the image, adds the address of its
-memory to what refers to that, and fills in the arrays and numbers that it brings.
+memory to what refers to that, and fills in the arrays and numbers that it brings. Addresses count from where the
+image begins: the device's memory begins behind the parameters.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.cuda.driver import Bytes, Driver
-from gradcomp.kernels.cuda.twins import Twin
+from gradcomp.kernels.cuda.driver import Block, Bytes, Driver
+from gradcomp.kernels.cuda.mirrors import DeviceMirror
 
-#: Kinds of memory, in their order behind the parameters. Zeros of the first two kinds are copied up.
-KINDS = ("inputs", "zeroed_room", "updated", "zeroed", "results", "large_zeroed_room", "room")
+#: Kinds of memory, in their order. Zeros of the first two kinds are copied up.
+KINDS = ("inputs", "zeroed_workspace", "updated", "zeroed", "results", "large_zeroed_workspace", "workspace")
 
 _ALIGNMENT = 256
 _WORD = 0xFFFFFFFFFFFFFFFF
@@ -109,9 +112,14 @@ class Staging:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._free: list[Bytes] = []
+        self._left: list[
+            tuple[Any, Bytes, Any]
+        ] = []  # behind events, with what else the device uses until then
 
     def take(self, nbytes: int) -> Bytes:
         """At least so many bytes, nobody else's until they are put back; as many as are needed are kept."""
+        if self._left:
+            self._look_after()
         found = self._free.pop() if self._free else None
         if found is None or len(found) < nbytes:
             found = self._driver.pinned(1 << (max(nbytes, _LEAST_STAGED) - 1).bit_length())
@@ -120,6 +128,28 @@ class Staging:
     def put_back(self, staged: Bytes) -> None:
         """No copy uses it any more."""
         self._free.append(staged)
+
+    def leave(self, event: Any, staged: Bytes, keep: Any) -> None:
+        """Nobody waits for the event, behind which the device no longer uses these."""
+        self._left.append((event, staged, keep))
+
+    def _look_after(self) -> None:
+        for _ in range(len(self._left)):
+            with suppress(IndexError):  # another thread looks, too
+                left = self._left.pop(0)
+                if self._driver.reached(left[0]):
+                    self.put_back(left[1])
+                else:
+                    self._left.append(left)
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """A run on its way: its memory on the device, where its results come to, and the event behind all of it."""
+
+    block: Block
+    found: Bytes
+    event: Any = None
 
 
 class Layout:
@@ -140,24 +170,25 @@ class Layout:
         self._formats: dict[int, str] = {}
         words: list[int] = []
         self._grids = []
-        self._structs = []
         for launch in launches:
-            self._structs.append((8 * len(words), 8 * len(launch.parameters)))
-            self._grids.append((launch.function, launch.blocks, launch.threads, 8 * len(words)))
-            words += [0] * (-(-len(launch.parameters) * 8 // _ALIGNMENT) * _ALIGNMENT // 8)
-        end = 8 * len(words)
+            begin = 8 * len(words)
+            words += [0] * len(launch.parameters)
+            span = slice(begin, 8 * len(words))
+            self._grids.append((launch.function, launch.blocks, launch.threads, span))
+        words += [0] * (-len(words) % (_ALIGNMENT // 8))
+        self._begin = end = 8 * len(words)
         ends = {}
         for kind in KINDS:
             for ref in kinds[kind]:
                 ref.address = end
                 end += -(-ref.nbytes // _ALIGNMENT) * _ALIGNMENT
             ends[kind] = end
-        self.nbytes = max(end, 1)
+        self.nbytes = max(end - self._begin, 1)
         self._up_end = ends["zeroed"]
-        self._down = ends["zeroed_room"], ends["results"]
-        self._large = ends["results"], ends["large_zeroed_room"]
-        for launch, (_, _, _, at) in zip(launches, self._grids, strict=True):
-            for word, parameter in enumerate(launch.parameters, at // 8):
+        self._down = ends["zeroed_workspace"], ends["results"]
+        self._large = ends["results"], ends["large_zeroed_workspace"]
+        for launch, (_, _, _, span) in zip(launches, self._grids, strict=True):
+            for word, parameter in enumerate(launch.parameters, span.start // 8):
                 words[word] = self._word(word, parameter)
         self._words = np.array(words, dtype=np.uint64)
         self._addresses = [
@@ -221,16 +252,37 @@ class Layout:
             for ref in self._kinds[kind]:
                 if ref.nbytes and ref.source is None and ref.array is not None:
                     image[ref.address : ref.address + ref.nbytes] = flat(ref.array)
-        for kind in ("zeroed_room", "zeroed"):
+        for kind in ("zeroed_workspace", "zeroed"):
             for ref in self._kinds[kind]:
                 image[ref.address : ref.address + ref.nbytes] = 0
         return image
 
     def run(self, staged: Bytes, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
         """Do all of it, and wait until results are in their arrays; ``staged`` begins with a copy of the image."""
+        started = self._issue(staged, arrays, numbers, marked=False)
+        self._driver.synchronize()
+        self.deliver(started, arrays)
+
+    def start(self, staged: Bytes, arrays: Sequence[Any], numbers: Sequence[int | float]) -> Started:
+        """Start all of it; results are on the host behind the event, and :meth:`deliver` puts them into their arrays.
+
+        ``staged`` begins with a copy of the image. It, and what is returned, must stay until then.
+        """
+        return self._issue(staged, arrays, numbers, marked=True)
+
+    def deliver(self, started: Started, arrays: Sequence[Any]) -> None:
+        """Results into their arrays; the device is behind the run."""
+        found = started.found
+        for ref, first, last, shift in self._taken:
+            target = flat(ref.array if ref.source is None else arrays[ref.source.number])
+            target[first:last] = found[first + shift : last + shift]
+
+    def _issue(
+        self, staged: Bytes, arrays: Sequence[Any], numbers: Sequence[int | float], *, marked: bool
+    ) -> Started:
         driver = self._driver
         block = driver.allocate(self.nbytes)
-        base = block.address
+        base = block.address - self._begin
         words = staged[: self._up_end].view(np.uint64)
         words[self._own_words] += np.uint64(base)
         for word, number, offset in self._foreign:
@@ -241,34 +293,59 @@ class Layout:
         for at, first, nbytes, source in self._brought:
             _bring(staged[at : at + nbytes], arrays[source.number], first, source.rows)
         try:
-            self.upload(base, staged[: self._up_end])
+            if self._up_end > self._begin:
+                self.upload(base + self._begin, staged[self._begin : self._up_end])
             begin, end = self._large
             if end > begin:
                 driver.zero(base + begin, end - begin)
-            for function, blocks, threads, at in self._grids:
-                driver.launch(function, blocks, threads, base + at)
+            for function, blocks, threads, span in self._grids:
+                driver.launch(function, blocks, threads, staged[span])
             begin, end = self._down
             found = staged[self._up_end : self._up_end + end - begin]
             if end > begin:
                 driver.download(found, base + begin)
-            driver.synchronize()
+            event = driver.mark(driver.stream) if marked else None
         except BaseException:
             # What has been started still uses memory that others could be given, the caller's too.
             with suppress(Exception):
                 driver.synchronize()
             raise
-        for ref, first, last, shift in self._taken:
-            target = flat(ref.array if ref.source is None else arrays[ref.source.number])
-            target[first:last] = found[first + shift : last + shift]
-        del block  # not before the wait
+        return Started(block, found, event)
 
-    def upload(self, base: int, staged: Bytes) -> None:
-        """Copy up what kernels read."""
-        self._driver.upload(base, staged)
+    def upload(self, address: int, staged: Bytes) -> None:
+        """Copy to the begin of the call's memory what kernels read."""
+        self._driver.upload(address, staged)
+
+    def finalised(
+        self,
+        image: Bytes,
+        arrays: Sequence[Any],
+        numbers: Sequence[int | float],
+        changing: Collection[int],
+    ) -> Layout:
+        """The same for runs with these arrays and numbers, and other contents of the ``changing`` arrays alone.
+
+        What else a run fills in is written into the image.
+        """
+        words = image.view(np.uint64)
+        for word, number, offset in self._foreign:
+            words[word] = (address_of(arrays[number]) + offset) & _WORD
+        if len(self._number_words):
+            packed = np.frombuffer(self._pack(*numbers[: self._number_count]), dtype=np.uint64)
+            words[self._number_words] = packed[self._number_places]
+        made = copy(self)
+        made._foreign, made._number_words, made._brought = [], self._number_words[:0], []
+        for brought in self._brought:
+            at, first, nbytes, source = brought
+            if source.number in changing:
+                made._brought.append(brought)
+            else:
+                _bring(image[at : at + nbytes], arrays[source.number], first, source.rows)
+        return made
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Begin and size of everything in the call's memory, in order."""
-        return self._structs + [(ref.address, ref.nbytes) for kind in KINDS for ref in self._kinds[kind]]
+        """Begin, from that of the call's memory on, and size of everything in it, in order."""
+        return [(ref.address - self._begin, ref.nbytes) for kind in KINDS for ref in self._kinds[kind]]
 
     def forget(self) -> None:
         """Let go of the arrays of the run that it was made for; every other one brings its own."""
@@ -280,13 +357,16 @@ class Layout:
 
 def flat(array: Any) -> Bytes:
     """The bytes of a contiguous array."""
-    found: Bytes = array.reshape(-1).view(np.uint8)
-    return found
+    if array.dtype == np.uint8 and array.ndim == 1:
+        vector: Bytes = array
+        return vector
+    # Views of records take NumPy three times as long.
+    return np.frombuffer(array, np.uint8) if array.size else np.zeros(0, np.uint8)
 
 
 def address_of(array: Any) -> int:
     """Where an array of the device begins."""
-    if isinstance(array, Twin):
+    if isinstance(array, DeviceMirror):
         return array.address
     return int(array.__cuda_array_interface__["data"][0])
 
@@ -296,4 +376,4 @@ def _bring(target: Bytes, array: Any, first: int, rows: npt.NDArray[np.int64] | 
         target[:] = flat(array)[first : first + len(target)]
     elif len(rows):
         of_array = flat(array).reshape(len(array), -1)
-        np.take(of_array, rows, axis=0, out=target.reshape(len(rows), -1), mode="clip")
+        of_array.take(rows, 0, target.reshape(len(rows), -1), "clip")

@@ -41,49 +41,49 @@ inline void for_repeated(const ListParams& params, Each each) {
     if (refused(params)) return;
     for_items(params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t item) {
         if (at<std::uint8_t>(params.repeated)[row] == 0) return;
-        each(to<std::uint32_t>(segment.shadow) + at<std::uint32_t>(params.indices)[at_], at_,
+        each(to<std::uint32_t>(segment.next_residual) + at<std::uint32_t>(params.indices)[at_], at_,
              static_cast<std::uint32_t>(item + 1));
     });
 }
 
 }  // namespace gradcomp::cuda
 
-KERNEL(256) check(const ListParams* params) {
-    for_items(*params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t item) {
-        const std::uint32_t index = at<std::uint32_t>(params->indices)[at_];
+KERNEL(256) check(const ListParams __grid_constant__ params) {
+    for_items(params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t item) {
+        const std::uint32_t index = at<std::uint32_t>(params.indices)[at_];
         if (index >= segment.length)
-            atomicMax(to<std::uint32_t>(params->bad), static_cast<std::uint32_t>(params->row_count - row));
-        if (params->repeated != 0 && item > 0 && index <= at<std::uint32_t>(params->indices)[at_ - 1])
-            to<std::uint8_t>(params->repeated)[row] = 1;
+            atomicMax(to<std::uint32_t>(params.bad), static_cast<std::uint32_t>(params.row_count - row));
+        if (params.repeated != 0 && item > 0 && index <= at<std::uint32_t>(params.indices)[at_ - 1])
+            to<std::uint8_t>(params.repeated)[row] = 1;
     });
 }
 
-KERNEL(256) take(const ListParams* params) {
-    if (refused(*params)) return;
-    for_items(*params, [&](std::int64_t, const Segment& segment, std::int64_t at_, std::int64_t) {
-        to<float>(params->values)[at_] = at<float>(segment.shadow)[at<std::uint32_t>(params->indices)[at_]];
+KERNEL(256) take(const ListParams __grid_constant__ params) {
+    if (refused(params)) return;
+    for_items(params, [&](std::int64_t, const Segment& segment, std::int64_t at_, std::int64_t) {
+        to<float>(params.values)[at_] = at<float>(segment.next_residual)[at<std::uint32_t>(params.indices)[at_]];
     });
 }
 
-KERNEL(256) clear(const ListParams* params) {
-    for_repeated(*params, [](std::uint32_t* place, std::int64_t, std::uint32_t) { *place = 0; });
+KERNEL(256) clear(const ListParams __grid_constant__ params) {
+    for_repeated(params, [](std::uint32_t* place, std::int64_t, std::uint32_t) { *place = 0; });
 }
 
-KERNEL(256) claim(const ListParams* params) {
-    for_repeated(*params,
+KERNEL(256) claim(const ListParams __grid_constant__ params) {
+    for_repeated(params,
                  [](std::uint32_t* place, std::int64_t, std::uint32_t number) { atomicMax(place, number); });
 }
 
-KERNEL(256) decide(const ListParams* params) {
-    for_repeated(*params, [&](const std::uint32_t* place, std::int64_t at_, std::uint32_t number) {
-        to<std::uint8_t>(params->last)[at_] = *place == number ? 1 : 0;
+KERNEL(256) decide(const ListParams __grid_constant__ params) {
+    for_repeated(params, [&](const std::uint32_t* place, std::int64_t at_, std::uint32_t number) {
+        to<std::uint8_t>(params.last)[at_] = *place == number ? 1 : 0;
     });
 }
 
-KERNEL(256) put(const ListParams* params) {
-    if (refused(*params)) return;
-    for_items(*params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t) {
-        if (at<std::uint8_t>(params->repeated)[row] != 0 && at<std::uint8_t>(params->last)[at_] == 0) return;
-        to<float>(segment.shadow)[at<std::uint32_t>(params->indices)[at_]] = at<float>(params->values)[at_];
+KERNEL(256) put(const ListParams __grid_constant__ params) {
+    if (refused(params)) return;
+    for_items(params, [&](std::int64_t row, const Segment& segment, std::int64_t at_, std::int64_t) {
+        if (at<std::uint8_t>(params.repeated)[row] != 0 && at<std::uint8_t>(params.last)[at_] == 0) return;
+        to<float>(segment.next_residual)[at<std::uint32_t>(params.indices)[at_]] = at<float>(params.values)[at_];
     });
 }

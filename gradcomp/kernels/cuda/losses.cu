@@ -103,13 +103,13 @@ inline void find_losses(const LossParams& params) {
 #define LOSSES_STOCHASTIC 2
 
 #if IN_MODULE(LOSSES_NEAREST)
-KERNEL(256) losses_nearest(const LossParams* params) {
-    find_losses<false>(*params);
+KERNEL(256) losses_nearest(const LossParams __grid_constant__ params) {
+    find_losses<false>(params);
 }
 #endif
 
 #if IN_MODULE(LOSSES_STOCHASTIC)
-KERNEL(256) losses_stochastic(const LossParams* params) {
-    find_losses<Class::draws>(*params);
+KERNEL(256) losses_stochastic(const LossParams __grid_constant__ params) {
+    find_losses<Class::draws>(params);
 }
 #endif

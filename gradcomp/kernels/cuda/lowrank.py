@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, tiles
+from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, tiles
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.kernels.cuda.spans import described, read_span, write_span
+from gradcomp.kernels.cuda.layout import Real, Source
+from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
+from gradcomp.kernels.cuda.spans import described, ends, spans
+from gradcomp.kernels.cuda.vectors import DeviceVector
+from gradcomp.kernels.reference_sums import CHUNK
 from gradcomp.kernels.segments import (
     FLOAT64,
     MAX_ELEMENTS,
@@ -39,13 +43,15 @@ _BACK_COLUMNS = {4: 4, 8: 4, 16: 2, 32: 2}  # columns that a lane takes of M^T P
 _BACK_ROWS = {4: 256, 8: 256, 16: 512, 32: 512}  # and rows that a warp does; the more, the smaller the parts
 _MANY_PARTS = 64
 _ORTHOGONALISERS = 512  # threads of a block of orthogonalise.cu
+_BLOCKS_OF_A_MATRIX = 64  # at most so many take its chunks
 
 
 class LowRankKernels:
-    """project, back_project, orthogonalise, expand and subtract."""
+    """project, back_project, orthogonalise, expand and subtract; written down once for layers that stay alike."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, plans: Plans) -> None:
         self._driver = driver
+        self._plans = plans
 
     def project(
         self,
@@ -65,31 +71,14 @@ class LowRankKernels:
         """See `lowrank.project`."""
         check_array("flags", flags, np.uint8, len(table), writable=True)
         check_array("factors", factors, np.float32, len(table))
-        check_array("p", described(p), np.float32, writable=True)
-        layers = _checked(table, rows, columns, ranks, p, p_at, q, q_at)
-        call = Call(self._driver)
+        shapes = (rows, columns, ranks, p_at, q_at)
         found = np.zeros(len(table), dtype=np.uint8)
-        bad, scales = call.result(found, zero=True), call.give(factors)
-        given = read_span(call, q, layers.q_at, layers.columns * layers.ranks)
-        written = write_span(call, p, layers.p_at, layers.rows * layers.ranks)
-        chunks = -(-layers.columns // _CHUNK_COLUMNS)
-        sums = _Sums(call, layers, layers.rows, layers.p_at, chunks)
-        lanes = _lanes(layers.columns, 4)
-        for most, members in _by_rank(layers):
-            part = layers.only(members)
-            stacked = _WARPS * (32 // lanes[members]) * _PROJECT_ROWS[most]
-            work = part.give(call, lanes[members], chunks[members], sums.begins[members])
-            blocks, tiling = _tiling(call, -(-part.rows // stacked) * chunks[members])
-            call.launch(
-                "project.cu",
-                "project",
-                blocks,
-                *(*work, *tiling, scales, bad, given, sums.room, float(decay)),
-                defines={"GRADCOMP_RANKS": most},
-            )
-        sums.add(written, bad)
-        call.run()
-        flags |= found
+        arrays = (table, p, q, found, factors)
+        key = ("project", _key(table, shapes), _factor("p", p, writable=True), _factor("q", q))
+        check_next_residuals(table)
+        self._plans.run(
+            key, lambda call: write_project(call, arrays, shapes), arrays, (float(decay),), (flags, found)
+        )
 
     def back_project(
         self,
@@ -101,63 +90,22 @@ class LowRankKernels:
         p_at: Int64s,
         q: Floats,
         q_at: Int64s,
+        *,
+        copy: Floats | None = None,
     ) -> None:
         """See `lowrank.back_project`."""
-        check_array("q", described(q), np.float32, writable=True)
-        layers = _checked(table, rows, columns, ranks, p, p_at, q, q_at)
-        call = Call(self._driver)
-        given = read_span(call, p, layers.p_at, layers.rows * layers.ranks)
-        written = write_span(call, q, layers.q_at, layers.columns * layers.ranks)
-        classes = _by_rank(layers)
-        chunks = np.zeros(len(table), dtype=np.int64)
-        for most, members in classes:
-            chunks[members] = -(-layers.rows[members] // _BACK_ROWS[most])
-        sums = _Sums(call, layers, layers.columns, layers.q_at, chunks)
-        for most, members in classes:
-            part = layers.only(members)
-            lanes = _lanes(part.columns, _BACK_COLUMNS[most])
-            work = part.give(call, lanes, chunks[members], sums.begins[members])
-            units = -(-part.columns // (lanes * _BACK_COLUMNS[most])) * chunks[members]
-            blocks, tiling = _tiling(call, -(-units // _WARPS))
-            call.launch(
-                "project.cu",
-                "back_project",
-                blocks,
-                *(*work, *tiling, _BACK_ROWS[most], given, sums.room),
-                defines={"GRADCOMP_RANKS": most},
-            )
-        sums.add(written, 0)
-        call.run()
+        shapes = (rows, columns, ranks, p_at, q_at)
+        outputs = tuple(_factor("q", each, writable=True) for each in ((q,) if copy is None else (q, copy)))
+        arrays = (table, p, q, copy)
+        key = ("back_project", _key(table, shapes), _factor("p", p), *outputs)
+        check_next_residuals(table)
+        self._plans.run(key, lambda call: write_back_project(call, arrays, shapes), arrays)
 
     def orthogonalise(self, rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
         """See `lowrank.orthogonalise`."""
-        check_array("p", described(p), np.float32, writable=True)
-        for name, array in (("rows", rows), ("ranks", ranks), ("p_at", p_at)):
-            check_array(name, array, np.int64, len(rows))
-        _check_factor("P", p_at, rows, ranks, len(p))
-        chosen = np.flatnonzero((rows > 0) & (ranks > 0))
-        rows, ranks, p_at = rows[chosen], ranks[chosen], p_at[chosen]
-        call = Call(self._driver)
-        written = write_span(call, p, p_at, rows * ranks, reads=True)
-        begins = np.cumsum(ranks) - ranks  # of the columns of each, among all
-        owners = np.repeat(np.arange(len(rows)), ranks)
-        lengths = rows[owners]
-        places = p_at[owners] + (np.arange(len(owners)) - begins[owners]) * lengths
-        largest = call.room(4 * len(owners), zero=True)
-        blocks, tiling = _tiling(call, -(-lengths // (THREADS * GROUP)))
-        columns = call.give(np.stack((places, lengths), axis=1))
-        call.launch("orthogonalise.cu", "largest_magnitudes", blocks, columns, *tiling, written, largest)
-        matrices = call.give(np.stack((p_at, rows, ranks, begins), axis=1))
-        call.launch(
-            "orthogonalise.cu",
-            "orthogonalise",
-            len(rows),
-            matrices,
-            written,
-            largest,
-            threads=_ORTHOGONALISERS,
-        )
-        call.run()
+        shapes = (rows, ranks, p_at)
+        key = ("orthogonalise", *_bytes(len(rows), shapes), _factor("p", p, writable=True))
+        self._plans.run(key, lambda call: write_orthogonalise(call, p, shapes), (p,))
 
     def expand(
         self,
@@ -176,13 +124,16 @@ class LowRankKernels:
     ) -> None:
         """See `lowrank.expand`."""
         check_array("flags", flags, np.uint8, len(table), writable=True)
-        layers = _checked(table, rows, columns, ranks, p, p_at, q, q_at, outputs=True)
-        call = Call(self._driver)
+        shapes = (rows, columns, ranks, p_at, q_at)
         found = np.zeros(len(table), dtype=np.uint8)
-        marks = (call.give(flags), call.result(found, zero=True))
-        _launch_product(call, "expand", layers, p, q, *marks, float(divisor), float(scale))
-        call.run()
-        flags |= found
+        arrays = (table, p, q, found, flags)
+        with_output = table["output"] != 0 if _is_table(table) else None
+        key = (
+            *("expand", _key(table, shapes), _factor("p", p), _factor("q", q)),
+            None if with_output is None or with_output.all() else with_output.tobytes(),
+        )
+        numbers = (float(divisor), float(scale))
+        self._plans.run(key, lambda call: write_expand(call, arrays, shapes), arrays, numbers, (flags, found))
 
     def subtract(
         self,
@@ -196,10 +147,169 @@ class LowRankKernels:
         q_at: Int64s,
     ) -> None:
         """See `lowrank.subtract`."""
-        layers = _checked(table, rows, columns, ranks, p, p_at, q, q_at)
-        call = Call(self._driver)
-        _launch_product(call, "subtract", layers, p, q, 0, 0, 1.0, 1.0)
-        call.run()
+        shapes = (rows, columns, ranks, p_at, q_at)
+        arrays = (table, p, q)
+        key = ("subtract", _key(table, shapes), _factor("p", p), _factor("q", q))
+        check_next_residuals(table)
+        self._plans.run(key, lambda call: write_subtract(call, arrays, shapes), arrays)
+
+    def keep(
+        self,
+        sides: Int64s,
+        ranks: Int64s,
+        factor: Floats,
+        at: Int64s,
+        kept: Floats,
+        before: Int64s,
+        after: Int64s,
+    ) -> None:
+        """See `lowrank.keep`."""
+        shapes = (sides, ranks, at, before, after)
+        key = (
+            "keep",
+            *_bytes(len(sides), shapes),
+            _factor("factor", factor),
+            _factor("kept", kept, writable=True),
+        )
+        arrays = (factor, kept)
+        self._plans.run(key, lambda call: write_keep(call, arrays, shapes), arrays)
+
+
+# --- calls, written down: places of a run's arrays; numbers are those that the callers above name -----------------
+
+_TABLE, _P, _Q, _FOUND, _OTHER = range(5)
+_COPY = _FOUND
+
+Arrays = tuple[Any, ...]
+Shapes = tuple[Int64s, ...]
+
+
+def write_project(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
+    """project, of all rows of a table or of some."""
+    table, p, q, found, factors = arrays
+    layers = _checked(table, low, shapes, len(p), len(q))
+    bad = call.result(found, Source(_FOUND), zero=True)
+    scales = call.give(factors, Source(_OTHER))
+    given = _read(call, q, _Q, layers.q_at, layers.columns * layers.ranks)
+    written = _written(call, p, _P, layers.p_at, layers.rows * layers.ranks)
+    chunks = -(-layers.columns // _CHUNK_COLUMNS)
+    sums = _Sums(call, layers, layers.rows, layers.p_at, chunks)
+    lanes = _lanes(layers.columns, 4)
+    for most, members in _by_rank(layers):
+        part = layers.only(members)
+        stacked = _WARPS * (32 // lanes[members]) * _PROJECT_ROWS[most]
+        work = part.give(call, table, lanes[members], chunks[members], sums.begins[members])
+        blocks, tiling = _tiling(call, -(-part.rows // stacked) * chunks[members])
+        call.launch(
+            "project.cu",
+            "project",
+            blocks,
+            *(*work, *tiling, scales, bad, given, sums.workspace, Real(0)),
+            defines={"GRADCOMP_RANKS": most},
+        )
+    sums.add(written, 0, bad)
+
+
+def write_back_project(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
+    """back_project, of all rows of a table or of some."""
+    table, p, q, copy = arrays
+    layers = _checked(table, low, shapes, len(p), len(q) if copy is None else min(len(q), len(copy)))
+    given = _read(call, p, _P, layers.p_at, layers.rows * layers.ranks)
+    sizes = layers.columns * layers.ranks
+    written = _written(call, q, _Q, layers.q_at, sizes)
+    copied = 0 if copy is None else _written(call, copy, _COPY, layers.q_at, sizes)
+    classes = _by_rank(layers)
+    chunks = np.zeros(len(layers.index), dtype=np.int64)
+    for most, members in classes:
+        chunks[members] = -(-layers.rows[members] // _BACK_ROWS[most])
+    sums = _Sums(call, layers, layers.columns, layers.q_at, chunks)
+    for most, members in classes:
+        part = layers.only(members)
+        lanes = _lanes(part.columns, _BACK_COLUMNS[most])
+        work = part.give(call, table, lanes, chunks[members], sums.begins[members])
+        units = -(-part.columns // (lanes * _BACK_COLUMNS[most])) * chunks[members]
+        blocks, tiling = _tiling(call, -(-units // _WARPS))
+        call.launch(
+            "project.cu",
+            "back_project",
+            blocks,
+            *(*work, *tiling, _BACK_ROWS[most], given, sums.workspace),
+            defines={"GRADCOMP_RANKS": most},
+        )
+    sums.add(written, copied, 0)
+
+
+def write_orthogonalise(call: Call, p: Floats, shapes: Shapes) -> None:
+    """orthogonalise, of a run's first array."""
+    rows, ranks, p_at = shapes
+    _check_factor("P", p_at, rows, ranks, len(p))
+    chosen = np.flatnonzero((rows > 0) & (ranks > 0))
+    rows, ranks, p_at = rows[chosen], ranks[chosen], p_at[chosen]
+    written = call.change(p, 0, spans(4 * p_at, 4 * rows * ranks))
+    begins = np.cumsum(ranks) - ranks  # of the columns of each, among all
+    _, _, largest = _largest(call, written, rows, ranks, p_at)
+    chunks = -(-rows // CHUNK)
+    sizes = np.where(chunks > 1, (2 + 2 * ranks) * chunks, 0)
+    sums, turns = call.workspace(8 * int(sizes.sum())), call.workspace(16 * len(rows), zero=True)
+    matrices = call.give(np.stack((p_at, rows, ranks, begins, np.cumsum(sizes) - sizes), axis=1))
+    blocks, tiling = _tiling(call, np.minimum(chunks, _BLOCKS_OF_A_MATRIX))
+    call.launch(
+        "orthogonalise.cu",
+        "orthogonalise",
+        blocks,
+        *(matrices, *tiling, written, largest, sums, turns),
+        threads=_ORTHOGONALISERS,
+    )
+
+
+def _largest(
+    call: Call, factor: Parameter, sides: Int64s, ranks: Int64s, at: Int64s
+) -> tuple[int, tuple[Parameter, int], Ref]:
+    """The largest magnitude of each column; and blocks for all columns."""
+    (places,), lengths = _columns(sides, ranks, at)
+    blocks, tiling = _tiling(call, -(-lengths // (THREADS * GROUP)))
+    largest = call.workspace(4 * len(lengths), zero=True)
+    columns = call.give(np.stack((places, lengths), axis=1))
+    call.launch("orthogonalise.cu", "largest_magnitudes", blocks, columns, *tiling, factor, largest)
+    return blocks, tiling, largest
+
+
+def _columns(sides: Int64s, ranks: Int64s, *at: Int64s) -> tuple[list[Int64s], Int64s]:
+    """Where the columns of factors begin in each array, and how long they are."""
+    owners = np.repeat(np.arange(len(sides)), ranks)
+    lengths = sides[owners]
+    within = (np.arange(len(owners)) - (np.cumsum(ranks) - ranks)[owners]) * lengths
+    return [each[owners] + within for each in at], lengths
+
+
+def write_keep(call: Call, arrays: Arrays, shapes: Shapes) -> None:
+    """keep, from a run's first array to its second."""
+    factor, kept = arrays
+    sides, ranks, at, before, after = shapes
+    for name, begins, array in (("factor", at, factor), ("before", before, kept), ("after", after, kept)):
+        _check_factor(name, begins, sides, ranks, len(array))
+    sizes = sides * ranks
+    written = call.change(kept, 1, spans(4 * after, 4 * sizes))
+    _read(call, kept, 1, before, sizes)
+    given = _read(call, factor, 0, at, sizes)
+    blocks, tiling, largest = _largest(call, given, sides, ranks, at)
+    places, lengths = _columns(sides, ranks, at, before, after)
+    columns = call.give(np.stack((*places, lengths), axis=1))
+    call.launch("orthogonalise.cu", "keep", blocks, columns, *tiling, given, written, largest)
+
+
+def write_expand(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
+    """expand, of all rows of a table or of some."""
+    table, p, q, found, flags = arrays
+    layers = _checked(table, low, shapes, len(p), len(q), outputs=True)
+    marks = call.give(flags, Source(_OTHER)), call.result(found, Source(_FOUND), zero=True)
+    _launch_product(call, "expand", layers, arrays, *marks, Real(0), Real(1))
+
+
+def write_subtract(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
+    """subtract, of all rows of a table or of some."""
+    table, p, q = arrays
+    _launch_product(call, "subtract", _checked(table, low, shapes, len(p), len(q)), arrays, 0, 0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -218,12 +328,12 @@ class _Layers:
         return _Layers(*(column[members] for column in vars(self).values()))
 
     def give(
-        self, call: Call, lanes: Int64s, chunks: Int64s, parts_at: Int64s
+        self, call: Call, table: SegmentTable, lanes: Int64s, chunks: Int64s, parts_at: Int64s
     ) -> tuple[Parameter, Parameter]:
         """The segments, and what matrices.cuh calls a Layer of each."""
         numbers = (self.index, self.rows, self.columns, self.ranks, self.p_at, self.q_at)
-        columns = (*numbers, lanes, chunks, parts_at)
-        return call.give(self.table), call.give(np.stack(columns, axis=1).astype(np.int64))
+        columns = np.stack((*numbers, lanes, chunks, parts_at), axis=1).astype(np.int64)
+        return call.give(self.table, source_of(_TABLE, self.index, len(table))), call.give(columns)
 
 
 class _Sums:
@@ -233,31 +343,43 @@ class _Sums:
         sizes = lengths * layers.ranks
         ends = np.cumsum(sizes * parts)
         self.begins: Int64s = ends - sizes * parts
-        self.room = call.room(4 * int(ends[-1]) if len(ends) else 0)
+        self.workspace = call.workspace(4 * int(ends[-1]) if len(ends) else 0)
         self._call = call
         self._per_element = np.where(parts > _MANY_PARTS, 32, 1)
         self._sizes = sizes
         self._table = np.stack((layers.index, sizes, places, parts, self.begins, self._per_element), axis=1)
 
-    def add(self, result: Parameter, bad: Parameter) -> None:
+    def add(self, result: Parameter, copy: Parameter, bad: Parameter) -> None:
         blocks, tiling = _tiling(self._call, -(-self._sizes * self._per_element // THREADS))
         table = self._call.give(self._table)
-        self._call.launch("project.cu", "add_parts", blocks, table, *tiling, self.room, result, bad)
+        self._call.launch(
+            "project.cu", "add_parts", blocks, table, *tiling, self.workspace, result, copy, bad
+        )
 
 
-def _launch_product(
-    call: Call, name: str, layers: _Layers, p: Floats, q: Floats, *parameters: Parameter
-) -> None:
+def _launch_product(call: Call, name: str, layers: _Layers, arrays: Arrays, *parameters: Parameter) -> None:
+    table, p, q = arrays[:3]
     lanes = _lanes(layers.columns, 4)
     chunks = -(-layers.columns // _CHUNK_COLUMNS)
     stacked = _WARPS * (32 // lanes) * _ROWS
     blocks, tiling = _tiling(call, -(-layers.rows // stacked) * chunks)
     factors = (
-        read_span(call, p, layers.p_at, layers.rows * layers.ranks),
-        read_span(call, q, layers.q_at, layers.columns * layers.ranks),
+        _read(call, p, _P, layers.p_at, layers.rows * layers.ranks),
+        _read(call, q, _Q, layers.q_at, layers.columns * layers.ranks),
     )
-    work = layers.give(call, lanes, chunks, np.zeros_like(chunks))
+    work = layers.give(call, table, lanes, chunks, np.zeros_like(chunks))
     call.launch("expand.cu", name, blocks, *work, *tiling, *factors, *parameters)
+
+
+def _read(call: Call, array: Any, number: int, begins: Int64s, sizes: Int64s) -> Parameter:
+    """An array of floats, of which kernels read these elements."""
+    first, end = ends(begins, sizes)
+    return call.read(array, number, 4 * first, 4 * end) if end > first else 0
+
+
+def _written(call: Call, array: Any, number: int, begins: Int64s, sizes: Int64s) -> Parameter:
+    """The same for elements that kernels write."""
+    return call.write(array, number, spans(4 * begins, 4 * sizes))
 
 
 def _tiling(call: Call, counts: Int64s) -> tuple[int, tuple[Parameter, int]]:
@@ -284,48 +406,79 @@ def _by_rank(layers: _Layers) -> list[tuple[int, Int64s]]:
 
 def _checked(
     table: SegmentTable,
-    rows: Int64s,
-    columns: Int64s,
-    ranks: Int64s,
-    p: Any,
-    p_at: Int64s,
-    q: Any,
-    q_at: Int64s,
+    low: Int64s | None,
+    shapes: Shapes,
+    p_size: int,
+    q_size: int,
     *,
     outputs: bool = False,
 ) -> _Layers:
-    """The layers of a call, or those with an output, all of which fit together."""
-    check_array("table", table, SEGMENT)
-    check_array("p", described(p), np.float32)
-    check_array("q", described(q), np.float32)
-    vectors = {"rows": rows, "columns": columns, "ranks": ranks, "p_at": p_at, "q_at": q_at}
-    for name, vector in vectors.items():
-        check_array(name, vector, np.int64, len(table))
-    index = np.flatnonzero(table["output"]) if outputs else np.arange(len(table))
-    layers = _Layers(index, table[index], *(vector[index] for vector in vectors.values()))
+    """The layers of a call, ``low`` or all rows, or of them those with an output; all of them fit together."""
+    index = np.arange(len(table)) if low is None else low
+    vectors = [index, *shapes]
+    if outputs:
+        chosen = table["output"][index] != 0
+        vectors = [vector[chosen] for vector in vectors]
+    index = vectors[0]
+    layers = _Layers(index, table[index], *vectors[1:])
     length, n, m = layers.table["length"], layers.rows, layers.columns
     check_elements(layers.table)
     _require(layers.table["dtype"] != FLOAT64, index, "low rank has no float64")
-    if not outputs:
-        held = (length == 0) | (layers.table["shadow"] != 0)
-        _require(held, index, "no shadow to hold the matrix")
     # A quotient first: the product of hostile numbers could wrap.
     sensible = (n >= 0) & (m >= 0) & (n <= MAX_ELEMENTS) & (m <= MAX_ELEMENTS)
     sensible &= n <= MAX_ELEMENTS // np.maximum(m, 1)
     product = np.where(sensible, n, 0) * np.where(sensible, m, 0)
     complaint = "rows times columns is not the length of the segment"
     _require(sensible & (product == length), index, complaint)
-    _check_factor("P", layers.p_at, n, layers.ranks, len(p), index)
-    _check_factor("Q", layers.q_at, m, layers.ranks, len(q), index)
+    _check_factor("P", layers.p_at, n, layers.ranks, p_size, index)
+    _check_factor("Q", layers.q_at, m, layers.ranks, q_size, index)
     return layers
+
+
+def _is_table(table: Any) -> bool:
+    return isinstance(table, np.ndarray) and table.dtype == SEGMENT
+
+
+def check_next_residuals(table: SegmentTable) -> None:
+    """Addresses are other ones in every run."""
+    if not table["next_residual"].all():
+        held = (table["length"] == 0) | (table["next_residual"] != 0)
+        _require(held, np.arange(len(table)), "no next residual to hold the matrix")
+
+
+def _key(table: SegmentTable, shapes: Shapes) -> tuple[Any, ...]:
+    """All of the layers that stays."""
+    check_array("table", table, SEGMENT)
+    return fixed_columns(table), *_bytes(len(table), shapes)
+
+
+def _bytes(count: int, vectors: Shapes) -> list[bytes]:
+    for vector in vectors:
+        if not (
+            type(vector) is np.ndarray
+            and vector.dtype == np.int64
+            and vector.shape == (count,)
+            and vector.flags.c_contiguous
+        ):
+            check_array("a column of numbers", vector, np.int64, count)
+    return [vector.tobytes() for vector in vectors]
+
+
+def _factor(name: str, array: Any, *, writable: bool = False) -> tuple[int, bool]:
+    """What a call depends on of P or Q, which is checked in every run."""
+    if not isinstance(array, DeviceVector):
+        check_array(
+            name, array if isinstance(array, np.ndarray) else described(array), np.float32, writable=writable
+        )
+    return place_of(array)
 
 
 def _check_factor(
     name: str, at: Int64s, lengths: Int64s, counts: Int64s, size: int, index: Int64s | None = None
 ) -> None:
     inside = (at >= 0) & (at <= size) & (lengths >= 0) & (counts >= 0)
-    room = (size - np.where(inside, at, 0)) // np.maximum(lengths, 1)
-    inside &= (lengths == 0) | (counts <= room)
+    capacity = (size - np.where(inside, at, 0)) // np.maximum(lengths, 1)
+    inside &= (lengths == 0) | (counts <= capacity)
     _require(inside, np.arange(len(at)) if index is None else index, f"{name} does not lie inside its array")
 
 

@@ -62,7 +62,7 @@ _WHOLE: Final = {
     ),
     "lists.cu": ("check", "take", "clear", "claim", "decide", "put"),
     "moments.cu": ("moments",),
-    "orthogonalise.cu": ("largest_magnitudes", "orthogonalise"),
+    "orthogonalise.cu": ("largest_magnitudes", "orthogonalise", "keep"),
     "rows.cu": ("discard", "collect", "nonzero", "encode_doubles", "reduce_doubles", "decode_doubles"),
     "scatter.cu": ("check_lists", "scatter"),
     "select.cu": (

@@ -12,11 +12,11 @@ struct MomentParams {
 };
 
 // Eight groups of eight elements per thread, a block's side by side.
-KERNEL(256) moments(const MomentParams* params) {
+KERNEL(256) moments(const MomentParams __grid_constant__ params) {
     __shared__ double sums[16][2];
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t row = row_of(tiles, params->row_count, blockIdx.x);
-    const Segment segment = at<Segment>(params->rows)[row];
+    const auto* tiles = at<std::int64_t>(params.tiles);
+    const std::int64_t row = row_of(tiles, params.row_count, blockIdx.x);
+    const Segment segment = at<Segment>(params.rows)[row];
     const std::int64_t begin = (blockIdx.x - tiles[row]) * 256 * 64;
     double sum = 0.0, squares = 0.0;
     for (int k = 0; k < 8; ++k) {
@@ -41,5 +41,5 @@ KERNEL(256) moments(const MomentParams* params) {
     if (threadIdx.x >= 2) return;
     double all = 0.0;
     for (int team = 0; team < 16; ++team) all += sums[team][threadIdx.x];
-    to<double>(params->partial)[2 * std::int64_t{blockIdx.x} + threadIdx.x] = all;
+    to<double>(params.partial)[2 * std::int64_t{blockIdx.x} + threadIdx.x] = all;
 }

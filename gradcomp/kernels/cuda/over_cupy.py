@@ -178,10 +178,13 @@ class CupyDriver:
                 self._functions[key] = self._modules[module].get_function(name)
         return self._functions[key]
 
-    def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
+    def launch(self, function: Any, blocks: int, threads: int, parameters: Bytes) -> None:
         """Does not wait."""
+        struct = parameters.view(
+            np.dtype((np.void, len(parameters)))
+        )  # CuPy passes arrays of one element by value
         with self.current(), self._stream:
-            function((blocks,), (threads,), (np.uint64(argument),))
+            function((blocks,), (threads,), (struct,))
 
     def synchronize(self) -> None:
         """Blocks this thread, without the interpreter's lock."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import Call, Parameter
-from gradcomp.kernels.cuda.twins import is_twin
+from gradcomp.kernels.cuda.mirrors import is_mirror
+from gradcomp.kernels.cuda.spans import ends, spans
 from gradcomp.kernels.reference_indices import _check_aligned
 from gradcomp.kernels.segments import check_array
 
@@ -37,42 +39,36 @@ def check_flat(name: str, array: Any, dtype: Any, *, writable: bool = False) -> 
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether two arrays may share memory, on whichever side they lie: no address is one of both sides."""
-    (begin, end), (other, other_end) = _bounds(a), _bounds(b)
-    return begin < other_end and other < end
+    return overlap_any(a, (b,))
+
+
+def overlap_any(a: Any, others: Sequence[Any]) -> bool:
+    """Whether an array may share memory with one of the others."""
+    begin, end = _bounds(a)
+    return any(begin < other_end and other < end for other, other_end in map(_bounds, others))
 
 
 def _bounds(array: Any) -> tuple[int, int]:
-    if is_twin(array):
+    if is_mirror(array):
         return array.address, array.address + array.nbytes
     interface = None if type(array) is np.ndarray else getattr(array, "__cuda_array_interface__", None)
     begin = int((array.__array_interface__ if interface is None else interface)["data"][0])
     return begin, begin + array.nbytes
 
 
-def lists_to_read(call: Call, array: Any, begins: Numbers, sizes: Numbers) -> Parameter:
-    """Address of the array's first item; of the host's arrays only what the lists lie in goes up."""
-    if hasattr(array, "__cuda_array_interface__"):
-        return call.give(array)
-    first, end = _span(begins, sizes)
-    return call.give(array[first:end]).part(-first * array.itemsize) if end > first else 0
+def lists_to_read(call: Call, array: Any, number: int, begins: Numbers, sizes: Numbers) -> Parameter:
+    """Where kernels find the first item of a run's array; of the host's only what the lists lie in goes up."""
+    first, end = ends(begins, sizes)
+    return call.read(array, number, first * array.itemsize, end * array.itemsize) if end > first else 0
 
 
 def lists_to_write(
-    call: Call, array: Any, begins: Numbers, sizes: Numbers, *, all_of_it: bool = True
+    call: Call, array: Any, number: int, begins: Numbers, sizes: Numbers, *, all_of_it: bool = True
 ) -> Parameter:
-    """As `lists_to_read`; goes up only if something in between stays, or not all of the lists is written."""
-    if hasattr(array, "__cuda_array_interface__"):
-        return call.result(array)
-    first, end = _span(begins, sizes)
+    """The same for lists that are written; they go up as well if not ``all_of_it`` is."""
+    first, end = ends(begins, sizes)
     if end == first:
         return 0
-    order = np.argsort(begins[sizes > 0], kind="stable")
-    begins, sizes = begins[sizes > 0][order], sizes[sizes > 0][order]
-    gapless = all_of_it and bool((begins[1:] == begins[:-1] + sizes[:-1]).all())
-    span = array[first:end]
-    return (call.result(span) if gapless else call.update(span)).part(-first * array.itemsize)
-
-
-def _span(begins: Numbers, sizes: Numbers) -> tuple[int, int]:
-    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
-    return (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
+    if not all_of_it:
+        return call.change(array, number, [(first * array.itemsize, end * array.itemsize)])
+    return call.write(array, number, spans(begins * array.itemsize, sizes * array.itemsize))

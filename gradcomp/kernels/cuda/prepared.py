@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from operator import is_
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.driver import Bytes, Driver
-from gradcomp.kernels.cuda.layout import Layout, Source, Staging
-from gradcomp.kernels.cuda.twins import is_twin
+from gradcomp.kernels.cuda.layout import Layout, Source, Staging, Started
+from gradcomp.kernels.cuda.mirrors import is_mirror
+from gradcomp.kernels.pending import Again
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
 _FIXED_FROM = SEGMENT.fields["payload"][1] if SEGMENT.fields is not None else 0
@@ -26,45 +28,224 @@ class Prepared:
     """A call's layout, with all that its runs have in common."""
 
     def __init__(self, call: Call) -> None:
-        self._layout: Layout | None = call.layout() if call.launches else None
+        self.layout: Layout | None = call.layout() if call.launches else None
         self._zeroed = [ref.source for ref in call.kinds["zeroed"] if ref.source is not None]
         self._image = np.zeros(0, dtype=np.uint8)
-        if self._layout is not None:
-            staged = np.zeros(self._layout.staged_bytes, dtype=np.uint8)
-            self._image = self._layout.write(staged).copy()
-            self._layout.forget()
+        self._nbytes = 0
+        if self.layout is not None:
+            self._nbytes = self.layout.staged_bytes
+            self._image = self.layout.write(np.zeros(self._nbytes, dtype=np.uint8)).copy()
+            self.layout.forget()
+
+    def staged(self, staging: Staging) -> Bytes:
+        """Pinned memory for a run, which begins with what all runs have in common."""
+        taken = staging.take(self._nbytes)
+        taken[: len(self._image)] = self._image
+        return taken
+
+    def skip(self, arrays: Sequence[Any]) -> None:
+        """Nothing is launched: what should begin as zero is zero."""
+        for source in self._zeroed:
+            arrays[source.number][...] = 0
 
     def run(self, staging: Staging, arrays: Sequence[Any], numbers: Sequence[int | float]) -> None:
-        """Once more, with a run's arrays and numbers."""
-        if self._layout is None:
-            for source in self._zeroed:
-                arrays[source.number][...] = 0
+        """Once more, with a run's arrays and numbers; results are in their arrays when it returns."""
+        if self.layout is None:
+            self.skip(arrays)
             return
-        staged = staging.take(self._layout.staged_bytes)
-        staged[: len(self._image)] = self._image
-        self._layout.run(staged, arrays, numbers)
+        staged = self.staged(staging)
+        self.layout.run(staged, arrays, numbers)
         staging.put_back(staged)  # after an error nobody knows what still uses it
 
+    def finalised(
+        self, arrays: Sequence[Any], numbers: Sequence[int | float], changing: Collection[int]
+    ) -> Prepared:
+        """The same for runs with these arrays and numbers, of which the contents of some change."""
+        made = copy(self)
+        if self.layout is not None:
+            made._image = self._image.copy()
+            made.layout = self.layout.finalised(made._image, arrays, numbers, changing)
+        return made
 
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """One run of a call. ``found``: flags, and what is added to them afterwards."""
+
+class _Run(NamedTuple):
+    """One run of a call. ``found``: flags, and what is merged with them afterwards. ``after``: called then."""
 
     key: Hashable
     write_down: Callable[[Call], None]
     arrays: Sequence[Any]
     numbers: Sequence[int | float]
     found: tuple[Bytes, Bytes] | None
+    after: Callable[[], None] | None
+
+
+def _conclude(runs: Sequence[_Run]) -> None:
+    """Results are there: merge flags, then look at them."""
+    for run in runs:
+        if run.found is not None:
+            flags, found = run.found
+            flags |= found
+    for run in runs:
+        if run.after is not None:
+            run.after()
+
+
+class Recording:
+    """A call and the arrays and numbers that it ran with, to be run with the same ones when their contents are new."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        staging: Staging,
+        arrays: Sequence[Any],
+        numbers: Sequence[int | float],
+        runs: Sequence[_Run],
+    ) -> None:
+        self._prepared, self._staging = prepared, staging
+        self._arrays, self._numbers = arrays, numbers
+        self._runs = [run for run in runs if run.found is not None or run.after is not None]
+
+    def finalise(self, changing: Sequence[Any]) -> None:
+        """From now on what these arrays hold changes, and views of them too; nothing else that is read."""
+        chosen = {
+            number
+            for number, array in enumerate(self._arrays)
+            if isinstance(array, np.ndarray) and any(np.may_share_memory(array, each) for each in changing)
+        }
+        self._prepared = self._prepared.finalised(self._arrays, self._numbers, chosen)
+
+    def run(self) -> None:
+        """Do all of it, and wait until results are in their arrays."""
+        self._prepared.run(self._staging, self._arrays, self._numbers)
+        _conclude(self._runs)
+
+
+class Together:
+    """What a thread runs inside of it becomes one call, which is started at the end; see :meth:`Plans.together`.
+
+    After that it is a :class:`gradcomp.kernels.pending.Pending`. If nobody finishes it, what the device uses stays
+    until the device is behind the call.
+    """
+
+    __slots__ = (
+        *("_again", "_arrays", "_asked", "_given", "_hits", "_layout", "_plans", "_reached", "_recorded"),
+        *("_runs", "_staged", "_started", "kernels"),
+    )
+
+    def __init__(
+        self,
+        plans: Plans,
+        kernels: Any,
+        again: Again | None,
+        recorded: Callable[[Recording], None] | None = None,
+    ) -> None:
+        self.kernels = kernels
+        self._plans = plans
+        self._again = again
+        self._recorded = recorded
+        self._asked: Any = None
+        self._given: list[Any] = []  # by run, what it was asked for with
+        self._hits = 0
+        self._runs: list[_Run] = []
+        self._started: Started | None = None
+        self._reached = False
+
+    def __enter__(self) -> Together:
+        self._plans.thread.together = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        plans = self._plans
+        plans.thread.together = None
+        if kind is not None or not self._runs:
+            return
+        prepared, self._arrays, numbers = self._prepare()
+        if self._recorded is not None:
+            recording = Recording(prepared, plans.staging, self._arrays, numbers, self._runs)
+            self._recorded(recording)
+            recording.run()
+            return
+        if prepared.layout is None:
+            prepared.skip(self._arrays)
+            _conclude(self._runs)
+            return
+        self._layout, self._staged = prepared.layout, prepared.staged(plans.staging)
+        # After an error nobody knows what still uses what was staged: it is not put back.
+        self._started = prepared.layout.start(self._staged, self._arrays, numbers)
+
+    def repeat(
+        self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
+    ) -> bool:
+        """Add the run that was added at this place the last time, if it was asked for alike; False if not."""
+        again = self._again
+        if again is None:
+            return False
+        place = len(self._runs)
+        if place < len(again.runs):
+            (last_token, last_given), run = again.runs[place]
+            if last_token == token and len(given) == len(last_given) and all(map(is_, given, last_given)):
+                found = flags, run.found[1]
+                self._runs.append(_Run(run.key, run.write_down, run.arrays, numbers, found, run.after))
+                self._given.append(again.runs[place][0])
+                self._hits += 1
+                return True
+        self._asked = token, given
+        return False
+
+    def add(self, run: _Run) -> None:
+        """One more run."""
+        self._runs.append(run)
+        self._given.append(self._asked)
+        self._asked = None
+
+    def _prepare(self) -> tuple[Prepared, Sequence[Any], Sequence[int | float]]:
+        """All runs as one call."""
+        again, runs = self._again, self._runs
+        if again is None:
+            return self._plans.prepare(runs)
+        if self._hits == len(runs) == len(again.runs):
+            numbers = [number for run in runs for number in run.numbers]
+            return again.prepared, again.arrays, numbers
+        found = self._plans.prepare(runs)
+        again.prepared, again.arrays, _ = found
+        known = all(given is not None for given in self._given)
+        again.runs = list(zip(self._given, runs, strict=True)) if known else []
+        return found
+
+    def done(self) -> bool:
+        """Asked, not waited for."""
+        if self._started is not None and not self._reached:
+            self._reached = self._plans.driver.reached(self._started.event)
+            return self._reached
+        return True
+
+    def finish(self) -> None:
+        """See :class:`gradcomp.kernels.pending.Pending`."""
+        started = self._started
+        if started is None:
+            return
+        if not self.done():
+            self._plans.driver.synchronize()
+        self._started = None
+        self._layout.deliver(started, self._arrays)
+        self._plans.staging.put_back(self._staged)
+        _conclude(self._runs)
+
+    def __del__(self) -> None:
+        started = self._started
+        if started is not None:
+            self._plans.staging.leave(started.event, self._staged, (started, self._arrays))
 
 
 class Plans:
     """The prepared calls of a device, by what decides about them."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._staging = Staging(driver)
+        self.driver = driver
+        self.staging = Staging(driver)
+        #: ``together``: what this thread's runs are added to.
+        self.thread = threading.local()
         self._kept: dict[Hashable, Prepared] = {}  # what ran last comes last
-        self._thread = threading.local()
 
     def run(
         self,
@@ -73,80 +254,92 @@ class Plans:
         arrays: Sequence[Any],
         numbers: Sequence[int | float] = (),
         found: tuple[Bytes, Bytes] | None = None,
+        after: Callable[[], None] | None = None,
     ) -> None:
         """Run the call of this key. ``write_down`` is asked for it, and checks it, when the key is new.
 
         ``key``: everything that the call depends on, but for the contents of ``arrays`` and ``numbers``. ``found``:
-        flags, and one of the arrays that they are merged with in the end.
+        flags, and one of the arrays that they are merged with in the end. ``after``: looks at results, and raises for
+        those that are wrong. Outside of :meth:`together` results are there when it returns.
         """
-        run = _Run(key, write_down, arrays, numbers, found)
-        waiting: list[_Run] | None = getattr(self._thread, "waiting", None)
-        if waiting is None:
-            self._run([run])
-        else:
-            waiting.append(run)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What this thread runs meanwhile becomes one call, at the end: until then no result is there.
-
-        So neither may a run read what another one leaves on the host, nor may an array that it reads change.
-        """
-        if getattr(self._thread, "waiting", None) is not None:
-            yield
+        together: Together | None = getattr(self.thread, "together", None)
+        run = _Run(key, write_down, arrays, numbers, found, after)
+        if together is not None:
+            together.add(run)
             return
-        waiting: list[_Run] = []
-        self._thread.waiting = waiting
-        try:
-            yield
-        finally:
-            self._thread.waiting = None
-        if waiting:
-            self._run(waiting)
+        prepared, own, numbers = self.prepare([run])
+        prepared.run(self.staging, own, numbers)
+        _conclude([run])
 
-    def _run(self, runs: Sequence[_Run]) -> None:
+    def repeats(
+        self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
+    ) -> bool:
+        """Whether a call that comes again knows this run; then it is added, and nothing is left to do.
+
+        ``token`` and the identity of what is ``given`` decide. ``flags``: what this time's notes are merged with.
+        """
+        together: Together | None = getattr(self.thread, "together", None)
+        return together is not None and together.repeat(token, given, numbers, flags)
+
+    def together(
+        self,
+        kernels: Any = None,
+        again: Again | None = None,
+        recorded: Callable[[Recording], None] | None = None,
+    ) -> AbstractContextManager[Together]:
+        """What this thread runs meanwhile becomes one call, started at the end; results are there once it is finished.
+
+        So neither may a run read what another one leaves on the host, nor may an array that it reads change inside.
+        ``kernels``: of the device, for those who run something inside. ``again``: see :class:`Again`.
+        ``recorded``: given the call before it runs, to be repeated; then results are there when the block ends.
+        """
+        outer: Together | None = getattr(self.thread, "together", None)
+        return Together(self, kernels, again, recorded) if outer is None else nullcontext(outer)
+
+    def prepare(self, runs: Sequence[_Run]) -> tuple[Prepared, Sequence[Any], Sequence[int | float]]:
+        """Runs as one call, and its arrays and numbers."""
         arrays: list[Any] = []
         numbers: list[int | float] = []
         places: dict[int, int] = {}  # an array that several runs use is one
-        shifts = []
+        parts: list[Any] = []
         for run in runs:
             own = []
             for array in run.arrays:
-                place = places.setdefault(id(array), len(arrays))
-                own.append(place)
-                if place == len(arrays):
+                place = places.get(id(array))
+                if place is None:
+                    place = places[id(array)] = len(arrays)
                     arrays.append(array)
-            shifts.append((tuple(own), len(numbers)))
+                own.append(place)
+            parts += run.key, tuple(own), len(numbers)
             numbers += run.numbers
-        key = (*(run.key for run in runs), *shifts)
-        prepared = self._kept.pop(key, None)
+        key = tuple(parts)
+        prepared = self._kept.get(key)
         if prepared is None:
-            call = Call(self._driver)
-            for run, shift in zip(runs, shifts, strict=True):
-                call.renumber(*shift)
+            call = Call(self.driver)
+            for number, run in enumerate(runs):
+                call.renumber(parts[3 * number + 1], parts[3 * number + 2])
                 run.write_down(call)
             prepared = Prepared(call)
             while len(self._kept) >= _MOST:
                 self._kept.pop(next(iter(self._kept)), None)
-        self._kept[key] = prepared
-        prepared.run(self._staging, arrays, numbers)
-        for run in runs:
-            if run.found is not None:
-                flags, found = run.found
-                flags |= found
+            self._kept[key] = prepared
+        elif len(self._kept) > _MOST // 2:  # far from it, nobody has to know what ran last
+            self._kept[key] = self._kept.pop(key, prepared)
+        return prepared, arrays, numbers
 
 
 def fixed_columns(table: SegmentTable) -> bytes:
     """What does not change from step to step of a table's rows: all but the addresses."""
-    rows = table.view(np.uint8).reshape(len(table), SEGMENT.itemsize)
-    return rows[:, _FIXED_FROM:].tobytes()
+    if not len(table):
+        return b""
+    return np.frombuffer(table, np.uint8).reshape(len(table), -1)[:, _FIXED_FROM:].tobytes()
 
 
 def place_of(array: Any) -> tuple[int, bool]:
     """Size of an array, and whether it lies on a device."""
-    on_device = type(array) is not np.ndarray and (
-        is_twin(array) or hasattr(array, "__cuda_array_interface__")
-    )
+    if type(array) is np.ndarray:
+        return len(array), False
+    on_device = is_mirror(array) or hasattr(array, "__cuda_array_interface__")
     return len(array), on_device
 
 

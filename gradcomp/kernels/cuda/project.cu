@@ -44,7 +44,7 @@ namespace {
 
 using Part = Tile<project_rows>;
 
-// M = factor * gradient + decay * residual, which goes to the shadow too. `wide`: rows are read as vectors.
+// M = factor * gradient + decay * residual, which goes to the next residual too. `wide`: rows are read as vectors.
 template <bool wide>
 class Contribution {
   public:
@@ -79,13 +79,13 @@ class Contribution {
                 const std::int32_t magnitude = bits_of(c[i][j]) & 0x7FFFFFFF;
                 if (any && magnitude > largest) largest = magnitude;
             }
-            if (any) write_vector<wide>(to<float>(segment.shadow) + part_.element(i, b), count, c[i]);
+            if (any) write_vector<wide>(to<float>(segment.next_residual) + part_.element(i, b), count, c[i]);
         }
     }
 
-    // The same again, when it is in the shadow.
+    // The same again, when it is in the next residual.
     void read(std::int64_t b, float (&c)[project_rows][4]) const {
-        read_rows(at<float>(part_.segment.shadow), b, c);
+        read_rows(at<float>(part_.segment.next_residual), b, c);
     }
 
   private:
@@ -164,17 +164,17 @@ inline void project_part(const ProjectParams& params, const Part& part) {
 
 #if IN_MODULE(PROJECT)
 // parts <- M Q of the columns of a block
-PAIRED_KERNEL(true) project(const ProjectParams* params) {
-    const Part part(params->segments, params->layers, params->tiles, params->count);
+PAIRED_KERNEL(true) project(const ProjectParams __grid_constant__ params) {
+    const Part part(params.segments, params.layers, params.tiles, params.count);
     if (!part.any) return;
     const Segment& segment = part.segment;
     const std::int64_t columns = part.layer.columns;
-    const std::uint64_t q = params->q + 4 * static_cast<std::uint64_t>(part.layer.q_at);
+    const std::uint64_t q = params.q + 4 * static_cast<std::uint64_t>(part.layer.q_at);
     if (rows_are_wide(segment.gradient, columns, segment.dtype) && rows_are_wide(segment.residual, columns) &&
-        rows_are_wide(segment.shadow, columns) && rows_are_wide(q, columns))
-        project_part<true>(*params, part);
+        rows_are_wide(segment.next_residual, columns) && rows_are_wide(q, columns))
+        project_part<true>(params, part);
     else
-        project_part<false>(*params, part);
+        project_part<false>(params, part);
 }
 #endif
 
@@ -191,12 +191,12 @@ namespace {
 
 // A warp takes back_columns columns per lane, and where there are few of them, other lanes take other rows.
 template <bool wide>
-inline void back_project_unit(const BackProjectParams& params, const Layer& layer, std::uint64_t shadow,
+inline void back_project_unit(const BackProjectParams& params, const Layer& layer, std::uint64_t next_residual,
                               std::int64_t group, std::int64_t chunk) {
     const std::int64_t lane = lane_of_warp();
     const std::int64_t b = (group * layer.lanes + lane % layer.lanes) * back_columns;
     const std::int64_t width = smaller(back_columns, layer.columns - b);
-    const float* const m = at<float>(shadow) + b;
+    const float* const m = at<float>(next_residual) + b;
     const float* const p = at<float>(params.p) + layer.p_at;
     float* const parts = to<float>(params.parts) + layer.parts_at;
     const std::int64_t begin = chunk * params.chunk_rows + group_rows * (lane / layer.lanes);
@@ -244,22 +244,22 @@ inline void back_project_unit(const BackProjectParams& params, const Layer& laye
 
 #if IN_MODULE(BACK_PROJECT)
 // parts <- M^T P of some rows
-PAIRED_KERNEL(ranks <= 16) back_project(const BackProjectParams* params) {
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t row = row_of(tiles, params->count, blockIdx.x);
-    const Layer layer = at<Layer>(params->layers)[row];
-    const std::uint64_t shadow = at<Segment>(params->segments)[row].shadow;
+PAIRED_KERNEL(ranks <= 16) back_project(const BackProjectParams __grid_constant__ params) {
+    const auto* tiles = at<std::int64_t>(params.tiles);
+    const std::int64_t row = row_of(tiles, params.count, blockIdx.x);
+    const Layer layer = at<Layer>(params.layers)[row];
+    const std::uint64_t next_residual = at<Segment>(params.segments)[row].next_residual;
     const std::int64_t unit = (blockIdx.x - tiles[row]) * warps + threadIdx.x / 32;
     const std::int64_t groups =
         (layer.columns + back_columns * layer.lanes - 1) / (back_columns * layer.lanes);
     const std::int64_t chunk = unit / groups;
     if (chunk >= layer.chunks) return;
-    const bool wide = layer.columns % back_columns == 0 && shadow % (4 * back_columns) == 0 &&
-                      layer.rows % group_rows == 0 && aligned(at<float>(params->p) + layer.p_at, 16);
+    const bool wide = layer.columns % back_columns == 0 && next_residual % (4 * back_columns) == 0 &&
+                      layer.rows % group_rows == 0 && aligned(at<float>(params.p) + layer.p_at, 16);
     if (wide)
-        back_project_unit<true>(*params, layer, shadow, unit % groups, chunk);
+        back_project_unit<true>(params, layer, next_residual, unit % groups, chunk);
     else
-        back_project_unit<false>(*params, layer, shadow, unit % groups, chunk);
+        back_project_unit<false>(params, layer, next_residual, unit % groups, chunk);
 }
 #endif
 
@@ -276,19 +276,20 @@ struct SumParams {
     std::uint64_t sums, tiles;
     std::int64_t count;
     std::uint64_t parts, result;
+    std::uint64_t copy;  // of the result, or 0
     std::uint64_t bad;  // a byte per row of the whole table, or 0: the result is NaN
 };
 
 #if IN_MODULE(ADD_PARTS)
 // result <- the sum of the parts
-KERNEL(256) add_parts(const SumParams* params) {
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t row = row_of(tiles, params->count, blockIdx.x);
-    const Sum sum = at<Sum>(params->sums)[row];
+KERNEL(256) add_parts(const SumParams __grid_constant__ params) {
+    const auto* tiles = at<std::int64_t>(params.tiles);
+    const std::int64_t row = row_of(tiles, params.count, blockIdx.x);
+    const Sum sum = at<Sum>(params.sums)[row];
     const std::int64_t thread = (blockIdx.x - tiles[row]) * 256 + threadIdx.x;
     const std::int64_t element = thread / sum.per_element;
     if (element >= sum.size) return;  // whole warps, where they work together
-    const float* const parts = at<float>(params->parts) + sum.parts_at + element;
+    const float* const parts = at<float>(params.parts) + sum.parts_at + element;
     float total = 0.0f;
 #pragma unroll 8
     for (std::int64_t i = thread % sum.per_element; i < sum.parts; i += sum.per_element)
@@ -296,7 +297,9 @@ KERNEL(256) add_parts(const SumParams* params) {
     if (sum.per_element == 32)
         for (int distance = 16; distance > 0; distance /= 2)
             total = total + __shfl_xor_sync(whole_warp, total, distance);
-    if (params->bad != 0 && at<std::uint8_t>(params->bad)[sum.index] != 0) total = float_of(0x7FC00000);
-    if (thread % sum.per_element == 0) to<float>(params->result)[sum.to + element] = total;
+    if (params.bad != 0 && at<std::uint8_t>(params.bad)[sum.index] != 0) total = float_of(0x7FC00000);
+    if (thread % sum.per_element != 0) return;
+    to<float>(params.result)[sum.to + element] = total;
+    if (params.copy != 0) to<float>(params.copy)[sum.to + element] = total;
 }
 #endif

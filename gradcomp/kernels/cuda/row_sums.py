@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradcomp.kernels.cuda.call import Call, Parameter, Ref, tiles
+from gradcomp.kernels.cuda.layout import Source
 from gradcomp.kernels.segments import SegmentTable
 
 _SUMMED = 16 * 4096  # elements that a block of sums.cu adds up
@@ -11,16 +12,16 @@ _SUMMED = 16 * 4096  # elements that a block of sums.cu adds up
 class RowSums:
     """What the blocks of sums.cu add up, and its sum: so many kinds of sum for each row."""
 
-    def __init__(self, call: Call, table: SegmentTable, kinds: int) -> None:
+    def __init__(self, call: Call, table: SegmentTable, kinds: int, source: Source | None = None) -> None:
         begins = tiles(-(-table["length"] // _SUMMED))
         self.blocks = int(begins[-1])
-        self.sums, self._room = (call.room(8 * kinds * self.blocks) for _ in range(2))
+        self.sums, self._workspace = (call.workspace(8 * kinds * self.blocks) for _ in range(2))
         self._call, self._count, self._begins = call, len(table), call.give(begins)
-        self.table = call.give(table)
+        self.table = call.give(table, source)
         self.rows: tuple[Parameter, ...] = (self.table, self._begins, self._count)
 
     def join(self, first: Ref, second: Ref | None = None) -> None:
         """Write each kind of sum, a double for each row."""
         blocks = self._count * (1 if second is None else 2)
-        rooms = (self.sums, self._room, first, second or 0)
-        self._call.launch("sums.cu", "join", blocks, self._begins, self._count, *rooms)
+        spaces = (self.sums, self._workspace, first, second or 0)
+        self._call.launch("sums.cu", "join", blocks, self._begins, self._count, *spaces)

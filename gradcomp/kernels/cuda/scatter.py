@@ -5,12 +5,16 @@ Outputs are memory that the device reaches; indices and values may lie on either
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gradcomp.kernels.codings import Indices, Sizes
 from gradcomp.kernels.cuda.call import Call, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.layout import Real, Source
 from gradcomp.kernels.cuda.places import check_flat, lists_to_read
+from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
 from gradcomp.kernels.reference_indices import _check_targets
 from gradcomp.kernels.reference_selection import Floats
 from gradcomp.kernels.segments import Bytes, SegmentTable
@@ -21,8 +25,8 @@ _ITEMS = 2048  # items of a list that a block checks
 class ScatterKernels:
     """scatter_mean."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, plans: Plans) -> None:
+        self._plans = plans
 
     def scatter_mean(
         self,
@@ -40,39 +44,59 @@ class ScatterKernels:
         check_flat("indices", indices, np.uint32)
         check_flat("values", values, np.float32)
         _check_targets(table, flags, offsets, counts, divisor, scale)
-        rows = np.flatnonzero(table["output"] != 0)
-        part, skipped = table[rows], flags[rows]
-        offsets, counts = offsets[:, rows], np.where(skipped == 0, counts[:, rows], 0)
-        room = min(len(indices), len(values))
-        # Written as a difference: the sum of a hostile offset and a count could wrap.
-        outside = (counts < 0) | (counts > room) | (offsets < 0) | (offsets > room - counts)
-        outside &= skipped == 0
-        if outside.any():
-            row = rows[int(np.argmax(outside.any(axis=0)))]
-            raise ValueError(f"row {row}: a list does not lie inside indices and values")
-
-        call = Call(self._driver)
+        with_output = table["output"] != 0
+        rows = np.flatnonzero(with_output)
         bad, refused = np.zeros(len(rows), dtype=np.uint8), np.zeros(1, dtype=np.uint32)
-        begins, lists = tiles(groups(part)), tiles(-(-counts.reshape(-1) // _ITEMS))
-        parameters = (
-            *(call.give(part), call.give(begins), len(rows)),
-            *(call.give(skipped), call.result(bad, zero=True)),
-            *(call.give(lists), len(offsets), call.give(offsets), call.give(counts)),
-            *(
-                lists_to_read(call, each, offsets.reshape(-1), counts.reshape(-1))
-                for each in (indices, values)
-            ),
-            *(call.result(refused, zero=True), float(divisor), float(scale)),
+
+        def after() -> None:
+            if refused[0]:
+                row = rows[len(rows) - int(refused[0]) // 2]
+                complaint = (
+                    "indices are not ascending"
+                    if refused[0] % 2
+                    else f"an index is not below the length of {table['length'][row]}"
+                )
+                raise ValueError(f"row {row}: {complaint}")
+            if bad.any():
+                flags[rows] |= bad
+
+        key = (
+            *("scatter", fixed_columns(table), with_output.tobytes(), flags.tobytes(), len(offsets)),
+            *(offsets.tobytes(), counts.tobytes(), place_of(indices), place_of(values)),
         )
-        call.launch("scatter.cu", "check_lists", int(lists[-1]), *parameters)
-        call.launch("scatter.cu", "scatter", int(begins[-1]), *parameters)
-        call.run()
-        if refused[0]:
-            row = rows[len(rows) - int(refused[0]) // 2]
-            complaint = (
-                "indices are not ascending"
-                if refused[0] % 2
-                else f"an index is not below the length of {table['length'][row]}"
-            )
-            raise ValueError(f"row {row}: {complaint}")
-        flags[rows] |= bad
+        arrays = (table, bad, refused, indices, values)
+        self._plans.run(
+            key,
+            lambda call: _write_scatter(call, rows, flags, offsets, counts, arrays),
+            arrays,
+            (float(divisor), float(scale)),
+            after=after,
+        )
+
+
+def _write_scatter(
+    call: Call, rows: Sizes, flags: Bytes, offsets: Sizes, counts: Sizes, arrays: tuple[Any, ...]
+) -> None:
+    table, bad, refused, *lists = arrays
+    part, skipped = table[rows], flags[rows]
+    offsets, counts = offsets[:, rows], np.where(skipped == 0, counts[:, rows], 0)
+    capacity = min(map(len, lists))
+    # Written as a difference: the sum of a hostile offset and a count could wrap.
+    outside = (counts < 0) | (counts > capacity) | (offsets < 0) | (offsets > capacity - counts)
+    outside &= skipped == 0
+    if outside.any():
+        row = rows[int(np.argmax(outside.any(axis=0)))]
+        raise ValueError(f"row {row}: a list does not lie inside indices and values")
+    begins, list_tiles = tiles(groups(part)), tiles(-(-counts.reshape(-1) // _ITEMS))
+    parameters = (
+        *(call.give(part, source_of(0, rows, len(table))), call.give(begins), len(rows)),
+        *(call.give(skipped), call.result(bad, Source(1), zero=True)),
+        *(call.give(list_tiles), len(offsets), call.give(offsets), call.give(counts)),
+        *(
+            lists_to_read(call, each, number, offsets.reshape(-1), counts.reshape(-1))
+            for number, each in enumerate(lists, 3)
+        ),
+        *(call.result(refused, Source(2), zero=True), Real(0), Real(1)),
+    )
+    call.launch("scatter.cu", "check_lists", int(list_tiles[-1]), *parameters)
+    call.launch("scatter.cu", "scatter", int(begins[-1]), *parameters)

@@ -107,30 +107,30 @@ inline std::int64_t with_last(std::uint64_t found) {
 
 }  // namespace gradcomp::cuda
 
-KERNEL(256) contribute(const SelectParams* params) {
-    pass<true, false, false>(*params);
+KERNEL(256) contribute(const SelectParams __grid_constant__ params) {
+    pass<true, false, false>(params);
 }
-KERNEL(256) contribute_histogram(const SelectParams* params) {
-    pass<true, true, false>(*params);
+KERNEL(256) contribute_histogram(const SelectParams __grid_constant__ params) {
+    pass<true, true, false>(params);
 }
-KERNEL(256) histogram(const SelectParams* params) {
-    pass<false, true, false>(*params);
+KERNEL(256) histogram(const SelectParams __grid_constant__ params) {
+    pass<false, true, false>(params);
 }
-KERNEL(256) histogram_marking(const SelectParams* params) {
-    pass<false, true, true>(*params);
+KERNEL(256) histogram_marking(const SelectParams __grid_constant__ params) {
+    pass<false, true, true>(params);
 }
 
 // The next digit of a row's last key; the histogram is zero again. One block per row.
-KERNEL(256) pick(const SelectParams* params) {
+KERNEL(256) pick(const SelectParams __grid_constant__ params) {
     const std::int64_t row = blockIdx.x;
-    auto* const states = to<State>(params->states);
+    auto* const states = to<State>(params.states);
     const State state = states[row];
-    const int bins = 1 << params->bits, own = bins / 256;
-    const bool first = params->shift + params->bits == 31;
+    const int bins = 1 << params.bits, own = bins / 256;
+    const bool first = params.shift + params.bits == 31;
     if (state.prefix == selects_all || state.prefix == selects_none) return;
 
     // From the top: the first thread has the largest digits.
-    auto* const histogram = to<std::uint32_t>(params->histograms) + row * most_bins;
+    auto* const histogram = to<std::uint32_t>(params.histograms) + row * most_bins;
     const int top = bins - 1 - static_cast<int>(threadIdx.x) * own;
     std::uint32_t size[most_bins / 256], sum = 0, total;
 #pragma unroll
@@ -140,7 +140,7 @@ KERNEL(256) pick(const SelectParams* params) {
         sum += size[i];
     }
     const std::uint32_t before = sum_before(sum, total);
-    const std::int64_t want = first ? at<std::int64_t>(params->wanted)[row] : std::int64_t{state.need};
+    const std::int64_t want = first ? at<std::int64_t>(params.wanted)[row] : std::int64_t{state.need};
     if (want <= 0 || want > total) {
         if (threadIdx.x == 0) states[row] = {want <= 0 ? selects_none : selects_all, 0};
         return;
@@ -149,12 +149,12 @@ KERNEL(256) pick(const SelectParams* params) {
     std::int64_t left = want - before;
     int i = 0;
     for (; left > size[i]; ++i) left -= size[i];
-    states[row] = {state.prefix << params->bits | (top - i), static_cast<std::uint32_t>(left)};
+    states[row] = {state.prefix << params.bits | (top - i), static_cast<std::uint32_t>(left)};
 }
 
-KERNEL(256) count(const SelectParams* params) {
-    const Tile tile(*params);
-    const std::int32_t last = at<State>(params->states)[tile.row].prefix;
+KERNEL(256) count(const SelectParams __grid_constant__ params) {
+    const Tile tile(params);
+    const std::int32_t last = at<State>(params.states)[tile.row].prefix;
     std::uint32_t found = 0;
     for (std::int64_t first = tile.begin + 8 * threadIdx.x; first < tile.end; first += round_elements) {
         float c[8];
@@ -163,43 +163,43 @@ KERNEL(256) count(const SelectParams* params) {
         found += above_and_with(key, last);
     }
     found = reduce_block(found, [](std::uint32_t a, std::uint32_t b) { return a + b; });
-    if (threadIdx.x == 0) to<std::uint64_t>(params->tile_counts)[blockIdx.x] = widened(found);
+    if (threadIdx.x == 0) to<std::uint64_t>(params.tile_counts)[blockIdx.x] = widened(found);
 }
 
 // What the tiles before each tile of a row have. One block per row.
-KERNEL(256) scan(const SelectParams* params) {
+KERNEL(256) scan(const SelectParams __grid_constant__ params) {
     const std::int64_t row = blockIdx.x;
-    const auto* tiles = at<std::int64_t>(params->tiles);
+    const auto* tiles = at<std::int64_t>(params.tiles);
     std::uint64_t before = 0;
     for (std::int64_t first = tiles[row]; first < tiles[row + 1]; first += 256) {
         const std::int64_t tile = first + threadIdx.x;
         std::uint64_t total;
-        const std::uint64_t own = tile < tiles[row + 1] ? at<std::uint64_t>(params->tile_counts)[tile] : 0;
+        const std::uint64_t own = tile < tiles[row + 1] ? at<std::uint64_t>(params.tile_counts)[tile] : 0;
         const std::uint64_t sum = sum_before(own, total);
-        if (tile < tiles[row + 1]) to<std::uint64_t>(params->tile_begins)[tile] = before + sum;
+        if (tile < tiles[row + 1]) to<std::uint64_t>(params.tile_begins)[tile] = before + sum;
         before += total;
     }
-    if (params->found != 0 && threadIdx.x == 0)
-        to<std::int64_t>(params->found)[row] =
-            above(before) + smaller(with_last(before), at<State>(params->states)[row].need);
+    if (params.found != 0 && threadIdx.x == 0)
+        to<std::int64_t>(params.found)[row] =
+            above(before) + smaller(with_last(before), at<State>(params.states)[row].need);
 }
 
-KERNEL(256) write_selection(const SelectParams* params) {
-    const Tile tile(*params);
-    const State state = at<State>(params->states)[tile.row];
-    const std::int64_t offset = at<std::int64_t>(params->offsets)[tile.row];
-    auto* const indices = to<std::uint32_t>(params->indices) + offset;
-    auto* const values = to<float>(params->values) + offset;
-    if (params->bad != 0 && at<std::uint8_t>(params->bad)[tile.row] != 0) {
-        const std::int64_t end = smaller(tile.end, at<std::int64_t>(params->wanted)[tile.row]);
+KERNEL(256) write_selection(const SelectParams __grid_constant__ params) {
+    const Tile tile(params);
+    const State state = at<State>(params.states)[tile.row];
+    const std::int64_t offset = at<std::int64_t>(params.offsets)[tile.row];
+    auto* const indices = to<std::uint32_t>(params.indices) + offset;
+    auto* const values = to<float>(params.values) + offset;
+    if (params.bad != 0 && at<std::uint8_t>(params.bad)[tile.row] != 0) {
+        const std::int64_t end = smaller(tile.end, at<std::int64_t>(params.wanted)[tile.row]);
         for (std::int64_t i = tile.begin + threadIdx.x; i < end; i += 256) {
             indices[i] = static_cast<std::uint32_t>(i);
             values[i] = 0.0f;
         }
         return;
     }
-    const std::uint64_t own = at<std::uint64_t>(params->tile_counts)[blockIdx.x];
-    std::uint64_t before = at<std::uint64_t>(params->tile_begins)[blockIdx.x];
+    const std::uint64_t own = at<std::uint64_t>(params.tile_counts)[blockIdx.x];
+    std::uint64_t before = at<std::uint64_t>(params.tile_begins)[blockIdx.x];
     if (above(own) == 0 && (with_last(own) == 0 || with_last(before) >= state.need)) return;
     for (std::int64_t begin = tile.begin; begin < tile.end; begin += round_elements) {
         const std::int64_t first = begin + 8 * threadIdx.x;
@@ -225,9 +225,9 @@ KERNEL(256) write_selection(const SelectParams* params) {
 }
 
 // The last key as the threshold that it is.
-KERNEL(256) threshold(const SelectParams* params) {
+KERNEL(256) threshold(const SelectParams __grid_constant__ params) {
     const std::int64_t row = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
-    if (row >= params->row_count) return;
-    const std::int32_t key = at<State>(params->states)[row].prefix;
-    to<float>(params->values)[row] = float_of(key == selects_none ? infinite : key);
+    if (row >= params.row_count) return;
+    const std::int32_t key = at<State>(params.states)[row].prefix;
+    to<float>(params.values)[row] = float_of(key == selects_none ? infinite : key);
 }

@@ -1,17 +1,20 @@
 """The kernels of sparse selections on a GPU; :mod:`gradcomp.kernels.reference_selection` defines what each computes.
 
-Shadows, gradients and residuals are memory that the device reaches; indices and values may lie on either side.
+Next residuals, gradients and residuals are memory that the device reaches; indices and values may lie on either side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
-from gradcomp.kernels.cuda.call import Call, Parameter, Ref, groups, tiles
+from gradcomp.kernels.cuda.call import Call, Parameter, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.layout import Real, Source
 from gradcomp.kernels.cuda.places import check_flat, lists_to_read, lists_to_write
+from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of
 from gradcomp.kernels.cuda.radix import Marks, RadixSelect
 from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.reference_selection import (
@@ -22,8 +25,8 @@ from gradcomp.kernels.reference_selection import (
     _check_counts,
     _check_inside,
     _check_narrow,
+    _check_next_residuals,
     _check_rows,
-    _check_shadows,
 )
 from gradcomp.kernels.segments import Bytes, SegmentTable, _require
 
@@ -33,28 +36,34 @@ _ITEMS = 2048  # items of a list that a block of lists.cu serves
 class SelectionKernels:
     """The kernels of `reference_selection`, and select_adacomp."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, plans: Plans) -> None:
+        self._plans = plans
 
     def contribute(self, table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
         """See `reference_selection.contribute`."""
         _check_rows(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
         _check_narrow(table)
-        _check_shadows(table)
+        _check_next_residuals(table)
         bad = np.zeros(len(table), dtype=np.uint8)
-        call = Call(self._driver)
-        RadixSelect(call, table, factors=factors, decay=decay, bad=call.result(bad, zero=True)).contribute()
-        call.run()
-        flags |= bad
+
+        def write_down(call: Call) -> None:
+            given = call.give(factors, Source(1))
+            found = call.result(bad, Source(2), zero=True)
+            RadixSelect(call, table, factors=given, decay=Real(0), bad=found).contribute()
+
+        key = ("contribute", fixed_columns(table))
+        self._plans.run(key, write_down, (table, factors, bad), (float(decay),), (flags, bad))
 
     def squares(self, table: SegmentTable, out: Doubles) -> None:
         """See `reference_selection.squares`."""
         _check_rows(table, out=(out, np.float64, True))
-        call = Call(self._driver)
-        sums = RowSums(call, table, 1)
-        call.launch("sums.cu", "squares", sums.blocks, *sums.rows, sums.sums)
-        sums.join(call.result(out))
-        call.run()
+
+        def write_down(call: Call) -> None:
+            sums = RowSums(call, table, 1, Source(0))
+            call.launch("sums.cu", "squares", sums.blocks, *sums.rows, sums.sums)
+            sums.join(call.result(out, Source(1)))
+
+        self._plans.run(("squares", fixed_columns(table)), write_down, (table, out))
 
     def select_top(
         self,
@@ -77,23 +86,30 @@ class SelectionKernels:
             offsets=(offsets, np.int64, False),
         )
         _check_narrow(table)
-        _check_shadows(table)
-        _check_counts(table, counts)
-        _check_flat(table, offsets, counts, indices, values, selecting=True)
+        _check_next_residuals(table)
+        _check_flat(indices, values, selecting=True)
         bad = np.zeros(len(table), dtype=np.uint8)
-        call = Call(self._driver)
-        selection = RadixSelect(
-            call,
-            table,
-            factors=factors,
-            decay=decay,
-            bad=call.result(bad, zero=True),
-            wanted=counts,
-        )
-        selection.find(contributing=True)
-        selection.write(offsets, counts, indices, values)
-        call.run()
-        flags |= bad
+
+        def write_down(call: Call) -> None:
+            _check_counts(table, counts)
+            _check_inside(table, offsets, counts, min(len(indices), len(values)))
+            selection = RadixSelect(
+                call,
+                table,
+                factors=call.give(factors, Source(1)),
+                decay=Real(0),
+                bad=call.result(bad, Source(2), zero=True),
+                wanted=call.give(counts),
+            )
+            selection.find(contributing=True)
+            index_list, value_list = (
+                lists_to_write(call, each, i, offsets, counts) for i, each in ((3, indices), (4, values))
+            )
+            selection.write(call.give(offsets), index_list, value_list)
+
+        key = ("top", fixed_columns(table), *_lists_key(offsets, counts, indices, values))
+        arrays = (table, factors, bad, indices, values)
+        self._plans.run(key, write_down, arrays, (float(decay),), (flags, bad))
 
     def select_above(
         self,
@@ -113,16 +129,21 @@ class SelectionKernels:
             offsets=(offsets, np.int64, False),
             found=(found, np.int64, True),
         )
-        _check_shadows(table)
-        _check_flat(table, offsets, limits, indices, values, selecting=True)
+        _check_next_residuals(table)
+        _check_flat(indices, values, selecting=True)
         # Nothing has the key of NaN, and everything has one of at least 0.
         cuts = np.where(thresholds > 0, thresholds, np.float32(0)).view(np.int32)
         cuts[np.isnan(thresholds)] = np.iinfo(np.int32).max
-        call = Call(self._driver)
-        selection = RadixSelect(call, table, wanted=limits, cuts=cuts)
-        selection.find()
-        selection.write(offsets, limits, indices, values, found)
-        call.run()
+
+        def write_down(call: Call) -> None:
+            _check_inside(table, offsets, limits, min(len(indices), len(values)))
+            given = call.give(cuts, Source(1))
+            selection = RadixSelect(call, table, wanted=call.give(limits), cuts=given)
+            selection.find()
+            _write_some(call, selection, offsets, limits, indices, values, found)
+
+        key = ("above", fixed_columns(table), *_lists_key(offsets, limits, indices, values))
+        self._plans.run(key, write_down, (table, cuts, found, indices, values))
 
     def select_adacomp(
         self,
@@ -145,33 +166,28 @@ class SelectionKernels:
             found=(found, np.int64, True),
         )
         _check_narrow(table)
-        _check_shadows(table)
-        _check_flat(table, offsets, limits, indices, values, selecting=True)
+        _check_next_residuals(table)
+        _check_flat(indices, values, selecting=True)
         if bin_size < 1:
             raise ValueError(f"bin_size {bin_size} is not positive")
-        call = Call(self._driver)
-        length = table["length"].astype(np.int64)
-        bin_size = min(bin_size, max(int(length.max(initial=0)), 1))
-        begins = tiles(-(-length // bin_size))
-        marks = Marks(call, table)
-        blocks = tiles(groups(table))
-        parameters = (
-            *(call.give(table), call.give(blocks), len(table), call.give(factors), bin_size),
-            *(call.give(begins), call.room(4 * int(begins[-1]), zero=True), marks.begins, marks.bits),
-        )
-        for name in ("maxima", "mark"):
-            call.launch("adacomp.cu", name, int(blocks[-1]), *parameters)
-        selection = RadixSelect(call, table, wanted=limits, candidates=marks)
-        selection.find()
-        selection.write(offsets, limits, indices, values, found)
-        call.run()
+        bin_size = min(bin_size, max(int(table["length"].max(initial=0)), 1))
+
+        def write_down(call: Call) -> None:
+            _check_inside(table, offsets, limits, min(len(indices), len(values)))
+            marks = _mark_bins(call, table, call.give(factors, Source(1)), bin_size)
+            selection = RadixSelect(call, table, wanted=call.give(limits), candidates=marks)
+            selection.find()
+            _write_some(call, selection, offsets, limits, indices, values, found)
+
+        key = ("adacomp", bin_size, fixed_columns(table), *_lists_key(offsets, limits, indices, values))
+        self._plans.run(key, write_down, (table, factors, found, indices, values))
 
     def sample_thresholds(
         self, table: SegmentTable, counts: Numbers, thresholds: Floats, *, stride: int, phase: int
     ) -> None:
         """See `reference_selection.sample_thresholds`."""
         _check_rows(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
-        _check_shadows(table)
+        _check_next_residuals(table)
         _check_counts(table, counts)
         if stride < 1 or phase < 0:
             raise ValueError(f"stride {stride} is not positive, or phase {phase} is negative")
@@ -181,19 +197,27 @@ class SelectionKernels:
         stride, phase = min(stride, longest + 1), min(phase, longest)
         sampled = phase < length
         sample = table.copy()
-        sample["shadow"] += np.where(sampled, np.uint64(4 * phase), np.uint64(0))
+        sample["next_residual"] += np.where(sampled, np.uint64(4 * phase), np.uint64(0))
         sample["length"] = np.where(sampled, -(-(length - phase) // stride), length)
         size = sample["length"].astype(np.float64)
         share = np.rint(counts.astype(np.float64) * size / np.maximum(length, 1).astype(np.float64))
         ranks = np.minimum(np.maximum(share.astype(np.int64), 1), sample["length"])
         strides = np.where(sampled, stride, 1)
-        call = Call(self._driver)
-        selection = RadixSelect(
-            call, sample, wanted=np.where(counts == 0, 0, ranks), strides=strides, nan_is_infinite=True
-        )
-        selection.find()
-        selection.thresholds(thresholds)
-        call.run()
+        wanted = np.where(counts == 0, 0, ranks)
+
+        def write_down(call: Call) -> None:
+            selection = RadixSelect(
+                call,
+                sample,
+                wanted=call.give(wanted, Source(1)),
+                strides=call.give(strides, Source(2)),
+                nan_is_infinite=True,
+            )
+            selection.find()
+            selection.thresholds(call.result(thresholds, Source(3)))
+
+        key = ("sample", fixed_columns(sample))
+        self._plans.run(key, write_down, (sample, wanted, strides, thresholds))
 
     def tail(
         self,
@@ -213,87 +237,145 @@ class SelectionKernels:
             squares_out=(squares_out, np.float64, True),
             maxima=(maxima, np.float32, True),
         )
-        _check_shadows(table)
-        call = Call(self._driver)
-        parts = RowSums(call, table, 2)
-        found = (call.result(each, zero=True) for each in (counts, maxima))
-        call.launch("sums.cu", "tail", parts.blocks, *parts.rows, parts.sums, call.give(thresholds), *found)
-        parts.join(call.result(sums), call.result(squares_out))
-        call.run()
+        _check_next_residuals(table)
+
+        def write_down(call: Call) -> None:
+            parts = RowSums(call, table, 2, Source(0))
+            given = call.give(thresholds, Source(1))
+            found = (call.result(each, Source(i), zero=True) for i, each in ((2, counts), (3, maxima)))
+            call.launch("sums.cu", "tail", parts.blocks, *parts.rows, parts.sums, given, *found)
+            parts.join(call.result(sums, Source(4)), call.result(squares_out, Source(5)))
+
+        arrays = (table, thresholds, counts, maxima, sums, squares_out)
+        self._plans.run(("tail", fixed_columns(table)), write_down, arrays)
 
     def take(
         self, table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats
     ) -> None:
         """See `reference_selection.take`."""
-        _check_lists(table, offsets, counts, indices, values, taking=True)
-        call = Call(self._driver)
-        _Lists(call, table, offsets, counts, indices).take(values)
+        self._over_lists(table, offsets, counts, indices, values, taking=True)
 
     def put(
         self, table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats
     ) -> None:
         """See `reference_selection.put`."""
-        _check_lists(table, offsets, counts, indices, values, taking=False)
-        _require(table, counts < 1 << 32, "the selection has more than 2**32 - 1 items")
-        call = Call(self._driver)
-        _Lists(call, table, offsets, counts, indices).put(values)
+        self._over_lists(table, offsets, counts, indices, values, taking=False)
+
+    def _over_lists(
+        self,
+        table: SegmentTable,
+        offsets: Numbers,
+        counts: Numbers,
+        indices: Indices,
+        values: Floats,
+        *,
+        taking: bool,
+    ) -> None:
+        """All is checked but the indices themselves, which kernels check."""
+        _check_flat(indices, values, selecting=False, taking=taking)
+        _check_rows(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
+        _check_next_residuals(table)
+        bad = np.zeros(1, dtype=np.uint32)
+
+        def write_down(call: Call) -> None:
+            _check_inside(table, offsets, counts, min(len(indices), len(values)))
+            lists = _Lists(call, table, offsets, counts, indices, bad)
+            if taking:
+                lists.take(values)
+            else:
+                _require(table, counts < 1 << 32, "the selection has more than 2**32 - 1 items")
+                lists.put(values)
+
+        def after() -> None:
+            if bad[0]:
+                first = table[len(table) - int(bad[0])]
+                raise ValueError(f"an index is not below the row's length: {first}")
+
+        name = "take" if taking else "put"
+        key = (name, fixed_columns(table), *_lists_key(offsets, counts, indices, values))
+        self._plans.run(key, write_down, (table, bad, indices, values), after=after)
 
 
 class _Lists:
-    """The launches of lists.cu for one table."""
+    """The launches of lists.cu for a run's table, indices and values."""
 
     def __init__(
-        self, call: Call, table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices
+        self,
+        call: Call,
+        table: SegmentTable,
+        offsets: Numbers,
+        counts: Numbers,
+        indices: Indices,
+        bad: Indices,
     ) -> None:
         begins = tiles(-(-counts // _ITEMS))
-        self._call, self._table, self._offsets, self._counts = call, table, offsets, counts
+        self._call, self._rows, self._offsets, self._counts = call, len(table), offsets, counts
         self._blocks = int(begins[-1])
-        self._bad = np.zeros(1, dtype=np.uint32)
         self._lists: tuple[Parameter, ...] = (
-            *(call.give(table), call.give(begins), len(table), call.give(offsets), call.give(counts)),
-            lists_to_read(call, indices, offsets, counts),
+            *(
+                call.give(table, Source(0)),
+                call.give(begins),
+                len(table),
+                call.give(offsets),
+                call.give(counts),
+            ),
+            lists_to_read(call, indices, 2, offsets, counts),
         )
-        self._found: Ref = call.result(self._bad, zero=True)
+        self._found = call.result(bad, Source(1), zero=True)
 
     def take(self, values: Floats) -> None:
         # What is there stays if an index is refused.
-        into = lists_to_write(self._call, values, self._offsets, self._counts, all_of_it=False)
+        into = lists_to_write(self._call, values, 3, self._offsets, self._counts, all_of_it=False)
         for name in ("check", "take"):
             self._call.launch("lists.cu", name, self._blocks, *self._lists, into, self._found, 0, 0)
-        self._run()
 
     def put(self, values: Floats) -> None:
         """Of a repeated index the last value stays: only rows that have one take more than a look."""
         call = self._call
-        repeated = call.room(len(self._table), zero=True)
+        repeated = call.workspace(self._rows, zero=True)
         first = int(self._offsets.min(initial=0))
-        last = call.room(int((self._offsets + self._counts).max(initial=0)) - first).part(-first)
-        source = lists_to_read(call, values, self._offsets, self._counts)
+        last = call.workspace(int((self._offsets + self._counts).max(initial=0)) - first).part(-first)
+        source = lists_to_read(call, values, 3, self._offsets, self._counts)
         for name in ("check", "clear", "claim", "decide", "put"):
             call.launch("lists.cu", name, self._blocks, *self._lists, source, self._found, repeated, last)
-        self._run()
-
-    def _run(self) -> None:
-        self._call.run()
-        if self._bad[0]:
-            first = len(self._table) - int(self._bad[0])
-            raise ValueError(f"an index is not below the row's length: {self._table[first]}")
 
 
-def _check_flat(
-    table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Any, values: Any, *, selecting: bool
+def _mark_bins(call: Call, table: SegmentTable, factors: Parameter, bin_size: int) -> Marks:
+    """Candidates are what another gradient would make the largest of its bin."""
+    begins = tiles(-(-table["length"].astype(np.int64) // bin_size))
+    marks = Marks(call, table)
+    blocks = tiles(groups(table))
+    parameters = (
+        *(call.give(table, Source(0)), call.give(blocks), len(table), factors, bin_size),
+        *(call.give(begins), call.workspace(4 * int(begins[-1]), zero=True), marks.begins, marks.bits),
+    )
+    for name in ("maxima", "mark"):
+        call.launch("adacomp.cu", name, int(blocks[-1]), *parameters)
+    return marks
+
+
+def _write_some(
+    call: Call,
+    selection: RadixSelect,
+    offsets: Numbers,
+    limits: Numbers,
+    indices: Indices,
+    values: Floats,
+    found: Numbers,
 ) -> None:
+    """Up to so many elements of each row, and how many, into a run's arrays 2 to 4."""
+    index_list, value_list = (
+        lists_to_write(call, each, i, offsets, limits, all_of_it=False)
+        for i, each in ((3, indices), (4, values))
+    )
+    selection.write(call.give(offsets), index_list, value_list, call.result(found, Source(2)))
+
+
+def _lists_key(offsets: Numbers, counts: Numbers, indices: Any, values: Any) -> tuple[Hashable, ...]:
+    """What a call depends on of lists in flat arrays."""
+    return offsets.tobytes(), counts.tobytes(), place_of(indices), place_of(values)
+
+
+def _check_flat(indices: Any, values: Any, *, selecting: bool, taking: bool = False) -> None:
     check_flat("indices", indices, np.uint32, writable=selecting)
-    check_flat("values", values, np.float32, writable=selecting)
-    _check_inside(table, offsets, counts, min(len(indices), len(values)))
-
-
-def _check_lists(
-    table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Any, values: Any, *, taking: bool
-) -> None:
-    """All but the indices themselves, which kernels check."""
-    check_flat("indices", indices, np.uint32)
-    check_flat("values", values, np.float32, writable=taking)
-    _check_rows(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
-    _check_shadows(table)
-    _check_inside(table, offsets, counts, min(len(indices), len(values)))
+    check_flat("values", values, np.float32, writable=selecting or taking)

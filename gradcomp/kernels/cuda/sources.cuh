@@ -30,7 +30,7 @@ class FromGradient {
 
     // Strips from `begin` on, a multiple of eight, of a bucket; zero where less than that is left.
     template <int strips>
-    void read_strips(std::int64_t, std::int64_t begin, std::int64_t left, float (&c)[strips][8]) const {
+    void read_strips(std::int64_t, std::int64_t begin, int left, float (&c)[strips][8]) const {
         const float* const gradient = at<float>(segment_.gradient) + begin;
         const float* const residual = at<float>(segment_.residual) + begin;
         const bool vectors = segment_.dtype == Dtype::float32 && segment_.gradient != 0 &&
@@ -38,8 +38,8 @@ class FromGradient {
         if (left < strips * strip || !vectors) {
 #pragma unroll
             for (int k = 0; k < strips; ++k) {
-                const std::int64_t place = k * strip + place_in_strip();
-                read(begin + place, smaller(group, left - place), c[k]);
+                const int place = k * strip + place_in_strip();
+                read(begin + place, count_of(left - place), c[k]);
             }
             return;
         }
@@ -52,13 +52,14 @@ class FromGradient {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) c[k][i] = scale_ * c[k][i];
         } else {
-            float r[strips][8];
+            // Strip by strip: registers for all of it would keep other blocks away.
 #pragma unroll
-            for (int k = 0; k < strips; ++k) load_vectors(residual + k * strip, r[k]);
+            for (int k = 0; k < strips; ++k) {
+                float r[8];
+                load_vectors(residual + k * strip, r);
 #pragma unroll
-            for (int k = 0; k < strips; ++k)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) c[k][i] = scale_ * c[k][i] + decay_ * r[k][i];
+                for (int i = 0; i < 8; ++i) c[k][i] = scale_ * c[k][i] + decay_ * r[i];
+            }
         }
 #pragma unroll
         for (int k = 0; k < strips; ++k) swap_vectors(c[k]);
@@ -74,12 +75,13 @@ class FromGradient {
     float scale_, decay_;
 };
 
-// Add the elements begin..end of a bucket, one by one, by half a warp.
-template <class Range, class Source>
+// Add the elements begin..end of a bucket, one by one, by half a warp. `Trees`: for as many chunks as there
+// may be.
+template <class Trees = ChunkTrees, class Range, class Source>
 inline void add_elements(Range& range, const Source& source, std::int64_t bucket, std::int64_t begin,
                          std::int64_t end) {
     const bool several = end - begin > chunk_elements;
-    ChunkTrees trees;
+    Trees trees;
     for (std::int64_t chunk = begin; chunk < end; chunk += chunk_elements) {
         for (std::int64_t i = chunk + team_rank(); i < smaller(chunk + chunk_elements, end); i += 16)
             range.add({source.one(bucket, i)});
@@ -149,46 +151,66 @@ class FromPayloads {
           decay_(static_cast<float>(params.decay)) {}
 
     void read(std::int64_t first, std::int64_t count, float (&c)[8]) const {
-        float mean[1][8];
-        average(mean, [&](std::int64_t sender, float (&values)[1][8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) c[i] = -0.0f;
+        for (std::int64_t sender = 0; sender < count_; ++sender) {
             const std::uint8_t* const payload = from(sender);
             Packed<Code> packed;
             packed.read(payload + layout_.scale_bytes + place_of_codes<Code>(first, segment_.bits),
                         static_cast<int>(count), segment_.bits);
             Reader<Class> reader(payload, layout_, level_, first);
-            reader.read(packed, first, static_cast<int>(count), values[0], [](const Class&) {});
-        });
+            float values[8];
+            reader.read(packed, first, static_cast<int>(count), values, [](const Class&) {});
 #pragma unroll
-        for (int i = 0; i < 8; ++i) c[i] = mean[0][i];
-        add_residual(first, count, c);
+            for (int i = 0; i < 8; ++i) c[i] = c[i] + values[i];
+        }
+        mean_(c);
+        if (segment_.residual == 0) return;
+        float r[8] = {};
+        read_floats(at<float>(segment_.residual) + first, count, r);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
     }
 
     template <int strips>
-    void read_strips(std::int64_t bucket, std::int64_t begin, std::int64_t left,
-                     float (&c)[strips][8]) const {
-        average(c, [&](std::int64_t sender, float (&values)[strips][8]) {
-            const std::uint8_t* const payload = from(sender);
-            Packed<Code> packed[strips];
+    void read_strips(std::int64_t bucket, std::int64_t begin, int left, float (&c)[strips][8]) const {
+        // As many at once as registers hold beside the sums.
+        constexpr int at_once = sizeof(Code) == 1 ? strips : 1;
+        const std::int64_t origin = place_of_codes<Code>(begin + place_in_strip(), segment_.bits);
 #pragma unroll
-            for (int k = 0; k < strips; ++k) {
-                const std::int64_t place = k * strip + place_in_strip();
-                packed[k].read(
-                    payload + layout_.scale_bytes + place_of_codes<Code>(begin + place, segment_.bits),
-                    count_of(left - place), segment_.bits);
-            }
+        for (int k = 0; k < strips; ++k)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) c[k][i] = -0.0f;  // to which anything is added as it is
+        for (std::int64_t sender = 0; sender < count_; ++sender) {
+            const std::uint8_t* const payload = from(sender);
+            const std::uint8_t* const codes = payload + layout_.scale_bytes + origin;
             const Class codec = codec_of<Class>(payload, bucket, level_);
 #pragma unroll
-            for (int k = 0; k < strips; ++k) {
-                I32 code[8];
-                packed[k].unpack(segment_.bits, code);
+            for (int first = 0; first < strips; first += at_once) {
+                Packed<Code> packed[at_once];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) values[k][i] = codec.value(code[i]).v;
+                for (int k = 0; k < at_once; ++k)
+                    packed[k].read(codes + place_of_codes<Code>((first + k) * strip, segment_.bits),
+                                   count_of(left - (first + k) * strip - place_in_strip()), segment_.bits);
+#pragma unroll
+                for (int k = 0; k < at_once; ++k) {
+                    I32 code[8];
+                    packed[k].unpack(segment_.bits, code);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) c[first + k][i] = c[first + k][i] + codec.value(code[i]).v;
+                }
             }
-        });
+        }
+#pragma unroll
+        for (int k = 0; k < strips; ++k) mean_(c[k]);
+        if (segment_.residual == 0) return;
+        const float* const residual = at<float>(segment_.residual) + begin;
 #pragma unroll
         for (int k = 0; k < strips; ++k) {
-            const std::int64_t place = k * strip + place_in_strip();
-            add_residual(begin + place, smaller(group, left - place), c[k]);
+            float r[8] = {};
+            read_strip(residual + k * strip, left - k * strip, r);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) c[k][i] = c[k][i] + decay_ * r[i];
         }
     }
 
@@ -208,29 +230,6 @@ class FromPayloads {
   private:
     const std::uint8_t* from(std::int64_t sender) const {
         return at<std::uint8_t>(payloads_[sender]) + segment_.payload;
-    }
-
-    template <int strips, class Read>
-    void average(float (&c)[strips][8], Read read) const {
-        read(0, c);
-        for (std::int64_t sender = 1; sender < count_; ++sender) {
-            float values[strips][8];
-            read(sender, values);
-#pragma unroll
-            for (int k = 0; k < strips; ++k)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) c[k][i] = c[k][i] + values[k][i];
-        }
-#pragma unroll
-        for (int k = 0; k < strips; ++k) mean_(c[k]);
-    }
-
-    void add_residual(std::int64_t first, std::int64_t count, float (&c)[8]) const {
-        if (segment_.residual == 0) return;
-        float r[8] = {};
-        read_floats(at<float>(segment_.residual) + first, count, r);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
     }
 
     const Segment& segment_;

@@ -6,9 +6,8 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.kernels.cuda.call import Call, Parameter, Sizes
+from gradcomp.kernels.cuda.call import Sizes
 
 
 def described(array: Any) -> Any:
@@ -28,30 +27,19 @@ def described(array: Any) -> Any:
     return view
 
 
-def read_span(call: Call, array: npt.NDArray[Any], begins: Sizes, sizes: Sizes) -> Parameter:
-    """Where kernels find the items of an array, of which rows read `sizes` from `begins` on."""
-    first, end = _ends(begins, sizes)
-    if first == end:
-        return 0
-    if hasattr(array, "__cuda_array_interface__"):
-        return call.give(array)
-    return call.give(array[first:end]).part(-first * array.itemsize)
-
-
-def write_span(
-    call: Call, array: npt.NDArray[Any], begins: Sizes, sizes: Sizes, *, reads: bool = False
-) -> Parameter:
-    """The same for items that are written; they go up as well where there are gaps, or where kernels read them."""
-    first, end = _ends(begins, sizes)
-    if first == end:
-        return 0
-    if hasattr(array, "__cuda_array_interface__"):
-        return call.update(array)
-    span = array[first:end]
-    whole = not reads and int(sizes.sum()) == end - first
-    return (call.result(span) if whole else call.update(span)).part(-first * array.itemsize)
-
-
-def _ends(begins: Sizes, sizes: Sizes) -> tuple[int, int]:
+def ends(begins: Sizes, sizes: Sizes) -> tuple[int, int]:
+    """Where the first of some items begins, and where the last one ends."""
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
     return (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
+
+
+def spans(begins: Sizes, sizes: Sizes) -> list[tuple[int, int]]:
+    """Where rows lie, ascending; neighbours are one."""
+    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+    if not len(begins):
+        return []
+    order = np.argsort(begins, kind="stable")
+    begins, behind = begins[order], (begins + sizes)[order]
+    first = np.flatnonzero(np.append(True, begins[1:] != behind[:-1]))
+    last = np.append(first[1:], len(begins)) - 1
+    return list(zip(begins[first].tolist(), behind[last].tolist(), strict=True))

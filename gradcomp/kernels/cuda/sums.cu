@@ -72,7 +72,7 @@ struct TailParams {
 struct JoinParams {
     std::uint64_t tiles;
     std::int64_t row_count;
-    std::uint64_t sums, room;     // one after another, for each kind of sum
+    std::uint64_t sums, workspace;     // one after another, for each kind of sum
     std::uint64_t first, second;  // what becomes of each kind
 };
 
@@ -105,19 +105,19 @@ inline double sum_of_squares(const Chunk& chunk) {
 
 }  // namespace gradcomp::cuda
 
-KERNEL(256) squares(const SquaresParams* params) {
-    const Chunk chunk(params->rows, params->tiles, params->row_count);
-    write_sum(params->sums, blockIdx.x, sum_of_squares(chunk));
+KERNEL(256) squares(const SquaresParams __grid_constant__ params) {
+    const Chunk chunk(params.rows, params.tiles, params.row_count);
+    write_sum(params.sums, blockIdx.x, sum_of_squares(chunk));
 }
 
-KERNEL(256) tail(const TailParams* params) {
-    const Chunk chunk(params->rows, params->tiles, params->row_count);
-    const float threshold = at<float>(params->thresholds)[chunk.row];
+KERNEL(256) tail(const TailParams __grid_constant__ params) {
+    const Chunk chunk(params.rows, params.tiles, params.row_count);
+    const float threshold = at<float>(params.thresholds)[chunk.row];
     double sum = 0.0, squares = 0.0;
     std::int64_t count = 0;
     float largest = 0.0f;
     std::int64_t left = chunk.count - static_cast<std::int64_t>(threadIdx.x % 16);
-    for_lane(at<float>(chunk.segment.shadow) + chunk.begin, chunk.count, [&](float x) {
+    for_lane(at<float>(chunk.segment.next_residual) + chunk.begin, chunk.count, [&](float x) {
         const float magnitude = float_of(bits_of(x) & 0x7FFFFFFF);
         const bool chosen = magnitude >= threshold;  // NaN is not
         if (chosen && left > 0) ++count;
@@ -127,23 +127,23 @@ KERNEL(256) tail(const TailParams* params) {
         squares = squares + wide * wide;
         largest = chosen && magnitude > largest ? magnitude : largest;
     });
-    write_sum(params->sums, blockIdx.x, sum);
-    write_sum(params->sums, at<std::int64_t>(params->tiles)[params->row_count] + blockIdx.x, squares);
+    write_sum(params.sums, blockIdx.x, sum);
+    write_sum(params.sums, at<std::int64_t>(params.tiles)[params.row_count] + blockIdx.x, squares);
     count = reduce_block(count, [](std::int64_t a, std::int64_t b) { return a + b; });
     largest = reduce_block(largest, [](float a, float b) { return a > b ? a : b; });
     if (threadIdx.x != 0) return;
-    atomicAdd(to<unsigned long long>(params->counts) + chunk.row, static_cast<unsigned long long>(count));
-    atomicMax(to<std::uint32_t>(params->maxima) + chunk.row, static_cast<std::uint32_t>(bits_of(largest)));
+    atomicAdd(to<unsigned long long>(params.counts) + chunk.row, static_cast<unsigned long long>(count));
+    atomicMax(to<std::uint32_t>(params.maxima) + chunk.row, static_cast<std::uint32_t>(bits_of(largest)));
 }
 
 // Join the sums of a row's blocks as a tree of neighbours, a block for each row and kind of sum.
-KERNEL(256) join(const JoinParams* params) {
-    const auto* tiles = at<std::int64_t>(params->tiles);
-    const std::int64_t kind = blockIdx.x < params->row_count ? 0 : 1;
-    const std::int64_t row = blockIdx.x - kind * params->row_count;
-    const std::int64_t begin = kind * tiles[params->row_count] + tiles[row];
-    double* from = to<double>(params->sums) + begin;
-    double* into = to<double>(params->room) + begin;
+KERNEL(256) join(const JoinParams __grid_constant__ params) {
+    const auto* tiles = at<std::int64_t>(params.tiles);
+    const std::int64_t kind = blockIdx.x < params.row_count ? 0 : 1;
+    const std::int64_t row = blockIdx.x - kind * params.row_count;
+    const std::int64_t begin = kind * tiles[params.row_count] + tiles[row];
+    double* from = to<double>(params.sums) + begin;
+    double* into = to<double>(params.workspace) + begin;
     std::int64_t count = tiles[row + 1] - tiles[row];
     while (count > 1) {
         const std::int64_t pairs = (count + 1) / 2;
@@ -156,5 +156,5 @@ KERNEL(256) join(const JoinParams* params) {
         count = pairs;
     }
     if (threadIdx.x == 0)
-        to<double>(kind == 0 ? params->first : params->second)[row] = count == 0 ? 0.0 : from[0];
+        to<double>(kind == 0 ? params.first : params.second)[row] = count == 0 ? 0.0 : from[0];
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gradcomp.core.vectors import Floats, Indices, Vector
@@ -24,6 +26,24 @@ class DeviceVector(Vector):
         block = driver.allocate(max(4 * size, 1))
         driver.zero(block.address, 4 * size)
         return DeviceVector(driver, block, 0, size)
+
+    @property
+    def memory(self) -> DeviceVector:
+        """Itself: kernels find it by its address."""
+        return self
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """See CUDA's array interface, version 3."""
+        return {"shape": (self.size,), "typestr": "<f4", "data": (self.address, False), "version": 3}
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        return 4 * self.size
 
     def read(self, begin: int = 0, end: int | None = None) -> Floats:
         """A copy."""

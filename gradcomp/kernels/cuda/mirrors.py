@@ -18,7 +18,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """What a twin and its views are parts of: memory on both sides."""
+    """What a device mirror and its views are parts of: memory on both sides."""
 
     driver: Driver
     block: Block
@@ -27,8 +27,8 @@ class _Whole:
     host: Spans
 
 
-class Twin(np.ndarray[Any, np.dtype[Any]]):
-    """A contiguous array of the host, and as many bytes of a device; views of it are twins too, copies are not.
+class DeviceMirror(np.ndarray[Any, np.dtype[Any]]):
+    """A contiguous array of the host, and as many bytes of a device; views of it are mirrors too, copies are not.
 
     The parts that ``host_parts`` lists hold on the host: headers, which this program writes and reads. All else holds
     on the device and is garbage here: kernels and transports that find a ``__cuda_array_interface__`` work on it there.
@@ -48,7 +48,7 @@ class Twin(np.ndarray[Any, np.dtype[Any]]):
             offset = int(self.__array_interface__["data"][0]) - whole.begin
             if 0 <= offset <= whole.nbytes - self.nbytes:
                 return whole, offset
-        raise AttributeError("a copy of a twin has no memory on the device")
+        raise AttributeError("a copy of a device mirror has no memory on the device")
 
     @property
     def address(self) -> int:
@@ -72,24 +72,24 @@ class Twin(np.ndarray[Any, np.dtype[Any]]):
         return [(flat[a:b], whole.block.address + begin + a) for a, b in parts]
 
 
-def twin(driver: Driver, nbytes: int, host: Spans) -> Twin:
+def mirror(driver: Driver, nbytes: int, host: Spans) -> DeviceMirror:
     """Zeros on both sides. ``host``: the parts that hold on the host, where only they take memory, page by page."""
     block = driver.allocate(max(nbytes, 1))
     driver.zero(block.address, nbytes)
     driver.synchronize()
-    made: Twin = np.zeros(nbytes, dtype=np.uint8).view(Twin)
+    made: DeviceMirror = np.zeros(nbytes, dtype=np.uint8).view(DeviceMirror)
     made._whole = _Whole(driver, block, int(made.ctypes.data), nbytes, tuple(host))
     return made
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where its bytes hold, for tables that are to refer to them; of all of a twin."""
-    return array.address if is_twin(array) else int(array.ctypes.data)
+    """Where its bytes hold, for tables that are to refer to them; of all of a device mirror."""
+    return array.address if is_mirror(array) else int(array.ctypes.data)
 
 
 def fill(array: npt.NDArray[Any], value: float) -> None:
     """Set all elements, on whichever side they hold."""
-    if not is_twin(array):
+    if not is_mirror(array):
         array.fill(value)
         return
     driver = array._place()[0].driver
@@ -100,11 +100,11 @@ def fill(array: npt.NDArray[Any], value: float) -> None:
 
 
 def fetch(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
-    """Copy a twin's bytes from the device to as many of the host, and wait; headers of the host are not among them."""
-    assert is_twin(source), "what is fetched lies on a device"
+    """Copy a mirror's bytes, without the host's headers, from the device to as many of the host, and wait."""
+    assert is_mirror(source), "what is fetched lies on a device"
     read_bytes(source._place()[0].driver, source.address, target)
 
 
-def is_twin(array: Any) -> TypeGuard[Twin]:
+def is_mirror(array: Any) -> TypeGuard[DeviceMirror]:
     """Whether its bytes are on a device, all but some; a copy's are not."""
-    return isinstance(array, Twin) and hasattr(array, "address")
+    return isinstance(array, DeviceMirror) and (array._address is not None or hasattr(array, "address"))

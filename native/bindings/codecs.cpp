@@ -1,0 +1,151 @@
+// Encode, decode, reduce, and what is asked about gradients and payloads.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <vector>
+
+#include "arrays.hpp"
+#include "crc32c.hpp"
+
+namespace gradcomp::bindings {
+
+namespace {
+
+// A codebook's magnitudes, if there is one.
+using Magnitudes =
+    std::optional<nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig, nb::device::cpu>>;
+
+void check_segments(gradcomp::Codec codec, const gradcomp::SegmentTable& table, std::int64_t payload_size) {
+    for (std::int64_t row = 0; row < table.size(); ++row)
+        gradcomp::check_segment(codec, row, table[row], payload_size);
+}
+
+void check_outputs(gradcomp::Codec codec, const gradcomp::SegmentTable& table, std::int64_t payload_size) {
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        if (table[row].output != 0) gradcomp::check_segment(codec, row, table[row], payload_size);
+    }
+}
+
+// The magnitudes of a call, in order for every row that it will use.
+const float* view_magnitudes(gradcomp::Codec codec, const gradcomp::SegmentTable& table,
+                             const Magnitudes& magnitudes, bool outputs_only) {
+    const float* const data = magnitudes ? magnitudes->data() : nullptr;
+    gradcomp::check_magnitudes(codec, data);
+    if (data == nullptr) return nullptr;
+    if (magnitudes->shape(0) != gradcomp::magnitude_rows ||
+        magnitudes->shape(1) != gradcomp::magnitudes_per_row)
+        throw std::invalid_argument("magnitudes do not have the shape (9, 128)");
+    unsigned checked = 0;
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        const gradcomp::Segment segment = table[row];
+        if ((outputs_only && segment.output == 0) || (checked >> segment.bits & 1) != 0) continue;
+        gradcomp::check_magnitudes_row(data, segment.bits);
+        checked |= 1u << segment.bits;
+    }
+    return data;
+}
+
+void encode(int codec_number, const Rows& rows, const Bytes& payload, const Bytes& flags, bool stochastic,
+            std::uint64_t seed, std::uint32_t step, std::uint32_t rank, double scale, double decay,
+            const Magnitudes& magnitudes) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_per_segment("flags", flags, table);
+    check_segments(codec, table, size(payload));
+    run(gradcomp::active_kernels().encode,
+        gradcomp::EncodeCall{codec,
+                             table,
+                             payload.data(),
+                             flags.data(),
+                             {stochastic, seed, step, rank},
+                             scale,
+                             decay,
+                             view_magnitudes(codec, table, magnitudes, false)});
+}
+
+void decode(int codec_number, const Rows& rows, const ConstBytes& payload, const Bytes& flags, double divisor,
+            double scale, const Magnitudes& magnitudes) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_per_segment("flags", flags, table);
+    check_outputs(codec, table, size(payload));
+    run(gradcomp::active_kernels().decode,
+        gradcomp::DecodeCall{codec, table, payload.data(), flags.data(), divisor, scale,
+                             view_magnitudes(codec, table, magnitudes, true)});
+}
+
+void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, double scale,
+                const Magnitudes& magnitudes) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_outputs(codec, table, size(payload));
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        if (table[row].output != 0 && table[row].dtype != gradcomp::Dtype::float32)
+            throw std::invalid_argument("decode_add adds to float32 outputs only");
+    }
+    run(gradcomp::active_kernels().decode_add,
+        gradcomp::DecodeAddCall{codec, table, payload.data(), scale,
+                                view_magnitudes(codec, table, magnitudes, true)});
+}
+
+void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& payloads, const Bytes& out,
+            const Bytes& flags, bool stochastic, std::uint64_t seed, std::uint32_t step, double divisor,
+            double decay, std::uint32_t rank, const Magnitudes& magnitudes) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_per_segment("flags", flags, table);
+    check_segments(codec, table, size(out));
+    if (payloads.empty()) throw std::invalid_argument("reduce needs at least one payload");
+    std::vector<const std::uint8_t*> sources;
+    for (const ConstBytes& payload : payloads) {
+        check_segments(codec, table, size(payload));
+        if (payload.data() < out.data() + out.size() && out.data() < payload.data() + payload.size())
+            throw std::invalid_argument("out overlaps a payload");
+        sources.push_back(payload.data());
+    }
+    run(gradcomp::active_kernels().reduce,
+        gradcomp::ReduceCall{codec,
+                             table,
+                             sources,
+                             out.data(),
+                             flags.data(),
+                             {stochastic, seed, step, rank},
+                             divisor,
+                             decay,
+                             view_magnitudes(codec, table, magnitudes, false)});
+}
+
+void nonzero(const Rows& rows, const Bytes& out) {
+    const auto table = view_table(rows);
+    check_per_segment("out", out, table);
+    for (std::int64_t row = 0; row < table.size(); ++row) gradcomp::check_elements(row, table[row]);
+    const nb::gil_scoped_release released;
+    for (std::int64_t row = 0; row < table.size(); ++row) out.data()[row] = gradcomp::any_nonzero(table[row]);
+}
+
+std::uint32_t crc32c(const ConstBytes& data, std::uint32_t value) {
+    const nb::gil_scoped_release released;
+    return gradcomp::crc32c(data.data(), data.size(), value);
+}
+
+}  // namespace
+
+void add_codecs(nb::module_& module) {
+    const auto magnitudes = nb::arg("magnitudes").noconvert() = nb::none();
+
+    module.def("encode", &encode, "codec"_a, array("table"), array("payload"), array("flags"), nb::kw_only(),
+               "stochastic"_a, "seed"_a, "step"_a, "rank"_a, "scale"_a, "decay"_a, magnitudes);
+    module.def("decode", &decode, "codec"_a, array("table"), array("payload"), array("flags"), nb::kw_only(),
+               "divisor"_a, "scale"_a, magnitudes);
+    module.def("decode_add", &decode_add, "codec"_a, array("table"), array("payload"), nb::kw_only(),
+               "scale"_a, magnitudes);
+    module.def("reduce", &reduce, "codec"_a, array("table"), array("payloads"), array("out"), array("flags"),
+               nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a,
+               "rank"_a = gradcomp::owner_rank, magnitudes);
+    module.def("nonzero", &nonzero, array("table"), array("out"));
+    module.def("crc32c", &crc32c, array("data"), "value"_a = 0);
+}
+
+}  // namespace gradcomp::bindings
