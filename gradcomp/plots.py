@@ -1,4 +1,4 @@
-"""The profile of a plan as a figure: level against layer, the layers' sizes behind it (000, Figure 1)."""
+"""The profile of a plan as a figure: level against layer, before the layers' sizes (Markov et al. 2024, Figure 1)."""
 
 from __future__ import annotations
 

@@ -1,39 +1,64 @@
-"""Compressors: how a group of layers becomes its mean over ranks."""
+"""Compressors: how a group of layers becomes its mean over ranks.
 
-from gradcomp.compress.adacomp import AdaComp
+Every module of a family is imported here, so that a compressor is found by its name, and is public, once its file is
+there. The lines below repeat the names for type checkers. What a compressor of your own needs is here too, beside the
+names that ``gradcomp`` itself has: ``docs/tutorials/own-compressor.md``.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from gradcomp.compress import lowrank, quantise, sign, sparse, wrappers
 from gradcomp.compress.base import Compressor
-from gradcomp.compress.best_rank import BestRank
-from gradcomp.compress.cast import Cast
-from gradcomp.compress.clt_k import CLTk
-from gradcomp.compress.codebook import Codebook
-from gradcomp.compress.dgc import DGC
-from gradcomp.compress.error_feedback import ErrorFeedback
-from gradcomp.compress.global_topk import GlobalTopK
-from gradcomp.compress.graded import Graded
+from gradcomp.compress.base import Traits as Traits
+from gradcomp.compress.bounds import Distortion as Distortion
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.local_clip import LocalClip
-from gradcomp.compress.momentum_correction import MomentumCorrection
-from gradcomp.compress.nuqsgd import NUQSGD
-from gradcomp.compress.one_bit import OneBit
-from gradcomp.compress.policy import Compression, Policy, as_policy
-from gradcomp.compress.powersgd import PowerSGD
-from gradcomp.compress.quantize import Quantize
-from gradcomp.compress.random_block import RandomBlock
-from gradcomp.compress.random_k import RandomK
-from gradcomp.compress.redsync import RedSync
-from gradcomp.compress.registry import at_level, from_string
-from gradcomp.compress.scaled_sign import ScaledSign
-from gradcomp.compress.schedule import DensitySchedule, Warmup
-from gradcomp.compress.sidco import SIDCo
-from gradcomp.compress.signum import Signum
-from gradcomp.compress.spectral_atomo import SpectralAtomo
-from gradcomp.compress.terngrad import TernGrad
-from gradcomp.compress.threshold import Threshold
-from gradcomp.compress.topk import TopK
-from gradcomp.compress.unbiased_rank import UnbiasedRank
+from gradcomp.compress.lowrank.best_rank import BestRank
+from gradcomp.compress.lowrank.powersgd import PowerSGD
+from gradcomp.compress.lowrank.spectral_atomo import SpectralAtomo
+from gradcomp.compress.lowrank.unbiased_rank import UnbiasedRank
+from gradcomp.compress.messages import Broadcast as Broadcast
+from gradcomp.compress.messages import Gather as Gather
+from gradcomp.compress.messages import Reduce as Reduce
+from gradcomp.compress.messages import Sum as Sum
+from gradcomp.compress.policy import Compression, Policy
+from gradcomp.compress.policy import as_policy as as_policy
+from gradcomp.compress.quantise.cast import Cast
+from gradcomp.compress.quantise.codebook import Codebook
+from gradcomp.compress.quantise.nuqsgd import NUQSGD
+from gradcomp.compress.quantise.quantize import Quantize
+from gradcomp.compress.quantise.terngrad import TernGrad
+from gradcomp.compress.registry import REGISTERED
+from gradcomp.compress.registry import at_level as at_level
+from gradcomp.compress.registry import from_string as from_string
+from gradcomp.compress.registry import register as register
+from gradcomp.compress.sign.one_bit import OneBit
+from gradcomp.compress.sign.scaled_sign import ScaledSign
+from gradcomp.compress.sign.signum import Signum
+from gradcomp.compress.sparse.adacomp import AdaComp
+from gradcomp.compress.sparse.clt_k import CLTk
+from gradcomp.compress.sparse.dgc import DGC
+from gradcomp.compress.sparse.global_topk import GlobalTopK
+from gradcomp.compress.sparse.graded import Graded
+from gradcomp.compress.sparse.random_block import RandomBlock
+from gradcomp.compress.sparse.random_k import RandomK
+from gradcomp.compress.sparse.redsync import RedSync
+from gradcomp.compress.sparse.sidco import SIDCo
+from gradcomp.compress.sparse.threshold import Threshold
+from gradcomp.compress.sparse.topk import TopK
+from gradcomp.compress.wrappers.ef21 import EF21
+from gradcomp.compress.wrappers.error_feedback import ErrorFeedback
+from gradcomp.compress.wrappers.local_clip import LocalClip
+from gradcomp.compress.wrappers.momentum_correction import MomentumCorrection
+from gradcomp.compress.wrappers.schedule import DensitySchedule, Warmup
+
+for _family in (quantise, sign, sparse, lowrank, wrappers):
+    for _module in iter_modules(_family.__path__, f"{_family.__name__}."):
+        import_module(_module.name)
 
 __all__ = [
     "DGC",
+    "EF21",
     "NUQSGD",
     "AdaComp",
     "BestRank",
@@ -65,7 +90,8 @@ __all__ = [
     "TopK",
     "UnbiasedRank",
     "Warmup",
-    "as_policy",
-    "at_level",
-    "from_string",
 ]
+
+_public = {kind.__name__: kind for kind in REGISTERED.values()}
+globals().update(_public)
+__all__ += [name for name in _public if name not in __all__]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.distortion import Distortion
+from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.messages import Context, Exchange, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -20,6 +21,41 @@ from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 
 #: The field that holds local momentum.
 MOMENTUM = "momentum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What the pipeline, policies and controllers must know of a compressor beside its exchange.
+
+    ``keeps_residual``: layers under it have a residual, which is multiplied by ``residual_decay`` when it is read and,
+    with ``follows_rate``, by the last learning rate over this one. ``accounts``: the result is a mean of what the ranks
+    sent, so that a residual can account for the rest.
+
+    ``momentum``: factor of the local momentum that is exchanged instead of the gradient; 0: none. ``masks_momentum``:
+    the momentum of an element that was sent starts again from zero. ``clip_norm``: the largest norm of one rank's share
+    of a layer's result, times the square root of the number of ranks; None: no clipping.
+
+    ``reduces``: exchanges are a Reduce, in whose payload layers that travel exactly can ride. ``contributes``: they
+    want c = scale g + decay r in memory, so that segments always have a next residual. ``whole_model``: all layers
+    must be exchanged together, once the last gradient has arrived. ``exact``: nothing is lost.
+    """
+
+    keeps_residual: bool = False
+    residual_decay: float = 1.0
+    follows_rate: bool = False
+    accounts: bool = True
+    momentum: float = 0.0
+    masks_momentum: bool = False
+    clip_norm: float | None = None
+    reduces: bool = False
+    contributes: bool = False
+    whole_model: bool = False
+    exact: bool = False
+
+    @property
+    def preconditions(self) -> bool:
+        """Whether momentum or clipping acts on gradients before they are compressed."""
+        return self.momentum > 0 or self.clip_norm is not None
 
 
 @dataclass(frozen=True)
@@ -34,6 +70,10 @@ class Compressor(ABC):
     name: ClassVar[str]
     level_field: ClassVar[str | None] = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickle holds the fields alone.
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
     def __post_init__(self) -> None:  # noqa: B027 - most have nothing to check
         """Raise ConfigError for fields that cannot be."""
 
@@ -42,58 +82,13 @@ class Compressor(ABC):
         """The level that layers get unless a plan says otherwise."""
         return None if self.level_field is None else getattr(self, self.level_field)
 
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether layers under this compressor have a residual."""
-        return False
-
-    @property
-    def residual_decay(self) -> float:
-        """Factor on a residual when it is read."""
-        return 1.0
+    @cached_property
+    def traits(self) -> Traits:
+        """What others must know of it; a constant of the instance."""
+        return Traits()
 
     def distortion(self, layer: LayerSpec) -> Distortion | None:
         """Bounds on what one rank's code loses of this layer; None where they depend on more than its shape."""
-        return None
-
-    @property
-    def reduces(self) -> bool:
-        """Whether exchanges are a Reduce, in whose payload layers that travel exactly can ride."""
-        return False
-
-    @property
-    def contributes(self) -> bool:
-        """Whether exchanges want c = scale g + decay r in memory: segments then always have a shadow."""
-        return False
-
-    @property
-    def whole_model(self) -> bool:
-        """Whether all layers must be exchanged together, once the last gradient has arrived."""
-        return False
-
-    @property
-    def accounts(self) -> bool:
-        """Whether the result is a mean of what the ranks sent, so that a residual can account for the rest."""
-        return True
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether residuals are multiplied by the last learning rate over this one when they are read."""
-        return False
-
-    @property
-    def momentum(self) -> float:
-        """Factor of the local momentum that is exchanged instead of the gradient; 0: none."""
-        return 0.0
-
-    @property
-    def masks_momentum(self) -> bool:
-        """Whether the momentum of an element that was sent starts again from zero."""
-        return False
-
-    @property
-    def clip_norm(self) -> float | None:
-        """Largest norm of one rank's share of a layer's result, times the square root of the number of ranks."""
         return None
 
     def with_level(self, level: Level) -> Compressor:
@@ -104,11 +99,9 @@ class Compressor(ABC):
             raise ConfigError(f"{self.name} has no level, got {level!r}")
         return dataclasses.replace(self, **{self.level_field: level})
 
-    def dense(self) -> Compressor:
-        """What takes this one's place while training warms up: nothing lost, momentum and clipping kept."""
-        from gradcomp.compress.identity import Identity  # which is one of these
-
-        return Identity()
+    def dense(self, exact: Compressor) -> Compressor:
+        """What takes this one's place while training warms up: ``exact``, with this one's momentum and clipping."""
+        return exact
 
     def at_step(self, step: int) -> Compressor:
         """The compressor of a step, for those that are a schedule of others. Plans hold what this gives."""
@@ -125,7 +118,7 @@ class Compressor(ABC):
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
         """What is kept for a layer beside its residual: name -> (float32 elements, how to begin)."""
-        return {MOMENTUM: (layer.size, _zeros(layer.size))} if self.momentum else {}
+        return {MOMENTUM: (layer.size, zeros(layer.size))} if self.traits.momentum else {}
 
     @abstractmethod
     def fill(self, table: Table, level: Level) -> None:
@@ -141,11 +134,6 @@ class Compressor(ABC):
     def remark(self, layer: LayerSpec) -> str | None:
         """What a user may not expect of this layer, for the line that is logged at the start."""
         return None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is lost."""
-        return False
 
     def is_summed(self, layer: LayerSpec) -> bool:
         """Whether the transport's own allreduce adds this layer, element by element."""
@@ -177,10 +165,10 @@ class Compressor(ABC):
 class Coded(Compressor):
     """Base of the compressors whose codes a reduction adds: one Reduce."""
 
-    @property
-    def reduces(self) -> bool:
-        """Yes."""
-        return True
+    @cached_property
+    def traits(self) -> Traits:
+        """Exchanges are a Reduce."""
+        return Traits(reduces=True)
 
     @abstractmethod
     def codec_for(self, table: Table) -> Codec:
@@ -195,7 +183,9 @@ class Coded(Compressor):
         return (yield Reduce(self.codec_for(group.table), group)).flags
 
 
-def _zeros(size: int) -> Begin:
+def zeros(size: int) -> Begin:
+    """Begins a field of so many elements with zeros."""
+
     def begin(_: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return np.zeros(size, np.float32)
 

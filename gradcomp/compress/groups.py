@@ -46,11 +46,11 @@ def group_of(
         first,
         table,
         np.array([p.layer for p in pieces], dtype=np.int64),
-        first.keeps_residual,
-        first.residual_decay,
+        first.traits.keeps_residual,
+        first.traits.residual_decay,
         tuple(layers[p.layer].shape for p in pieces),
-        first.follows_rate,
-        first.momentum > 0 or first.clip_norm is not None,
+        first.traits.follows_rate,
+        first.traits.preconditions,
         Scratch(device),
     )
 
@@ -69,7 +69,7 @@ def pack(
     one bucket, behind those of the others.
     """
     hot = [i for i in order if i not in cold]
-    together = [i for i in hot if compressors[i].whole_model]
+    together = [i for i in hot if compressors[i].traits.whole_model]
     buckets = _fill(layers, compressors, [i for i in hot if i not in together], bucket_elements)
     if together:
         buckets.append([Piece(i, 0, layers[i].size) for i in together])

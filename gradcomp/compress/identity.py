@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import Coded
-from gradcomp.compress.distortion import Distortion
+from gradcomp.compress.base import Coded, Traits
+from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce, Sum
+from gradcomp.compress.registry import register
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
+from gradcomp.kernels import routines
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
-from gradcomp.kernels.cuda.twins import fill
+from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.segments import BF16, BFLOAT16, FLOAT64, FP32, FP64
 
 #: Cut points of casts: one cache line of float32.
 CAST_BLOCK = 16
 
 
+@register("none")
 @dataclass(frozen=True)
 class Identity(Coded):
     """Uncompressed exchange: mean = (sum of g over ranks) / N.
@@ -32,21 +35,14 @@ class Identity(Coded):
     is rounded to bfloat16. A segment with a non-finite value is NaN in every summand that has one.
     """
 
-    name: ClassVar[str] = "none"
-
-    @property
-    def reduces(self) -> bool:
-        """Only for bfloat16, and nothing need ride along."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        """Only bfloat16 is reduced, and nothing need ride along."""
+        return Traits(exact=True)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         """Nothing is lost."""
         return Distortion(0.0, True, 0.0)
-
-    @property
-    def is_exact(self) -> bool:
-        """Always."""
-        return True
 
     def fill(self, table: Table, level: Level) -> None:
         """No level; cuts at cache lines."""
@@ -79,25 +75,42 @@ class Identity(Coded):
         codec, table = self.codec_for(group.table), group.inputs
         if codec.kind == BF16:
             return (yield Reduce(self._reduced(group), group)).flags
-        # A Sum's buffer holds the segments one after the other.
-        table["payload"] = np.concatenate(([0], np.cumsum(codec.wire_bytes(table))[:-1]))
-        group.table["payload"] = table["payload"]
-        flags = np.zeros(len(table), dtype=np.uint8)
+        flags = group.scratch.once("flags", lambda: _laid_out(group, codec))
         # Momentum and residuals, which an earlier plan or a wrapper leaves, are kept without the loss scale.
         unscaled = group.prepared or group.feedback
         factors = (context.scale, context.decay) if group.feedback else (1.0, 1.0)
 
         def write(view: Floats) -> Bytes:
-            codec.encode(table, view.view(np.uint8), flags, context.draw, *factors)
-            # Encode leaves zeros for a segment that is not finite, and the others would add up to a finite mean.
-            for row in np.flatnonzero(flags):
-                start = int(table["payload"][row]) // view.itemsize
-                fill(view[start : start + int(table["length"][row])], np.nan)
+            flags.fill(0)
+            routines.run(
+                factors,
+                (table, view),
+                lambda: codec.encode(table, view.view(np.uint8), flags, context.draw, *factors),
+                lambda: spoil(view),
+            )
             return flags
+
+        def spoil(view: Floats) -> None:
+            """Encode leaves zeros for a segment that is not finite, and the others would add up to a finite mean."""
+            if flags.any():
+                for row in np.flatnonzero(flags):
+                    start = int(table["payload"][row]) // view.itemsize
+                    fill(view[start : start + int(table["length"][row])], np.nan)
 
         dtype = "float64" if codec.kind == FP64 else "float32"
         reply = yield Sum(group.elements, write, dtype, by_kernels=True)
-        overflow = np.zeros_like(flags)
-        scale = context.unscale if unscaled else 1.0
-        codec.decode(group.table, reply.data.view(np.uint8), overflow, divisor=context.divisor, scale=scale)
-        return overflow
+        flags.fill(0)
+        settings = {"divisor": context.divisor, "scale": context.unscale if unscaled else 1.0}
+        routines.run(
+            (*settings.values(), (group.table["output"] != 0).tobytes()),
+            (group.table, reply.data),
+            lambda: codec.decode(group.table, reply.data.view(np.uint8), flags, **settings),
+        )
+        return flags
+
+
+def _laid_out(group: Group, codec: Codec) -> Bytes:
+    """A Sum's buffer holds the segments one after the other. Returns flags for the rows."""
+    group.inputs["payload"] = np.concatenate(([0], np.cumsum(codec.wire_bytes(group.inputs))[:-1]))
+    group.table["payload"] = group.inputs["payload"]
+    return np.zeros(len(group.table), dtype=np.uint8)

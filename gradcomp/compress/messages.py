@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.state import Fields
+from gradcomp.core.state import DoubleBuffer, Fields
 from gradcomp.kernels.codec import Codec, Draw, Group, Sizes
 
 Bytes = npt.NDArray[np.uint8]
@@ -26,7 +26,7 @@ class Sum:
     whole sum is NaN, on all ranks.
 
     ``by_kernels``: kernels that take tables alone touch the view, before and after, so that it may be a device's
-    (:mod:`gradcomp.kernels.cuda.twins`, whose ``fill`` may be used too).
+    (:mod:`gradcomp.kernels.cuda.mirrors`, whose ``fill`` may be used too).
     """
 
     length: int
@@ -139,12 +139,15 @@ class Context:
         """The factor of every row's gradient, as kernels take it."""
         return np.full(rows, self.scale, dtype=np.float32)
 
+    def field(self, name: str) -> DoubleBuffer:
+        """A field's values, by layer."""
+        assert self.fields is not None, "state is there when a step runs"
+        return self.fields[name]
+
     def load(self, name: str, layers: Sizes) -> Floats:
         """The layers' values of a field, one behind the other: a copy."""
-        assert self.fields is not None, "state is there when a step runs"
-        return self.fields[name].load(layers)
+        return self.field(name).load(layers)
 
     def store(self, name: str, layers: Sizes, values: Floats) -> None:
         """What the field holds for these layers once the step is accepted."""
-        assert self.fields is not None, "state is there when a step runs"
-        self.fields[name].store(layers, values)
+        self.field(name).store(layers, values)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from gradcomp.compress.base import Compressor
-from gradcomp.compress.cast import Cast
 from gradcomp.compress.identity import Identity
+from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import Filter, LayerSpec
@@ -62,10 +62,10 @@ class Policy:
         They ride in the payload of those that are reduced; with none of those, in an allreduce. Momentum and clipping
         of the default are theirs as well: the optimizer has none, and makes no difference between layers.
         """
-        dense = self.default.dense()
-        if dense.momentum or dense.clip_norm is not None:
+        dense = self.default.dense(Identity())
+        if dense.traits.preconditions:
             return dense
-        return EXACT if any(c.reduces for c in self.compressors) else Identity()
+        return EXACT if any(c.traits.reduces for c in self.compressors) else Identity()
 
     @property
     def title(self) -> str:
@@ -101,7 +101,7 @@ class Policy:
         chosen = [(self.choose(layer)[0].at_step(self.last_change), layer) for layer in layers]
         return [
             None
-            if c.is_exact or c.family_string() == self.exact.family_string() or layer.dtype == "float64"
+            if c.traits.exact or c.family_string() == self.exact.family_string() or layer.dtype == "float64"
             else c
             for c, layer in chosen
         ]

@@ -1,94 +1,61 @@
 """String forms: ``"quantize:bits=4,bucket_size=512"`` <-> ``Quantize(bits=4, bucket_size=512)``.
 
-Other packages may add compressors under the entry point group ``gradcomp.compressors``.
+A compressor's name stands in one place, above its class: ``@register("quantize")``. A script may register one of its
+own, on every rank; other packages name theirs under the entry point group ``gradcomp.compressors``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
+from typing import TypeVar
 
-from gradcomp.compress.adacomp import AdaComp
 from gradcomp.compress.base import Compressor
-from gradcomp.compress.best_rank import BestRank
-from gradcomp.compress.cast import Cast
-from gradcomp.compress.clt_k import CLTk
-from gradcomp.compress.codebook import Codebook
-from gradcomp.compress.dgc import DGC
-from gradcomp.compress.error_feedback import ErrorFeedback
-from gradcomp.compress.global_topk import GlobalTopK
-from gradcomp.compress.graded import Graded
-from gradcomp.compress.identity import Identity
-from gradcomp.compress.local_clip import LocalClip
-from gradcomp.compress.momentum_correction import MomentumCorrection
-from gradcomp.compress.nuqsgd import NUQSGD
-from gradcomp.compress.one_bit import OneBit
-from gradcomp.compress.powersgd import PowerSGD
-from gradcomp.compress.quantize import Quantize
-from gradcomp.compress.random_block import RandomBlock
-from gradcomp.compress.random_k import RandomK
-from gradcomp.compress.redsync import RedSync
-from gradcomp.compress.scaled_sign import ScaledSign
-from gradcomp.compress.schedule import DensitySchedule, Warmup
-from gradcomp.compress.sidco import SIDCo
-from gradcomp.compress.signum import Signum
-from gradcomp.compress.spectral_atomo import SpectralAtomo
-from gradcomp.compress.terngrad import TernGrad
-from gradcomp.compress.threshold import Threshold
-from gradcomp.compress.topk import TopK
-from gradcomp.compress.unbiased_rank import UnbiasedRank
-from gradcomp.compress.wrapper import Wrapper
+from gradcomp.core import levels
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.forms import arguments_of, split, value_of
 from gradcomp.core.plan import Level
 
-BUILT_IN: tuple[type[Compressor], ...] = (
-    Identity,
-    Cast,
-    Quantize,
-    AdaComp,
-    BestRank,
-    CLTk,
-    Codebook,
-    DGC,
-    GlobalTopK,
-    NUQSGD,
-    OneBit,
-    PowerSGD,
-    RandomBlock,
-    RandomK,
-    RedSync,
-    ScaledSign,
-    SIDCo,
-    Signum,
-    SpectralAtomo,
-    TernGrad,
-    Threshold,
-    TopK,
-    UnbiasedRank,
-    ErrorFeedback,
-    MomentumCorrection,
-    LocalClip,
-    Warmup,
-    DensitySchedule,
-    Graded,
-)
+C = TypeVar("C", bound=Compressor)
 
-_SHORT = {"fp16": Cast("float16"), "bf16": Cast("bfloat16")}
+#: By name, without what entry points name.
+REGISTERED: dict[str, type[Compressor]] = {}
+_SHORT: dict[str, Compressor] = {}
+
+
+def register(name: str) -> Callable[[type[C]], type[C]]:
+    """Class decorator: the compressor is called ``name`` in string forms. ValueError if another one is."""
+
+    def decorate(kind: type[C]) -> type[C]:
+        if name in REGISTERED:
+            raise ValueError(f"{REGISTERED[name].__name__} is named {name!r} already")
+        kind.name = name
+        REGISTERED[name] = kind
+        if kind.level_field is not None:
+            levels.LEVELS[name] = kind.level_field
+        registered.cache_clear()
+        return kind
+
+    return decorate
+
+
+def abbreviate(short: str, compressor: Compressor) -> None:
+    """``short`` means this compressor, and takes no fields."""
+    _SHORT[short] = compressor
 
 
 @cache
 def registered() -> dict[str, type[Compressor]]:
     """Every compressor by its name."""
-    found = {c.name: c for c in BUILT_IN}
+    found = dict(REGISTERED)
     for point in entry_points(group="gradcomp.compressors"):
         loaded = point.load()
         if not (isinstance(loaded, type) and issubclass(loaded, Compressor)):
             raise ConfigError(f"entry point {point.name} is not a Compressor")
-        if loaded.name in found:
+        if found.setdefault(loaded.name, loaded) is not loaded:
             raise ConfigError(f"two compressors are named {loaded.name!r}")
-        found[loaded.name] = loaded
     return found
 
 
@@ -111,15 +78,15 @@ def _parse(text: str, level: Level) -> Compressor:
         raise ConfigError(
             f"unknown compression {name!r}; known: {', '.join(sorted([*registered(), *_SHORT]))}"
         )
-    fields = {f.name for f in dataclasses.fields(kind)} - {"inner"}
-    if issubclass(kind, Wrapper) != (inner is not None):
+    fields = {f.name for f in dataclasses.fields(kind)}
+    if ("inner" in fields) != (inner is not None):
         raise ConfigError(
             f"{text!r}: {name} wraps another compressor: {name}[topk:density=0.01]"
             if inner is None
             else f"{text!r}: {name} wraps nothing"
         )
     wrapped = {} if inner is None else {"inner": _parse(inner, level)}
-    arguments = arguments_of(text, rest, fields, lambda _, value: value_of(value, from_string))
+    arguments = arguments_of(text, rest, fields - {"inner"}, lambda _, value: value_of(value, from_string))
     if level is not None and inner is None:
         if kind.level_field is None:
             raise ConfigError(f"{name} has no level, got {level!r}")

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.control.base import Doubles
+from gradcomp.control.candidates import Candidate, CandidateLevels
 from gradcomp.control.checks import check_positive
-from gradcomp.control.ladders import keeping_silent
-from gradcomp.control.menu import Candidate, Menu
-from gradcomp.control.seen import Decision, Seen
+from gradcomp.control.levels import keeping_silent
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.two_levels import TwoLevels
 
 #: In place of a norm: there was no period yet.
@@ -57,7 +57,8 @@ class Accordion(TwoLevels):
     Raises:
         ConfigError: ``low`` and ``high`` are the same, impossible, or the wrong way round; eta is not above 0.
 
-    Source: Agarwal et al., Accordion (2021), as 000, section 5.3, and 002, section 3.7.3, use it; eta = 0.5 is theirs.
+    Source: Agarwal et al. 2021 (Accordion), as Markov et al. 2024 (L-GreCo), section 5.3, and Markov
+    2024, section 3.7.3, use it; eta = 0.5 is theirs.
     Differences: each layer's norm is of the gradients of the one rank that looks after it; learning rates are not
     looked at, a period in which they fell is critical only if norms say so.
     """
@@ -75,16 +76,18 @@ class Accordion(TwoLevels):
         """Low compression: the first period is critical."""
         return self.low
 
-    def begin_memory(self, menu: Menu) -> Doubles:
+    def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """No norm yet."""
-        return np.full(len(menu.layers), NEVER)
+        return np.full(len(candidates.layers), NEVER)
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, observed: PeriodObservations) -> Decision:
         """Low compression for layers in a critical period."""
-        mask = critical(seen.memory, seen.norm, self.eta)
-        high = np.array([len(choices) - 1 for choices in seen.menu.choices], dtype=np.int64)
-        choices = keeping_silent(seen, np.where(mask, 0, high))
-        count = int((mask & ~seen.silent).sum())
+        mask = critical(observed.memory, observed.norm, self.eta)
+        high = np.array([len(choices) - 1 for choices in observed.candidates.choices], dtype=np.int64)
+        choices = keeping_silent(observed, np.where(mask, 0, high))
+        count = int((mask & ~observed.silent).sum())
         return Decision(
-            choices, remembered(seen.memory, seen.norm), f"{count} of {len(choices)} layers are critical"
+            choices,
+            remembered(observed.memory, observed.norm),
+            f"{count} of {len(choices)} layers are critical",
         )

@@ -49,7 +49,7 @@ class Accumulators:
             return
         table, layers = table[own], layers[own]
         table["residual"] = self._rows.read_addresses(layers, table["start"])
-        table["shadow"] = self._rows.write_addresses(layers, table["start"])
+        table["next_residual"] = self._rows.write_addresses(layers, table["start"])
         flags = np.zeros(len(table), dtype=np.uint8)
         factors = np.full(len(table), scale, dtype=np.float32)
         selection.contribute(table, flags, factors, decay=1.0)

@@ -9,10 +9,10 @@ import numpy as np
 
 from gradcomp.compress import Compressor
 from gradcomp.control.base import Doubles
+from gradcomp.control.candidates import Candidate, CandidateLevels
 from gradcomp.control.checks import checked
-from gradcomp.control.ladders import keeping_silent
-from gradcomp.control.menu import Candidate, Menu
-from gradcomp.control.seen import Decision, Seen
+from gradcomp.control.levels import keeping_silent
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.two_levels import TwoLevels
 from gradcomp.core.errors import ConfigError
 
@@ -46,8 +46,9 @@ class AdaQS(TwoLevels):
         ConfigError: ``low`` and ``high`` are the same, impossible, or the wrong way round; factor is not in (0, 1).
 
     Source: the idea of Guo et al., Accelerating distributed deep learning by adaptive gradient quantization (2020), as
-    others tell it: 002 ([GLW+20]) and 003 (section II-C). Its text was not at hand, so the rule is ours where these
-    leave it open: per layer, where theirs is for the whole model; exact moments instead of estimated ones.
+    others tell it: Markov 2024 and Tyagi and Swany 2023 (section II-C). Its text was not at hand, so the rule
+    is ours where these leave it open: per layer, where theirs is for the whole model; exact moments instead of
+    estimated ones.
     """
 
     name: ClassVar[str] = "adaqs"
@@ -81,16 +82,16 @@ class AdaQS(TwoLevels):
             high = 2 * high
         return [low, *levels]
 
-    def begin_memory(self, menu: Menu) -> Doubles:
+    def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """No ratio yet."""
-        return np.zeros(len(menu.layers))
+        return np.zeros(len(candidates.layers))
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, observed: PeriodObservations) -> Decision:
         """One step towards ``low`` for layers whose ratio has fallen."""
-        known = ~seen.silent & (seen.deviation > 0)
-        ratio = np.divide(np.abs(seen.mean), seen.deviation, out=np.zeros(len(known)), where=known)
-        before = seen.memory
+        known = ~observed.silent & (observed.deviation > 0)
+        ratio = np.divide(np.abs(observed.mean), observed.deviation, out=np.zeros(len(known)), where=known)
+        before = observed.memory
         fallen = known & (before > 0) & (ratio <= self.factor * before)
-        choices = keeping_silent(seen, np.maximum(seen.current - fallen, 0))
+        choices = keeping_silent(observed, np.maximum(observed.current - fallen, 0))
         memory = np.where(fallen | (known & (before <= 0)), ratio, before)
         return Decision(choices, memory, f"{int(fallen.sum())} of {len(choices)} layers have more noise")

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.policy import AUTO_CHOICES, resolve
-from gradcomp.control.autopilot import AutoPilot, Limits
-from gradcomp.control.base import Controller, Setting
+from gradcomp.control.auto_run import AutoRun
+from gradcomp.control.auto_state import Limits
+from gradcomp.control.base import Controller, Environment
 from gradcomp.control.checks import check_count, check_positive
 from gradcomp.core.errors import ConfigError
 
@@ -35,8 +36,8 @@ class Auto(Controller):
 
     Args:
         choices: compressors or string forms, from least to most compression. The default ends at 4 bits, at which the
-            papers recover the accuracy of training without compression on all their models (000 and 002); choose
-            more only where you know that it does no harm.
+            accuracy of training without compression is recovered on all models of Markov et al. 2024 and Markov
+            2024; choose more only where you know that it does no harm.
         warmup_steps: steps to observe before a choice.
         hidden: share of the computing time that exposed communication may take.
         drift: relative change of the step time after which the choice is made again.
@@ -66,7 +67,7 @@ class Auto(Controller):
         if len(set(resolved)) < len(resolved):
             raise ConfigError(f"a choice is given twice: {', '.join(c.to_string() for c in resolved)}")
         for choice in resolved:
-            if choice.changes or choice.momentum or choice.clip_norm is not None:
+            if choice.changes or choice.traits.preconditions:
                 raise ConfigError(
                     f"{choice.to_string()} cannot be one of several choices: it has a schedule, momentum or clipping"
                 )
@@ -81,12 +82,12 @@ class Auto(Controller):
         """Yes."""
         return True
 
-    def begin(self, setting: Setting) -> AutoPilot:
-        """See :class:`AutoPilot`."""
-        own = [c for c in setting.compressors if c is not None and (c.momentum or c.clip_norm is not None)]
+    def begin(self, environment: Environment) -> AutoRun:
+        """See :class:`AutoRun`."""
+        own = [c for c in environment.compressors if c is not None and c.traits.preconditions]
         if own:
             raise ConfigError(
                 f"{own[0].to_string()} brings momentum or clipping, which would be lost with it"
             )
         limits = Limits(self.warmup_steps, self.hidden, self.drift, self.check_every)
-        return AutoPilot(self.name, tuple(map(resolve, self.choices)), limits, setting)
+        return AutoRun(self.name, tuple(map(resolve, self.choices)), limits, environment)

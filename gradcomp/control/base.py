@@ -1,4 +1,4 @@
-"""What every controller is: a frozen configuration, and the pilot that it becomes on every rank of an exchanger."""
+"""What every controller is: a frozen configuration, and what runs it on every rank of an exchanger."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.messages import Observations
+from gradcomp.control.saving import from_plain, to_plain
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.core.vectors import Zeros, host_zeros
 from gradcomp.kernels.codec import Table
-from gradcomp.reduce.costs import Network
+from gradcomp.reduce.model import Network
 
 Doubles = npt.NDArray[np.float64]
 
@@ -39,8 +40,8 @@ def at_once(work: Callable[[], Any]) -> Future[Any]:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where a pilot works; the same on all ranks but for ``rank`` and ``background``.
+class Environment:
+    """Where a controller runs; the same on all ranks but for ``rank`` and ``background``.
 
     ``compressors[i]``: what layer i travels under once warm-ups are over, None if it is not up for choice: excluded,
     exact or float64. ``first_step``: the step from which the controller decides. ``seed``: of all random draws.
@@ -92,26 +93,21 @@ class Step:
     position: npt.NDArray[np.int64]
 
 
-class Pilot:
-    """A controller at work on one rank. All ranks' pilots go through the same states in the same steps.
+class ControllerRun:
+    """A controller at work on one rank. All ranks' runs go through the same states in the same steps.
 
     Whatever differs between ranks (times, the progress of background work) enters by :attr:`ready`, which the header
     counts, or by :meth:`contribution`, which is added over ranks; :meth:`finish` then sees the same on all ranks. Calls
     come from one thread at a time, in the order begin, accumulate per bucket, contribution, finish, commit.
     """
 
-    def __init__(self, name: str, setting: Setting) -> None:
+    def __init__(self, name: str, environment: Environment) -> None:
         self.name = name
-        self.setting = setting
+        self.environment = environment
         #: What was chosen, by layer number; layers that are missing travel as the plan says.
         self.choices: dict[int, Compressor] = {}
         #: Why, in one line; for the log. Only rank 0 may know.
         self.reason = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held beside residuals, in bytes."""
-        return 0
 
     @property
     def ready(self) -> bool:
@@ -170,19 +166,30 @@ class Pilot:
 
     # -- state: what a checkpoint holds ------------------------------------------------------------------------
 
-    def shared_state(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts, the same on all ranks, keyed by layer name where by layer."""
-        return {}
+    @property
+    def state(self) -> Any:
+        """A dataclass, the same on all ranks, keyed by layer name where by layer; saved as it is."""
+        raise NotImplementedError
+
+    def adopt(self, saved: Any, own: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from a state, of as many ranks or of others; StateError, with nothing changed, if it is none.
+
+        ``own`` may hold the arrays of all ranks: each takes what is its own.
+        """
+        raise NotImplementedError
 
     def own_state(self) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
         """What this rank alone holds: kind -> layer name -> flat float32 array."""
         return {}
 
-    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from a state of this controller, of as many ranks or of others; StateError for anything else.
+    def shared_state(self) -> dict[str, Any]:
+        """:attr:`state` as numbers, strings, lists and dicts."""
+        plain: dict[str, Any] = to_plain(self.state)
+        return plain
 
-        ``own`` may hold the arrays of all ranks: each takes what is its own.
-        """
+    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from what :meth:`shared_state` and :meth:`own_state` gave; StateError for anything else."""
+        self.adopt(from_plain(type(self.state), shared, self.name), own)
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,8 @@ class Controller(ABC):
         return False
 
     @abstractmethod
-    def begin(self, setting: Setting) -> Pilot:
-        """The pilot of one rank. ConfigError, on all ranks alike, for what cannot work here."""
+    def begin(self, environment: Environment) -> ControllerRun:
+        """The running of one rank. ConfigError, on all ranks alike, for what cannot work here."""
 
     def to_string(self) -> str:
         """``name(field=value, ...)``: equal on ranks that agree, and shown in logs."""

@@ -9,21 +9,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradcomp.control.base import Doubles
 from gradcomp.control.checks import check_count, check_positive
+from gradcomp.control.grouped import Grouped
 from gradcomp.control.kmeans import clusters_of
-from gradcomp.control.ladders import (
+from gradcomp.control.levels import (
     Numbers,
-    check_levels,
     fallback,
     keeping_silent,
-    ladders,
+    levels_by_bytes,
     total_bytes,
     total_error,
 )
-from gradcomp.control.menu import Candidates, Menu
-from gradcomp.control.periodic import Periodic
-from gradcomp.control.seen import Decision, Seen
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.core.errors import ConfigError
 
 #: Times the most bytes: what an assignment counts at most that is over the budget.
@@ -31,7 +28,7 @@ _FAR = 1e6
 
 
 @dataclass(frozen=True)
-class Bayes(Periodic):
+class Bayes(Grouped):
     """The fewest bytes within the reference's error, searched for by Bayesian optimisation.
 
     Over the levels k_l of the layers, minimise
@@ -47,7 +44,8 @@ class Bayes(Periodic):
 
     Args:
         every_steps: steps in a period.
-        levels: what layers may travel as, levels or compressors; by default 000's range around the layer's own level.
+        levels: what layers may travel as, levels or compressors; by default the range of L-GreCo around the layer's
+            own.
         alpha: the budget, relative to the reference; above 0.
         trials: assignments to try in every period.
         seed: of the search, whose result is a function of it and of the period's table.
@@ -63,22 +61,20 @@ class Bayes(Periodic):
         ConfigError: Optuna is not installed (extra ``gradcomp[bayes]``); no levels, or a level that layers cannot take;
             alpha is not above 0; trials or clusters not at least 1; a seed that is not a whole number of 32 bits.
 
-    Source: 002, section 3.6 and Table 3.8. Differences: the paper names neither optimiser nor number of trials, and
-    calls the method hard to tune. Clusters are ours: for 161 layers by themselves, 64 trials found nothing below the
-    reference, and took seconds.
+    Source: Markov 2024, section 3.6 and Table 3.8. Differences: the paper names neither optimiser nor number
+    of trials, and calls the method hard to tune. Clusters are ours: for 161 layers by themselves, 64 trials found
+    nothing below the reference, and took seconds.
     """
 
     name: ClassVar[str] = "bayes"
 
-    levels: Candidates | None = None
-    alpha: float = 1.0
+    alpha: float | None = 1.0
     trials: int = 64
     seed: int = 0
     clusters: int | None = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_levels(self.levels)
         check_positive("alpha", self.alpha)
         check_count("trials", self.trials)
         if self.clusters is not None:
@@ -88,65 +84,59 @@ class Bayes(Periodic):
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError("Bayes needs Optuna: pip install 'gradcomp[bayes]'")
 
-    @property
-    def needs_errors(self) -> bool:
-        """Yes."""
-        return True
-
-    def candidates(self) -> Candidates | None:
-        """As given."""
-        return self.levels
-
-    def begin_memory(self, menu: Menu) -> Doubles:
-        """No warning yet."""
-        return np.zeros(1)
-
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, observed: PeriodObservations) -> Decision:
         """Search, and take the best."""
-        reference = keeping_silent(seen, seen.menu.reference)
-        budget = self.alpha * total_error(seen, reference)
-        tried = self._search(seen, reference, budget)
+        reference = keeping_silent(observed, observed.candidates.reference)
+        assert self.alpha is not None, "it was checked"
+        budget = self.alpha * total_error(observed, reference)
+        tried = self._search(observed, reference, budget)
         good = [(cost, error, i) for i, (cost, error, _) in enumerate(tried) if error <= budget]
         if not good:
-            return fallback(seen, self.name, self.alpha)
+            return fallback(observed, self.name, self.alpha)
         _, _, best = min(good)
         reason = f"assignment {best} of {len(tried)}, {len(good)} of them within the budget"
-        return Decision(tried[best][2], seen.memory, reason)
+        return Decision(tried[best][2], observed.memory, reason)
 
-    def _search(self, seen: Seen, reference: Numbers, budget: float) -> list[tuple[float, float, Numbers]]:
+    def _search(
+        self, observed: PeriodObservations, reference: Numbers, budget: float
+    ) -> list[tuple[float, float, Numbers]]:
         """Bytes, error and choices of the two starts and of every trial."""
-        rungs = ladders(seen.menu)
-        last = np.array([len(ladder) - 1 for ladder in rungs])
-        groups = self._groups(seen, last)
+        order = levels_by_bytes(observed.candidates)
+        last, groups = _last(observed), self.groups(observed)
         top = [int(last[rows].max()) for rows in groups]
-        starts = [reference, keeping_silent(seen, seen.current)]
-        tried = [(total_bytes(seen, start), total_error(seen, start), start) for start in starts]
+        starts = [reference, keeping_silent(observed, observed.current)]
+        tried = [(total_bytes(observed, start), total_error(observed, start), start) for start in starts]
         if not groups:
             return tried
         study, ranges = _study(self.seed, top)
         for start in starts:
             middle = [rows[len(rows) // 2] for rows in groups]
-            at = [int(np.flatnonzero(rungs[row] == start[row])[0]) for row in middle]
+            at = [int(np.flatnonzero(order[row] == start[row])[0]) for row in middle]
             study.enqueue_trial({str(j): round(top[j] * at[j] / last[row]) for j, row in enumerate(middle)})
-        most = float(np.where(np.isinf(seen.menu.costs), 0, seen.menu.costs).max(1).sum())
+        most = float(np.where(np.isinf(observed.candidates.costs), 0, observed.candidates.costs).max(1).sum())
         for _ in range(self.trials):
             trial = study.ask(ranges)
             choices = reference.copy()
             for j, rows in enumerate(groups):
                 at_rows = np.floor(trial.params[str(j)] / top[j] * last[rows] + 0.5).astype(np.int64)
-                choices[rows] = [rungs[row][k] for row, k in zip(rows, at_rows, strict=True)]
-            cost, error = total_bytes(seen, choices), total_error(seen, choices)
+                choices[rows] = [order[row][k] for row, k in zip(rows, at_rows, strict=True)]
+            cost, error = total_bytes(observed, choices), total_error(observed, choices)
             tried.append((cost, error, choices))
             over = most * (min(error / budget, _FAR) if budget else _FAR)
             study.tell(trial, cost if error <= budget else over)
         return tried
 
-    def _groups(self, seen: Seen, last: Numbers) -> list[Numbers]:
+    def groups(self, observed: PeriodObservations) -> list[Numbers]:
         """Rows that share a level: clusters of those that have a choice, each by itself if they are few enough."""
-        rows = np.flatnonzero(~seen.silent & (last > 0))
+        rows = np.flatnonzero(~observed.silent & (_last(observed) > 0))
         if self.clusters is None or len(rows) <= self.clusters:
             return [rows[i : i + 1] for i in range(len(rows))]
-        return clusters_of(seen, rows, self.clusters)
+        return clusters_of(observed, rows, self.clusters)
+
+
+def _last(observed: PeriodObservations) -> Numbers:
+    """By row, the number of its last level."""
+    return np.array([len(choices) - 1 for choices in observed.candidates.choices], dtype=np.int64)
 
 
 def _study(seed: int, top: Sequence[int]) -> tuple[Any, dict[str, Any]]:

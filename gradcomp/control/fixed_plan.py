@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gradcomp.compress import Compressor, at_level
-from gradcomp.control.base import Controller, Pilot, Setting
+from gradcomp.control.base import Controller, ControllerRun, Environment
+from gradcomp.control.candidates import Candidate, resolve
 from gradcomp.control.checks import checked, text
-from gradcomp.control.menu import Candidate, resolve
 from gradcomp.control.timetable import Timetable
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.plan import Plan
@@ -44,12 +44,12 @@ def entries_of(mapping: Mapping[Any, Any], what: str) -> tuple[Entry, ...]:
     return tuple(Entry(name, checked(choice, f"{what}, {name!r}")) for name, choice in mapping.items())
 
 
-def choices_by_name(entries: tuple[Entry, ...], setting: Setting, what: str) -> dict[int, Compressor]:
+def choices_by_name(entries: tuple[Entry, ...], environment: Environment, what: str) -> dict[int, Compressor]:
     """Layer number -> what it travels as: the first entry that matches decides; layers that none matches are left out.
 
     ConfigError for entries that match no layer up for choice, all of them at once, and for impossible levels.
     """
-    own = {setting.layers[i].name: (i, c) for i, c in enumerate(setting.compressors) if c is not None}
+    own = {environment.layers[i].name: (i, c) for i, c in enumerate(environment.compressors) if c is not None}
     unmatched = [entry.pattern for entry in entries if not any(map(entry.matches, own))]
     if unmatched:
         raise ConfigError(
@@ -112,22 +112,24 @@ class FixedPlan(Controller):
             raise ConfigError(f"a fixed plan is a path, a mapping or a Plan, got {plan!r}")
         object.__setattr__(self, "entries", entries)
 
-    def begin(self, setting: Setting) -> Pilot:
+    def begin(self, environment: Environment) -> ControllerRun:
         """In force before the first step that is the controller's."""
         entries = self.entries
         exact = {
-            layer.name for layer, c in zip(setting.layers, setting.compressors, strict=True) if c is None
+            layer.name
+            for layer, c in zip(environment.layers, environment.compressors, strict=True)
+            if c is None
         }
         for entry in entries:
             if entry.exactly and entry.pattern in exact:
                 assert isinstance(entry.choice, Compressor), "plans hold compressors"
-                if not entry.choice.is_exact:
+                if not entry.choice.traits.exact:
                     raise ConfigError(
                         f"{self.name}: layer {entry.pattern!r} is not up for choice and travels exactly, the plan says "
                         f"{entry.choice.to_string()}"
                     )
         rest = tuple(entry for entry in entries if not (entry.exactly and entry.pattern in exact))
-        return Timetable(self.name, setting, {0: choices_by_name(rest, setting, self.name)})
+        return Timetable(self.name, environment, {0: choices_by_name(rest, environment, self.name)})
 
     def to_string(self) -> str:
         """The name with a digest of the content: ranks that read different files differ in it."""

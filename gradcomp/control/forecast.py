@@ -13,14 +13,15 @@ from gradcomp.compress import Compressor, Identity
 from gradcomp.compress.groups import Piece, by_family, group_of, pack
 from gradcomp.compress.messages import Broadcast, Context, Gather, Reduce
 from gradcomp.compress.policy import EXACT
-from gradcomp.control.base import Setting
+from gradcomp.control.base import Environment
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.reduce import Part
-from gradcomp.reduce.costs import Cost, Load, Network, cheapest, cost, load_of
+from gradcomp.reduce.costs import cheapest, cost, load_of
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.reduce.model import Cost, Load, Network
 
 Doubles = npt.NDArray[np.float64]
 
@@ -151,18 +152,18 @@ class Observed:
 
 
 def decide(
-    setting: Setting, choices: Sequence[Compressor], current: int, observed: Observed, hidden: float
+    environment: Environment, choices: Sequence[Compressor], current: int, observed: Observed, hidden: float
 ) -> list[float]:
     """The number of the choice; seconds that a step computes, and exposes under it; seconds of a step under each."""
     order = order_of(observed.position)
     job = Job(
-        setting.layers,
+        environment.layers,
         order,
-        np.zeros(len(setting.layers)),
-        frozenset(setting.controlled),
-        setting.slice_elements,
-        setting.scheme,
-        setting.topology,
+        np.zeros(len(environment.layers)),
+        frozenset(environment.controlled),
+        environment.slice_elements,
+        environment.scheme,
+        environment.topology,
     )
     here = pack(job.layers, assignment(job, choices[current]), order, frozenset(), job.slice_elements)
     job = replace(
@@ -193,7 +194,7 @@ def choose(forecasts: Sequence[Forecast], compute: float, current: int, hidden: 
 
 def assignment(job: Job, choice: Compressor) -> list[Compressor]:
     """Every layer's compressor: those that are not controlled ride along exactly, as under ``Policy.exact``."""
-    exact = EXACT if choice.reduces else Identity()
+    exact = EXACT if choice.traits.reduces else Identity()
     return [
         choice if i in job.controlled else Identity() if layer.dtype == "float64" else exact
         for i, layer in enumerate(job.layers)

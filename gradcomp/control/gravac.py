@@ -1,4 +1,4 @@
-"""GraVAC: the compression factor of the next step, from what two factors would keep of this one (003, Algorithm 1)."""
+"""GraVAC: the compression factor of the next step, from what two factors would keep of this one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.control.base import Controller, Pilot, Setting
-from gradcomp.control.gravac_pilot import GraVACPilot
+from gradcomp.control.base import Controller, ControllerRun, Environment
+from gradcomp.control.checks import check_count
+from gradcomp.control.gravac_run import GraVACRun
 from gradcomp.control.gravac_search import Search
 from gradcomp.core.errors import ConfigError
 
@@ -41,10 +42,10 @@ class GraVAC(Controller):
     with ``per_layer``). State: two averages, T and a count per factor, and a window of seconds.
     Errors: ConfigError for a minimum below 1, a maximum below the minimum, an epsilon outside (0, 1], a window below 1,
     a negative omega, an unknown policy; where a layer travels under another compressor, or none is up for choice.
-    Source: 003, Algorithm 1, sections III-C, IV-B, IV-C. Differs: the decision for a step uses gains up to the step
-    before, so that no round is added; theta_min is promoted before theta_c is scaled; medians over a window, since
-    omega is below the noise of single steps; gains and times are those of all ranks. The first step is dense: no gain
-    is known then.
+    Source: Tyagi and Swany 2023, Algorithm 1, sections III-C, IV-B, IV-C. Differs: the decision for a step uses gains
+    up to the step before, so that no round is added; theta_min is promoted before theta_c is scaled; medians over a
+    window, since omega is below the noise of single steps; gains and times are those of all ranks. The first step is
+    dense: no gain is known then.
     """
 
     name: ClassVar[str] = "gravac"
@@ -68,8 +69,7 @@ class GraVAC(Controller):
             raise ConfigError(f"maximum must be at least the minimum {self.minimum!r}, got {self.maximum!r}")
         if not 0 < self.epsilon <= 1:
             raise ConfigError(f"epsilon must be in (0, 1], got {self.epsilon!r}")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ConfigError(f"window must be a whole number of at least 1, got {self.window!r}")
+        check_count("window", self.window)
         if self.omega < 0:
             raise ConfigError(f"omega must not be negative, got {self.omega!r}")
         if self.policy not in POLICIES:
@@ -91,12 +91,18 @@ class GraVAC(Controller):
             exponent = 2 * exponent if self.policy == "exponential" else exponent + 1
         return tuple(found)
 
-    def begin(self, setting: Setting) -> Pilot:
-        """See :class:`gradcomp.control.gravac_pilot.GraVACPilot`."""
-        rows = len(setting.controlled) if self.per_layer else 1
+    def begin(self, environment: Environment) -> ControllerRun:
+        """See :class:`gradcomp.control.gravac_run.GraVACRun`."""
+        rows = len(environment.controlled) if self.per_layer else 1
         factors = (1.0, *(factor for factor in self.candidates if factor > 1))
         first = factors.index(float(self.minimum))
         search = Search(
-            factors, first, setting.world, rows, epsilon=self.epsilon, window=self.window, omega=self.omega
+            factors,
+            first,
+            environment.world,
+            rows,
+            epsilon=self.epsilon,
+            window=self.window,
+            omega=self.omega,
         )
-        return GraVACPilot(self.name, setting, search, self.per_layer)
+        return GraVACRun(self.name, environment, search, self.per_layer)

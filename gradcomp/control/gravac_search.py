@@ -1,9 +1,9 @@
-"""Algorithm 1 of 003 without the training around it: from gains and seconds to the factor of the next step."""
+"""Algorithm 1 of Tyagi and Swany 2023 (GraVAC) without the training: from gains and seconds to the next factor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,34 @@ Numbers = npt.NDArray[np.int64]
 
 #: The number of the factor 1.
 DENSE = 0
+
+
+@dataclass
+class RowState:
+    """A row as it is saved. ``timed``: what the window's steps sent.
+
+    ``factors``: of each its value, steps that sent it, the decaying sum of gains and of weights, and T.
+    """
+
+    minimum: float
+    candidate: float
+    sent: float
+    timed: list[float]
+    factors: list[tuple[float, int, float, float, float | None]]
+
+    @property
+    def values(self) -> set[float]:
+        """Every factor that it names."""
+        return {self.minimum, self.candidate, self.sent, *self.timed, *(one[0] for one in self.factors)}
+
+
+@dataclass
+class SearchState:
+    """A search as it is saved."""
+
+    taken: int
+    seconds: list[float]
+    rows: dict[str, RowState]
 
 
 class Search:
@@ -118,76 +146,45 @@ class Search:
 
     # -- state -------------------------------------------------------------------------------------------------
 
-    def state(self, names: Sequence[str]) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts; rows by name, factors by value."""
-        return {
-            "taken": self.taken,
-            "seconds": list(self._seconds),
-            "rows": {name: self._row(row) for row, name in enumerate(names)},
-        }
+    def state(self, names: Sequence[str]) -> SearchState:
+        """Rows by name, factors by value; of factors, those that were sent or measured."""
+        return SearchState(
+            self.taken, list(self._seconds), {name: self._row(i) for i, name in enumerate(names)}
+        )
 
-    def _row(self, row: int) -> dict[str, Any]:
+    def _row(self, row: int) -> RowState:
+        factors = self.factors
         known = np.flatnonzero((self._weights[row] > 0) | (self.steps[row] > 0)).tolist()
-        return {
-            "minimum": self.factors[self.minimum[row]],
-            "candidate": self.factors[self.candidate[row]],
-            "sent": self.factors[self.sent[row]],
-            "timed": [self.factors[one[row]] for one in self._timed],
-            "factors": [
-                [
-                    self.factors[k],
-                    int(self.steps[row, k]),
-                    float(self._sums[row, k]),
-                    float(self._weights[row, k]),
-                    None if np.isnan(self.throughput[row, k]) else float(self.throughput[row, k]),
-                ]
-                for k in known
-            ],
-        }
+        steps, sums, weights = (of[row].tolist() for of in (self.steps, self._sums, self._weights))
+        throughput = [None if np.isnan(t) else t for t in self.throughput[row].tolist()]
+        return RowState(
+            factors[self.minimum[row]],
+            factors[self.candidate[row]],
+            factors[self.sent[row]],
+            [factors[one[row]] for one in self._timed],
+            [(factors[k], steps[k], sums[k], weights[k], throughput[k]) for k in known],
+        )
 
-    def restore(self, names: Sequence[str], state: Mapping[str, Any]) -> None:
+    def restore(self, names: Sequence[str], saved: SearchState) -> None:
         """Go on from there. Rows that are new, or that name factors which are none here, begin anew.
 
-        KeyError, TypeError or ValueError for what is no state, before anything changes.
+        ValueError for windows of other lengths, before anything changes.
         """
         numbers = {factor: k for k, factor in enumerate(self.factors)}
-        seconds = [float(one) for one in state["seconds"]]
-        taken = int(state["taken"])
-        rows = {row: _Row(state["rows"][name]) for row, name in enumerate(names) if name in state["rows"]}
-        if any(len(one.timed) != len(seconds) for one in rows.values()):
+        rows = {row: saved.rows[name] for row, name in enumerate(names) if name in saved.rows}
+        if any(len(one.timed) != len(saved.seconds) for one in rows.values()):
             raise ValueError("a window of other lengths")
         rows = {row: one for row, one in rows.items() if one.values <= numbers.keys()}
-        self.taken = taken
+        self.taken = saved.taken
         for row, one in rows.items():
             self.minimum[row], self.candidate[row] = numbers[one.minimum], numbers[one.candidate]
             self.sent[row] = numbers[one.sent]
             for factor, steps, total, weight, throughput in one.factors:
                 k = numbers[factor]
                 self.steps[row, k], self._sums[row, k], self._weights[row, k] = steps, total, weight
-                self.throughput[row, k] = throughput
+                self.throughput[row, k] = np.nan if throughput is None else throughput
         self._seconds, self._timed = [], []
         if len(rows) == len(names):
-            self._seconds = seconds
-            self._timed = [
-                np.array([numbers[rows[row].timed[i]] for row in range(len(names))], dtype=np.int64)
-                for i in range(len(seconds))
-            ]
-
-
-class _Row:
-    """A saved row, read strictly."""
-
-    def __init__(self, saved: Mapping[str, Any]) -> None:
-        self.minimum, self.candidate = float(saved["minimum"]), float(saved["candidate"])
-        self.sent = float(saved["sent"])
-        self.timed = [float(one) for one in saved["timed"]]
-        self.factors = [
-            (float(factor), int(steps), float(total), float(weight), np.nan if t is None else float(t))
-            for factor, steps, total, weight, t in saved["factors"]
-        ]
-
-    @property
-    def values(self) -> set[float]:
-        """Every factor that it names."""
-        named = {self.minimum, self.candidate, self.sent, *self.timed}
-        return named | {factor for factor, *_ in self.factors}
+            self._seconds = list(saved.seconds)
+            timed = [[numbers[factor] for factor in rows[row].timed] for row in range(len(names))]
+            self._timed = list(np.array(timed, dtype=np.int64).T)

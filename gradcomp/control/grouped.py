@@ -1,4 +1,4 @@
-"""What controllers have in common that sort groups of layers by how sensitive they are."""
+"""What controllers have in common that choose one level for a group of layers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcomp.control.base import Doubles
+from gradcomp.control.candidates import CandidateLevels, Candidates
 from gradcomp.control.checks import check_positive
-from gradcomp.control.ladders import check_levels, fallback, linear_map
-from gradcomp.control.menu import Candidates, Menu
+from gradcomp.control.levels import check_levels, fallback, linear_map
+from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.periodic import Periodic
-from gradcomp.control.seen import Decision, Numbers, Seen
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Grouped(Periodic):
         """As given."""
         return self.levels
 
-    def begin_memory(self, menu: Menu) -> Doubles:
+    def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """No warning yet."""
         return np.zeros(1)
 
     @abstractmethod
-    def groups(self, seen: Seen) -> Sequence[Numbers]:
+    def groups(self, observed: PeriodObservations) -> Sequence[Numbers]:
         """Rows of which something was seen, in groups, the most sensitive first."""
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, observed: PeriodObservations) -> Decision:
         """See :func:`linear_map`."""
-        groups = self.groups(seen)
-        choices = linear_map(seen, groups, self.alpha)
+        groups = self.groups(observed)
+        choices = linear_map(observed, groups, self.alpha)
         if choices is None:
             assert self.alpha is not None, "without a budget there is always a choice"
-            return fallback(seen, self.name, self.alpha)
-        return Decision(choices, seen.memory, f"{sum(map(len, groups))} layers in {len(groups)} groups")
+            return fallback(observed, self.name, self.alpha)
+        return Decision(choices, observed.memory, f"{sum(map(len, groups))} layers in {len(groups)} groups")

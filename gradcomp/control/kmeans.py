@@ -11,7 +11,7 @@ import numpy as np
 from gradcomp.control.base import Doubles
 from gradcomp.control.checks import check_count
 from gradcomp.control.grouped import Grouped
-from gradcomp.control.seen import Numbers, Seen
+from gradcomp.control.observations import Numbers, PeriodObservations
 
 #: Starts, of which the best is taken, and steps of each, at most.
 _STARTS, _STEPS = 20, 300
@@ -37,7 +37,7 @@ class KMeans(Grouped):
 
     Args:
         every_steps: steps in a period.
-        levels: what layers may travel as, by default 000's range around the layer's own level. Compressors instead of
+        levels: what layers may travel as, by default L-GreCo's range around the layer's own. Compressors instead of
             levels vary more than one knob: ``[Quantize(2, bucket_size=1024), Quantize(4, bucket_size=512)]``.
         alpha: the budget, relative to the reference; above 0. None: none, only Algorithm 3.1.
         clusters: k; by default the number of levels. Never more than there are different layers.
@@ -51,10 +51,10 @@ class KMeans(Grouped):
     Raises:
         ConfigError: no levels, or a level that layers cannot take; alpha is not above 0, clusters not at least 1.
 
-    Source: 002, Algorithm 3.1 and section 3.6 (CGX). Differences: logarithms, standardised, since sizes and norms have
-    no common scale; the norm of all of G and not of its top values; how the budget is met, which the paper leaves open
-    (without the way on, sensitive layers would keep the least compression, whatever it costs); a single cluster begins
-    at the reference.
+    Source: Markov 2024, Algorithm 3.1 and section 3.6 (CGX). Differences: logarithms, standardised, since
+    sizes and norms have no common scale; the norm of all of G and not of its top values; how the budget is met, which
+    the paper leaves open (without the way on, sensitive layers would keep the least compression, whatever it costs); a
+    single cluster begins at the reference.
     """
 
     name: ClassVar[str] = "kmeans"
@@ -67,17 +67,19 @@ class KMeans(Grouped):
         if self.clusters is not None:
             check_count("clusters", self.clusters)
 
-    def groups(self, seen: Seen) -> Sequence[Numbers]:
+    def groups(self, observed: PeriodObservations) -> Sequence[Numbers]:
         """Algorithm 3.1 up to the order of the clusters."""
-        return clusters_of(seen, np.flatnonzero(~seen.silent), self.clusters or seen.menu.width)
+        return clusters_of(
+            observed, np.flatnonzero(~observed.silent), self.clusters or observed.candidates.width
+        )
 
 
-def clusters_of(seen: Seen, rows: Numbers, k: int) -> list[Numbers]:
+def clusters_of(observed: PeriodObservations, rows: Numbers, k: int) -> list[Numbers]:
     """The rows in at most k clusters, the one with the largest norm(C) - size(C) first."""
     if not len(rows):
         return []
-    sizes = np.array([seen.menu.specs[row].size for row in rows], dtype=np.float64)
-    size, norm = _standardised(np.log(sizes)), _standardised(np.log(seen.norm[rows]))
+    sizes = np.array([observed.candidates.specs[row].size for row in rows], dtype=np.float64)
+    size, norm = _standardised(np.log(sizes)), _standardised(np.log(observed.norm[rows]))
     labels = kmeans(np.stack([size, norm], axis=1), k)
     order = np.argsort([-(norm - size)[labels == j].mean() for j in range(labels.max() + 1)], kind="stable")
     return [rows[labels == j] for j in order]

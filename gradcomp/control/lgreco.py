@@ -10,11 +10,11 @@ import numpy as np
 
 from gradcomp.compress import Compressor
 from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
-from gradcomp.control.base import Doubles, Setting
+from gradcomp.control.base import Doubles, Environment
+from gradcomp.control.candidates import CandidateLevels, Candidates, default_levels, make_candidates, resolve
 from gradcomp.control.checks import check_count, check_positive
-from gradcomp.control.menu import Candidates, Menu, default_levels, make_menu, resolve
+from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.periodic import Periodic
-from gradcomp.control.seen import Decision, Numbers, Seen
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import program
 
@@ -37,24 +37,24 @@ class LGreCo(Periodic):
     error(l, c) = ||G_l - C_c(G_l)||, G_l the gradient of layer l accumulated since the last decision, before
     compression and without feedback; C_c compresses and decompresses; r_l, the reference, is the layer's compression.
 
-    ``levels``: candidates, levels or compressors, of several families if you like; by default 000's ranges, [D/2, 2 D]
-    for bits and ranks, [D/10, 10 D] for densities. ``alpha``: factor on the budget (thesis, section 3.6). ``buckets``:
-    steps into which the budget is divided; errors are rounded up to whole steps, at least one.
-    ``objective``: ``"bytes"``, w = 1; ``"time"``, w = T(l), seconds per byte of the layer's buckets, fitted through the
-    origin to the wire times of past periods, each weighted half as much as the next; ``"position"``, w = the position
-    of the layer's last bucket, from 1 (thesis, appendix B.1). ``metric``: ``"norm"``, or ``"squared"``, under which
-    errors of layers add up to that of the model. ``accordion``: its choice is each period's reference (000, section
-    5.3), and ``levels`` then go by default from its high compression's range to its low one's.
+    ``levels``: candidates, levels or compressors, of several families if you like; by default the paper's ranges,
+    [D/2, 2 D] for bits and ranks, [D/10, 10 D] for densities. ``alpha``: factor on the budget (Markov 2024, section
+    3.6). ``buckets``: steps into which the budget is divided; errors are rounded up to whole steps, at least one.
+    ``objective``: ``"bytes"``, w = 1; ``"time"``, w = T(l), seconds per byte of the layer's buckets, fitted through
+    the origin to the wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
+    position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"norm"``, or ``"squared"``,
+    under which errors of layers add up to that of the model. ``accordion``: its choice is each period's reference
+    (section 5.3), and ``levels`` then go by default from its high compression's range to its low one's.
 
     Layers without a gradient in the period keep their level. If nothing fits, the reference is taken, with a warning.
 
     Wire, state, ``window``, ``memory_bytes``: see :class:`Periodic`.
     Errors: ConfigError for empty or impossible ``levels``, a reference outside of them, ``alpha`` or ``buckets`` that
     are not positive, unknown words.
-    Source: 000, Algorithm 1 and section 4; thesis, chapter 4 and appendix B. Differs: layers are measured by the ranks
-    that look after them instead of by one worker, each on its own gradients; the budget is the sum of the rounded
-    errors (otherwise the reference itself would not fit); equal costs go to the smaller error; bytes are those on the
-    wire, scales and indices included; every family may be mixed.
+    Source: Markov et al. 2024, Algorithm 1 and section 4; Markov 2024, chapter 4 and appendix B.
+    Differs: layers are measured by the ranks that look after them instead of by one worker, each on its own gradients;
+    the budget is the sum of the rounded errors (otherwise the reference itself would not fit); equal costs go to the
+    smaller error; bytes are those on the wire, scales and indices included; every family may be mixed.
     """
 
     name: ClassVar[str] = "lgreco"
@@ -93,11 +93,11 @@ class LGreCo(Periodic):
         """``levels``."""
         return self.levels
 
-    def menu(self, setting: Setting) -> Menu:
+    def candidate_levels(self, environment: Environment) -> CandidateLevels:
         """With Accordion: both of its levels are on it, and by default the ranges around them."""
         rule = self.accordion
         if rule is None:
-            return super().menu(setting)
+            return super().candidate_levels(environment)
 
         def candidates(own: Compressor) -> Candidates:
             ends = [resolve(own, rule.high), resolve(own, rule.low)]
@@ -105,28 +105,30 @@ class LGreCo(Periodic):
                 return [*self.levels, *ends]
             return [end.with_level(level) for end in ends for level in default_levels(end)]
 
-        return make_menu(setting.layers, setting.compressors, candidates, setting.scheme, setting.topology)
+        return make_candidates(
+            environment.layers, environment.compressors, candidates, environment.scheme, environment.topology
+        )
 
-    def begin_memory(self, menu: Menu) -> Doubles:
+    def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """Norms of the last period, negative before there was one; sums for the coefficients of time; warned."""
-        rows = len(menu.layers)
+        rows = len(candidates.layers)
         return np.concatenate([np.full(rows, NEVER), np.zeros(2 * rows), [0.0]])
 
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, observed: PeriodObservations) -> Decision:
         """The program over the layers that had a gradient."""
-        assert seen.errors is not None, "asked for"
-        rows = len(seen.norm)
-        memory = seen.memory.copy()
+        assert observed.errors is not None, "asked for"
+        rows = len(observed.norm)
+        memory = observed.memory.copy()
         norms, fits, warned = memory[:rows], memory[rows : 3 * rows].reshape(2, rows), memory[3 * rows :]
         fits *= _MEMORY
-        fits += [seen.wire * seen.sent, seen.sent**2]
-        reference = self._reference(seen, norms)
-        norms[:] = remembered(norms, seen.norm)
-        choices = seen.current.copy()
-        heard = np.flatnonzero(~seen.silent)
-        errors = seen.errors[heard] ** 2 if self.metric == "squared" else seen.errors[heard]
+        fits += [observed.wire * observed.sent, observed.sent**2]
+        reference = self._reference(observed, norms)
+        norms[:] = remembered(norms, observed.norm)
+        choices = observed.current.copy()
+        heard = np.flatnonzero(~observed.silent)
+        errors = observed.errors[heard] ** 2 if self.metric == "squared" else observed.errors[heard]
         allowed = np.take_along_axis(errors, reference[heard, None], axis=1)[:, 0]
-        costs = seen.menu.costs[heard] * self._weights(seen, fits)[heard, None]
+        costs = observed.candidates.costs[heard] * self._weights(observed, fits)[heard, None]
         found = self._solve(errors, allowed, costs)
         if found is None:
             if not warned[0]:
@@ -134,7 +136,7 @@ class LGreCo(Periodic):
             warned[0] = 1.0
             found = reference[heard]
         choices[heard] = found
-        return Decision(choices, memory, self._words(seen, choices, reference))
+        return Decision(choices, memory, self._words(observed, choices, reference))
 
     def _solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
         if not len(errors):
@@ -148,35 +150,38 @@ class LGreCo(Periodic):
         found = program.cheapest(steps, costs, budget)
         return None if found is None else found.astype(np.int64)
 
-    def _reference(self, seen: Seen, before: Doubles) -> Numbers:
+    def _reference(self, observed: PeriodObservations, before: Doubles) -> Numbers:
         """The choice of every row that sets the budget."""
-        rule, menu = self.accordion, seen.menu
+        rule, candidates = self.accordion, observed.candidates
         if rule is None:
-            return menu.reference
-        own = [choices[k] for choices, k in zip(menu.choices, menu.reference.tolist(), strict=True)]
+            return candidates.reference
+        own = [
+            choices[k] for choices, k in zip(candidates.choices, candidates.reference.tolist(), strict=True)
+        ]
         low, high = (
             np.array(
-                [c.index(resolve(o, level)) for c, o in zip(menu.choices, own, strict=True)], dtype=np.int64
+                [c.index(resolve(o, level)) for c, o in zip(candidates.choices, own, strict=True)],
+                dtype=np.int64,
             )
             for level in (rule.low, rule.high)
         )
-        return np.where(critical(before, seen.norm, rule.eta), low, high)
+        return np.where(critical(before, observed.norm, rule.eta), low, high)
 
-    def _weights(self, seen: Seen, fits: Doubles) -> Doubles:
+    def _weights(self, observed: PeriodObservations, fits: Doubles) -> Doubles:
         """By row, what a byte costs."""
         if self.objective == "position":
-            return seen.position.astype(np.float64) + 1.0
+            return observed.position.astype(np.float64) + 1.0
         if self.objective == "time":
             known = fits[1] > 0
             slopes: Doubles = np.divide(fits[0], fits[1], out=np.zeros(len(known)), where=known)
             if slopes.any():
                 return np.where(slopes > 0, slopes, slopes[slopes > 0].min())
-        return np.ones(len(seen.norm))
+        return np.ones(len(observed.norm))
 
-    def _words(self, seen: Seen, choices: Numbers, reference: Numbers) -> str:
-        assert seen.errors is not None, "asked for"
+    def _words(self, observed: PeriodObservations, choices: Numbers, reference: Numbers) -> str:
+        assert observed.errors is not None, "asked for"
         rows = np.arange(len(choices))
-        costs, errors = seen.menu.costs, seen.errors
+        costs, errors = observed.candidates.costs, observed.errors
         return (
             f"{costs[rows, choices].sum() / 1e6:.3f} MB at error {errors[rows, choices].sum():.3g}, the reference "
             f"{costs[rows, reference].sum() / 1e6:.3f} MB at {errors[rows, reference].sum():.3g}"

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.control.grouped import Grouped
-from gradcomp.control.seen import Numbers, Seen
+from gradcomp.control.observations import Numbers, PeriodObservations
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Linear(Grouped):
 
     Args:
         every_steps: steps in a period.
-        levels: what layers may travel as, levels or compressors; by default 000's range around the layer's own level.
+        levels: what layers may travel as, levels or compressors; by default L-GreCo's range around the layer's own.
         alpha: budget on the sum of the layers' errors, relative to the reference's, met as ``KMeans`` does; by default
             none, as in the source.
         window: add up only the last so many steps of a period; by default all of them.
@@ -41,13 +41,14 @@ class Linear(Grouped):
 
     If nothing meets the budget, layers take the reference, and one warning says so.
 
-    Source: 002, section 3.6. Differences: the paper has neither the optional budget nor levels other than bits.
+    Source: Markov 2024, section 3.6. Differences: it has neither the optional budget nor levels other than
+    bits.
     """
 
     name: ClassVar[str] = "linear"
 
-    def groups(self, seen: Seen) -> Sequence[Numbers]:
+    def groups(self, observed: PeriodObservations) -> Sequence[Numbers]:
         """Every layer by itself, the largest norm per element first."""
-        rows = np.flatnonzero(~seen.silent)
-        density = seen.norm[rows] / [seen.menu.specs[row].size for row in rows]
+        rows = np.flatnonzero(~observed.silent)
+        density = observed.norm[rows] / [observed.candidates.specs[row].size for row in rows]
         return [rows[i : i + 1] for i in np.argsort(density, kind="stable")[::-1]]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradcomp.control.base import Controller, Doubles, Pilot, Setting
+from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment
+from gradcomp.control.candidates import CandidateLevels, Candidates, make_candidates
 from gradcomp.control.checks import check_count
-from gradcomp.control.menu import Candidates, Menu, make_menu
-from gradcomp.control.periodic_pilot import PeriodicPilot
-from gradcomp.control.seen import Decision, Seen
+from gradcomp.control.observations import Decision, PeriodObservations
+from gradcomp.control.periodic_run import PeriodicRun
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,24 @@ class Periodic(Controller):
         """What layers may travel as; None for the default ranges."""
         return None
 
-    def menu(self, setting: Setting) -> Menu:
+    def candidate_levels(self, environment: Environment) -> CandidateLevels:
         """The choices of every layer that is up for choice."""
-        return make_menu(
-            setting.layers, setting.compressors, self.candidates(), setting.scheme, setting.topology
+        return make_candidates(
+            environment.layers,
+            environment.compressors,
+            self.candidates(),
+            environment.scheme,
+            environment.topology,
         )
 
-    def begin_memory(self, menu: Menu) -> Doubles:
+    def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """What the first decision finds in ``memory``; its length never changes."""
         return np.zeros(0)
 
     @abstractmethod
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, observed: PeriodObservations) -> Decision:
         """Choose. On rank 0 only, on a background thread; a pure function."""
 
-    def begin(self, setting: Setting) -> Pilot:
-        """See :class:`PeriodicPilot`."""
-        return PeriodicPilot(self, setting)
+    def begin(self, environment: Environment) -> ControllerRun:
+        """See :class:`PeriodicRun`."""
+        return PeriodicRun(self, environment)

@@ -9,7 +9,7 @@ import numpy as np
 from gradcomp.compress import Compressor
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.messages import Context, Exchange
-from gradcomp.compress.round_trip import answer
+from gradcomp.control.distortion.round_trip import answer
 from gradcomp.control.forecast import Rates
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Fields
@@ -28,10 +28,10 @@ def measure_rates(compressor: Compressor) -> Rates:
     """
     group = group_of([Piece(0, 0, _LAYER.size)], [_LAYER], [compressor])
     values = np.random.default_rng(0).standard_normal(_LAYER.size).astype(np.float32)
-    output, residual, shadow = (np.zeros_like(values) for _ in range(3))
+    output, residual, next_residual = (np.zeros_like(values) for _ in range(3))
     group.table["gradient"], group.table["output"] = values.ctypes.data, output.ctypes.data
-    if group.feedback or compressor.contributes:
-        group.table["shadow"] = shadow.ctypes.data
+    if group.feedback or compressor.traits.contributes:
+        group.table["next_residual"] = next_residual.ctypes.data
     if group.feedback:
         group.table["residual"] = residual.ctypes.data
     fields = Fields(1)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.control.base import Controller, Pilot, Setting
+from gradcomp.control.base import Controller, ControllerRun, Environment
+from gradcomp.control.candidates import Candidate
 from gradcomp.control.checks import checked, text
 from gradcomp.control.fixed_plan import Entry, choices_by_name, entries_of
-from gradcomp.control.menu import Candidate
 from gradcomp.control.timetable import Timetable
 from gradcomp.core.errors import ConfigError
 
@@ -53,13 +53,13 @@ class Schedule(Controller):
             return entries_of(given, what)
         return (Entry("*", checked(given, what)),)
 
-    def begin(self, setting: Setting) -> Pilot:
+    def begin(self, environment: Environment) -> ControllerRun:
         """Every step's entries are checked at the start."""
         return Timetable(
             self.name,
-            setting,
+            environment,
             {
-                step: choices_by_name(self._entries(step), setting, f"{self.name}, step {step}")
+                step: choices_by_name(self._entries(step), environment, f"{self.name}, step {step}")
                 for step in self.steps
             },
         )

@@ -6,12 +6,12 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from gradcomp.compress import Compressor
-from gradcomp.control.base import Pilot, Setting
+from gradcomp.control.base import ControllerRun, Environment
+from gradcomp.control.candidates import Candidate, CandidateLevels, make_candidates, resolve
 from gradcomp.control.checks import checked
-from gradcomp.control.ladders import bytes_of
-from gradcomp.control.menu import Candidate, Menu, make_menu, resolve
+from gradcomp.control.levels import bytes_of
 from gradcomp.control.periodic import Periodic
-from gradcomp.control.periodic_pilot import PeriodicPilot
+from gradcomp.control.periodic_run import PeriodicRun
 from gradcomp.core.errors import ConfigError
 
 
@@ -45,21 +45,23 @@ class TwoLevels(Periodic):
         """``low``, then ``high``."""
         return [self.low, self.high]
 
-    def menu(self, setting: Setting) -> Menu:
+    def candidate_levels(self, environment: Environment) -> CandidateLevels:
         """The candidates, with :attr:`start` for a reference. ConfigError if low compression sends less than high."""
         begin = checked(self.start, "start")
-        own = [None if c is None else resolve(c, begin) for c in setting.compressors]
-        menu = make_menu(setting.layers, own, self.candidates(), setting.scheme, setting.topology)
-        sent = [bytes_of(menu, row) for row in range(len(menu.choices))]
+        own = [None if c is None else resolve(c, begin) for c in environment.compressors]
+        candidates = make_candidates(
+            environment.layers, own, self.candidates(), environment.scheme, environment.topology
+        )
+        sent = [bytes_of(candidates, row) for row in range(len(candidates.choices))]
         if sum(s[0] for s in sent) < sum(s[-1] for s in sent):
             raise ConfigError(
                 f"{self.name}: low compression, {self.low!r}, sends fewer bytes than high compression, {self.high!r}: "
                 "exchange them"
             )
-        return menu
+        return candidates
 
-    def begin(self, setting: Setting) -> Pilot:
+    def begin(self, environment: Environment) -> ControllerRun:
         """Layers begin at :attr:`start`, whatever the plan says."""
-        pilot = PeriodicPilot(self, setting)
-        pilot.choose()
-        return pilot
+        running = PeriodicRun(self, environment)
+        running.choose()
+        return running

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.scheme import AUTO, NAMES, parse
+from gradcomp.core.scheme import AUTO, names, parse
 
 logger = logging.getLogger("gradcomp")
 
@@ -31,9 +31,20 @@ HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 24
 TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
 
 
-def _setting(default: Any, doc: str, check: Callable[[Any], bool], rule: str, *, shared: bool = False) -> Any:
-    """A field with its documentation and its validity rule; ``shared`` settings must agree on all ranks."""
-    return field(default=default, metadata={"doc": doc, "check": check, "rule": rule, "shared": shared})
+def _setting(
+    default: Any,
+    doc: str,
+    check: Callable[[Any], bool],
+    rule: str | Callable[[], str],
+    *,
+    shared: bool = False,
+) -> Any:
+    """A field with its documentation and its validity rule; ``shared`` settings must agree on all ranks.
+
+    A rule that names what is registered later is a function.
+    """
+    written = rule if callable(rule) else lambda: rule
+    return field(default=default, metadata={"doc": doc, "check": check, "rule": written, "shared": shared})
 
 
 def _positive(value: Any) -> bool:
@@ -74,8 +85,10 @@ class Config:
         "sra",
         "How codes are added over ranks: see the page on algorithms; auto takes the cheapest.",
         _is_reduction,
-        f"one of {', '.join(NAMES)} and {AUTO}; parameter_server:servers=2 for two servers, "
-        "parameter_server:servers=2,dedicated=true for two that do not train",
+        lambda: (
+            f"one of {', '.join(names())} and {AUTO}; parameter_server:servers=2 for two servers, "
+            "parameter_server:servers=2,dedicated=true for two that do not train"
+        ),
         shared=True,
     )
     reorder: bool = _setting(
@@ -158,7 +171,7 @@ class Config:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if not item.metadata["check"](value):
-                raise ConfigError(f"setting {item.name} must be {item.metadata['rule']}, got {value!r}")
+                raise ConfigError(f"setting {item.name} must be {item.metadata['rule']()}, got {value!r}")
         if self.stall_warning_seconds > self.timeout_seconds:
             object.__setattr__(self, "stall_warning_seconds", self.timeout_seconds)
 
@@ -202,7 +215,7 @@ class Config:
             meta = item.metadata
             default = str(item.default).lower() if isinstance(item.default, bool) else item.default
             cell = "" if default == "" else f"`{default}`"
-            rows.append(f"| `{PREFIX}{item.name.upper()}` | {cell} | {meta['doc']} | {meta['rule']} |")
+            rows.append(f"| `{PREFIX}{item.name.upper()}` | {cell} | {meta['doc']} | {meta['rule']()} |")
         return "\n".join(rows)
 
 

@@ -14,15 +14,9 @@ from gradcomp.core.plan import Level, Plan
 
 EXACT = "exact"
 
-#: What the level of a compressor is; the others have none, or are another package's.
-LEVELS = {
-    **dict.fromkeys(("nuqsgd", "quantize"), "bits"),
-    **dict.fromkeys(("best_rank", "powersgd", "spectral_atomo", "unbiased_rank"), "rank"),
-    **dict.fromkeys(
-        ("clt_k", "dgc", "global_topk", "random_block", "random_k", "redsync", "sidco", "topk"), "density"
-    ),
-    "threshold": "threshold",
-}
+#: What the level of a compressor is, by name; others have none, or are another package's that is not installed.
+#: Written where a compressor gets its name: see `gradcomp.compress.registry.register`.
+LEVELS: dict[str, str] = {}
 
 #: Of more levels than these, a histogram gives the lowest, the median and the highest.
 MOST_LEVELS = 12

@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 from gradcomp.core.errors import ConfigError
 
-#: Every reduction, in the order of preference among equals.
-NAMES = ("sra", "ring", "tree", "all_to_all", "gather", "parameter_server", "hierarchical")
+_names: list[str] = []
 
 #: The name that stands for the cheapest of them.
 AUTO = "auto"
+
+
+def register(name: str) -> None:
+    """There is a reduction of this name; ConfigError if there is another one already."""
+    if name in (*_names, AUTO):
+        raise ConfigError(f"there is a reduction named {name!r} already")
+    _names.append(name)
+
+
+def names() -> tuple[str, ...]:
+    """Every reduction, in the order in which they were registered, which is that of preference among equals."""
+    return tuple(_names)
 
 
 @dataclass(frozen=True)
@@ -45,8 +56,8 @@ class Scheme:
 def parse(text: str) -> Scheme:
     """Read a string form; ConfigError if there is no such reduction or option."""
     name, _, options = text.partition(":")
-    if name not in (*NAMES, AUTO):
-        raise ConfigError(f"no reduction is named {name!r}; there are {', '.join(NAMES)} and {AUTO}")
+    if name not in (*_names, AUTO):
+        raise ConfigError(f"no reduction is named {name!r}; there are {', '.join(_names)} and {AUTO}")
     given: dict[str, str] = {}
     for option in options.split(",") if options or text.endswith(":") else ():
         key, _, value = option.partition("=")

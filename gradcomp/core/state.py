@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +48,27 @@ class DoubleBuffer:
         """Addresses of element ``starts[i]`` of row ``rows[i]``'s next value."""
         return self._addresses(1 - self._current[rows], rows, starts)
 
+    def addresses(
+        self, rows: Indices, starts: Indices | int
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Both, in this order."""
+        current = self._current[rows]
+        places = ((self._offsets[rows] + starts) * 4).astype(np.uint64)
+        return self._bases[current] + places, self._bases[1 - current] + places
+
     def _addresses(self, arenas: Indices, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
         return self._bases[arenas] + ((self._offsets[rows] + starts) * 4).astype(np.uint64)
+
+    @property
+    def memory(self) -> Any:
+        """Both arenas, for kernels; see :meth:`places`."""
+        return self._arenas.memory
+
+    def places(self, rows: Indices) -> tuple[Indices, Indices]:
+        """Where in :attr:`memory` the rows' current values begin, and where their next ones do."""
+        current = self._current[rows] * self._total
+        offsets = self._offsets[rows]
+        return current + offsets, self._total - current + offsets
 
     def load(self, rows: Indices) -> Floats:
         """Copies of the rows' current values, one behind the other."""

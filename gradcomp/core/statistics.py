@@ -30,7 +30,7 @@ class Trace:
     """The last ``capacity`` spans; appending is cheap and thread-safe."""
 
     def __init__(self, capacity: int, rank: int = 0) -> None:
-        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._spans: deque[tuple[str, int, int, float, float]] = deque(maxlen=capacity)
         self._rank = rank
         self._epoch = time.perf_counter()
 
@@ -45,11 +45,11 @@ class Trace:
 
     def add(self, name: str, step: int, bucket: int, begin: float, end: float) -> None:
         """Record an interval."""
-        self._spans.append(Span(name, step, bucket, begin, end))
+        self._spans.append((name, step, bucket, begin, end))
 
     def spans(self) -> tuple[Span, ...]:
         """The recorded spans, oldest first."""
-        return tuple(self._spans)
+        return tuple(Span(*each) for each in tuple(self._spans))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the spans as Chrome trace JSON (chrome://tracing, Perfetto), atomically.

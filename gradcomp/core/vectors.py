@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ class Vector(ABC):
 
     size: int
     address: int
+
+    @property
+    @abstractmethod
+    def memory(self) -> Any:
+        """The elements as kernels take an array of them: the memory itself, which on a GPU kernels alone may touch."""
 
     @abstractmethod
     def read(self, begin: int = 0, end: int | None = None) -> Floats:
@@ -52,6 +58,11 @@ class HostVector(Vector):
         self._values = values
         self.size = values.size
         self.address = int(values.ctypes.data)
+
+    @property
+    def memory(self) -> Floats:
+        """See :class:`Vector`."""
+        return self._values
 
     def read(self, begin: int = 0, end: int | None = None) -> Floats:
         """No copy: it shows what is written later."""

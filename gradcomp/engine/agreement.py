@@ -33,22 +33,22 @@ def agree(
     description: Mapping[str, Any] | None,
     error: Exception | None = None,
     *,
-    settle: Callable[[Handle], None] = wait,
+    wait_for: Callable[[Handle], None] = wait,
 ) -> None:
     """Collective: raise PlanMismatchError on every rank unless all descriptions are equal.
 
     A rank that cannot go on passes its ``error`` instead; it raises that one, the others one that quotes it.
-    ``settle`` waits for a handle.
+    ``wait_for`` waits for a handle.
     Wire: two rounds of a digest; the descriptions themselves travel only if the digests differ.
     """
     mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(description or {})
     text = json.dumps(mine, sort_keys=True)
-    digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest(), settle)
+    digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest(), wait_for)
     if error is None and len(set(digests)) == 1:
         return
     if len(set(digests)) > 1 or error is not None:
         everyone = [
-            _parse(rank, part) for rank, part in enumerate(transport.allgather_bytes(text.encode(), settle))
+            _parse(rank, part) for rank, part in enumerate(transport.allgather_bytes(text.encode(), wait_for))
         ]
         if error is not None:
             raise error
@@ -56,7 +56,7 @@ def agree(
 
 
 def agree_on_slices(
-    transport: Transport, config: Config, on_device: bool, *, settle: Callable[[Handle], None] = wait
+    transport: Transport, config: Config, on_device: bool, *, wait_for: Callable[[Handle], None] = wait
 ) -> Config:
     """Collective, after :func:`agree`: the settings with a size of buckets, the same on all ranks.
 
@@ -66,7 +66,7 @@ def agree_on_slices(
     """
     if config.slice_elements:
         return config
-    answers = transport.allgather_bytes(bytes([on_device]), settle)
+    answers = transport.allgather_bytes(bytes([on_device]), wait_for)
     for rank, answer in enumerate(answers):
         if answer not in (b"\0", b"\1"):
             raise WireFormatError(f"rank {rank} does not say where its gradients are: {answer[:8]!r}")

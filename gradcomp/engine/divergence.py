@@ -66,8 +66,8 @@ def different_outcomes(
         parts.append(f"rank {', '.join(map(str, silent))} did not say")
     return StateError(
         f"after step {step} the ranks went different ways: {'; '.join(parts)}. Their parameters differ now: "
-        "training cannot go on. A step must be skipped on all ranks or on none: decide it by a value that all ranks "
-        'share, or let a rank that gives up skip the step everywhere by DistributedOptimizer(on_skip="agree")'
+        "training cannot go on. A step must be skipped on all ranks or on none: decide it by a value that all "
+        "ranks share"
     )
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.policy import Schedule
-from gradcomp.control import Controller, Pilot, Setting
+from gradcomp.control import Controller, ControllerRun, Environment
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.journal import Journal
@@ -56,7 +56,7 @@ FIRST = "all-0"
 class Listener(Protocol):
     """Who wants to hear of means before the step ends. Called on the engine's thread; must not block."""
 
-    def landed(self, bucket: Bucket) -> None:
+    def bucket_complete(self, bucket: Bucket) -> None:
         """The means of the bucket's layers and slices are in their outputs."""
         ...
 
@@ -79,7 +79,8 @@ class Exchanger:
 
     Construction is collective: the ranks compare layers, plan, settings and ``arguments``, those of the frontend, first
     (PlanMismatchError on every rank if they differ). The training thread opens a step, submits layers, flushes and
-    waits; the engine's thread does the rest. After a failure every call raises the same TransportError.
+    waits; the engine's thread does the rest. After a failure every call raises the same TransportError. ``advice``:
+    ends the error where some ranks applied the means of a step and others did not.
     """
 
     def __init__(
@@ -104,8 +105,9 @@ class Exchanger:
         device: Device = HOST,
         digests: Callable[[], Future[Digests]] | None = None,
         roster: Roster | None = None,
+        advice: str = "",
     ) -> None:
-        settle = patient(config, "the other ranks to compare layers and settings")
+        wait_for = patient(config, "the other ranks to compare layers and settings")
         topology = topology or Topology.one_host(transport.size)
         shared = {
             "average": average,
@@ -117,11 +119,11 @@ class Exchanger:
             shared["controller"] = controlled.controller.to_string()
         journal = _open_journal(transport, config, name)
         try:
-            agree(transport, describe(layers, plan, config, **shared), settle=settle)
-            config = agree_on_slices(transport, config, device.driver is not None, settle=settle)
+            agree(transport, describe(layers, plan, config, **shared), wait_for=wait_for)
+            config = agree_on_slices(transport, config, device.driver is not None, wait_for=wait_for)
             if config.deterministic:
                 _refuse_times(controlled, config, topology)
-            pilot = _begin_pilot(controlled, layers, transport, topology, config, device)
+            running = _begin_controller(controlled, layers, transport, topology, config, device)
         except GradcompError:
             if journal is not None:
                 journal.close()
@@ -134,12 +136,12 @@ class Exchanger:
             config,
             allocate,
             average=average,
-            landed=None if listener is None else listener.landed,
+            on_complete=None if listener is None else listener.bucket_complete,
             order_step=order_step,
             schedule=schedule,
             topology=topology,
-            network=measure(transport, topology, settle) if between_hosts else None,
-            pilot=pilot,
+            network=measure(transport, topology, wait_for) if between_hosts else None,
+            controller=running,
             device=device,
         )
         self._listener = listener
@@ -149,6 +151,7 @@ class Exchanger:
         self._control, self._prefix = control, f"exchanger/{name}"
         self._watch = Watch(control, self._prefix, transport.rank, transport.size, roster)
         self._digests = digests
+        self._advice = advice
         #: Whether the others may wait for a vote about the exchange that was waited for.
         self.owes_vote = False
         self._exchanges = 0  # begun so far; the same on all ranks, whatever became of their steps
@@ -171,7 +174,7 @@ class Exchanger:
         self._seen_advances = 0
         self._pid = os.getpid()
         self._plan_log: PlanLog | None = None
-        if transport.rank == 0 and (pilot is not None or journal is not None):
+        if transport.rank == 0 and (running is not None or journal is not None):
             controller = "none" if controlled is None else controlled.controller.to_string()
             self._plan_log = PlanLog(self._pipeline, journal, controller, compression)
         engine.add(self)
@@ -198,7 +201,7 @@ class Exchanger:
         """Why the exchanger is unusable, if it is."""
         return self._error
 
-    def open(self, scale: Number = 1.0, rate: Number = 0.0) -> None:
+    def open(self, scale: Number = 1.0, learning_rate: Number = 0.0) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`. A server does when it has been told to, by :meth:`listen`."""
         self._check()
         if self._pipeline.serves and not self._cued:
@@ -206,13 +209,13 @@ class Exchanger:
         if self._cues is not None and not self._pipeline.serves:
             self._last_cue = STEP  # first of all: servers take part in what follows
             self._cue = self._cues.give(STEP, self._pipeline.step)
-        pilot = self._pipeline.pilot
-        if pilot is not None and pilot.wants_network:
-            pilot.hear(measure(self._transport, pilot.setting.topology, self._settle))
+        controller = self._pipeline.controller
+        if controller is not None and controller.wants_network:
+            controller.hear(measure(self._transport, controller.environment.topology, self._wait_for))
         if self._exchanges and self.before_exchange is not None:
             self.before_exchange(self._exchanges)
         due = comparison_is_due(self._config, self._exchanges)
-        self._pipeline.open(scale, rate, self._digests() if self._digests and due else None)
+        self._pipeline.open(scale, learning_rate, self._digests() if self._digests and due else None)
         self._exchanges += 1
         self._asides = 0
         self._cued = False
@@ -229,18 +232,20 @@ class Exchanger:
         *,
         zero_is_absent: bool = False,
     ) -> None:
-        """A gradient is ready; see :meth:`Inbox.submit`. Callable from any one thread at a time."""
-        if self._pipeline.inbox.submit(layer, gradient, output, keep, event, zero_is_absent=zero_is_absent):
+        """A gradient is ready; see :meth:`GradientRegistry.submit`. Callable from any one thread at a time."""
+        if self._pipeline.registry.submit(
+            layer, gradient, output, keep, event, zero_is_absent=zero_is_absent
+        ):
             self._engine.wake()
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
         """A layer has no dense gradient in this step; the mean, if another rank has one, goes to ``output``."""
-        if self._pipeline.inbox.submit_absent(layer, sparse=sparse, output=output):
+        if self._pipeline.registry.submit_absent(layer, sparse=sparse, output=output):
             self._engine.wake()
 
     def flush(self) -> None:
         """No more layers will come in this step."""
-        self._pipeline.inbox.flush()
+        self._pipeline.registry.flush()
         self._engine.wake()
 
     def wait(self) -> StepResult:
@@ -272,14 +277,14 @@ class Exchanger:
     def allgather_bytes(self, payload: bytes) -> list[bytes]:
         """Collective, between steps, blocking: every rank's bytes in rank order."""
         self._check()
-        return self._transport.allgather_bytes(payload, self._settle)
+        return self._transport.allgather_bytes(payload, self._wait_for)
 
     def allreduce(self, array: npt.NDArray[np.floating]) -> None:
         """Collective, between steps, blocking: sum ``array`` over ranks, in place."""
         self._check()
-        self._settle(self._transport.allreduce(array))
+        self._wait_for(self._transport.allreduce(array))
 
-    def _settle(self, handle: Handle) -> None:
+    def _wait_for(self, handle: Handle) -> None:
         """Wait for a collective between steps; the engine polls and watches it as it does a step."""
         self._asides += 1
         self._begin()
@@ -305,7 +310,7 @@ class Exchanger:
         """On a server, between steps, blocking: whether the trainers begin a step, or are done for now."""
         self._check()
         assert self._cues is not None, "only servers listen"
-        self._settle(self._cues.listen())
+        self._wait_for(self._cues.listen())
         self._last_cue = self._cues.heard(self._pipeline.step)
         self._cued = self._last_cue == STEP
         return self._cued
@@ -317,7 +322,7 @@ class Exchanger:
             raise StateError("this rank only serves: those who train say when they are done")
         if self._cues is not None:
             self._last_cue = DONE
-            self._settle(self._cues.give(DONE, self._pipeline.step))
+            self._wait_for(self._cues.give(DONE, self._pipeline.step))
 
     def part(self) -> None:
         """The program ends in good order: trainers dismiss the servers, and servers listen, until the deadline.
@@ -347,7 +352,7 @@ class Exchanger:
         begin = perf_counter()
         votes = np.full(1, yes, dtype=np.float32)
         self.owes_vote = False
-        self._settle(self._transport.allreduce(votes))
+        self._wait_for(self._transport.allreduce(votes))
         self._pipeline.statistics.vote_seconds += perf_counter() - begin
         if votes[0] not in range(self._transport.size + 1):
             raise WireFormatError(f"{votes[0]} of {self._transport.size} ranks voted for a step")
@@ -366,7 +371,7 @@ class Exchanger:
     def probe(self, nbytes: int) -> float:
         """Collective, between steps: median seconds in which every rank sends and receives ``nbytes``."""
         self._check()
-        return shift(self._transport, nbytes, self._settle)
+        return shift(self._transport, nbytes, self._wait_for)
 
     def leave(self) -> None:
         """Say that this rank opens no further step: those that wait for it in one need not wait for the deadline."""
@@ -390,6 +395,7 @@ class Exchanger:
             self._transport.close()
         else:
             self._transport.abandon()
+            self._pipeline.abandon()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -516,7 +522,8 @@ class Exchanger:
         if result.parted:
             rank, size = self._transport.rank, self._transport.size
             outcome = self._pipeline.outcome
-            return different_outcomes(self._control, self._prefix, rank, size, result.step, outcome)
+            error = different_outcomes(self._control, self._prefix, rank, size, result.step, outcome)
+            return StateError(f"{error}{self._advice}")
         table, self._pipeline.digest_table = self._pipeline.digest_table, None
         if table is None:
             return None
@@ -525,6 +532,7 @@ class Exchanger:
     def _stop_with(self, error: GradcompError) -> None:
         try:
             self._transport.abandon()
+            self._pipeline.abandon()  # those who are told may take their gradients back
         finally:
             try:
                 self._end_with(error)
@@ -548,19 +556,19 @@ def _refuse_times(controlled: Controlled | None, config: Config, topology: Topol
         raise ConfigError(f"deterministic=True: {what}, or leave deterministic off")
 
 
-def _begin_pilot(
+def _begin_controller(
     controlled: Controlled | None,
     layers: Sequence[LayerSpec],
     transport: Transport,
     topology: Topology,
     config: Config,
     device: Device,
-) -> Pilot | None:
+) -> ControllerRun | None:
     """The controller's, if there is one."""
     if controlled is None:
         return None
     return controlled.controller.begin(
-        Setting(
+        Environment(
             layers,
             controlled.compressors,
             transport.rank,

@@ -11,7 +11,7 @@ import numpy as np
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
-from gradcomp.reduce.costs import Network
+from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Handle, Transport, wait
 
 #: Two sizes give latency and rate. The larger one takes 8 ms at 1 Gbit/s.
@@ -21,17 +21,17 @@ _ELEMENTS = 1 << 18
 _LEAST = 1e-9  # seconds: nothing takes no time
 
 
-def measure(transport: Transport, topology: Topology, settle: Callable[[Handle], None] = wait) -> Network:
+def measure(transport: Transport, topology: Topology, wait_for: Callable[[Handle], None] = wait) -> Network:
     """alpha and beta of t(n) = alpha + beta n between hosts and inside them, and the rates of a 4-bit codec.
 
     All ranks send n bytes to the next rank at the same time, as reductions do; the slowest rank's median counts, apart
     for those whose next rank is on another host. Where no message stays inside a host, it costs nothing there.
-    Collective, outside of steps; ``settle`` waits for a handle. Wire: 6 messages of 1 KiB and of 1 MiB per rank, not
+    Collective, outside of steps; ``wait_for`` waits for a handle. Wire: 6 messages of 1 KiB and of 1 MiB per rank, not
     counted in ``bytes_sent``, and one all-gather of 32 bytes. ``costs.Network`` says what the figures are for.
     """
     sent_before = transport.bytes_sent
-    own = np.array([*(shift(transport, nbytes, settle) for nbytes in PROBE_BYTES), *_codec_rates()])
-    parts = transport.allgather_bytes(own.tobytes(), settle)
+    own = np.array([*(shift(transport, nbytes, wait_for) for nbytes in PROBE_BYTES), *_codec_rates()])
+    parts = transport.allgather_bytes(own.tobytes(), wait_for)
     transport.bytes_sent = sent_before
     everyone = np.stack([np.frombuffer(part, dtype=np.float64) for part in parts])
     hosts = np.asarray(topology.hosts)
@@ -49,16 +49,16 @@ def _fit(seconds: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[fl
     return max(small - beta * PROBE_BYTES[0], _LEAST), beta
 
 
-def shift(transport: Transport, nbytes: int, settle: Callable[[Handle], None] = wait) -> float:
+def shift(transport: Transport, nbytes: int, wait_for: Callable[[Handle], None] = wait) -> float:
     """Median seconds in which every rank sends to the next one and receives from the one before. Collective.
 
-    Not counted in ``bytes_sent``. ``settle`` waits for a handle.
+    Not counted in ``bytes_sent``. ``wait_for`` waits for a handle.
     """
     rank, size = transport.rank, transport.size
     send, recv = np.zeros(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
     sent_before = transport.bytes_sent
     seconds = _median(
-        lambda: settle(transport.exchange([((rank + 1) % size, send)], [((rank - 1) % size, recv)]))
+        lambda: wait_for(transport.exchange([((rank + 1) % size, send)], [((rank - 1) % size, recv)]))
     )
     transport.bytes_sent = sent_before
     return seconds

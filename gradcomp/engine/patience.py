@@ -48,8 +48,8 @@ def hold(
 def patient(config: Config, what: str) -> Callable[[Handle], None]:
     """Waits for collectives of construction: TransportError at the deadline. ``what`` stands after "waits for"."""
 
-    def settle(handle: Handle) -> None:
+    def wait_for(handle: Handle) -> None:
         if not hold(handle.poll, config, lambda: f"this rank waits for {what}"):
             raise TransportError(f"this rank waited {config.timeout_seconds:.0f} s for {what}")
 
-    return settle
+    return wait_for

@@ -32,19 +32,19 @@ class PlanLog:
         """A step was accepted or refused."""
         pipeline = self._pipeline
         statistics, version = pipeline.statistics, pipeline.laid_out_plan.version
-        pilot = pipeline.pilot
+        controller = pipeline.controller
         if version != self._version and (self._notable or self._version < 0):
             step = pipeline.step - 1
             self._end(step)
-            if pilot is not None:
+            if controller is not None:
                 self._say(step, version)
             if self._journal is not None:
                 self._journal.plan(step, pipeline.laid_out_plan, round(pipeline.predicted_bytes))
-                if pilot is not None and pilot.reason:
-                    self._journal.choice(step, pilot.reason)
+                if controller is not None and controller.reason:
+                    self._journal.choice(step, controller.reason)
             self._version, self._began = version, self._reached
         self._reached = (statistics.steps, statistics.wire_bytes)
-        self._notable = pilot is None or pilot.notable
+        self._notable = controller is None or controller.notable
 
     def _end(self, step: int) -> None:
         steps = self._reached[0] - self._began[0]
@@ -59,13 +59,13 @@ class PlanLog:
         if steps:
             mean = (self._reached[1] - self._began[1]) / steps
             before = f", {mean / 1e6:.3f} MB measured under plan {self._version}"
-        assert pipeline.pilot is not None, "whoever changes the plan"
-        reason = f" ({pipeline.pilot.reason})" if pipeline.pilot.reason else ""
+        assert pipeline.controller is not None, "whoever changes the plan"
+        reason = f" ({pipeline.controller.reason})" if pipeline.controller.reason else ""
         logger.info(
             "step %d: plan %d by %s: %s; %.3f MB per step and rank predicted%s%s",
             step,
             version,
-            pipeline.pilot.name,
+            pipeline.controller.name,
             histogram(pipeline.laid_out_plan),
             pipeline.predicted_bytes / 1e6,
             before,

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradcomp.core.errors import ConfigError, StateError, WireFormatError
-from gradcomp.job.keeper import Expected, Keeper, keeper_of, keeper_or_none
+from gradcomp.job.checkpoint_manager import (
+    CheckpointManager,
+    Expected,
+    checkpoint_manager_of,
+    checkpoint_manager_or_none,
+)
 from gradcomp.job.runtime import current
 from gradcomp.job.together import Together
 from gradcomp.pipeline import checkpoint, history
@@ -57,8 +62,10 @@ def save_with(
     def take() -> tuple[_Taken, dict[str, Any]]:
         if type(keep) is not int or keep < 0:
             raise ConfigError(f"keep must be a whole number of at least 0, got {keep!r}")
-        keeper = keeper_of(opt)
-        taken = _Taken(keeper.snapshot(), keeper.digests(), parts(ranks.rank, ranks.size))
+        checkpoint_manager = checkpoint_manager_of(opt)
+        taken = _Taken(
+            checkpoint_manager.snapshot(), checkpoint_manager.digests(), parts(ranks.rank, ranks.size)
+        )
         told = taken.told()
         if ranks.rank == 0:
             _refuse_another_model(path, taken.state)
@@ -167,7 +174,7 @@ class Found:
 
     directory: Path
     manifest: Manifest
-    keeper: Keeper
+    checkpoint_manager: CheckpointManager
     rank: int
     world: int
 
@@ -186,7 +193,7 @@ class Found:
             state = merge(states, self.rank, self.world)
             if self.rank == 0:
                 logger.info("residuals of %d ranks are taken over by %d", world, self.world)
-        self.keeper.check(state)
+        self.checkpoint_manager.check(state)
         return state
 
     def expected(self) -> Expected | None:
@@ -211,34 +218,34 @@ def load_with(
     ranks = _meet("gc.load", opt, arguments)
     path = Path(directory)
 
-    def open_last() -> tuple[Keeper, Any]:
-        keeper = keeper_of(opt)
-        keeper.settle()
+    def open_last() -> tuple[CheckpointManager, Any]:
+        checkpoint_manager = checkpoint_manager_of(opt)
+        checkpoint_manager.finish_step()
         if ranks.rank or (missing_ok and not history.complete(path)):
-            return keeper, None
+            return checkpoint_manager, None
         name = history.last(path)
-        return keeper, {"name": name, "manifest": checkpoint.read_manifest(path / name)}
+        return checkpoint_manager, {"name": name, "manifest": checkpoint.read_manifest(path / name)}
 
     def read() -> tuple[tuple[Found, Snapshot, Callable[[], T]], None]:
         if not history.is_name(told[0].get("name")):
             raise WireFormatError(f"rank 0 sent {told[0]!r:.40} for a checkpoint")
         manifest = Manifest.from_text(str(told[0].get("manifest")))
-        found = Found(path / told[0]["name"], manifest, keeper, ranks.rank, ranks.size)
+        found = Found(path / told[0]["name"], manifest, checkpoint_manager, ranks.rank, ranks.size)
         return (found, found.state(), prepare(found)), None
 
-    keeper, told = ranks.do("open", open_last)
+    checkpoint_manager, told = ranks.do("open", open_last)
     if told[0] is None and missing_ok:
         return None
     (found, state, use), _ = ranks.do("read", read)
     result = use()
-    keeper.restore(state, found.expected())
+    checkpoint_manager.restore(state, found.expected())
     return result
 
 
 def _meet(name: str, opt: Any, arguments: Sequence[str]) -> Together:
     """The ranks of ``opt``; all of them if it is nothing that can be saved, for they must hear of that."""
-    keeper = keeper_or_none(opt)
-    if keeper is None:
+    checkpoint_manager = checkpoint_manager_or_none(opt)
+    if checkpoint_manager is None:
         return Together(name, current().everyone, arguments)
-    keeper.refuse_servers(name)
-    return Together(name, keeper.ranks, arguments)
+    checkpoint_manager.refuse_servers(name)
+    return Together(name, checkpoint_manager.ranks, arguments)

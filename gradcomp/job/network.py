@@ -56,9 +56,9 @@ class Alone(Network):
     rank = 0
 
     def group(self, ranks: Ranks, timeout_seconds: float) -> Transport:
-        """Nobody asks."""
+        """Never called."""
         raise AssertionError("a world of one exchanges nothing")
 
     def control(self, life: int, timeout_seconds: float) -> ControlChannel:
-        """Nobody asks."""
+        """Never called."""
         raise AssertionError("a world of one exchanges nothing")

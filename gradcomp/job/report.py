@@ -99,8 +99,8 @@ class Readers:
     def plan_reason(self) -> str:
         """Why the controller chose the plan, in one line; empty without one, and where it only tells rank 0."""
         exchanger = self._exchanger_or_none()
-        pilot = None if exchanger is None else exchanger.pipeline.pilot
-        return "" if pilot is None else pilot.reason
+        controller = None if exchanger is None else exchanger.pipeline.controller
+        return "" if controller is None else controller.reason
 
     def trace_spans(self) -> tuple[Span, ...]:
         """The last spans: ready, queue, encode, wire, reduce, decode, per bucket."""
@@ -133,8 +133,12 @@ class Reporter:
         if steps == VERDICT_STEPS:
             latency = self._exchanger.probe(PROBE_BYTES[0])
             rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
-            pilot = self._pipeline.pilot
-            chosen = f"; {pilot.name}: {pilot.reason}" if pilot is not None and pilot.reason else ""
+            controller = self._pipeline.controller
+            chosen = (
+                f"; {controller.name}: {controller.reason}"
+                if controller is not None and controller.reason
+                else ""
+            )
             self._log(self._verdict(rate) + chosen)
         if self._every and steps % self._every == 0:
             self._periodic()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,18 +15,20 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
-from gradcomp.engine import Controlled, Exchanger, Listener
+from gradcomp.engine import Controlled, Exchanger
 from gradcomp.engine.agreement import agree
 from gradcomp.engine.patience import patient
+from gradcomp.job.adapter import Adapter
+from gradcomp.job.checkpoint_manager import CheckpointManager
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
 from gradcomp.job.runtime import Runtime, leave_first
+from gradcomp.job.serving import serving
+from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline.digests import Digests
-from gradcomp.pipeline.memory import Allocate
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
@@ -40,7 +41,7 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
 
     Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
-    transport, settle = None, patient(state.config, "the other ranks to check their arguments")
+    transport, wait_for = None, patient(state.config, "the other ranks to check their arguments")
     if len(ranks) > 1:
         meet(state, ranks, "build its optimizer", "has not built its optimizer")
         transport = make_transport(state, ranks)
@@ -48,7 +49,7 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
         return validate(), transport
     except Exception as error:
         if transport is not None:
-            agree(transport, None, error, settle=settle)
+            agree(transport, None, error, wait_for=wait_for)
         raise
 
 
@@ -104,55 +105,78 @@ def propose(
 def start(
     state: Runtime,
     ranks: Ranks,
-    transport: Transport,
+    transport: Transport | None,
     proposal: Proposal,
-    allocate: Allocate,
+    adapter: Adapter,
+    shapes: Sequence[tuple[int, ...]],
     *,
-    average: bool = True,
-    listener: Listener | None = None,
+    op: ReduceOp = Average,
+    predivide: float = 1.0,
+    agrees: bool = False,
     order_step: int = 0,
     reduction: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     device: Device = HOST,
-    digests: Callable[[], Future[Digests]] | None = None,
-) -> Exchanger:
-    """An exchanger on the runtime's engine, announced by the banner. Collective: see :class:`Exchanger`.
+) -> StepDriver:
+    """The driver of the steps to come: of an exchanger on the runtime's engine, which the banner announces.
 
-    ``digests``: begins to make those of the parameters, which stay as they are until the exchange is done.
+    Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``:
+    of the gradients, as the framework has them. ``arguments``: what the ranks compare of the frontend's own.
     """
     config = state.config if reduction is None else replace(state.config, reduction=reduction)
-    exchanger = Exchanger(
-        state.engine,
+    exchanger = None
+    if transport is not None:
+        exchanger = Exchanger(
+            state.engine,
+            proposal.layers,
+            proposal.plan,
+            transport,
+            state.engine_control,
+            config,
+            adapter.allocate,
+            name=state.name(ranks),
+            average=op is Average,
+            listener=adapter.listener,
+            order_step=order_step,
+            schedule=proposal.policy.scheduled(proposal.layers),
+            topology=state.topology.among(ranks),
+            arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
+            controlled=proposal.controlled,
+            compression=proposal.policy.title,
+            device=device,
+            digests=adapter.begin_digests,
+            roster=state.roster(ranks),
+            advice=adapter.words.unequal_steps,
+        )
+        exchanger.before_exchange = Reporter(exchanger, config).after_steps
+        state.exchangers.append(exchanger)
+        if exchanger.pipeline.servers:
+            leave_first()  # servers wait to hear of the end, and MPI's would be before it
+        banner(exchanger, proposal.policy)
+    checkpoint_manager = CheckpointManager(
         proposal.layers,
         proposal.plan,
-        transport,
-        state.engine_control,
-        config,
-        allocate,
-        name=state.name(ranks),
-        average=average,
-        listener=listener,
-        order_step=order_step,
-        schedule=proposal.policy.scheduled(proposal.layers),
-        topology=state.topology.among(ranks),
-        arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
-        controlled=proposal.controlled,
-        compression=proposal.policy.title,
-        device=device,
-        digests=digests,
-        roster=state.roster(ranks),
+        state.config,
+        exchanger,
+        unit=predivide,
+        ranks=ranks,
+        digests=adapter.digests,
     )
-    exchanger.before_exchange = Reporter(exchanger, config).after_steps
-    state.exchangers.append(exchanger)
-    if exchanger.pipeline.servers:
-        leave_first()  # servers wait to hear of the end, and MPI's would be before it
-    banner(exchanger, proposal.policy)
-    return exchanger
+    trainers = len(ranks) - serving(config.reduction, len(ranks))
+    return StepDriver(
+        exchanger,
+        checkpoint_manager,
+        adapter,
+        shapes,
+        divisor=float(trainers) if op is Average else 1.0,
+        agrees=agrees,
+        rank=state.rank,
+    )
 
 
 def say_what_is_bypassed(policy: Policy) -> None:
     """In a world of one: warn if more than compression is."""
-    if changing := [c for c in policy.compressors if c.momentum or c.clip_norm is not None]:
+    if changing := [c for c in policy.compressors if c.traits.preconditions]:
         logger.warning(
             "a world of one rank: %s is bypassed, its momentum and clipping as well", changing[0].to_string()
         )

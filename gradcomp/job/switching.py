@@ -10,27 +10,30 @@ from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.engine import Exchanger
-from gradcomp.job.keeper import Keeper
+from gradcomp.job.checkpoint_manager import CheckpointManager
 from gradcomp.pipeline.layout import compressors_of
 
 logger = logging.getLogger("gradcomp")
 
 
 def set_compression(
-    keeper: Keeper, exchanger: Exchanger | None, layers: Sequence[LayerSpec], policy: Policy
+    checkpoint_manager: CheckpointManager,
+    exchanger: Exchanger | None,
+    layers: Sequence[LayerSpec],
+    policy: Policy,
 ) -> None:
     """Go over to ``policy`` on all ranks: see ``set_compression`` of what was wrapped. Local.
 
     In a world of one nothing is exchanged, and the policy is only looked at. ConfigError for one that is impossible,
     StateError in the midst of a step.
     """
-    keeper.refuse_servers("set_compression()")
+    checkpoint_manager.refuse_servers("set_compression()")
     if isinstance(policy, Automatic):
         raise ConfigError(
             'set_compression("auto"): a controller begins with the optimizer, not in mid-run; name a compressor'
         )
-    keeper.settle()
-    step = keeper.step
+    checkpoint_manager.finish_step()
+    step = checkpoint_manager.step
     plan = policy.plan(layers, step=step)
     compressors_of(layers, plan)
     if exchanger is None:

@@ -1,8 +1,19 @@
 """Buckets through compressors and reductions, over one transport. No threads: whoever owns a pipeline polls it."""
 
-from gradcomp.pipeline.inbox import Inbox
+from gradcomp.pipeline.gradient_registry import GradientRegistry
+from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout
-from gradcomp.pipeline.pipeline import Pipeline, StepResult, Waiting
+from gradcomp.pipeline.pipeline import Pipeline, StepResult
 from gradcomp.pipeline.soon import Number, Soon
 
-__all__ = ["Bucket", "Inbox", "Layout", "Number", "Pipeline", "Soon", "StepResult", "Waiting", "build_layout"]
+__all__ = [
+    "Bucket",
+    "GradientRegistry",
+    "Layout",
+    "Number",
+    "Pipeline",
+    "Soon",
+    "StepResult",
+    "Waiting",
+    "build_layout",
+]

@@ -6,14 +6,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 
-from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
+from gradcomp.compress.messages import Broadcast, Bytes, Context, Gather, Message, Reduce, Reply, Sum
 from gradcomp.kernels.codec import Sizes
+from gradcomp.kernels.pending import Pending
+from gradcomp.kernels.routines import Routine
 from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce import Binding, Part, Reduction
-from gradcomp.reduce.base import Call
-from gradcomp.reduce.header import NONFINITE, Ballot
-from gradcomp.transport.base import Operation, Room, host_room
+from gradcomp.reduce.base import Call, Step
+from gradcomp.reduce.header import NONFINITE, BucketFlags
+from gradcomp.transport.base import Allocator, Operation, host_allocator
 
 #: Makes the reduction of a bucket's parts, for its number of layers and its own number.
 MakeReduction = Callable[[Sequence[Part], int, int], Reduction]
@@ -32,22 +34,23 @@ class BucketProgram:
         world: int,
         context: Context,
         make_reduction: MakeReduction,
-        room: Room = host_room,
+        allocate: Allocator = host_allocator,
     ) -> None:
         self.bucket = bucket
         self._rank = rank
         self._world = world
         self._servers = context.servers
-        self._room = room
+        self._allocator = allocate
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
+        self._routines: dict[tuple[str, int], Routine] = {}
         # Whether a generator reduces is the same in every step, and asking for its first message has no effect.
         first = [next(group.compressor.exchange(group, context)) for group in bucket.groups]
         self._reduced = tuple(g for g, message in enumerate(first) if isinstance(message, Reduce))
         self.reduction: Reduction | None = None
         if self._reduced:
             parts = [
-                Part(message.codec, message.group, bucket.slots[g])
+                Part(message.codec, message.group, bucket.header_index[g])
                 for g, message in enumerate(first)
                 if isinstance(message, Reduce)
             ]
@@ -60,23 +63,27 @@ class BucketProgram:
         return np.concatenate([np.zeros(0, dtype=np.int64), *groups])
 
     def run(
-        self, call: Call, context: Context, binding: Binding, ballot: Ballot
-    ) -> Generator[list[Operation], None, None]:
-        """Exchange the bucket once. Yields the operations of a round; resumed when they are complete."""
+        self, call: Call, context: Context, binding: Binding, bucket_flags: BucketFlags
+    ) -> Generator[Step, None, None]:
+        """Exchange the bucket once. Yields what it waits for; resumed when that is complete."""
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
         number = 0
         while messages:
-            at = Round(self.bucket, number, call, binding, ballot)
+            at = Round(self.bucket, number, call, binding, bucket_flags)
             replies = yield from _lock_step(self._programs(messages, at))
             messages = {}
+            ends: dict[int, Bytes] = {}
             with binding.span("decode"):
-                for g in sorted(replies):
-                    try:
-                        messages[g] = exchanges[g].send(replies[g])
-                    except StopIteration as end:
-                        slots = self.bucket.slots[g][end.value != 0]
-                        ballot.states[slots] |= NONFINITE
+                with self._routine("decode", number).collecting():
+                    for g in sorted(replies):
+                        try:
+                            messages[g] = exchanges[g].send(replies[g])
+                        except StopIteration as end:
+                            ends[g] = end.value
+                for g, flags in ends.items():
+                    if flags.any():
+                        bucket_flags.states[self.bucket.header_index[g][flags != 0]] |= NONFINITE
             number += 1
 
     def _programs(self, messages: Mapping[int, Message], at: Round) -> list[Program]:
@@ -93,13 +100,24 @@ class BucketProgram:
                 by_dtype.setdefault(message.dtype, {})[g] = message
             elif isinstance(message, Gather | Broadcast):
                 gathers[g] = message
-        programs += [self._fused_sum(at.number, sums).run(sums, at) for sums in by_dtype.values()]
-        if gathers:
-            programs.append(self._fused_gather(at.number, gathers).run(gathers, at))
+        fused_sums = [(self._fused_sum(at.number, sums), sums) for sums in by_dtype.values()]
+        fused_gathers = [(self._fused_gather(at.number, gathers), gathers)] if gathers else []
+        if fused_sums or fused_gathers:
+            with at.binding.span("encode"), self._routine("encode", at.number).collecting():
+                for sum_, sums in fused_sums:
+                    sum_.write(sums, at)
+                for gather, payloads in fused_gathers:
+                    gather.write(payloads, at)
+        programs += [fused.run(given, at) for fused, given in fused_sums]
+        programs += [fused.run(given, at) for fused, given in fused_gathers]
         return programs
 
+    def _routine(self, phase: str, number: int) -> Routine:
+        """What kernels do in a phase of a round, of all groups together."""
+        return self._routines.setdefault((phase, number), Routine())
+
     def _reduce(self, reduction: Reduction, at: Round) -> Program:
-        flags = yield from reduction.run(at.call, at.binding, at.ballot)
+        flags = yield from reduction.run(at.call, at.binding, at.bucket_flags)
         return {g: Reply(f) for g, f in zip(self._reduced, flags, strict=True)}
 
     # Buffers are made when messages of these sizes are met for the first time.
@@ -110,7 +128,7 @@ class BucketProgram:
             *((g, message.length, message.dtype, message.by_kernels) for g, message in sums.items()),
         )
         if key not in self._sums:
-            self._sums[key] = FusedSum(self.bucket, number, sums, self._room)
+            self._sums[key] = FusedSum(self.bucket, number, sums, self._allocator)
         return self._sums[key]
 
     def _fused_gather(self, number: int, gathers: Mapping[int, Gather | Broadcast]) -> FusedGather:
@@ -120,25 +138,37 @@ class BucketProgram:
         )
         if key not in self._gathers:
             self._gathers[key] = FusedGather(
-                self.bucket, number, gathers, self._rank, self._world, self._servers, self._room
+                self.bucket, number, gathers, self._rank, self._world, self._servers, self._allocator
             )
         return self._gathers[key]
 
 
 def _lock_step(programs: Sequence[Program]) -> Program:
-    """Run programs side by side: the operations of a round of all of them are issued together."""
+    """Run programs side by side: the operations of a round of all of them are issued together.
+
+    A device's calls are waited for before: they are no rounds, which all ranks have in common.
+    """
     replies: Replies = {}
     running = list(programs)
     while running:
-        operations: list[Operation] = []
-        still = []
-        for program in running:
-            try:
-                operations += next(program)
-                still.append(program)
-            except StopIteration as end:
-                replies.update(end.value)
-        running = still
+        rounds: dict[Program, list[Operation]] = {}
+        behind = running
+        while behind:
+            calls: dict[Program, Pending] = {}
+            for program in behind:
+                try:
+                    step = next(program)
+                except StopIteration as end:
+                    replies.update(end.value)
+                    continue
+                if isinstance(step, list):
+                    rounds[program] = step
+                else:
+                    calls[program] = step
+            yield from calls.values()
+            behind = list(calls)
+        running = [program for program in running if program in rounds]
+        operations = [operation for program in running for operation in rounds[program]]
         if operations:
             yield operations
     return replies

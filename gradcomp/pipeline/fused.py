@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.kernels.cuda.twins import fill
+from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.reduce.base import Binding, Call
-from gradcomp.reduce.header import NONFINITE, Ballot, ByteHeader, CountHeader, check_covers, padded
-from gradcomp.transport.base import AllGather, AllReduce, Operation, Room, host_room
+from gradcomp.reduce.base import Binding, Call, Step
+from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader, CountHeader, check_covers, padded
+from gradcomp.transport.base import AllGather, Allocator, AllReduce, host_allocator
 
 Bytes = npt.NDArray[np.uint8]
 Replies = dict[int, Any]
-#: Yields the operations of a round; returns the groups' replies.
-Program = Generator[list[Operation], None, Replies]
+#: Yields the operations of a round, or another wait; returns the groups' replies.
+Program = Generator[Step, None, Replies]
 
 _MOST_PART_BYTES = 0xFFFFFFFF  # what a header can announce
 
@@ -33,11 +33,11 @@ class Round:
     number: int
     call: Call
     binding: Binding
-    ballot: Ballot
+    bucket_flags: BucketFlags
 
     def flags(self, group: int) -> Bytes:
         """Per segment of the group: has any rank met a non-finite value so far?"""
-        return self.ballot.nonfinite[self.bucket.slots[group]].astype(np.uint8)
+        return self.bucket_flags.nonfinite[self.bucket.header_index[group]].astype(np.uint8)
 
     def bind_sources(self, group: int) -> None:
         """Addresses for the group's reading and for its residuals."""
@@ -54,7 +54,7 @@ class FusedSum:
     """Sums of one dtype in one buffer: the groups' elements, then, in the first round, the counts."""
 
     def __init__(
-        self, bucket: Bucket, round_number: int, sums: Mapping[int, Sum], room: Room = host_room
+        self, bucket: Bucket, round_number: int, sums: Mapping[int, Sum], allocate: Allocator = host_allocator
     ) -> None:
         first = next(iter(sums.values()))
         self._header = CountHeader(len(bucket.layers)) if round_number == 0 else None
@@ -62,28 +62,35 @@ class FusedSum:
         counts = self._header.length if self._header else 0
         dtype = np.dtype(first.dtype)
         begin, end = ends[-1] * dtype.itemsize, (ends[-1] + counts) * dtype.itemsize
-        make = room if all(message.by_kernels for message in sums.values()) else host_room
+        make = allocate if all(message.by_kernels for message in sums.values()) else host_allocator
         self._buffer = make(end, [(begin, end)]).view(dtype)
         starts = [0, *ends[:-1]]
         self._views = {g: self._buffer[a:b] for g, a, b in zip(sums, starts, ends, strict=True)}
-        self._counts = self._buffer[ends[-1] :]
+        self._counts = self._buffer[ends[-1] :].view(np.ndarray)  # they hold on the host
+        self._flags: dict[int, Bytes] = {}
+
+    def write(self, messages: Mapping[int, Sum], at: Round) -> None:
+        """This rank's summands; flags are there when the routine of all writers is done."""
+        for g, view in self._views.items():
+            at.bind_sources(g)
+            self._flags[g] = messages[g].write(view)
 
     def run(self, messages: Mapping[int, Sum], at: Round) -> Program:
         """One allreduce."""
         states = at.call.states.copy()
-        with at.binding.span("encode"):
-            for g, view in self._views.items():
-                at.bind_sources(g)
-                flags = messages[g].write(view)
-                states[at.bucket.slots[g][flags != 0]] |= NONFINITE
-                if not self._header and (flags > at.flags(g)).any():
-                    fill(view, np.nan)  # no votes travel in later rounds: the sum itself says it
-            if self._header:
-                self._header.write(self._counts, at.call.stamp, at.call.ready, states)
+        for g, view in self._views.items():
+            flags = self._flags[g]
+            if not flags.any():
+                continue
+            states[at.bucket.header_index[g][flags != 0]] |= NONFINITE
+            if not self._header and (flags > at.flags(g)).any():
+                fill(view, np.nan)  # no votes travel in later rounds: the sum itself says it
+        if self._header:
+            self._header.write(self._counts, at.call.header_id, at.call.ready, states)
         yield [AllReduce(self._buffer)]
         if self._header:
-            self._header.read(self._counts, at.call.stamp, at.call.world, at.ballot)
-            check_covers(at.ballot.states, states, "all ranks")
+            self._header.read(self._counts, at.call.header_id, at.call.world, at.bucket_flags)
+            check_covers(at.bucket_flags.states, states, "all ranks")
         for g in self._views:
             at.bind_outputs(g)
         return {g: Reply(at.flags(g), view) for g, view in self._views.items()}
@@ -105,7 +112,7 @@ class FusedGather:
         rank: int,
         world: int,
         servers: int = 0,
-        room: Room = host_room,
+        allocate: Allocator = host_allocator,
     ) -> None:
         self._rank, self._world, self._servers = rank, world, servers
         self._most = {g: message.max_bytes for g, message in messages.items()}
@@ -118,59 +125,74 @@ class FusedGather:
                 f"at most {_MOST_PART_BYTES} are possible"
             )
         self._buffer: Bytes = np.zeros(0, dtype=np.uint8)
-        self._room: dict[int, Bytes] = {}
+        self._space: dict[int, Bytes] = {}
+        self._flags: dict[int, Bytes] = {}
+        self._used: dict[int, int] = {}
         fixed = all(isinstance(message, Gather) and message.fixed for message in messages.values())
         self._in_place = fixed and not servers
         if not self._in_place:
             # Reserved, not touched: only what a payload fills takes memory.
-            self._room = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
+            self._space = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
             return
-        header = ByteHeader(self._layers, self._most_by_rank(messages).sum(axis=1))
+        sizes = self._most_by_rank(messages)
+        header = ByteHeader(self._layers, sizes.sum(axis=1))
         ends = np.cumsum(header.message_bytes).tolist()
         by_kernels = all(message.by_kernels for message in messages.values())
-        make = room if by_kernels else host_room
+        make = allocate if by_kernels else host_allocator
         self._buffer = make(ends[-1], [(begin, begin + header.nbytes) for begin in [0, *ends[:-1]]])
+        # The same views in every step: what kernels do with them is kept.
+        self._parts = _Parts(self._buffer, header)
+        self._payloads = self._views(self._buffer, sizes)
+
+    def write(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> None:
+        """This rank's payloads; flags are there when the routine of all writers is done."""
+        if self._in_place:
+            for views, (g, message) in zip(self._payloads, messages.items(), strict=True):
+                at.bind_sources(g)
+                self._flags[g], _ = message.write(views[self._rank])
+            return
+        most = self._most_by_rank(messages)[self._rank].tolist()
+        for limit, (g, message) in zip(most, messages.items(), strict=True):
+            at.bind_sources(g)
+            # A dedicated server encodes too, though nothing is sent: encoding updates the residuals.
+            serves = self._rank < self._servers and isinstance(message, Gather)
+            self._flags[g], count = message.write(self._space[g] if serves else self._space[g][:limit])
+            self._used[g] = min(count, limit)
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
         """One all-gather, or two."""
         states = at.call.states.copy()
-        most = self._most_by_rank(messages)
-        begins = self._bounds(most)[self._rank].tolist()
-        used: dict[int, int] = {}
-        with at.binding.span("encode"):
-            for column, (g, message) in enumerate(messages.items()):
-                at.bind_sources(g)
-                # What a server writes, of nothing, does not leave it; writing also settles residuals.
-                serves = self._rank < self._servers and isinstance(message, Gather)
-                limit = int(most[self._rank, column])
-                if self._in_place:
-                    room = self._buffer[begins[column] : begins[column] + limit]
-                else:
-                    room = self._room[g] if serves else self._room[g][:limit]
-                flags, count = message.write(room)
-                used[g] = min(count, limit)
-                states[at.bucket.slots[g][flags != 0]] |= NONFINITE
-        sizes = most
+        for g, flags in self._flags.items():
+            states[at.bucket.header_index[g][flags != 0]] |= NONFINITE
+        if self._in_place:
+            yield from self._gather(self._parts, 1, states, at)
+            return self._replies(messages, self._payloads, at)
+        sizes = most = self._most_by_rank(messages)
         if self._varying:
-            sizes = yield from self._announce(most, list(messages), used, states, at)
-        yield from self._exchange(sizes, used, states, at)
+            sizes = yield from self._announce(most, list(messages), states, at)
+        buffer = yield from self._exchange(sizes, states, at)
+        return self._replies(messages, self._views(buffer, sizes), at)
 
-        bounds = self._bounds(sizes)
+    def _replies(
+        self, messages: Mapping[int, Gather | Broadcast], payloads: list[list[Bytes]], at: Round
+    ) -> Replies:
         replies: Replies = {}
-        for column, g in enumerate(messages):
+        for (g, message), views in zip(messages.items(), payloads, strict=True):
             at.bind_outputs(g)
-            begins = bounds[:, column]
-            payloads = [
-                self._buffer[a : a + n]
-                for a, n in zip(begins.tolist(), sizes[:, column].tolist(), strict=True)
-            ]
-            message = messages[g]
             if isinstance(message, Broadcast):
-                data: Any = payloads[self._servers + message.root]
+                data: Any = views[self._servers + message.root]
             else:
-                data = payloads[self._servers :]
+                data = views[self._servers :]
             replies[g] = Reply(at.flags(g), data)
         return replies
+
+    def _views(self, buffer: Bytes, sizes: npt.NDArray[np.int64]) -> list[list[Bytes]]:
+        """For every group, the payloads of all ranks."""
+        bounds = self._bounds(sizes)
+        return [
+            [buffer[a : a + n] for a, n in zip(begins, lengths, strict=True)]
+            for begins, lengths in zip(bounds.T.tolist(), sizes.T.tolist(), strict=True)
+        ]
 
     def _most_by_rank(self, messages: Mapping[int, Gather | Broadcast]) -> npt.NDArray[np.int64]:
         """The most bytes of every rank's payload of every group: none of servers, and where another rank broadcasts."""
@@ -185,17 +207,16 @@ class FusedGather:
         self,
         most: npt.NDArray[np.int64],
         groups: list[int],
-        used: Mapping[int, int],
         states: Bytes,
         at: Round,
-    ) -> Generator[list[Operation], None, npt.NDArray[np.int64]]:
+    ) -> Generator[Step, None, npt.NDArray[np.int64]]:
         """The round of sizes: eight bytes for each group whose size varies."""
         header = ByteHeader(self._layers, np.full(self._world, 8 * len(self._varying), dtype=np.int64))
         buffer = np.zeros(sum(header.message_bytes), dtype=np.uint8)
         parts = buffer.reshape(self._world, -1)
         told = slice(header.nbytes, header.nbytes + 8 * len(self._varying))
-        parts[self._rank, told] = np.array([used[g] for g in self._varying], dtype="<i8").view(np.uint8)
-        yield from self._gather(buffer, header, 0, states, at)
+        parts[self._rank, told] = np.array([self._used[g] for g in self._varying], dtype="<i8").view(np.uint8)
+        yield from self._gather(_Parts(buffer, header), 0, states, at)
         sizes = most.copy()
         columns = [groups.index(g) for g in self._varying]
         for sender in range(self._world):
@@ -203,23 +224,25 @@ class FusedGather:
             wrong = (announced < 0) | (announced > most[sender, columns])
             if wrong.any():
                 raise WireFormatError(
-                    f"step {at.call.stamp.step}, bucket {at.call.stamp.bucket}: rank {sender} announced payloads of "
+                    f"step {at.call.header_id.step}, bucket {at.call.header_id.bucket}: "
+                    f"rank {sender} announced payloads of "
                     f"{announced.tolist()} bytes where at most {most[sender, columns].tolist()} are possible"
                 )
             sizes[sender, columns] = announced
         return sizes
 
     def _exchange(
-        self, sizes: npt.NDArray[np.int64], used: Mapping[int, int], states: Bytes, at: Round
-    ) -> Generator[list[Operation], None, None]:
+        self, sizes: npt.NDArray[np.int64], states: Bytes, at: Round
+    ) -> Generator[Step, None, Bytes]:
         header = ByteHeader(self._layers, sizes.sum(axis=1))
         total = sum(header.message_bytes)
         if len(self._buffer) < total:
             self._buffer = np.zeros(total, dtype=np.uint8)
         mine = self._bounds(sizes)[self._rank].tolist()
-        for (g, room), begin in zip(self._room.items(), [] if self._in_place else mine, strict=True):
-            self._buffer[begin : begin + used[g]] = room[: used[g]]
-        yield from self._gather(self._buffer[:total], header, 1, states, at)
+        for (g, space), begin in zip(self._space.items(), mine, strict=True):
+            self._buffer[begin : begin + self._used[g]] = space[: self._used[g]]
+        yield from self._gather(_Parts(self._buffer[:total], header), 1, states, at)
+        return self._buffer
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where every rank's payload of every group begins."""
@@ -229,23 +252,25 @@ class FusedGather:
         bounds: npt.NDArray[np.int64] = begins[:, None] + np.cumsum(sizes, axis=1) - sizes
         return bounds
 
-    def _gather(
-        self,
-        buffer: Bytes,
-        header: ByteHeader,
-        sub_round: int,
-        states: Bytes,
-        at: Round,
-    ) -> Generator[list[Operation], None, None]:
-        header.stamp(at.call.stamp, self._rounds + sub_round, at.call.ready)
-        parts = header.message_bytes
-        begins = np.concatenate(([0], np.cumsum(parts))).tolist()
-        header.write(buffer[begins[self._rank] :], self._rank, states)
-        yield [AllGather(buffer, parts)]
+    def _gather(self, parts: _Parts, sub_round: int, states: Bytes, at: Round) -> Generator[Step, None, None]:
+        header = parts.header
+        header.identify(at.call.header_id, self._rounds + sub_round, at.call.ready)
+        header.write(parts.messages[self._rank], self._rank, states)
+        yield [AllGather(parts.buffer, header.message_bytes)]
         ready = 0
-        for sender in range(self._world):
-            vote, votes = header.read(buffer[begins[sender] : begins[sender + 1]], sender, sender)
+        for sender, message in enumerate(parts.messages):
+            vote, votes = header.read(message, sender, sender)
             ready += vote
-            at.ballot.states |= votes
+            at.bucket_flags.states |= votes
         if self._rounds == 0:
-            at.ballot.ready = ready
+            at.bucket_flags.ready = ready
+
+
+class _Parts:
+    """A buffer of one message per rank. ``messages``: as the host sees them, where their headers hold."""
+
+    def __init__(self, buffer: Bytes, header: ByteHeader) -> None:
+        self.buffer, self.header = buffer, header
+        ends = np.cumsum(header.message_bytes).tolist()
+        on_host = buffer.view(np.ndarray)
+        self.messages = [on_host[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]

@@ -20,14 +20,14 @@ from gradcomp.kernels.devices import HOST, Device
 class Bucket:
     """Layers and slices that travel together.
 
-    ``layers``: numbers of the layers in it, each once, in order; a layer's position is its slot in the header.
-    ``slots[g][i]``: the slot of segment i of group g.
+    ``layers``: numbers of the layers in it, each once, in order; a layer's position is its place in the header.
+    ``header_index[g][i]``: the place of segment i of group g.
     """
 
     number: int
     layers: Sizes
     groups: tuple[Group, ...]
-    slots: tuple[Sizes, ...]
+    header_index: tuple[Sizes, ...]
 
     @property
     def elements(self) -> int:
@@ -107,12 +107,12 @@ def _bucket(
         raise ConfigError(
             f"{len(pieces)} layers in one bucket; lower slice_elements (at most 65535 are possible)"
         )
-    slots = {layer: slot for slot, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
+    header_index = {layer: place for place, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
     families = by_family(pieces, layers, compressors)
     groups = [group_of(members, layers, compressors, device) for members in families]
     return Bucket(
         number,
-        np.array(list(slots), dtype=np.int64),
+        np.array(list(header_index), dtype=np.int64),
         tuple(groups),
-        tuple(np.array([slots[p.layer] for p in members], dtype=np.int64) for members in families),
+        tuple(np.array([header_index[p.layer] for p in members], dtype=np.int64) for members in families),
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -14,14 +13,12 @@ from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
-from gradcomp.kernels.segments import DTYPES
-from gradcomp.pipeline.inbox import Inbox
+from gradcomp.kernels.segments import byte_offsets
+from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.reduce.header import Ballot
+from gradcomp.reduce.header import BucketFlags
 
 Addresses = npt.NDArray[np.uint64]
-
-_ITEM_BYTES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.uint64)
 
 #: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
 Allocate = Callable[[int], int]
@@ -34,8 +31,8 @@ class StepMemory:
         self,
         bucket: Bucket,
         step: int,
-        ballot: Ballot,
-        inbox: Inbox,
+        bucket_flags: BucketFlags,
+        registry: GradientRegistry,
         residuals: Residuals,
         fields: Fields,
         scale: float,
@@ -47,8 +44,8 @@ class StepMemory:
     ) -> None:
         self._bucket = bucket
         self._step = step
-        self._ballot = ballot
-        self._inbox = inbox
+        self._bucket_flags = bucket_flags
+        self._registry = registry
         self._residuals = residuals
         self._fields = fields
         self._scale = scale
@@ -60,19 +57,21 @@ class StepMemory:
         self._outputs_ready = False
         self._prepared: dict[Group, Addresses] = {}
 
-    def sources(self, table: Table, layers: Sizes, group: Group) -> None:
-        """Gradient, residual and shadow; an absent gradient has address 0 and counts as zero."""
-        bases = self._prepare(group) if group.prepared else self._inbox.gradients
-        table["gradient"] = _at(bases[layers], table)
+    def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
+        """Gradient, residual and next residual; an absent gradient has address 0 and counts as zero."""
+        bases = self._prepare(group) if group.prepared else self._registry.gradients
+        # Tables of whole groups come in every step, and mostly layers are whole.
+        whole = table is group.inputs and group.scratch.once("whole", lambda: not table["start"].any())
+        table["gradient"] = bases[layers] if whole else _at(bases[layers], table, offsets)
         if group.feedback:
-            table["residual"] = self._residuals.first.read_addresses(layers, table["start"])
-            table["shadow"] = self._residuals.first.write_addresses(layers, table["start"])
-        elif group.compressor.contributes:
-            table["shadow"] = _floats_at(self._room(group, "contributions")[layers], table)
+            starts = 0 if whole else table["start"]
+            table["residual"], table["next_residual"] = self._residuals.first.addresses(layers, starts)
+        elif group.compressor.traits.contributes:
+            table["next_residual"] = _floats_at(self._workspace(group, "contributions")[layers], table)
 
     def gradients(self, table: Table, layers: Sizes) -> None:
         """Gradients as they were handed in; 0 where there is none."""
-        table["gradient"] = _at(self._inbox.gradients[layers], table)
+        table["gradient"] = _at(self._registry.gradients[layers], table)
 
     def _prepare(self, group: Group) -> Addresses:
         """What the group's compressor reads instead of gradients, by layer: u = momentum u + clip scale g.
@@ -82,31 +81,31 @@ class StepMemory:
         if group in self._prepared:
             return self._prepared[group]
         compressor, table, layers = group.compressor, group.table.copy(), group.layers
-        table["gradient"] = _at(self._inbox.gradients[layers], table)
+        table["gradient"] = _at(self._registry.gradients[layers], table)
         factors = np.full(len(table), self._scale, dtype=np.float32)
-        if compressor.clip_norm is not None:
+        if compressor.traits.clip_norm is not None:
             norms = np.zeros(len(table))
             selection.squares(table, norms)
             norms = np.sqrt(norms) * (self._scale / self._divisor)
-            limit = compressor.clip_norm / np.sqrt(self._world)
+            limit = compressor.traits.clip_norm / np.sqrt(self._world)
             with np.errstate(all="ignore"):
                 factors *= np.where(norms > limit, limit / norms, 1.0).astype(np.float32)
-        if compressor.momentum:
+        if compressor.traits.momentum:
             field = self._fields[MOMENTUM]
             table["residual"] = field.read_addresses(layers, table["start"])
-            table["shadow"] = field.write_addresses(layers, table["start"])
-            bases = np.zeros(len(self._inbox.gradients), dtype=np.uint64)
+            table["next_residual"] = field.write_addresses(layers, table["start"])
+            bases = np.zeros(len(self._registry.gradients), dtype=np.uint64)
             bases[layers] = field.write_addresses(layers, np.zeros(len(layers), dtype=np.int64))
         else:
-            bases = self._room(group, "prepared")
-            table["shadow"] = _floats_at(bases[layers], table)
+            bases = self._workspace(group, "prepared")
+            table["next_residual"] = _floats_at(bases[layers], table)
         # A value that is not finite stays one, and whoever encodes it says so.
         ignored = np.zeros(len(table), dtype=np.uint8)
-        selection.contribute(table, ignored, factors, decay=compressor.momentum)
+        selection.contribute(table, ignored, factors, decay=compressor.traits.momentum)
         self._prepared[group] = bases
         return bases
 
-    def _room(self, group: Group, name: str) -> Addresses:
+    def _workspace(self, group: Group, name: str) -> Addresses:
         """By layer, where its element 0 would lie in working memory that holds the group's segments.
 
         A group has at most one segment of a layer.
@@ -115,46 +114,69 @@ class StepMemory:
         ends = np.cumsum(table["length"])
         vector = group.scratch.vector(name, int(ends[-1]) + 16)
         begins = (ends - table["length"] - table["start"]) * 4
-        bases = np.zeros(len(self._inbox.gradients), dtype=np.uint64)
+        bases = np.zeros(len(self._registry.gradients), dtype=np.uint64)
         # A segment that does not begin its layer may give an address below the vector's: wrapping adds up.
         bases[group.layers] = np.uint64(vector.address) + begins.astype(np.uint64)
         return bases
 
     def owned(self, table: Table, rows: Sizes) -> None:
-        """Residual and shadow of the second stage; a range starts where its row starts."""
+        """Residual and next residual of the second stage; a range starts where its row starts."""
         zero = np.zeros(len(rows), dtype=np.int64)
         table["residual"] = self._residuals.second.read_addresses(rows, zero)
-        table["shadow"] = self._residuals.second.write_addresses(rows, zero)
+        table["next_residual"] = self._residuals.second.write_addresses(rows, zero)
 
-    def outputs(self, table: Table, layers: Sizes) -> None:
+    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
         """Outputs of the layers that some rank had; the others stay as they are."""
-        self._make_room()
-        table["output"] = _at(self._inbox.outputs[layers], table)
+        self._allocate_outputs()
+        table["output"] = _at(self._registry.outputs[layers], table, offsets)
 
-    def _make_room(self) -> None:
+    def _allocate_outputs(self) -> None:
         if self._outputs_ready:
             return
         self._outputs_ready = True
-        present = self._ballot.present
-        addresses = self._inbox.outputs
+        present = self._bucket_flags.present
+        addresses = self._registry.outputs
         layers = self._bucket.layers
+        if np.count_nonzero(present) == np.count_nonzero(addresses[layers]) == len(layers):
+            return
         addresses[layers[~present]] = 0
         for layer in layers[present & (addresses[layers] == 0)].tolist():
             addresses[layer] = self._allocate(layer)
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> _Span:
         """Codec time: into the trace and the statistics."""
-        begin = perf_counter()
-        yield
-        end = perf_counter()
+        return _Span(self, name)
+
+    def spent(self, name: str, begin: float, end: float) -> None:
+        """A span has ended."""
         self._statistics.codec_seconds += end - begin
         self._trace.add(name, self._step, self._bucket.number, begin, end)
 
 
-def _at(bases: Addresses, table: Table) -> Addresses:
+class _Span:
+    """A block whose time counts, unless it raises."""
+
+    __slots__ = ("_begin", "_memory", "_name")
+
+    def __init__(self, memory: StepMemory, name: str) -> None:
+        self._memory, self._name = memory, name
+
+    def __enter__(self) -> None:
+        self._begin = perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._memory.spent(self._name, self._begin, perf_counter())
+
+
+def _at(bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
     """Addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
-    offsets = table["start"].astype(np.uint64) * _ITEM_BYTES[table["dtype"]]
+    if offsets is None:
+        if not table["start"].any():
+            return bases
+        offsets = byte_offsets(table)
+    if np.count_nonzero(bases) == len(bases):
+        return bases + offsets
     return np.where(bases == 0, bases, bases + offsets)
 
 

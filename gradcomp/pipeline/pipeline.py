@@ -6,13 +6,14 @@ pipelines over an in-process transport run N ranks in one thread.
 
 from __future__ import annotations
 
-import enum
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,8 @@ import numpy.typing as npt
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.compress.messages import Context
 from gradcomp.compress.policy import Schedule
-from gradcomp.control.base import Pilot
-from gradcomp.control.menu import sent_bytes
+from gradcomp.control.base import ControllerRun
+from gradcomp.control.candidates import sent_bytes
 from gradcomp.core.config import HOST_SLICE, Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec, check_unique
@@ -31,35 +32,30 @@ from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
-from gradcomp.kernels.cuda.twins import twin
+from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.discards import Discards
-from gradcomp.pipeline.inbox import Inbox
+from gradcomp.pipeline.gradient_registry import GradientRegistry
+from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
 from gradcomp.pipeline.memory import Allocate, StepMemory
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.switching import Switch
 from gradcomp.reduce import Part, Reduction, make
-from gradcomp.reduce.base import Call, Memory
-from gradcomp.reduce.costs import Network, cheapest
-from gradcomp.reduce.header import APPLIED, DISCARDED, PRESENT, SPARSE, Ballot, Stamp
-from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport, host_room
+from gradcomp.reduce.base import Call, Memory, Step
+from gradcomp.reduce.costs import cheapest
+from gradcomp.reduce.header import APPLIED, DISCARDED, PRESENT, SPARSE, BucketFlags, HeaderId
+from gradcomp.reduce.model import Network
+from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport, host_allocator
 
 Mask = npt.NDArray[np.bool_]
 
-
-class Waiting(enum.Enum):
-    """What a pipeline needs before it can go on."""
-
-    NOTHING = "no step is open, or the step is done"
-    LAYERS = "the next bucket is not complete"
-    DEVICE = "the next bucket's gradients are still being computed"
-    WIRE = "a collective is under way"
-    BACKGROUND = "a controller's work is due and not done"
+#: What kernels of a bucket take is far below it.
+_LONGEST_FAREWELL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -87,26 +83,16 @@ class StepResult:
         return self.outcomes & (self.outcomes - 1) != 0
 
 
-@dataclass(eq=False)
-class _Flight:
-    """A bucket under way: its program and the collectives of its current round."""
-
-    number: int
-    program: Generator[list[Operation], None, None]
-    handles: list[Handle] = field(default_factory=list)
-    issued: float = 0.0
-
-
 class Pipeline:
     """One rank's side of an exchanger.
 
     ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. ``average=False`` hands out the
-    sum over ranks instead of the mean. ``landed(bucket)`` is called when a bucket's means are in the outputs.
+    sum over ranks instead of the mean. ``on_complete(bucket)`` is called when a bucket's means are in the outputs.
     ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. ``schedule``: asked
     with a step and a version, the plan that begins then; the same on all ranks. ``topology``: who shares a host; by
     default all do. ``network``: measured constants, the same on all ranks; ``reduction="auto"`` needs them where there
-    are several hosts. ``device``: where gradients and means are, and so the state. Apart from the inbox, methods are
-    called by one thread at a time.
+    are several hosts. ``device``: where gradients and means are, and so the state. Apart from the gradient registry,
+    methods are called by one thread at a time.
 
     Where the scheme has dedicated servers, the first ranks only serve: they hand in nothing, and what is averaged,
     drawn and voted on is the others', as if there were no more ranks than those.
@@ -121,12 +107,12 @@ class Pipeline:
         allocate: Allocate,
         *,
         average: bool = True,
-        landed: Callable[[Bucket], None] | None = None,
+        on_complete: Callable[[Bucket], None] | None = None,
         order_step: int = 0,
         schedule: Schedule | None = None,
         topology: Topology | None = None,
         network: Network | None = None,
-        pilot: Pilot | None = None,
+        controller: ControllerRun | None = None,
         device: Device = HOST,
     ) -> None:
         check_unique(layers)
@@ -142,16 +128,16 @@ class Pipeline:
         self.order: list[int] = list(range(len(layers)))
         self.cold: frozenset[int] = frozenset()
         self.sparse: frozenset[int] = frozenset()
-        self.inbox = Inbox(self.layers)
+        self.registry = GradientRegistry(self.layers)
         self.device = device
-        messages = transport.room(device)
+        messages = transport.allocator(device)
         local = messages
-        if device.driver is not None and messages is host_room:
-            local = partial(twin, device.driver)
+        if device.driver is not None and messages is host_allocator:
+            local = partial(mirror, device.driver)
         self._memory = Memory(messages, local)
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
-        self.rate = 0.0  # learning rate of the last accepted step; 0: not known
+        self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
         #: What became of this rank's last exchange, for the next one to tell the others; 0: there was none.
         self.outcome = 0
         self._digests: Future[Digests] | None = None
@@ -163,7 +149,7 @@ class Pipeline:
         self.result: StepResult | None = None
         self._allocate = allocate
         self._average = average
-        self._landed = landed
+        self._on_complete = on_complete
         self._order_step = order_step
         self._schedule = schedule
         self._scheme = parse(config.reduction)
@@ -174,7 +160,7 @@ class Pipeline:
         self._handing_over = False  # servers have to tell each other what they no longer own
         self._topology = topology or Topology.one_host(transport.size)
         self._network = network
-        self._steering = Steering(pilot, len(layers))
+        self._steering = Steering(controller, len(layers))
         assert self._topology.world == transport.size, f"{self._topology} is not of {transport.size} ranks"
         if self._scheme.name == AUTO and network is None and len(self._topology.leaders) > 1:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
@@ -186,15 +172,21 @@ class Pipeline:
         self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._numbers: tuple[Number, Number] | None = None  # the scale and the rate, until they are known
         self._scale = 1.0
-        self._open_rate = 0.0
+        self._open_learning_rate = 0.0
         self._opened_at = 0.0
         self._running: Generator[Waiting, None, None] | None = None
+        self._ready = 0  # this rank's vote
+        self._votes: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
+        self._in_flight: list[InFlight] = []  # newest first
+        self._ahead: InFlight | None = None  # the next bucket, if it was begun while another one waited
         self._position = (0, 0)
         self._stale = True
         self._arrangements = Arrangements()
-        assert pilot is None or not self.servers, "the frontend refuses controllers beside dedicated servers"
-        if pilot is not None and pilot.setting.first_step == 0:
-            self.plan = replace(pilot.plan(plan), version=plan.version)
+        assert controller is None or not self.servers, (
+            "the frontend refuses controllers beside dedicated servers"
+        )
+        if controller is not None and controller.environment.first_step == 0:
+            self.plan = replace(controller.plan(plan), version=plan.version)
         self.layout = self._relayout()
 
     # -- the step, from outside ---------------------------------------------------------------------------------
@@ -215,9 +207,9 @@ class Pipeline:
         return self.transport.rank < self.servers
 
     @property
-    def pilot(self) -> Pilot | None:
-        """The controller's, if there is one."""
-        return self._steering.pilot
+    def controller(self) -> ControllerRun | None:
+        """The running controller, if there is one."""
+        return self._steering.controller
 
     @property
     def keeps_state(self) -> bool:
@@ -229,11 +221,13 @@ class Pipeline:
         """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
         return self._laid_out.predicted_bytes
 
-    def open(self, scale: Number = 1.0, rate: Number = 0.0, digests: Future[Digests] | None = None) -> None:
+    def open(
+        self, scale: Number = 1.0, learning_rate: Number = 0.0, digests: Future[Digests] | None = None
+    ) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
         ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
-        ``rate``: the learning rate, for residuals that follow it; 0 if it is not known. The first bucket waits until
+        ``learning_rate``: for residuals that follow it; 0 if it is not known. The first bucket waits until
         both have come. ``digests``: of the layers' parameters, to be compared over the ranks at the end of the
         exchange; on all ranks or on none.
         """
@@ -241,10 +235,10 @@ class Pipeline:
             raise StateError("an exchange is already open")
         if self.result is not None:
             self.discard()
-        self.settle()
+        self.lay_out()
         self._digests = digests
-        self._numbers = scale, rate
-        self.inbox.open(self.layout)
+        self._numbers = scale, learning_rate
+        self.registry.open(self.layout)
         self._position = (0, -1)
         self._opened_at = perf_counter()
         self._steering.open(self.step, self._opened_at, len(self.layout.buckets))
@@ -259,6 +253,23 @@ class Pipeline:
         except StopIteration:
             self._running = None
             return Waiting.NOTHING
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """The exchange, if one is open, does not go on: wait until the device no longer uses its memory.
+
+        Raises nothing: a device that has failed uses nothing any more, and one that hangs is not waited for.
+        """
+        driver = self.device.driver
+        if driver is None or not self.is_open:
+            return
+        with suppress(Exception):
+            event, deadline = driver.mark(driver.stream), perf_counter() + _LONGEST_FAREWELL_SECONDS
+            while not driver.reached(event) and perf_counter() < deadline:
+                sleep(1e-4)
+        self._in_flight, self._ahead = [], None
 
     def commit(self, outcome: int = APPLIED) -> bool:
         """Accept the finished step: residuals take their new values, unless a value was not finite.
@@ -273,7 +284,7 @@ class Pipeline:
             self._discards.accepted()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
-            self.rate = self._open_rate
+            self.learning_rate = self._open_learning_rate
             self._steering.commit(result.present)
             if self.switch is not None:
                 self.switch.commit(self.laid_out_plan, result.present)
@@ -293,7 +304,7 @@ class Pipeline:
     def propose(self, plan: Plan) -> None:
         """Vote for the next plan; it takes over at the step after the one in which all ranks hold it.
 
-        StateError where a pilot decides about plans.
+        StateError where a controller decides about plans.
         """
         if self._steering.decides(self.step):
             raise StateError("a controller decides about plans here")
@@ -312,12 +323,12 @@ class Pipeline:
         """
         if self.is_open or self.result is not None:
             raise StateError("a step is open: the compression can be changed between steps only")
-        self.settle()
+        self.lay_out()
         self.switch = Switch.ask(self.layers, target, later, self.residuals.first.lengths > 0, self.step)
         self._schedule, self._due = self.switch.schedule, None
         self._next_plan = self.switch.plan(self.plan.version + 1, self.plan)
 
-    def settle(self) -> None:
+    def lay_out(self) -> None:
         """Lay out for the next step now, if the last one changed what that depends on; second residuals move along."""
         if self._stale:
             self.layout = self._relayout()
@@ -334,13 +345,13 @@ class Pipeline:
         streak: Sequence[int] | None = None,
         residuals: Residuals | None = None,
         fields: Fields | None = None,
-        rate: float | None = None,
+        learning_rate: float | None = None,
         switch: Switch | None = None,
     ) -> None:
         """Go on from elsewhere: a checkpoint, a pipeline with fewer layers. See :mod:`gradcomp.pipeline.snapshot`.
 
-        ``residuals``, ``fields`` and ``rate`` replace those that are here; without them these are kept. ``switch``: a
-        change of compression that is not through; no controller decides beside it.
+        ``residuals``, ``fields`` and ``learning_rate`` replace those that are here; without them these are kept.
+        ``switch``: a change of compression that is not through; no controller decides beside it.
         """
         if self.is_open:
             raise StateError("an exchange is open")
@@ -356,8 +367,8 @@ class Pipeline:
             self.residuals = residuals
         if fields is not None:
             self.fields = fields
-        if rate is not None:
-            self.rate = rate
+        if learning_rate is not None:
+            self.learning_rate = learning_rate
         self.result = None
         self.outcome = 0
         self.layout = self._relayout()
@@ -367,70 +378,107 @@ class Pipeline:
     def _run(self) -> Generator[Waiting, None, None]:
         """Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share."""
         count = len(self.layers)
-        votes: list[tuple[npt.NDArray[np.int64], Ballot]] = []
-        flights: list[_Flight] = []  # newest first
+        self._votes, self._in_flight, self._ahead = [], [], None
         self._follow_schedule()
         while self._steering.overdue:
             yield Waiting.BACKGROUND
-        ready = 1 if self._next_plan is not None or self._steering.ready else 0
-        ready *= not self.serves
+        self._ready = 1 if self._next_plan is not None or self._steering.ready else 0
+        self._ready *= not self.serves
         if self._handing_over:
             yield from self._hand_over()
-        while not self.config.overlap and not self.inbox.flushed:
+        while not self.config.overlap and not self.registry.flushed:
             yield Waiting.LAYERS
         for program in self._programs:
             number = program.bucket.number
-            while not self.inbox.ready(number):
-                self._position = (number, -1)
-                yield Waiting.LAYERS
-            if self.device.is_late:
-                yield from self._gradients(program.bucket)
-            if self._numbers is not None:
-                yield from self._units(*self._numbers)
-            self.inbox.decide(program.bucket.layers)
-            complete = self.inbox.completed[number]
-            self.trace.add("ready", self.step, number, self._opened_at, complete)
-            self.trace.add("queue", self.step, number, complete, perf_counter())
-            ballot = Ballot(len(program.bucket.layers))
-            votes.append((program.bucket.layers, ballot))
-            started = _Flight(number, self._start(program, ballot, ready))
-            self._issue(started)
+            started, self._ahead = self._ahead, None
+            if started is None:
+                yield from self._complete(program.bucket)
+                started = self._start(program)
+            self._in_flight.insert(0, started)
+            yield from self._prepared(started)
+            started.issue(self.transport)
             if number == len(self._programs) - 1:
                 self._steering.contribute(self.step, self.transport)
-            yield from self._advance(flights)
-            flights.insert(0, started)
-            while flights and not self.config.overlap:
-                yield from self._advance(flights)
+            yield from self._advance(self._in_flight[1:])
+            while self._in_flight and not self.config.overlap:
+                yield from self._advance(self._in_flight)
         if not self._programs:  # every layer is sparse
             if self._numbers is not None:
                 yield from self._units(*self._numbers)
             self._steering.contribute(self.step, self.transport)
-        while flights:
-            yield from self._advance(flights)
+        while self._in_flight:
+            yield from self._advance(self._in_flight)
 
         states = np.zeros(count, dtype=np.uint8)
         outcomes = 0
-        for layers, ballot in votes:
-            states[layers] |= ballot.states[:-1]
-            outcomes |= ballot.outcomes
-        all_ready = bool(votes) and votes[0][1].ready == self.trainers
-        if self.switch is not None and votes:
-            self.switch.check(self.step, votes[0][1].ready, self.trainers, self.transport.rank)
-        yield from self._finish(states, outcomes, all_ready)
+        for layers, bucket_flags in self._votes:
+            states[layers] |= bucket_flags.states[:-1]
+            outcomes |= bucket_flags.outcomes
+        ready = self._votes[0][1].ready if self._votes else 0
+        if self.switch is not None and self._votes:
+            self.switch.check(self.step, ready, self.trainers, self.transport.rank)
+        yield from self._finish(states, outcomes, bool(self._votes) and ready == self.trainers)
+
+    def _complete(self, bucket: Bucket) -> Generator[Waiting, None, None]:
+        """Until a bucket can be encoded."""
+        while not self.registry.ready(bucket.number):
+            self._position = (bucket.number, -1)
+            self._meanwhile()
+            yield Waiting.LAYERS
+        if self.device.is_late:
+            yield from self._gradients(bucket)
+        if self._numbers is not None:
+            yield from self._units(*self._numbers)
+
+    def _prepared(self, bucket_in_flight: InFlight) -> Generator[Waiting, None, None]:
+        """Until the flight's next round is due, or it is complete."""
+        while (waiting := bucket_in_flight.prepare()) is not Waiting.NOTHING:
+            self._position = (bucket_in_flight.number, bucket_in_flight.round)
+            self._meanwhile(bucket_in_flight)
+            self._look_ahead()
+            yield waiting
+
+    def _meanwhile(self, bucket_in_flight: InFlight | None = None) -> None:
+        """Beside a device there is time for all flights but this one; nothing is issued."""
+        if not self.device.is_late:
+            return
+        for other in self._in_flight:
+            if other is not bucket_in_flight:
+                other.prepare()
+
+    def _look_ahead(self) -> None:
+        """Beside a device, begin the next bucket if it is complete: one, since it takes memory."""
+        if not self.device.is_late:
+            return
+        number = len(self._votes)
+        if self._ahead is not None:
+            self._ahead.prepare()
+        elif number < len(self._programs) and self.config.overlap and self.registry.ready(number):
+            program = self._programs[number]
+            events = self._events(program.bucket)
+            if self.device.reached(events):
+                self.device.follow(events)
+                self._ahead = self._start(program)
+                self._ahead.prepare()
+
+    def _events(self, bucket: Bucket) -> list[Any]:
+        return [self.registry.events[layer] for layer in bucket.layers.tolist()]
 
     def _gradients(self, bucket: Bucket) -> Generator[Waiting, None, None]:
         """Until a device has computed the gradients of a bucket."""
-        events = [self.inbox.events[layer] for layer in bucket.layers.tolist()]
+        events = self._events(bucket)
         while not self.device.reached(events):
+            self._meanwhile()
             yield Waiting.DEVICE
         self.device.follow(events)
 
-    def _units(self, scale: Number, rate: Number) -> Generator[Waiting, None, None]:
+    def _units(self, scale: Number, learning_rate: Number) -> Generator[Waiting, None, None]:
         """Until the loss scale and the learning rate are known: they are the step's own, whatever follows."""
-        for number in (scale, rate):
+        for number in (scale, learning_rate):
             while not isinstance(number, float | int) and not number.done():
+                self._meanwhile()
                 yield Waiting.DEVICE
-        self._scale, self._open_rate = _known(scale), _known(rate)
+        self._scale, self._open_learning_rate = _known(scale), _known(learning_rate)
         self._numbers = None
 
     def _follow_schedule(self) -> None:
@@ -451,22 +499,35 @@ class Pipeline:
         if self.switch is not None:
             self._next_plan = self.switch.follow(self.plan, self.cold | self.sparse)
 
-    def _start(
-        self, program: BucketProgram, ballot: Ballot, ready: int
-    ) -> Generator[list[Operation], None, None]:
+    def _start(self, program: BucketProgram) -> InFlight:
+        """A bucket that can be encoded begins."""
+        number = program.bucket.number
+        self.registry.decide(program.bucket.layers)
+        complete = self.registry.completed[number]
+        self.trace.add("ready", self.step, number, self._opened_at, complete)
+        self.trace.add("queue", self.step, number, complete, perf_counter())
+        bucket_flags = BucketFlags(len(program.bucket.layers))
+        self._votes.append((program.bucket.layers, bucket_flags))
+        return InFlight(number, self._exchange(program, bucket_flags), self._completed)
+
+    def _exchange(self, program: BucketProgram, bucket_flags: BucketFlags) -> Generator[Step, None, None]:
         draw = self._draw(self.step)
-        stamp = Stamp(self._check, self.step, program.bucket.number, self._checksums)
+        header_id = HeaderId(self._check, self.step, program.bucket.number, self._checksums)
         outcome = 0 if self.serves else self.outcome
-        states = np.append(self.inbox.states[program.bucket.layers], np.uint8(outcome))
+        states = np.append(self.registry.states[program.bucket.layers], np.uint8(outcome))
         world = self.trainers
         scale = 1.0 / self._scale
-        ratio = self.rate / self._open_rate if self.rate and self._open_rate else 1.0
+        ratio = (
+            self.learning_rate / self._open_learning_rate
+            if self.learning_rate and self._open_learning_rate
+            else 1.0
+        )
         divisor = float(world) if self._average else 1.0
         memory = StepMemory(
             program.bucket,
             self.step,
-            ballot,
-            self.inbox,
+            bucket_flags,
+            self.registry,
             self.residuals,
             self.fields,
             scale,
@@ -479,10 +540,10 @@ class Pipeline:
         self._steering.start(program.bucket.groups, memory, scale)
         # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
         call = Call(
-            stamp,
+            header_id,
             draw,
             states,
-            ready,
+            self._ready,
             self.transport.size,
             scale,
             self._scale * (1 if self._average else world),
@@ -499,34 +560,23 @@ class Pipeline:
             observations=self._steering.observations,
             servers=self.servers,
         )
-        return program.run(call, context, memory, ballot)
+        return program.run(call, context, memory, bucket_flags)
 
-    def _issue(self, flight: _Flight) -> bool:
-        """Go on to the flight's next round; False if it has landed."""
-        try:
-            operations = next(flight.program)
-        except StopIteration:
-            return False
-        flight.issued = perf_counter()
-        flight.handles = [operation.issue(self.transport) for operation in operations]
-        return True
+    def _completed(self, bucket: int, begin: float, end: float) -> None:
+        """A round has come."""
+        self.advances += 1
+        self.trace.add("wire", self.step, bucket, begin, end)
+        self.statistics.wire_seconds += end - begin
+        self._steering.round_complete(bucket, end - begin)
 
-    def _advance(self, flights: list[_Flight]) -> Generator[Waiting, None, None]:
-        """One round of every flight, the newest first; landed flights leave the list."""
-        for flight in list(flights):
-            for handle in flight.handles:
-                while not handle.poll():
-                    self._position = (flight.number, len(flights) - flights.index(flight) - 1)
-                    yield Waiting.WIRE
-            now = perf_counter()
-            self.advances += 1
-            self.trace.add("wire", self.step, flight.number, flight.issued, now)
-            self.statistics.wire_seconds += now - flight.issued
-            self._steering.landed(flight.number, now - flight.issued)
-            if not self._issue(flight):
-                flights.remove(flight)
-                if self._landed is not None:
-                    self._landed(self.layout.buckets[flight.number])
+    def _advance(self, in_flight: Sequence[InFlight]) -> Generator[Waiting, None, None]:
+        """The next round of these flights, the newest first; those that are complete are flights no more."""
+        for bucket_in_flight in list(in_flight):
+            yield from self._prepared(bucket_in_flight)
+            if not bucket_in_flight.issue(self.transport):
+                self._in_flight.remove(bucket_in_flight)
+                if self._on_complete is not None:
+                    self._on_complete(self.layout.buckets[bucket_in_flight.number])
 
     def _collective(self, operation: Operation) -> Generator[Waiting, None, None]:
         yield from _completed(operation.issue(self.transport))
@@ -550,9 +600,9 @@ class Pipeline:
             all_ready = not (yield from self._swap_plan())
         if self._steering.sums is not None:
             yield from _completed(self._steering.sums)
-        if self._steering.conclude(self.step, all_ready, self._laid_out, self.inbox.completed):
-            assert self.pilot is not None, "who chose"
-            self.plan = self.pilot.plan(self.plan)
+        if self._steering.conclude(self.step, all_ready, self._laid_out, self.registry.completed):
+            assert self.controller is not None, "a controller chose"
+            self.plan = self.controller.plan(self.plan)
             self._stale = True
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
@@ -564,7 +614,7 @@ class Pipeline:
             self.reduced_statistics = Statistics.mean(vector, self.transport.size)
         if self._digests is not None:
             yield from self._compare(self._digests)
-        self.inbox.release()
+        self.registry.release()
         self.result = StepResult(self.step, present, sparse, nonfinite, outcomes)
         self.step += 1
 
@@ -576,7 +626,7 @@ class Pipeline:
         count = len(self.layers)
         order = np.zeros(count, dtype="<i4")
         if self.transport.rank == self.servers:
-            arrived = self.inbox.arrivals
+            arrived = self.registry.arrivals
             rest = sorted(set(range(count)) - set(arrived))
             order[:] = arrived + rest
         counts = [order.nbytes * (rank == self.servers) for rank in range(self.transport.size)]

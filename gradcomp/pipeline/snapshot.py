@@ -43,7 +43,7 @@ class Shared:
     ``layers``: name -> (shape, dtype), in the order of registration, which numbers them. ``order``: names in bucket
     order. ``streaks``: for every layer, steps present (> 0) or absent (< 0) in a row. ``settings``: :data:`SETTINGS`.
     ``unit``: residuals are in gradient units divided by it (Horovod's predivide factor). ``rate``: the last step's
-    learning rate, 0 if it is not known. ``control``: the controller and what its pilot holds on all ranks alike.
+    learning rate, 0 if it is not known. ``control``: the running controller's name and state, the same on all ranks.
     ``switch``: a change of compression that is not through, see :meth:`Switch.to_plain`.
     """
 
@@ -154,7 +154,7 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
     """
     if pipeline.is_open or pipeline.result is not None:
         raise StateError("a step is open: the state is defined between steps only")
-    pipeline.settle()  # as the next step would: its plan may give residuals to further layers
+    pipeline.lay_out()  # as the next step would: its plan may give residuals to further layers
     names = [layer.name for layer in pipeline.layers]
     residuals = pipeline.residuals
     shared = pipeline.config.shared()
@@ -171,10 +171,10 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
             dict(zip(names, pipeline.streak.tolist(), strict=True)),
             {name: shared[name] for name in SETTINGS},
             unit,
-            pipeline.rate,
+            pipeline.learning_rate,
             None
-            if pipeline.pilot is None
-            else {"controller": pipeline.pilot.name, "state": pipeline.pilot.shared_state()},
+            if pipeline.controller is None
+            else {"controller": pipeline.controller.name, "state": pipeline.controller.shared_state()},
             None if pipeline.switch is None else pipeline.switch.to_plain(),
         ),
         {
@@ -192,7 +192,7 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
             }
             for kind in pipeline.fields.names
         },
-        {} if pipeline.pilot is None else pipeline.pilot.own_state(),
+        {} if pipeline.controller is None else pipeline.controller.own_state(),
     )
 
 
@@ -392,7 +392,7 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         rows += [(fields[kind], numbers[name], value) for name, value in by_name.items()]
     for buffer, row, value in rows:
         buffer.set(row, value if factor is None else value * factor)
-    _restore_pilot(pipeline, state, shared)
+    _restore_controller(pipeline, state, shared)
     # Ranges that this rank does not own here go into its first residuals.
     pipeline.restore(
         shared.step,
@@ -403,32 +403,32 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         streak=[shared.streaks[layer.name] for layer in pipeline.layers],
         residuals=residuals,
         fields=fields,
-        rate=shared.rate,
+        learning_rate=shared.rate,
         switch=None
         if shared.switch is None
         else Switch.from_plain(shared.switch, pipeline.layers, shared.step),
     )
 
 
-def _restore_pilot(pipeline: Pipeline, state: Snapshot, shared: Shared) -> None:
+def _restore_controller(pipeline: Pipeline, state: Snapshot, shared: Shared) -> None:
     """The controller's state, if it is this one's; a warning if it is not."""
-    pilot, saved = pipeline.pilot, shared.control
-    if pilot is None or saved is None:
-        if (pilot is None) != (saved is None):
+    controller, saved = pipeline.controller, shared.control
+    if controller is None or saved is None:
+        if (controller is None) != (saved is None):
             logger.warning(
                 "the saved run had %s controller, this one has %s: the saved plan goes on from there",
                 "no" if saved is None else f"the {saved.get('controller')}",
-                "none" if pilot is None else f"the {pilot.name}",
+                "none" if controller is None else f"the {controller.name}",
             )
         return
-    if saved.get("controller") != pilot.name:
+    if saved.get("controller") != controller.name:
         logger.warning(
             "the saved controller was %s, this one is %s, which begins anew",
             saved.get("controller"),
-            pilot.name,
+            controller.name,
         )
         return
-    pilot.restore(_mapping(saved["state"]), state.control)
+    controller.restore(_mapping(saved["state"]), state.control)
 
 
 # --------------------------------------------------------------------------------------- from what a file holds

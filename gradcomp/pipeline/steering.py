@@ -1,4 +1,4 @@
-"""A controller's pilot beside its pipeline: asked and told at fixed places of every step."""
+"""A running controller beside its pipeline: asked and told at fixed places of every step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.messages import Observations
-from gradcomp.control.base import Doubles, Pilot, Step
+from gradcomp.control.base import ControllerRun, Doubles, Step
 from gradcomp.kernels.codec import Group
 from gradcomp.pipeline.arrangement import Arrangement, by_layer
 from gradcomp.pipeline.memory import StepMemory
@@ -16,21 +16,21 @@ from gradcomp.transport.base import AllReduce, Handle, Transport
 
 
 class Steering:
-    """What one rank's pipeline does for a pilot; nothing where there is none, or before its first step."""
+    """What one rank's pipeline does for a controller; nothing where there is none, or before its first step."""
 
-    def __init__(self, pilot: Pilot | None, layers: int) -> None:
-        self.pilot = pilot
+    def __init__(self, controller: ControllerRun | None, layers: int) -> None:
+        self.controller = controller
         self.observations: Observations | None = None
         self._layers = layers
-        self._active: Pilot | None = None
+        self._active: ControllerRun | None = None
         self._summed: tuple[Handle, Doubles] | None = None
         self._opened_at = 0.0
         self._since = 0.0
         self._wire = np.zeros(0)
 
     def decides(self, step: int) -> bool:
-        """Whether plans are the pilot's from this step on."""
-        return self.pilot is not None and step >= self.pilot.setting.first_step
+        """Whether plans are the controller's from this step on."""
+        return self.controller is not None and step >= self.controller.environment.first_step
 
     @property
     def ready(self) -> bool:
@@ -39,19 +39,19 @@ class Steering:
 
     @property
     def overdue(self) -> bool:
-        """Whether the step has to wait for the pilot's background work."""
+        """Whether the step has to wait for the controller's background work."""
         return self._active is not None and self._active.overdue
 
     def stop(self) -> None:
         """The controller ends with this step."""
-        self.pilot = None
+        self.controller = None
 
     def open(self, step: int, now: float, buckets: int) -> None:
         """A step opens."""
         self._since = now - self._opened_at if self._opened_at else 0.0
         self._opened_at = now
         self._wire = np.zeros(buckets)
-        self._active = self.pilot if self.decides(step) else None
+        self._active = self.controller if self.decides(step) else None
         self.observations = None
         if self._active is not None:
             self.observations = Observations(self._layers)
@@ -67,7 +67,7 @@ class Steering:
             self._active.accumulate(table, group.layers, scale)
 
     def contribute(self, step: int, transport: Transport) -> None:
-        """Every bucket is encoded: what pilots add up travels beside the last ones."""
+        """Every bucket is encoded: what the controller adds up travels beside the last ones."""
         if self._active is None:
             return
         assert self.observations is not None, "made when the step was opened"
@@ -76,7 +76,7 @@ class Steering:
         if vector is not None:
             self._summed = (AllReduce(vector).issue(transport), vector)
 
-    def landed(self, bucket: int, seconds: float) -> None:
+    def round_complete(self, bucket: int, seconds: float) -> None:
         """A round of the bucket took so long on the wire."""
         self._wire[bucket] += seconds
 
@@ -86,13 +86,13 @@ class Steering:
         return None if self._summed is None else self._summed[0]
 
     def conclude(self, step: int, agreed: bool, laid_out: Arrangement, completed: Sequence[float]) -> bool:
-        """The step is done: whether the pilot has other choices for the next one."""
+        """The step is done: whether the controller has other choices for the next one."""
         sums, self._summed = self._summed, None
-        if self.pilot is None:
+        if self.controller is None:
             return False
         if self._active is None:
             # What it chose before its time begins with it.
-            return self.decides(step + 1) and bool(self.pilot.choices)
+            return self.decides(step + 1) and bool(self.controller.choices)
         summed = None if sums is None else sums[1]
         wire = by_layer(laid_out.travels, self._wire, self._layers)
         ready = np.array(completed) - self._opened_at

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress import Compressor, ErrorFeedback
+from gradcomp.compress import Compressor, ErrorFeedback, Identity
 from gradcomp.compress.policy import Schedule
 from gradcomp.core.errors import PlanMismatchError
 from gradcomp.core.layers import LayerSpec
@@ -47,7 +47,7 @@ class Switch:
         for plan in (target, *later.values()):
             plan.check_covers(layers)
             compressors_of(layers, plan)
-        lost = [not compressor.keeps_residual for compressor in compressors_of(layers, target)]
+        lost = [not compressor.traits.keeps_residual for compressor in compressors_of(layers, target)]
         return Switch(layers, target, holding & np.array(lost), later, asked=step)
 
     @property
@@ -142,6 +142,6 @@ class Switch:
 
 def _exactly(row: Assignment, now: Compressor, next_one: Compressor) -> Assignment:
     """How a layer travels that sends all it holds."""
-    exact = next_one if next_one.is_exact else next_one.dense()
-    flush = ErrorFeedback(exact, follow_rate=now.follows_rate)
+    exact = next_one if next_one.traits.exact else next_one.dense(Identity())
+    flush = ErrorFeedback(exact, follow_rate=now.traits.follows_rate)
     return Assignment(row.layer, flush.family_string(), flush.level)

@@ -6,30 +6,44 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.core.scheme import Scheme
 from gradcomp.core.state import Range
+from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Codec, Draw, Group, Sizes, Table
-from gradcomp.reduce.header import Ballot, Stamp
-from gradcomp.transport.base import Operation, Room, host_room
+from gradcomp.kernels.pending import Pending
+from gradcomp.reduce.header import BucketFlags, HeaderId
+from gradcomp.reduce.model import Cost, Load
+from gradcomp.transport.base import Allocator, Operation, host_allocator
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Yields the operations of a round, all issued together, and is resumed when they are complete. Returns, for every
-#: part, one flag per segment: nonzero where the mean is not finite.
-Rounds = Generator[list[Operation], None, list[Bytes]]
+Addresses = npt.NDArray[np.uint64]
+
+T = TypeVar("T")
+
+#: What a reduction waits for: the operations of a round, all issued together; or a call of a device, which is no round.
+Step = list[Operation] | Pending
+
+#: Yields what it waits for, and is resumed when that is complete. Returns, for every part, one flag per segment:
+#: nonzero where the mean is not finite.
+Rounds = Generator[Step, None, list[Bytes]]
+
+#: The same for a stretch without rounds.
+Waits = Generator[Step, None, T]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One group in the payload. ``slots[i]`` is the position of segment i's layer in the bucket's header."""
+    """One group in the payload. ``header_index[i]`` is the position of segment i's layer in the bucket's header."""
 
     codec: Codec
     group: Group
-    slots: Sizes
+    header_index: Sizes
 
 
 @dataclass(frozen=True)
@@ -41,8 +55,8 @@ class Memory:
     function where whatever lies on the device can be sent from there.
     """
 
-    messages: Room = host_room
-    local: Room = host_room
+    messages: Allocator = host_allocator
+    local: Allocator = host_allocator
 
 
 HOST_MEMORY = Memory()
@@ -51,16 +65,19 @@ HOST_MEMORY = Memory()
 class Binding(Protocol):
     """How a reduction gets at this step's memory. Each call fills address columns of a whole table."""
 
-    def sources(self, table: Table, layers: Sizes, group: Group) -> None:
-        """Fill gradient, residual and shadow for segments of the group, or pieces of them, in first-stage encodes."""
+    def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
+        """Fill the columns of first-stage encodes for segments of the group, or pieces of them.
+
+        ``offsets``: :func:`gradcomp.kernels.segments.byte_offsets` of the table, if they are known.
+        """
         ...
 
     def owned(self, table: Table, rows: Sizes) -> None:
-        """Fill residual and shadow for second-stage encodes; ``rows`` as assigned by the owner of the state."""
+        """Fill residual and next residual for second-stage encodes; ``rows`` as assigned by the owner of the state."""
         ...
 
-    def outputs(self, table: Table, layers: Sizes) -> None:
-        """Fill output; 0 for layers that no rank had."""
+    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
+        """Fill output; 0 for layers that no rank had. ``offsets`` as above."""
         ...
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -75,7 +92,7 @@ class Call:
     ``rate_ratio``: the last learning rate over this one, for residuals that follow it.
     """
 
-    stamp: Stamp
+    header_id: HeaderId
     draw: Draw
     states: Bytes
     ready: int
@@ -90,17 +107,32 @@ class Reduction(ABC):
 
     ``ranges`` lists what this rank re-quantises under feedback; whoever keeps the state calls :meth:`assign` with one
     row number per range. ``rounds``: how often one execution yields, on every rank. ``bytes_sent``: bytes that it sends
-    from this rank, headers included.
+    from this rank, headers included. ``sums_travel``: codes stand for sums over some of the ranks.
     """
+
+    sums_travel: ClassVar[bool] = False
 
     ranges: Sequence[Range] = ()
     rounds: int
     bytes_sent: int
+
+    @staticmethod
+    def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
+        """What the constructor is given beside parts, layers, rank and memory: by default, the number of ranks.
+
+        ``turn``: which bucket it is; where there is a choice of ranks, they take turns.
+        """
+        return {"world": topology.world}
+
+    @staticmethod
+    @abstractmethod
+    def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
+        """What one execution takes."""
 
     def assign(self, rows: Sequence[int]) -> None:
         """Tell the reduction which rows of the second residual its ranges are."""
         assert not rows, f"{len(rows)} rows for no ranges"
 
     @abstractmethod
-    def run(self, call: Call, binding: Binding, ballot: Ballot) -> Rounds:
-        """Exchange once: means to the outputs, votes to the ballot."""
+    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+        """Exchange once: means to the outputs, votes to the flags."""

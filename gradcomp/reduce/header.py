@@ -62,7 +62,7 @@ def padded(nbytes: Numbers) -> Numbers:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class Ballot:
+class BucketFlags:
     """The votes on one bucket: what all ranks together know of its layers.
 
     ``states``: a byte per layer, and one for the outcomes of the last exchange. ``present``, ``nonfinite``: one boolean
@@ -99,7 +99,7 @@ def check_covers(result: Bytes, own: Bytes, sender: object) -> None:
 
 
 @dataclass(frozen=True)
-class Stamp:
+class HeaderId:
     """Where we are: equal on all ranks at the same collective, or something is badly wrong.
 
     ``checksums``: whether messages carry checksums; a setting on which all ranks agree.
@@ -135,19 +135,21 @@ class ByteHeader:
         self._fixed["chunk"] = np.arange(len(payload_bytes))
         self._fixed["payload_bytes"] = payload_bytes
         self._fixed["layers"] = layers
+        self._rows = self._fixed.view(np.uint8).reshape(len(self._fixed), FIXED.itemsize)
 
-    def stamp(self, stamp: Stamp, round_number: int, ready: int) -> None:
+    def identify(self, header_id: HeaderId, round_number: int, ready: int) -> None:
         """Set the fields that change with every message."""
-        self._fixed["check"] = stamp.check
-        self._fixed["step"] = stamp.step & 0xFFFFFFFF
-        self._fixed["bucket"] = stamp.bucket
+        self._fixed["check"] = header_id.check
+        self._fixed["step"] = header_id.step & 0xFFFFFFFF
+        self._fixed["bucket"] = header_id.bucket
         self._fixed["round"] = round_number & 0xFF
         self._fixed["ready"] = ready
-        self._checksums = stamp.checksums
+        self._checksums = header_id.checksums
 
     def write(self, target: Bytes, chunk: int, states: Bytes) -> None:
         """Put the header of ``chunk`` at the start of ``target``, where its payload is already."""
-        target[: FIXED.itemsize] = self._fixed[chunk : chunk + 1].view(np.uint8)
+        target = target.view(np.ndarray)  # of a device mirror the header is the host's
+        target[: FIXED.itemsize] = self._rows[chunk]
         target[self._states] = states
         target[self._states.stop : self.nbytes] = 0
         if self._checksums:
@@ -163,8 +165,8 @@ class ByteHeader:
         length = self.message_bytes[chunk]
         if len(source) < length:
             raise WireFormatError(f"rank {sender} sent {len(source)} bytes, the message has {length}")
-        expected = self._fixed[chunk : chunk + 1].view(np.uint8)[:_COMPARED_BYTES]
-        if not np.array_equal(source[:_COMPARED_BYTES], expected):
+        source = source.view(np.ndarray)  # of a device mirror the header is the host's
+        if source[:_COMPARED_BYTES].tobytes() != self._rows[chunk, :_COMPARED_BYTES].tobytes():
             self._explain(source, chunk, sender)
         if self._checksums:
             stated = int(source[_CHECKSUM_AT : FIXED.itemsize].copy().view("<u4")[0])
@@ -174,7 +176,7 @@ class ByteHeader:
                     "its way"
                 )
         states = source[self._states]
-        if int(states.max()) > (PRESENT | NONFINITE | SPARSE):
+        if np.count_nonzero(states > (PRESENT | NONFINITE | SPARSE)):
             raise WireFormatError(f"rank {sender} sent an unknown layer state {int(states.max())}")
         ready = int(source[_COMPARED_BYTES]) | int(source[_COMPARED_BYTES + 1]) << 8
         if ready > voters:
@@ -204,9 +206,9 @@ class CountHeader:
         self._rows = layers + 1  # the outcome of the last exchange has one, too
         self.length = 17 + 3 * self._rows
 
-    def write(self, target: npt.NDArray[np.floating], stamp: Stamp, ready: int, states: Bytes) -> None:
+    def write(self, target: npt.NDArray[np.floating], header_id: HeaderId, ready: int, states: Bytes) -> None:
         """Fill ``target`` (``length`` elements) with this rank's counts."""
-        nibbles = _nibbles(stamp)
+        nibbles = _nibbles(header_id)
         target[0:8] = nibbles
         target[8:16] = nibbles * nibbles
         target[16] = ready
@@ -214,29 +216,35 @@ class CountHeader:
         for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):
             counts[row] = (states & bit) != 0
 
-    def read(self, source: npt.NDArray[np.floating], stamp: Stamp, world: int, ballot: Ballot) -> None:
-        """Check the summed counts and add the votes to ``ballot``."""
-        nibbles = _nibbles(stamp)
+    def read(
+        self, source: npt.NDArray[np.floating], header_id: HeaderId, world: int, bucket_flags: BucketFlags
+    ) -> None:
+        """Check the summed counts and add the votes to ``bucket_flags``."""
+        nibbles = _nibbles(header_id)
         if not (
             np.array_equal(source[0:8], world * nibbles)
             and np.array_equal(source[8:16], world * nibbles * nibbles)
         ):
             raise PlanMismatchError(
-                f"step {stamp.step}, bucket {stamp.bucket}: the ranks are not at the same step, bucket and plan"
+                f"step {header_id.step}, bucket {header_id.bucket}: the ranks are not at the same step, bucket and plan"
             )
         counts = source[16 : self.length]
         if not (np.all(counts >= 0) and np.all(counts <= world)):
-            raise WireFormatError(f"step {stamp.step}, bucket {stamp.bucket}: counts outside 0..{world}")
+            raise WireFormatError(
+                f"step {header_id.step}, bucket {header_id.bucket}: counts outside 0..{world}"
+            )
         if not np.array_equal(counts, np.floor(counts)):
-            raise WireFormatError(f"step {stamp.step}, bucket {stamp.bucket}: counts that are not whole")
-        ballot.ready = int(counts[0])
+            raise WireFormatError(
+                f"step {header_id.step}, bucket {header_id.bucket}: counts that are not whole"
+            )
+        bucket_flags.ready = int(counts[0])
         votes = counts[1:].reshape(3, self._rows)
         for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):
-            ballot.states |= np.where(votes[row] > 0, np.uint8(bit), np.uint8(0))
+            bucket_flags.states |= np.where(votes[row] > 0, np.uint8(bit), np.uint8(0))
 
 
-def _nibbles(stamp: Stamp) -> Floats:
-    text = f"{PROTOCOL},{stamp.check},{stamp.step},{stamp.bucket}"
+def _nibbles(header_id: HeaderId) -> Floats:
+    text = f"{PROTOCOL},{header_id.check},{header_id.step},{header_id.bucket}"
     value = zlib.crc32(text.encode())
     return np.array([(value >> shift) & 0xF for shift in range(0, 32, 4)], dtype=np.float32)
 

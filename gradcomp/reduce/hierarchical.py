@@ -1,26 +1,42 @@
-"""Two levels: exact inside a host, compressed between the hosts' leaders (thesis, section 2.2.1)."""
+"""Two levels: exact inside a host, compressed between the hosts' leaders (Markov 2024, section 2.2.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Group, Sizes, Table
-from gradcomp.kernels.cuda.twins import address_of
+from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.segments import FLOAT32
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
-from gradcomp.reduce.header import Ballot, ByteHeader
-from gradcomp.reduce.partial import Addresses, carried, contribute
-from gradcomp.reduce.pieces import Chunks, Mean, encode
+from gradcomp.reduce.base import (
+    HOST_MEMORY,
+    Addresses,
+    Binding,
+    Bytes,
+    Call,
+    Memory,
+    Part,
+    Reduction,
+    Rounds,
+    Waits,
+)
+from gradcomp.reduce.chunks import Chunks, Mean, encode
+from gradcomp.reduce.header import BucketFlags, ByteHeader
+from gradcomp.reduce.model import Cost, Load, to, to_owners
+from gradcomp.reduce.partial import carried, contribute
+from gradcomp.reduce.registry import register
 from gradcomp.reduce.sra import Roles, ScatterReduceAllgather
 from gradcomp.reduce.whole import as_float32, floats
-from gradcomp.transport.base import Exchange, Operation
+from gradcomp.transport.base import Exchange
 
 
+@register("hierarchical")
 class Hierarchical(Reduction):
     """Members send exact contributions to their host's leader; leaders exchange codes of the sums, and hand them on.
 
@@ -34,8 +50,10 @@ class Hierarchical(Reduction):
     per rank: of a member n for n bytes of float32; of the leader of m ranks 2 d (H-1)/H between hosts and d (m-1)
     inside, plus a header per chunk. Encodes on the longest path: 2. State: residuals as above, for groups with
     feedback; the sum over ranks of first residuals is in the units of a sum, as everywhere.
-    Source: thesis, section 2.2.1. Differs: inside a host, one rank adds everything.
+    Source: Markov 2024, section 2.2.1. Differs: inside a host, one rank adds everything.
     """
+
+    sums_travel = True
 
     def __init__(
         self,
@@ -83,33 +101,57 @@ class Hierarchical(Reduction):
         if self._inner:
             self._inner.assign(rows)
 
-    def run(self, call: Call, binding: Binding, ballot: Ballot) -> Rounds:
+    @staticmethod
+    def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
+        """Who shares a host, and whose turn it is to lead."""
+        return {"topology": topology, "turn": turn}
+
+    @staticmethod
+    def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
+        """Inside hosts, between leaders, inside hosts."""
+        leaders, hosts = topology.leaders, np.asarray(topology.hosts)
+        members = np.bincount(hosts)
+        sizes = load.chunks(len(leaders))
+        between = to_owners(topology, leaders, dict(zip(leaders, sizes.tolist(), strict=True)))
+        flows = [between, between.back()] if len(leaders) > 1 else []
+        added = 0.0
+        if members.max() > 1:
+            leader = np.asarray(leaders)[hosts]
+            follows = leader != np.arange(topology.world)
+            up = to(topology, leader, load.dense_message * follows)
+            flows = [up, *flows, to(topology, leader, sizes.sum() * follows).back()]
+            added = float(members.max())
+        return Cost(flows, 2, 1 + 1 / len(leaders), added + 1 + 1)
+
+    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
         """Up to four rounds; see the class."""
         if self._inner is None:
-            yield from self._follow(call, binding, ballot)
+            yield from self._follow(call, binding, bucket_flags)
         else:
-            yield from self._lead(self._inner, call, binding, ballot)
-        return self._mean.decode(call, binding, ballot)
+            yield from self._lead(self._inner, call, binding, bucket_flags)
+        return (yield from self._mean.decode(call, binding, bucket_flags))
 
-    def _follow(self, call: Call, binding: Binding, ballot: Ballot) -> Generator[list[Operation], None, None]:
+    def _follow(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Waits[None]:
+        states = yield from encode(self._dense.parts, self._inputs, self._own, call, binding)
         with binding.span("encode"):
-            states = encode(self._dense.parts, self._inputs, self._own, call, binding)
-            self._up.stamp(call.stamp, 0, call.ready)
+            self._up.identify(call.header_id, 0, call.ready)
             self._up.write(self._own, self._rank, states)
         yield [Exchange([(self._leader, self._own)], [])]
         for _ in range(self._between):
             yield [Exchange([], [])]
         yield [Exchange([], [(self._leader, self._mean.buffer)])]
         # The leaders' own headers, of their last round: what they gathered comes unchanged.
-        ballot.ready = self._mean.read(call.stamp, 2, self._leaders, self._world, ballot, states)
+        bucket_flags.ready = self._mean.read(
+            call.header_id, 2, self._leaders, self._world, bucket_flags, states
+        )
 
     def _lead(
-        self, inner: ScatterReduceAllgather, call: Call, binding: Binding, ballot: Ballot
-    ) -> Generator[list[Operation], None, None]:
+        self, inner: ScatterReduceAllgather, call: Call, binding: Binding, bucket_flags: BucketFlags
+    ) -> Waits[None]:
         if not self._others:
             if self._several:
                 yield [Exchange([], [])]
-            yield from inner.exchange(call, binding, ballot)
+            yield from inner.exchange(call, binding, bucket_flags)
             if self._several:
                 yield [Exchange([], [])]
             return
@@ -118,13 +160,13 @@ class Hierarchical(Reduction):
         with binding.span("reduce"):
             self._add(call, binding, votes)
         sums = _Sums(binding, self._addresses())
-        yield from inner.exchange(replace(call, states=votes, ready=ready, scale=1.0), sums, ballot)
+        yield from inner.exchange(replace(call, states=votes, ready=ready, scale=1.0), sums, bucket_flags)
         yield [Exchange([(member, self._mean.buffer) for member in self._others], [])]
 
     def _votes(self, call: Call) -> tuple[Bytes, int]:
         """What the host's ranks said, this one included."""
         votes, ready = call.states.copy(), call.ready
-        self._up.stamp(call.stamp, 0, 0)
+        self._up.identify(call.header_id, 0, 0)
         for member, message in zip(self._others, self._received, strict=True):
             one, states = self._up.read(message, member, member)
             votes |= states
@@ -158,9 +200,9 @@ class _Sums:
     binding: Binding
     places: dict[Group, tuple[Sizes, Addresses]]
 
-    def sources(self, table: Table, layers: Sizes, group: Group) -> None:
+    def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
         """The next residual is the rank's own."""
-        self.binding.sources(table, layers, group)
+        self.binding.sources(table, layers, group, offsets)
         known, bases = self.places[group]
         at = bases[np.searchsorted(known, layers)]
         table["gradient"] = at + table["start"].astype(np.uint64) * np.uint64(4)
@@ -171,9 +213,9 @@ class _Sums:
         """Unchanged."""
         self.binding.owned(table, rows)
 
-    def outputs(self, table: Table, layers: Sizes) -> None:
+    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
         """Unchanged."""
-        self.binding.outputs(table, layers)
+        self.binding.outputs(table, layers, offsets)
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Unchanged."""

@@ -1,15 +1,21 @@
-"""Parameter servers, both ways compressed (thesis, section 2.2.1)."""
+"""Parameter servers, both ways compressed (Markov 2024, section 2.2.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.scheme import Scheme
+from gradcomp.core.topology import Topology
 from gradcomp.reduce.base import HOST_MEMORY, Memory, Part
-from gradcomp.reduce.sra import Roles, ScatterReduceAllgather
+from gradcomp.reduce.model import Cost, Load
+from gradcomp.reduce.registry import register
+from gradcomp.reduce.sra import Roles, ScatterReduceAllgather, served
 
 
+@register("parameter_server")
 class ParameterServer(ScatterReduceAllgather):
     """The first S ranks serve: each owns one of S chunks, adds all ranks' codes of it and sends its mean to everyone.
 
@@ -22,7 +28,7 @@ class ParameterServer(ScatterReduceAllgather):
     (N-1) d/S, plus a header per message; from a dedicated server only the latter. Encodes on the longest path: 2.
     State: the second residual of the owned ranges, on servers, for groups with feedback.
     Errors: ConfigError for more servers than ranks; that somebody must be left to train, :class:`Scheme` sees to.
-    Source: thesis, section 2.2.1. Differs: what comes back is the mean gradient, not the model.
+    Source: Markov 2024, section 2.2.1. Differs: what comes back is the mean gradient, not the model.
     """
 
     def __init__(
@@ -45,3 +51,19 @@ class ParameterServer(ScatterReduceAllgather):
             voters = [0] * servers + [1] * (world - servers)
             roles = replace(roles, voters=voters, silent=servers)
         super().__init__(parts, layers, rank, world, roles, memory)
+
+    @staticmethod
+    def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
+        """The options of ``scheme``."""
+        dedicated = scheme.serving(topology.world) > 0
+        return {"world": topology.world, "servers": _servers(scheme, topology), "dedicated": dedicated}
+
+    @staticmethod
+    def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
+        """Two rounds, to the servers and back."""
+        return served(load, topology, _servers(scheme, topology), scheme.serving(topology.world))
+
+
+def _servers(scheme: Scheme, topology: Topology) -> int:
+    """Alone, a rank serves itself, whatever the setting of the jobs that have more."""
+    return scheme.servers if topology.world > 1 else 1

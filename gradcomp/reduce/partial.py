@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from gradcomp import kernels
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.scheme import NAMES
+from gradcomp.core.scheme import names
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec
 from gradcomp.kernels.segments import BF16, FP32, VOTE
-from gradcomp.reduce.base import Binding, Bytes, Call, Part
-from gradcomp.reduce.pieces import Chunks, Pieces, encode
-
-Addresses = npt.NDArray[np.uint64]
-
-#: Reductions in which codes stand for sums over some of the ranks.
-PARTIAL = ("ring", "tree", "hierarchical")
+from gradcomp.reduce.base import Addresses, Binding, Bytes, Call, Part, Waits
+from gradcomp.reduce.chunks import Chunks, ChunkSegments, encode
+from gradcomp.reduce.registry import with_partial_sums
 
 
 def carried(parts: Sequence[Part]) -> list[Part]:
@@ -29,14 +25,15 @@ def carried(parts: Sequence[Part]) -> list[Part]:
     """
     for part in parts:
         if part.codec.kind == VOTE:
-            others = ", ".join(name for name in NAMES if name not in PARTIAL)
+            partial = with_partial_sums()
+            others = ", ".join(name for name in names() if name not in partial)
             raise ConfigError(
-                f"{part.group.compressor.name} takes a majority of all ranks, of which {', '.join(PARTIAL)} make "
+                f"{part.group.compressor.name} takes a majority of all ranks, of which {', '.join(partial)} make "
                 f"partial sums; it works with the reductions {others}"
             )
     return [
-        Part(Codec(FP32), part.group, part.slots)
-        if part.codec.kind == BF16 and part.group.compressor.is_exact
+        Part(Codec(FP32), part.group, part.header_index)
+        if part.codec.kind == BF16 and part.group.compressor.traits.exact
         else part
         for part in parts
     ]
@@ -59,35 +56,43 @@ class PartialSums:
 
     def encode(
         self, j: int, received: Sequence[Bytes], message: Bytes, call: Call, binding: Binding
-    ) -> Bytes:
+    ) -> Waits[Bytes]:
         """Add this rank's contribution to the codes of chunk j, in order; return its votes."""
-        inputs = [pieces.chunk(j) for pieces in self._inputs]
+        inputs = [segments.chunk(j) for segments in self._inputs]
         if not received:
-            return encode(self._parts, inputs, message, call, binding)
-        states = call.states.copy()
-        for part, mine, pieces in zip(self._parts, inputs, self._sums, strict=True):
-            sums = pieces.chunk(j)
-            flags = mine.flags()
-            lengths = mine.table["length"]
-            vector = part.group.scratch.vector("contribution", int(lengths.sum()))
-            where = np.uint64(vector.address) + (4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
-            # To the kernel, what the rank adds is the residual of the sum.
-            sums.table["shadow"] = contribute(part, mine, where, flags, call, binding)
-            sums.table["residual"] = where
-            part.codec.reduce(sums.table, received, message, flags, call.draw, 1.0)
-            mine.vote(flags, states)
+            return (yield from encode(self._parts, inputs, message, call, binding))
+        with binding.span("reduce"):
+            sums = [segments.chunk(j) for segments in self._sums]
+            flags = [mine.flags() for mine in inputs]
+            for part, mine, own, found in zip(self._parts, inputs, sums, flags, strict=True):
+                lengths = mine.table["length"]
+                vector = part.group.scratch.vector("contribution", int(lengths.sum()))
+                where = np.uint64(vector.address) + (4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
+                # To the kernel, what the rank adds is the residual of the sum.
+                own.table["next_residual"] = contribute(part, mine, where, found, call, binding)
+                own.table["residual"] = where
+            with kernels.together(*(own.table for own in sums), message) as started:
+                for part, own, found in zip(self._parts, sums, flags, strict=True):
+                    part.codec.reduce(own.table, received, message, found, call.draw, 1.0)
+        if not started.done():
+            yield started
+        with binding.span("reduce"):
+            started.finish()
+            states = call.states.copy()
+            for mine, found in zip(inputs, flags, strict=True):
+                mine.vote(found, states)
         return states
 
 
 def contribute(
-    part: Part, mine: Pieces, where: Addresses, flags: Bytes, call: Call, binding: Binding
+    part: Part, mine: ChunkSegments, where: Addresses, flags: Bytes, call: Call, binding: Binding
 ) -> Addresses:
     """c = scale g + decay r, in float32, at these addresses; returns those of the next residuals, 0 if none is kept."""
     table, group = mine.table, part.group
     binding.sources(table, mine.layers, group)
-    shadows = table["shadow"].copy()
-    table["shadow"] = where
+    next_residuals = table["next_residual"].copy()
+    table["next_residual"] = where
     factors = np.full(len(table), group.scale(call.scale), dtype=np.float32)
     selection.contribute(table, flags, factors, decay=group.decay_at(call.rate_ratio))
-    table["shadow"] = shadows
-    return shadows
+    table["next_residual"] = next_residuals
+    return next_residuals

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from gradcomp.core import scheme as schemes
 from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.all_to_all import AllToAllBroadcast
 from gradcomp.reduce.base import HOST_MEMORY, Memory, Part, Reduction
-from gradcomp.reduce.gather import GatherAndSum
-from gradcomp.reduce.hierarchical import Hierarchical
-from gradcomp.reduce.parameter_server import ParameterServer
-from gradcomp.reduce.ring import Ring
-from gradcomp.reduce.sra import ScatterReduceAllgather
-from gradcomp.reduce.tree import Tree
 
-_FLAT: dict[str, Callable[..., Reduction]] = {
-    "sra": ScatterReduceAllgather,
-    "ring": Ring,
-    "tree": Tree,
-    "all_to_all": AllToAllBroadcast,
-    "gather": GatherAndSum,
-}
+_classes: dict[str, type[Reduction]] = {}
+
+Class = TypeVar("Class", bound=type[Reduction])
+
+
+def register(name: str) -> Callable[[Class], Class]:
+    """Give a reduction the name by which settings choose it; ConfigError for a name that another one has."""
+
+    def add(reduction: Class) -> Class:
+        schemes.register(name)
+        _classes[name] = reduction
+        return reduction
+
+    return add
+
+
+def of(scheme: Scheme) -> type[Reduction]:
+    """The class of a reduction. ``auto`` is none."""
+    return _classes[scheme.name]
+
+
+def with_partial_sums() -> list[str]:
+    """The names of those in which codes stand for sums over some of the ranks."""
+    return [name for name, reduction in _classes.items() if reduction.sums_travel]
 
 
 def make(
@@ -43,14 +55,5 @@ def make(
     """
     if isinstance(scheme, str):
         scheme = parse(scheme)
-    if scheme.name in _FLAT:
-        return _FLAT[scheme.name](parts, layers, rank, topology.world, memory=memory)
-    if scheme.name == "parameter_server":
-        # Alone, a rank serves itself, whatever the setting of the jobs that have more.
-        servers = scheme.servers if topology.world > 1 else 1
-        dedicated = scheme.serving(topology.world) > 0
-        return ParameterServer(
-            parts, layers, rank, topology.world, servers, dedicated=dedicated, memory=memory
-        )
-    assert scheme.name == "hierarchical", f"{scheme} is to be resolved by the caller"
-    return Hierarchical(parts, layers, rank, topology, turn, memory)
+    reduction: Callable[..., Reduction] = of(scheme)
+    return reduction(parts, layers, rank, memory=memory, **of(scheme).arguments(scheme, topology, turn))

@@ -1,19 +1,23 @@
-"""Scatter-reduce-allgather (thesis, section 3.5.1): the default reduction."""
+"""Scatter-reduce-allgather (Markov 2024, section 3.5.1): the default reduction."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gradcomp import kernels
+from gradcomp.core.scheme import Scheme
 from gradcomp.core.state import Range
+from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
-from gradcomp.reduce.header import NONFINITE, Ballot
-from gradcomp.reduce.pieces import Chunks, Mean, encode
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds, Waits
+from gradcomp.reduce.chunks import Chunks, Mean, encode
+from gradcomp.reduce.header import NONFINITE, BucketFlags
+from gradcomp.reduce.model import Cost, Load, to_owners
+from gradcomp.reduce.registry import register
 from gradcomp.transport.base import AllGather, AllToAll, Exchange, Operation
 
 
@@ -39,6 +43,7 @@ class Roles:
         return Roles(range(world), owners, [1] * world)
 
 
+@register("sra")
 class ScatterReduceAllgather(Reduction):
     """Every rank owns one chunk of the bucket: it adds all ranks' codes of that chunk and sends the mean to everyone.
 
@@ -46,11 +51,11 @@ class ScatterReduceAllgather(Reduction):
     adds them in rank order in float32, divides by N, adds its second residual and encodes again. Round 1, all-gather:
     everyone decodes the same N chunks, so all ranks get the same bytes.
 
-    Rounds: 2. Bytes per rank: 2 d (N-1)/N for a payload of d bytes (readings; the thesis's orders are not per rank),
+    Rounds: 2. Bytes per rank: 2 d (N-1)/N for a payload of d bytes (the orders in Markov 2024 count all ranks),
     plus a header per chunk. Encodes on the longest path: 2. Chunks are balanced by payload bytes; their borders fall
     on quantisation buckets, and second-stage draws are the same on every rank, so who owns what changes no bit of the
     mean. State: the second residual of the owned ranges, for groups with feedback.
-    Source: thesis, sections 2.2.1 and 3.5.1; Rabenseifner as cited there. Differs: the owner codes its own
+    Source: Markov 2024, sections 2.2.1 and 3.5.1; Rabenseifner as cited there. Differs: the owner codes its own
     contribution too, and keeps residuals at both encodes.
 
     With other ``roles`` than everybody's, chunks belong to some of the ranks only, or only some have something to add.
@@ -93,51 +98,54 @@ class ScatterReduceAllgather(Reduction):
         self._reduce = chunks.only(me) if self._owns else []
         self.ranges = [
             Range(int(layer), int(row["start"]), int(row["length"]))
-            for part, pieces in zip(parts, self._reduce, strict=False)
+            for part, segments in zip(parts, self._reduce, strict=False)
             if part.group.feedback
-            for layer, row in zip(pieces.layers, pieces.table, strict=True)
+            for layer, row in zip(segments.layers, segments.table, strict=True)
         ]
+
+    @staticmethod
+    def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
+        """Two rounds among all."""
+        return served(load, topology, topology.world)
 
     def assign(self, rows: Sequence[int]) -> None:
         """Rows of the second residual, in the order of ``ranges``."""
         at = 0
-        for part, pieces in zip(self._parts, self._reduce, strict=False):
+        for part, segments in zip(self._parts, self._reduce, strict=False):
             if part.group.feedback:
-                pieces.rows = np.array(rows[at : at + len(pieces.table)], dtype=np.int64)
-                at += len(pieces.table)
+                segments.rows = np.array(rows[at : at + len(segments.table)], dtype=np.int64)
+                at += len(segments.table)
 
-    def run(self, call: Call, binding: Binding, ballot: Ballot) -> Rounds:
+    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
         """Two rounds; see the class."""
-        yield from self.exchange(call, binding, ballot)
-        return self.mean.decode(call, binding, ballot)
+        yield from self.exchange(call, binding, bucket_flags)
+        return (yield from self.mean.decode(call, binding, bucket_flags))
 
-    def exchange(
-        self, call: Call, binding: Binding, ballot: Ballot
-    ) -> Generator[list[Operation], None, None]:
-        """Both rounds, without the decoding: then ``mean`` and the ballot are the same wherever this ran."""
+    def exchange(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Waits[None]:
+        """Both rounds, without the decoding: then ``mean`` and the flags are the same wherever this ran."""
         first = self._roles.first_round
+        states = call.states
+        if self._adds:
+            states = yield from encode(self._parts, self._encode, self._send, call, binding)
         with binding.span("encode"):
-            states = call.states
-            if self._adds:
-                states = encode(self._parts, self._encode, self._send, call, binding)
-            self._chunks.header.stamp(call.stamp, first, call.ready)
+            self._chunks.header.identify(call.header_id, first, call.ready)
             for j, message in self._sent.items():
                 self._chunks.header.write(message, j, states)
         if self.rounds:
             yield [self._scatter()]
 
         if self._owns:
-            payloads = self._payloads(call, states, ballot)
-            self._reduce_own(call, binding, payloads, ballot)
+            payloads = self._payloads(call, states, bucket_flags)
+            yield from self._reduce_own(call, binding, payloads, bucket_flags)
         if self.rounds:
             yield [self._gather()]
 
         voters = self._divisor if self._relays else 0
         senders = self._roles.ranks[: self._roles.owners]
         own = states if self._relays else None
-        ready = self.mean.read(call.stamp, first + 1, senders, voters, ballot, own)
+        ready = self.mean.read(call.header_id, first + 1, senders, voters, bucket_flags, own)
         if self._relays:
-            ballot.ready = ready
+            bucket_flags.ready = ready
 
     def _scatter(self) -> Operation:
         """Chunks to their owners."""
@@ -160,10 +168,10 @@ class ScatterReduceAllgather(Reduction):
         recvs = [(ranks[j], self.mean.chunk(j)) for j in range(self._roles.owners) if j != self._me]
         return Exchange(sends, recvs)
 
-    def _payloads(self, call: Call, states: Bytes, ballot: Ballot) -> list[Bytes]:
+    def _payloads(self, call: Call, states: Bytes, bucket_flags: BucketFlags) -> list[Bytes]:
         """All encoded versions of our chunk, in order, after their headers were checked and counted."""
-        ballot.states |= states
-        ballot.ready = call.ready
+        bucket_flags.states |= states
+        bucket_flags.ready = call.ready
         received = iter(self._heard)
         payloads = []
         for i, sender in enumerate(self._roles.ranks):
@@ -174,28 +182,51 @@ class ScatterReduceAllgather(Reduction):
                 continue
             chunk = next(received)
             ready, votes = self._chunks.header.read(chunk, self._me, sender, self._roles.voters[i])
-            ballot.states |= votes
-            ballot.ready += ready
+            bucket_flags.states |= votes
+            bucket_flags.ready += ready
             payloads.append(chunk)
         return payloads
 
-    def _reduce_own(self, call: Call, binding: Binding, payloads: list[Bytes], ballot: Ballot) -> None:
+    def _reduce_own(
+        self, call: Call, binding: Binding, payloads: list[Bytes], bucket_flags: BucketFlags
+    ) -> Waits[None]:
         own = self.mean.chunk(self._me)
         # What is not finite, all ranks must know alike, whoever heard of it.
-        states: Bytes = ballot.states.copy() if self._relays else ballot.states & np.uint8(NONFINITE)
+        states: Bytes = (
+            bucket_flags.states.copy() if self._relays else bucket_flags.states & np.uint8(NONFINITE)
+        )
         shared = Draw(call.draw.seed, call.draw.step, OWNER_RANK)
         with binding.span("reduce"):
-            for part, pieces in zip(self._parts, self._reduce, strict=True):
+            for part, segments in zip(self._parts, self._reduce, strict=True):
                 if part.group.feedback:
-                    binding.owned(pieces.table, pieces.rows)
-            flags = [pieces.flags() for pieces in self._reduce]
+                    binding.owned(segments.table, segments.rows)
+            flags = [segments.flags() for segments in self._reduce]
             divisor = float(self._divisor)
-            with kernels.together(*(pieces.table for pieces in self._reduce), own):
-                for part, pieces, found in zip(self._parts, self._reduce, flags, strict=True):
+            tables, again = [segments.table for segments in self._reduce], self._reduce[0].again
+            with kernels.together(*tables, own, again=again) as started:
+                for part, segments, found in zip(self._parts, self._reduce, flags, strict=True):
                     decay = part.group.decay_at(call.rate_ratio)
-                    part.codec.reduce(pieces.table, payloads, own, found, shared, divisor, decay)
-            for pieces, found in zip(self._reduce, flags, strict=True):
-                pieces.vote(found, states)
+                    part.codec.reduce(
+                        segments.table, payloads, own, found, shared, divisor, decay, started.kernels
+                    )
+        if not started.done():
+            yield started
+        with binding.span("reduce"):
+            started.finish()
+            for segments, found in zip(self._reduce, flags, strict=True):
+                segments.vote(found, states)
             header = self._chunks.header
-            header.stamp(call.stamp, self._roles.first_round + 1, ballot.ready if self._relays else 0)
+            header.identify(
+                call.header_id, self._roles.first_round + 1, bucket_flags.ready if self._relays else 0
+            )
             header.write(own, self._me, states)
+
+
+def served(load: Load, topology: Topology, servers: int, silent: int = 0) -> Cost:
+    """What it costs if the first ``servers`` ranks own a chunk each, and the first ``silent`` ranks add nothing."""
+    world = topology.world
+    owned = dict(enumerate(load.chunks(servers).tolist()))
+    up = to_owners(topology, range(silent, world), owned)
+    down = to_owners(topology, range(world), owned).back()
+    flows = [up, down] if world > 1 else []
+    return Cost(flows, 2, 1 + 1 / servers, (world - silent) / servers + 1)

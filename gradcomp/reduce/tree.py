@@ -1,4 +1,4 @@
-"""Binomial tree of codes (thesis, sections 2.2.1 and 3.5.1)."""
+"""Binomial tree of codes (Markov 2024, sections 2.2.1 and 3.5.1)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds
-from gradcomp.reduce.header import Ballot, ByteHeader, check_covers
+from gradcomp.core.scheme import Scheme
+from gradcomp.core.topology import Topology
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds, Waits
+from gradcomp.reduce.chunks import Chunks, Mean
+from gradcomp.reduce.header import BucketFlags, ByteHeader, check_covers
+from gradcomp.reduce.model import Cost, Load, to
 from gradcomp.reduce.partial import PartialSums, carried
-from gradcomp.reduce.pieces import Chunks, Mean
+from gradcomp.reduce.registry import register
 from gradcomp.transport.base import Exchange
 
 
+@register("tree")
 class Tree(Reduction):
     """Sums go up a binomial tree to rank 0; its code of the sum of all comes down again.
 
@@ -26,9 +31,11 @@ class Tree(Reduction):
     whole payload travels, nothing is cut, and the order of every sum is a function of the ranks alone. State: what each
     encode loses goes to the rank's first residual (see :class:`PartialSums`); there is no second one. Memory: the
     payloads of all children, and the contribution in float32.
-    Source: thesis, sections 2.2.1 and 3.5.1. Differs: binomial, so that a rank's children send one after the other
+    Source: Markov 2024, sections 2.2.1 and 3.5.1. Differs: binomial, so that a rank's children send one after the other
     and no round waits for two messages over one link.
     """
+
+    sums_travel = True
 
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
@@ -44,7 +51,21 @@ class Tree(Reduction):
         self.rounds = 2 * self._levels
         self.bytes_sent = chunks.sizes[0] * (len(self._children) + (rank > 0))
 
-    def run(self, call: Call, binding: Binding, ballot: Ballot) -> Rounds:
+    @staticmethod
+    def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
+        """Up the levels, and down again."""
+        world, ranks = topology.world, np.arange(topology.world)
+        (nbytes,) = load.chunks(1)
+        ups, decoded = [], 1.0
+        for level in range((world - 1).bit_length()):
+            sends = ranks & -ranks == 1 << level
+            ups.append(to(topology, ranks - (1 << level) * sends, nbytes * sends))
+            decoded += max(len(children(r, world)) for r in ranks[sends].tolist())
+        decoded += len(children(0, world))
+        flows = [*ups, *(up.back() for up in reversed(ups))]
+        return Cost(flows, 1 + max(r.bit_count() for r in range(world)), len(ups) + 1, decoded)
+
+    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
         """2 ceil(log2 N) rounds; see the class."""
         me, header, message = self._rank, self._header, self._mean.buffer
         votes, ready = np.zeros_like(call.states), call.ready
@@ -53,43 +74,43 @@ class Tree(Reduction):
             if child in self._children:
                 arriving = self._received[self._children.index(child)]
                 yield [Exchange([], [(child, arriving)])]
-                header.stamp(call.stamp, level, 0)
+                header.identify(call.header_id, level, 0)
                 earlier, states = header.read(arriving, child, child, size(child, self._world))
                 ready += earlier
                 votes |= states
             elif me & -me == 1 << level:
-                self._add(call, binding, level, votes, ready)
+                yield from self._add(call, binding, level, votes, ready)
                 yield [Exchange([(parent, message)], [])]
             else:
                 yield [Exchange([], [])]
         if me == 0:
-            self._add(call, binding, self._levels, votes, ready)
+            yield from self._add(call, binding, self._levels, votes, ready)
 
         for level in reversed(range(self._levels)):
             number = self.rounds - 1 - level
             child, parent = me + (1 << level), me - (1 << level)
             if child in self._children:
-                header.stamp(call.stamp, number, ready)
+                header.identify(call.header_id, number, ready)
                 header.write(message, me, votes)
                 yield [Exchange([(child, message)], [])]
             elif me & -me == 1 << level:
                 yield [Exchange([], [(parent, message)])]
-                header.stamp(call.stamp, number, 0)
+                header.identify(call.header_id, number, 0)
                 ready, states = header.read(message, parent, parent, self._world)
                 check_covers(states, call.states, f"rank {parent}")
                 votes = states.copy()
             else:
                 yield [Exchange([], [])]
-        ballot.ready = ready
-        ballot.states |= votes
-        return self._mean.decode(call, binding, ballot, float(self._world))
+        bucket_flags.ready = ready
+        bucket_flags.states |= votes
+        return (yield from self._mean.decode(call, binding, bucket_flags, float(self._world)))
 
-    def _add(self, call: Call, binding: Binding, level: int, votes: Bytes, ready: int) -> None:
+    def _add(self, call: Call, binding: Binding, level: int, votes: Bytes, ready: int) -> Waits[None]:
         """Encode the sum of the subtree; its votes are added to those that are given."""
         message, received = self._mean.buffer, list(self._received)
+        votes |= yield from self._sums.encode(0, received, message, call, binding)
         with binding.span("reduce" if received else "encode"):
-            votes |= self._sums.encode(0, received, message, call, binding)
-            self._header.stamp(call.stamp, level, ready)
+            self._header.identify(call.header_id, level, ready)
             self._header.write(message, self._rank, votes)
 
 

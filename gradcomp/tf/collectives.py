@@ -15,22 +15,19 @@ Gradients are those of the sum of all ranks' losses.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from gradcomp.core.errors import WireFormatError
-from gradcomp.job import runtime
-from gradcomp.job.channel import Call, Channel, alone, current_channel
+from gradcomp.job import collectives, runtime
+from gradcomp.job.collectives import Descriptor, refuse, shares, splits_of
+from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members, root_of
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum, reduce_op_of
 from gradcomp.tf.ordered import plain, run
-from gradcomp.tf.tensors import INTEGERS, NUMBERS, Array, bytes_of, dense, form, narrow, rows_form, wide
-
-_NO_ROWS = "a tensor without dimensions has no rows; use tf.reshape(tensor, [1])"
+from gradcomp.tf.tensors import INTEGERS, NUMBERS, Array, bytes_of, dense, narrow, wide
 
 
 @plain
@@ -52,37 +49,28 @@ def allreduce(
     reduce_op, problem = reduce_op_of(average, op)
     slices = tensor if isinstance(tensor, tf.IndexedSlices) else None
     given, wrong = dense(tensor if slices is None else slices.values, NUMBERS)
-    problem = problem or wrong
-    if problem is None and reduce_op is Average and given.dtype in INTEGERS:
-        problem = f"the average of {given.dtype.name} is not defined; use op=Sum, or a floating-point tensor"
-    if problem is not None:
-        refuse("allreduce", problem, process_set)
+    ranks = _agreed("allreduce", given, process_set, problem or wrong, reduce_op)
     if slices is None:
-        return _allreduce(given, reduce_op, name, process_set)
-    ranks = len(members(process_set))
+        return _allreduce(given, reduce_op, name, ranks)
     rows = allgather(given, name, process_set)
-    scaled = rows / tf.cast(ranks, rows.dtype) if reduce_op is Average and ranks > 1 else rows
+    scaled = rows / tf.cast(len(ranks), rows.dtype) if reduce_op is Average and len(ranks) > 1 else rows
     return tf.IndexedSlices(scaled, allgather(slices.indices, name, process_set), slices.dense_shape)
 
 
-def _allreduce(tensor: Any, reduce_op: ReduceOp, name: str | None, process_set: Members) -> Any:
-    if len(members(process_set)) == 1:
+def _allreduce(tensor: Any, op: ReduceOp, name: str | None, ranks: Ranks) -> Any:
+    if len(ranks) == 1:
         return tf.identity(tensor)
 
     def reduce(value: Array) -> list[Array]:
-        channel = the_channel(process_set)
         total = value.astype(wide(value.dtype), copy=True).reshape(-1)
-        call = Call("allreduce", [f"allreduce(name={name!r}, op={reduce_op.name}) of {form(value)}"])
-        channel.submit(call, lambda _: channel.allreduce(total)).result()
-        if reduce_op is Average:
-            total /= channel.size
+        collectives.allreduce(_descriptor("allreduce", value, name, ranks, op), total).result()
         return [narrow(total, value.dtype).reshape(value.shape)]
 
     def forward(x: Any) -> tuple[Any, Callable[[Any], Any]]:
         (y,) = run("allreduce", reduce, [x], [x.dtype])
         y.set_shape(x.shape)
         # The gradient of an average (sum) over ranks is the average (sum) of the gradients.
-        return y, lambda gradient: _allreduce(tf.convert_to_tensor(gradient), reduce_op, name, process_set)
+        return y, lambda gradient: _allreduce(tf.convert_to_tensor(gradient), op, name, ranks)
 
     return tf.custom_gradient(forward)(tensor)
 
@@ -95,30 +83,18 @@ def allgather(tensor: Any, name: str | None = None, process_set: Members = None)
     not. Wire: one all-to-all, (N-1) d bytes per rank.
     """
     given, problem = dense(tensor)
-    if problem is None and given.shape.rank == 0:
-        problem = _NO_ROWS
-    if problem is not None:
-        refuse("allgather", problem, process_set)
-    return _allgather(given, name, process_set)
+    return _allgather(given, name, _agreed("allgather", given, process_set, problem))
 
 
-def _allgather(tensor: Any, name: str | None, process_set: Members) -> Any:
-    if len(members(process_set)) == 1:
+def _allgather(tensor: Any, name: str | None, ranks: Ranks) -> Any:
+    if len(ranks) == 1:
         return tf.identity(tensor)
 
     def gather(value: Array) -> list[Array]:
-        channel = the_channel(process_set)
-        row_bytes = math.prod(value.shape[1:]) * value.itemsize
-
-        def work(all_rows: list[int]) -> tuple[Array, list[int]]:
-            counts = _counts(all_rows)
-            return channel.allgather(bytes_of(value), [n * row_bytes for n in counts]), counts
-
-        rows, problem = _rows(value)
-        call = Call("allgather", [f"allgather(name={name!r}) of {rows_form(value)}"], rows, problem)
-        whole, counts = channel.submit(call, work).result()
-        start = np.int64(sum(counts[: channel.rank]))
-        return [whole.view(value.dtype).reshape(sum(counts), *value.shape[1:]), np.asarray(start)]
+        called = _descriptor("allgather", value, name, ranks)
+        whole, rows = collectives.allgather(called, bytes_of(value)).result()
+        start = sum(rows[: ranks.index(runtime.rank())])
+        return [_rows_of(whole, value, sum(rows)), np.asarray(start, np.int64)]
 
     def forward(x: Any) -> tuple[Any, Callable[[Any], Any]]:
         y, start = run("allgather", gather, [x], [x.dtype, tf.int64])
@@ -126,7 +102,7 @@ def _allgather(tensor: Any, name: str | None, process_set: Members) -> Any:
 
         def backward(gradient: Any) -> Any:
             """The gradient of a rank's part is the sum over ranks of the gradients of these rows."""
-            whole = _allreduce(tf.convert_to_tensor(gradient), Sum, name, process_set)
+            whole = _allreduce(tf.convert_to_tensor(gradient), Sum, name, ranks)
             return whole[start : start + tf.shape(x, out_type=tf.int64)[0]]
 
         return y, backward
@@ -143,18 +119,13 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
     bytes to every rank but the root, along a binomial tree.
     """
     given, problem = dense(tensor)
-    root, wrong_root = root_of(root_rank, process_set)
-    problem = problem or wrong_root
-    if problem is not None:
-        refuse("broadcast", problem, process_set)
-    if len(members(process_set)) == 1:
+    ranks = _agreed("broadcast", given, process_set, problem or root_of(root_rank, process_set)[1])
+    if len(ranks) == 1:
         return tf.identity(given)
 
     def send(value: Array) -> list[Array]:
-        channel = the_channel(process_set)
         buffer = bytes_of(value).copy()
-        call = Call("broadcast", [f"broadcast(root_rank={root_rank}, name={name!r}) of {form(value)}"])
-        channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
+        collectives.broadcast(_descriptor("broadcast", value, name, ranks, root=root_rank), buffer).result()
         return [buffer.view(value.dtype).reshape(value.shape)]
 
     def forward(x: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -162,7 +133,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
         y.set_shape(x.shape)
 
         def backward(gradient: Any) -> Any:
-            total = _allreduce(tf.convert_to_tensor(gradient), Sum, name, process_set)
+            total = _allreduce(tf.convert_to_tensor(gradient), Sum, name, ranks)
             return total if runtime.rank() == root_rank else tf.zeros_like(total)
 
         return y, backward
@@ -183,43 +154,25 @@ def reducescatter(
     """
     reduce_op, problem = reduce_op_of(None, op)
     given, wrong = dense(tensor, NUMBERS)
-    problem = problem or wrong
-    if problem is None and reduce_op is Average and given.dtype in INTEGERS:
-        problem = f"the average of {given.dtype.name} is not defined; use op=Sum, or a floating-point tensor"
-    if problem is None and given.shape.rank == 0:
-        problem = _NO_ROWS
-    if problem is not None:
-        refuse("reducescatter", problem, process_set)
-    ranks = members(process_set)
+    ranks = _agreed("reducescatter", given, process_set, problem or wrong, reduce_op)
     if len(ranks) == 1:
         return tf.identity(given)
+    me = ranks.index(runtime.rank())
 
     def scatter(value: Array) -> list[Array]:
-        channel = the_channel(process_set)
-        row_bytes = math.prod(value.shape[1:]) * value.itemsize
-        rows, problem = _rows(value)
-        shares = _parts(rows, channel.size)
-        own = shares[channel.rank]
-        line = f"reducescatter(name={name!r}, op={reduce_op.name}) of {form(value)}"
-        call = Call("reducescatter", [line], problem=problem)
-        sends, recvs = [n * row_bytes for n in shares], [own * row_bytes] * channel.size
-        received = channel.submit(call, lambda _: channel.alltoall(bytes_of(value), sends, recvs)).result()
-        parts = received.view(value.dtype).reshape(channel.size, own, *value.shape[1:])
-        total = parts[0].astype(wide(value.dtype))
-        for part in parts[1:]:
-            total += part.astype(total.dtype)
-        if reduce_op is Average:
-            total /= channel.size
-        return [narrow(total, value.dtype)]
+        called = _descriptor("reducescatter", value, name, ranks, reduce_op)
+        total = collectives.reducescatter(
+            called, bytes_of(value), lambda sent: sent.view(value.dtype).astype(wide(value.dtype))
+        ).result()
+        return [narrow(total, value.dtype).reshape(shares(called.rows, len(ranks))[me], *value.shape[1:])]
 
     def forward(x: Any) -> tuple[Any, Callable[[Any], Any]]:
         (y,) = run("reducescatter", scatter, [x], [x.dtype])
         rows = None if x.shape.rank is None else x.shape[0]
-        own = None if rows is None else _parts(rows, len(ranks))[ranks.index(runtime.rank())]
-        _set_rows(y, own, x)
+        _set_rows(y, None if rows is None else shares(rows, len(ranks))[me], x)
 
         def backward(gradient: Any) -> Any:
-            whole = _allgather(tf.convert_to_tensor(gradient), name, process_set)
+            whole = _allgather(tf.convert_to_tensor(gradient), name, ranks)
             return whole / tf.cast(len(ranks), whole.dtype) if reduce_op is Average else whole
 
         return y, backward
@@ -237,51 +190,33 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_s
     behind the first must be the same on all ranks. Wire: two all-to-alls, 8 (N-1) bytes and the rows for other ranks.
     """
     given, problem = dense(tensor)
-    if problem is None and given.shape.rank == 0:
-        problem = _NO_ROWS
     counts = None
     if splits is not None:
         counts, wrong = dense(splits, INTEGERS)
         problem = problem or (f"splits: {wrong}" if wrong else None)
-    if problem is not None:
-        refuse("alltoall", problem, process_set)
-    rows, received = _alltoall(given, counts, name, process_set)
+    ranks = _agreed("alltoall", given, process_set, problem)
+    rows, received = _alltoall(given, counts, name, ranks)
     return rows if splits is None else (rows, received)
 
 
-def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: Members) -> tuple[Any, Any]:
-    size = len(members(process_set))
-    if size == 1 and splits is None:
+def _alltoall(tensor: Any, splits: Any, name: str | None, ranks: Ranks) -> tuple[Any, Any]:
+    if len(ranks) == 1 and splits is None:
         return tf.identity(tensor), None
 
     def swap(value: Array, *given: Array) -> list[Array]:
-        channel = current_channel(process_set)
-        parts, problem = _splits(value, given[0] if given else None, size)
-        call = Call("alltoall", [f"alltoall(name={name!r}) of {rows_form(value)}"], problem=problem)
-        if channel is None:
-            alone(call).result()
-            return [value.copy(), np.asarray(parts, np.int32)]
-        row_bytes = math.prod(value.shape[1:]) * value.itemsize
-
-        def work(_: list[int]) -> tuple[Array, list[int]]:
-            eight = [8] * channel.size
-            told = channel.alltoall(np.asarray(parts, np.int64).view(np.uint8), eight, eight)
-            counts = _counts(told.view(np.int64).tolist())
-            sends, recvs = ([n * row_bytes for n in one] for one in (parts, counts))
-            return channel.alltoall(bytes_of(value), sends, recvs), counts
-
-        whole, counts = channel.submit(call, work).result()
-        joined = whole.view(value.dtype).reshape(sum(counts), *value.shape[1:])
-        return [joined, np.asarray(counts, np.int32)]
+        called = _descriptor("alltoall", value, name, ranks)
+        parts, problem = splits_of(called, given[0] if given else None)
+        whole, counts = collectives.alltoall(called, bytes_of(value), parts, problem).result()
+        return [_rows_of(whole, value, sum(counts)), np.asarray(counts, np.int32)]
 
     def forward(x: Any) -> tuple[Any, Callable[..., Any]]:
         y, received = run("alltoall", swap, [x] if splits is None else [x, splits], [x.dtype, tf.int32])
         _set_rows(y, None, x)
-        received.set_shape([size])
+        received.set_shape([len(ranks)])
 
         def backward(gradient: Any, _: Any) -> Any:
             """Every row's gradient goes back to where the row came from."""
-            return _alltoall(tf.convert_to_tensor(gradient), received, name, process_set)[0]
+            return _alltoall(tf.convert_to_tensor(gradient), received, name, ranks)[0]
 
         return (y, received), backward
 
@@ -292,61 +227,46 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: Members) 
 @plain
 def barrier(process_set: Members = None) -> None:
     """Return once every rank has called it. Wire: the round in which calls are compared, nothing else."""
+    ranks = members(process_set)
 
     def meet() -> list[Array]:
-        the_channel(process_set).submit(Call("barrier", ["barrier()"]), lambda _: None).result()
+        collectives.barrier(ranks).result()
         return []
 
-    if len(members(process_set)) > 1:
+    if len(ranks) > 1:
         run("barrier", meet, [], [])
 
 
 # ------------------------------------------------------------------------------------------------- shared
 
 
-def the_channel(process_set: Members) -> Channel:
-    """The channel of more than one rank."""
-    channel = current_channel(process_set)
-    assert channel is not None, "a world of one has no channel"
-    return channel
-
-
-def refuse(name: str, problem: str, process_set: Members) -> NoReturn:
-    """Meet the other ranks with a problem, so that all of them raise ConfigError; also while a function is traced."""
-    call = Call(name, [], problem=problem)
-    channel = current_channel(process_set)
-    (alone(call) if channel is None else channel.submit(call, lambda _: None)).result()
-    raise AssertionError("a call with a problem cannot succeed")
-
-
-def _rows(value: Array) -> tuple[int, str | None]:
-    """How many rows there are, and why there are none: the rank may be unknown until a function runs."""
-    return (len(value), None) if value.ndim else (0, _NO_ROWS)
-
-
-def _parts(rows: int, size: int) -> list[int]:
-    """Sizes that differ by at most one, the larger ones first."""
-    return [rows // size + (place < rows % size) for place in range(size)]
-
-
-def _splits(value: Array, given: Array | None, size: int) -> tuple[list[int], str | None]:
-    """How many rows each rank gets, and what is wrong with that."""
-    rows, problem = _rows(value)
+def _agreed(
+    kind: str, tensor: Any, process_set: Members, problem: str | None, op: ReduceOp | None = None
+) -> Ranks:
+    """The ranks that take part. What is wrong is told to all of them, also while a function is traced."""
+    ranks = members(process_set)
+    if problem is None:
+        # Where the rank is not known yet, the call finds out when it runs.
+        shape = (0,) if tensor.shape.rank is None else tuple(size or 0 for size in tensor.shape)
+        problem = Descriptor(kind, ranks, None, tensor.dtype.name, tensor.dtype.size, shape, op).problem
     if problem is not None:
-        return [], problem
-    if given is None:
-        wrong = f"the first dimension is {rows}, which {size} ranks cannot share equally; give splits"
-        return [rows // size] * size, wrong if rows % size else None
-    parts = [int(part) for part in given.reshape(-1)]
-    if given.shape != (size,) or min(parts) < 0 or sum(parts) != rows:
-        return parts, f"splits must be {size} numbers that add up to {rows} rows, got {given.tolist()}"
-    return parts, None
+        refuse(kind, ranks, problem)
+    return ranks
 
 
-def _counts(numbers: list[int]) -> list[int]:
-    if min(numbers) < 0:
-        raise WireFormatError(f"first dimensions {numbers}")
-    return numbers
+def _descriptor(
+    kind: str,
+    value: Array,
+    name: str | None,
+    ranks: Ranks,
+    op: ReduceOp | None = None,
+    root: int | None = None,
+) -> Descriptor:
+    return Descriptor(kind, ranks, name, value.dtype.name, value.itemsize, value.shape, op, root)
+
+
+def _rows_of(data: Array, like: Array, rows: int) -> Array:
+    return data.view(like.dtype).reshape(rows, *like.shape[1:])
 
 
 def _set_rows(result: Any, rows: int | None, tensor: Any) -> None:

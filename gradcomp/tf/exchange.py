@@ -14,7 +14,6 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
-from gradcomp.job.keeper import Keeper
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.serving import refuse_servers
@@ -80,45 +79,31 @@ class Exchange:
         self._layers = proposal.layers
         self._names = [layer.name for layer in proposal.layers]
         self._dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
-        divisor = float(len(self.ranks)) if op is Average else 1.0
-        self._steps = Steps(self._variables, self._names, self._dtypes, divisor, predivide, self._memory)
-        #: The exchanger, with the pipeline and the compression state; None in a world of one.
-        self.exchanger: Exchanger | None = None
-        self._group_elements = 0  # a world of one has no groups
-        if transport is not None:
-            the_turn()  # made in the midst of a trace, it would cost a second trace
-            self.exchanger = start(
-                state,
-                self.ranks,
-                transport,
-                proposal,
-                self._steps.allocate,
-                average=op is Average,
-                listener=self._steps.landing,
-                reduction=reduction,
-                arguments={
-                    "sparse_as_dense": sparse_as_dense,
-                    "gradient_predivide_factor": predivide,
-                },
-                device=self._memory.device,
-                digests=self._steps.digests_now,
-            )
-            self._group_elements = self.exchanger.pipeline.config.slice_elements
-        else:
+        self._steps = Steps(self._variables, self._names, self._dtypes, predivide, self._memory)
+        if transport is None:
             say_what_is_bypassed(proposal.policy)
-        #: Where :func:`gradcomp.tf.save` finds the compression state.
-        self.keeper = Keeper(
-            proposal.layers,
-            proposal.plan,
-            state.config,
-            self.exchanger,
-            self._steps.settle,
-            unit=predivide,
-            ranks=self.ranks,
-            digests=self._steps.digests,
+        else:
+            the_turn()  # made in the midst of a trace, it would cost a second trace
+        self._driver = start(
+            state,
+            self.ranks,
+            transport,
+            proposal,
+            self._steps,
+            self._shapes,
+            op=op,
+            predivide=predivide,
+            reduction=reduction,
+            arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
+            device=self._memory.device,
         )
-        if self.exchanger is not None:
-            self._steps.attach(state, self.exchanger, self.keeper)
+        self._steps.attach(self._driver)
+        #: The exchanger, with the pipeline and the compression state; None in a world of one.
+        self.exchanger: Exchanger | None = self._driver.exchanger if self._driver.attached else None
+        #: Where :func:`gradcomp.tf.save` finds the compression state.
+        self.checkpoint_manager = self._driver.checkpoint_manager
+        # A world of one has no groups.
+        self._group_elements = self.exchanger.pipeline.config.slice_elements if self.exchanger else 0
 
     def _memory_of_gradients(self, dtypes: Sequence[Any]) -> Memory:
         """A GPU's if all variables are there and there is something to exchange, else the host's."""
@@ -129,15 +114,15 @@ class Exchange:
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Go over to another compression in mid-run: see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
-        set_compression(self.keeper, self.exchanger, self._layers, as_policy(compression))
+        set_compression(self.checkpoint_manager, self.exchanger, self._layers, as_policy(compression))
 
     @plain
-    def exchange(self, gradients: Sequence[Any], scale: Any = None, rate: Any = None) -> list[Any]:
+    def exchange(self, gradients: Sequence[Any], scale: Any = None, learning_rate: Any = None) -> list[Any]:
         """The mean, or sum, over ranks of every gradient, in the same order.
 
         ``gradients``: one for each variable: a tensor of its shape and dtype, ``tf.IndexedSlices``, or None if this
         rank has none. Of IndexedSlices come IndexedSlices, of None comes None. ``scale``: the loss scale that the
-        gradients, and then the means, contain; residuals are kept without it. ``rate``: the learning rate, for
+        gradients, and then the means, contain; residuals are kept without it. ``learning_rate``: for
         residuals that follow it.
 
         Collective, in eager mode and inside tf.function; a branch that holds an exchange must be taken by all ranks.
@@ -152,14 +137,14 @@ class Exchange:
         if self.exchanger is None:
             return list(gradients)
         refuse_xla("the exchange of gradients")
-        self._steps.check()
-        with self._steps.failing():
+        self._driver.check()
+        with self._driver.telling():
             given: Gradients = [self._checked(layer, gradient) for layer, gradient in enumerate(gradients)]
         if tf.executing_eagerly():
-            return self._now(given, scale, rate)
-        return self._traced(given, scale, rate)
+            return self._now(given, scale, learning_rate)
+        return self._traced(given, scale, learning_rate)
 
-    def _now(self, gradients: Gradients, scale: Any, rate: Any) -> list[Any]:
+    def _now(self, gradients: Gradients, scale: Any, learning_rate: Any) -> list[Any]:
         # The last variables' gradients come first in a backward pass: the order in which a graph would have them.
         site = Site(gradients, [[i for i in reversed(range(len(gradients))) if gradients[i] is not None]])
         rows, dense = site.inputs(0)
@@ -167,7 +152,7 @@ class Exchange:
             site,
             0,
             1.0 if scale is None else float(scale),
-            0.0 if rate is None else float(rate),
+            0.0 if learning_rate is None else float(learning_rate),
             *rows,
             *dense,
         )
@@ -177,7 +162,7 @@ class Exchange:
             means[layer] = self._memory.tensor(value)
         return self._with_rows(means, site, [tf.constant(array) for array in self._steps.finish(site)])
 
-    def _traced(self, gradients: Gradients, scale: Any, rate: Any) -> list[Any]:
+    def _traced(self, gradients: Gradients, scale: Any, learning_rate: Any) -> list[Any]:
         """A submit op for each group, then their collect ops, then the one that ends the step.
 
         A collect blocks one of TensorFlow's threads. There may be one only: every submit must come before the first.
@@ -185,7 +170,7 @@ class Exchange:
         site = Site(gradients, groups_of(gradients, self._shapes, self._group_elements))
         numbers = range(len(site.groups))
         turn = the_turn()
-        head = [turn.read_value(), _tensor(scale, 1.0), _tensor(rate, 0.0)]
+        head = [turn.read_value(), _tensor(scale, 1.0), _tensor(learning_rate, 0.0)]
         means: list[Any] = [None] * len(gradients)
         submits = []
         for number in numbers:
@@ -207,8 +192,8 @@ class Exchange:
             turn.assign_add(1)
         return self._with_rows(means, site, rows)
 
-    def _submit(self, site: Site, number: int, _: Any, scale: Any, rate: Any, *values: Any) -> Any:
-        self._steps.submit(site, number, float(scale), float(rate), *values)
+    def _submit(self, site: Site, number: int, _: Any, scale: Any, learning_rate: Any, *values: Any) -> Any:
+        self._steps.submit(site, number, float(scale), float(learning_rate), *values)
         return np.zeros((), dtype=np.int64)
 
     def _checked(self, layer: int, gradient: Any) -> Any:

@@ -51,7 +51,8 @@ def _default_strategy() -> Any:
 
 def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
     """``compile``: no XLA, whose clusters cannot call out, and loss scaling outside of the exchange."""
-    from gradcomp.tf.optimizer import core_of, turn_inside_out
+    from gradcomp.tf.core import core_of
+    from gradcomp.tf.optimizer import turn_inside_out
 
     signature = inspect.signature(method)
 
@@ -79,7 +80,7 @@ def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _train(method: Callable[..., Any]) -> Callable[..., Any]:
     """Training: what TensorFlow makes of an error in the exchange becomes that error again."""
-    from gradcomp.tf.optimizer import core_of
+    from gradcomp.tf.core import core_of
 
     @functools.wraps(method)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ class Landing:
             if self._error is not None:
                 raise self._error
 
-    def landed(self, bucket: Bucket) -> None:
+    def bucket_complete(self, bucket: Bucket) -> None:
         """See :class:`gradcomp.engine.Listener`."""
         with self._changed:
             self._slices[bucket.layers] -= 1

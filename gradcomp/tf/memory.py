@@ -41,7 +41,7 @@ class Memory(Protocol):
         """Where a value lies, for as long as it is referred to; never 0."""
         ...
 
-    def room(self, layer: int) -> Any:
+    def allocate(self, layer: int) -> Any:
         """A value for the layer's mean, which nobody else uses."""
         ...
 
@@ -73,7 +73,7 @@ class HostMemory:
         """The array's; of an empty one, which may have no memory, any."""
         return int(value.ctypes.data or _SOMEWHERE.ctypes.data)
 
-    def room(self, layer: int) -> Any:
+    def allocate(self, layer: int) -> Any:
         """From a pool."""
         return self._pool.take(layer)
 
@@ -134,7 +134,7 @@ class DeviceMemory:
             raise StateError(f"a tensor on {value.backing_device} is not in the memory of {self.device.name}")
         return found
 
-    def room(self, layer: int) -> Any:
+    def allocate(self, layer: int) -> Any:
         """A new tensor, filled, as TensorFlow's ``Empty`` is not there for all dtypes."""
         with tf.device(self._place):
             return tf.fill(self._shapes[layer], self._zeros[self._dtypes[layer]])

@@ -14,12 +14,13 @@ from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import load
-from gradcomp.job.keeper import keeper_of
+from gradcomp.job.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job.plain import from_plain, to_plain
 from gradcomp.job.process_sets import Members, members
 from gradcomp.pipeline import checkpoint, history
+from gradcomp.tf.core import Arguments
 from gradcomp.tf.objects import broadcast_object, decode, encode
-from gradcomp.tf.optimizer import Arguments, distribute
+from gradcomp.tf.optimizer import distribute
 
 
 def load_model(
@@ -56,7 +57,7 @@ def load_model(
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     if compression_state is None:
-        keeper_of(optimizer).state_is_due()
+        checkpoint_manager_of(optimizer).state_is_due()
     else:
         load(compression_state, optimizer)
     return model
@@ -90,8 +91,8 @@ class CompressionState(tf.train.experimental.PythonState):
 
     def serialize(self) -> bytes:
         """The state as bytes."""
-        return encode(to_plain(keeper_of(self._optimizer).snapshot()))
+        return encode(to_plain(checkpoint_manager_of(self._optimizer).snapshot()))
 
     def deserialize(self, string_value: bytes) -> None:
         """Go on from what :meth:`serialize` gave."""
-        keeper_of(self._optimizer).restore(from_plain(decode(string_value)))
+        checkpoint_manager_of(self._optimizer).restore(from_plain(decode(string_value)))

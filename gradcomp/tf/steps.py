@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,8 @@ import tensorflow as tf
 
 from gradcomp import kernels
 from gradcomp.core.errors import StateError
-from gradcomp.engine import Exchanger
-from gradcomp.job.keeper import Keeper
-from gradcomp.job.runtime import Runtime
-from gradcomp.job.sparse import mean_of_rows
+from gradcomp.job.adapter import Words
+from gradcomp.job.step_driver import StepDriver
 from gradcomp.pipeline.digests import CRC32C, Digests
 from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
@@ -32,22 +29,22 @@ class _Step:
         self.site = site
         self.submitted: set[int] = set()  # numbers of groups
         self.means: dict[int, Any] = {}  # values of the memory's
-        self.rows: dict[int, tuple[Array, Array]] = {}
 
 
 class Steps:
     """One step after the other: groups of gradients are submitted, then groups of means collected, then it is finished.
 
-    Submits may come from any threads, in any order; so may collects. :meth:`attach` comes first. ``divisor``: of the
-    sums of sparse layers.
+    An :class:`gradcomp.job.adapter.Adapter`. Submits may come from any threads, in any order; so may collects.
+    :meth:`attach` comes first.
     """
+
+    words = Words("a step is open: save and load between steps")
 
     def __init__(
         self,
         variables: Sequence[Any],
         names: Sequence[str],
         dtypes: Sequence[Any],
-        divisor: float,
         predivide: float,
         memory: Memory,
     ) -> None:
@@ -55,60 +52,40 @@ class Steps:
         self._names = names
         self._shapes = [tuple(variable.shape) for variable in variables]
         self._dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
-        self._divisor = divisor
         self._predivide = predivide
         self._memory = memory
         self.landing = Landing()
+        #: Hears of means.
+        self.listener = self.landing
         self._lock = threading.RLock()
         self._step: _Step | None = None
-        self._count = 0
-        self._failed: Exception | None = None  # here, for which the other ranks were told to stop
 
-    def attach(self, state: Runtime, exchanger: Exchanger, keeper: Keeper) -> None:
-        """What the steps are made with."""
-        self._runtime = state
-        self._exchanger = exchanger
-        self._keeper = keeper
+    def attach(self, driver: StepDriver) -> None:
+        """What takes the steps."""
+        self._driver = driver
 
-    def allocate(self, layer: int) -> int:
-        """Room for the mean of a layer that only other ranks had (engine's thread)."""
-        assert self._step is not None, "the step that the engine works at"
-        mean = self._step.means[layer] = self._memory.room(layer)
-        return self._memory.address(mean)
+    # -- what ops do ----------------------------------------------------------------------------------------------
 
-    def submit(self, site: Site, number: int, scale: float, rate: float, *values: Any) -> None:
+    def submit(self, site: Site, number: int, scale: float, learning_rate: float, *values: Any) -> None:
         """Hand in a group's gradients, which must stay as they are until the step ends.
 
         The step's first group opens it, its last one flushes it.
         """
         with self._lock:
-            self.check()
-            with self.failing():
-                step = self._opened(site, number, scale, rate)
+            self._driver.check()
+            with self._driver.telling():
+                step = self._opened(site, number, scale, learning_rate)
                 for layer, parts in site.take(number, values):
                     self._hand_in(step, layer, parts)
                 step.submitted.add(number)
                 if len(step.submitted) == len(site.groups):
-                    self._exchanger.flush()
+                    self._driver.flush()
 
-    def digests_now(self) -> Future[Digests]:
-        """They are taken at once: TensorFlow updates a variable as soon as its own mean is there."""
-        future: Future[Digests] = Future()
-        future.set_result(self.digests())
-        return future
-
-    def digests(self) -> Digests:
-        """What the variables hold."""
-        with tf.init_scope():
-            values = [kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
-        return Digests(CRC32C, dict(zip(self._names, values, strict=True)))
-
-    def _opened(self, site: Site, number: int, scale: float, rate: float) -> _Step:
+    def _opened(self, site: Site, number: int, scale: float, learning_rate: float) -> _Step:
         step = self._step
         if step is None:
-            self._keeper.before_step()
-            self._exchanger.open(scale * self._predivide, rate)
-            self.landing.open(self._exchanger.pipeline.layout)
+            self._driver.open(scale * self._predivide, learning_rate)
+            self.landing.open(self._driver.exchanger.pipeline.layout)
             step = self._step = _Step(site)
         if step.site is not site or number in step.submitted:
             raise StateError(
@@ -117,10 +94,10 @@ class Steps:
         return step
 
     def _hand_in(self, step: _Step, layer: int, parts: Sequence[Any]) -> None:
-        exchanger, memory = self._exchanger, self._memory
+        driver, memory = self._driver, self._memory
         if len(parts) == 2:
-            step.rows[layer] = (lent(parts[0]), lent(parts[1]))
-            exchanger.submit_absent(layer, sparse=True)
+            rows = lent(parts[0]), lent(parts[1])
+            driver.submit_rows(layer, lambda: rows)
             return
         gradient = memory.value(parts[0])
         if tuple(gradient.shape) != self._shapes[layer]:
@@ -128,12 +105,9 @@ class Steps:
                 f"layer {self._names[layer]!r} has shape {self._shapes[layer]}, and its gradient "
                 f"{tuple(gradient.shape)}"
             )
-        if layer in exchanger.pipeline.sparse:
-            raise StateError(
-                f"layer {self._names[layer]!r} had sparse gradients before and has a dense one now"
-            )
-        mean = step.means[layer] = memory.room(layer)
-        exchanger.submit(layer, memory.address(gradient), memory.address(mean), gradient)
+        driver.refuse_dense(layer)
+        mean = step.means[layer] = memory.allocate(layer)
+        driver.submit(layer, memory.address(gradient), memory.address(mean), gradient)
 
     def collect(self, layers: Sequence[int]) -> list[Any]:
         """Wait for the means of these layers, when all groups have been submitted."""
@@ -146,61 +120,50 @@ class Steps:
 
         Row numbers and values of every sparse layer, and one number more, for an op must have an output.
         """
-        with self._lock, self.failing():
-            exchanger = self._exchanger
-            exchanger.pipeline.statistics.exposed_seconds += self.landing.waited_seconds
-            result = exchanger.wait()
-            step, self._step = self._step, None
-            assert step is not None, "a step that ends was open"
-            mixed = np.flatnonzero(result.present & result.sparse).tolist()
-            if mixed:
-                raise StateError(
-                    f"layer {self._names[mixed[0]]!r} has a sparse gradient on one rank and a dense one on another"
-                )
-            means = {layer: self._mean_of_rows(layer, step) for layer in sorted(exchanger.pipeline.sparse)}
-            there = {i for i, rows in means.items() if rows is not None} | set(
-                np.flatnonzero(result.present).tolist()
+        with self._lock, self._driver.telling():
+            self._driver.exchanger.pipeline.statistics.exposed_seconds += self.landing.waited_seconds
+            means = self._driver.wait()
+            self._step = None
+            there = {layer for layer, rows in means.rows.items() if rows is not None} | set(
+                np.flatnonzero(means.result.present).tolist()
             )
             if missing := sorted(there.intersection(site.absent)):
                 raise StateError(
                     f"another rank has a gradient of {self._names[missing[0]]!r}, and this one has none: all ranks "
                     "must have gradients of the same variables"
                 )
-            exchanger.commit()
-            self._count += 1
-            rows = [array for layer in site.sparse for array in means[layer] or ()]
+            self._driver.commit()
+            rows = [
+                array
+                for layer in site.sparse
+                if (found := means.rows[layer]) is not None
+                for array in (found[0], found[1].astype(self._dtypes[layer], copy=False))
+            ]
             return [*rows, np.zeros((), dtype=np.int64)]
 
-    def _mean_of_rows(self, layer: int, step: _Step) -> tuple[Array, Array] | None:
-        return mean_of_rows(
-            self._exchanger,
-            self._names[layer],
-            self._shapes[layer],
-            self._dtypes[layer],
-            step.rows.get(layer),
-            self._divisor,
-        )
+    # -- what the driver asks, see gradcomp.job.adapter.Adapter -----------------------------------------------
 
-    def check(self) -> None:
-        """Raise why there can be no step any more."""
-        error = self._failed or self._exchanger.error
-        if error is not None:
-            raise error
+    def allocate(self, layer: int) -> int:
+        """Memory for the mean of a layer that only other ranks had (engine's thread)."""
+        assert self._step is not None, "the step that the engine works at"
+        mean = self._step.means[layer] = self._memory.allocate(layer)
+        return self._memory.address(mean)
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """The other ranks wait for what this one cannot bring after an error in here: tell them."""
-        try:
-            yield
-        except Exception as error:
-            if self._exchanger.error is None:
-                self._failed = error
-                self._exchanger.abort(f"rank {self._runtime.rank}: {type(error).__name__}: {error}")
-            raise
+    def digests(self) -> Digests:
+        """What the variables hold."""
+        with tf.init_scope():
+            values = [kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
+        return Digests(CRC32C, dict(zip(self._names, values, strict=True)))
 
-    def settle(self) -> None:
-        """Raise why there can be no step any more, or StateError in the midst of one."""
-        if self._step is not None or self._count:
-            self.check()
-        if self._step is not None:
-            raise StateError("a step is open: save and load between steps")
+    def begin_digests(self) -> Future[Digests]:
+        """They are taken at once: TensorFlow updates a variable as soon as its own mean is there."""
+        future: Future[Digests] = Future()
+        future.set_result(self.digests())
+        return future
+
+    def means_complete(self) -> None:
+        """Nothing is left to do: the engine's thread has woken the ops that wait for means."""
+
+    def finalise(self) -> bool:
+        """A step ends where it is finished."""
+        return True

@@ -40,16 +40,6 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name.removesuffix(":0"))
 
 
-def form(value: Any) -> str:
-    """Dtype and shape of an array, such as "float32 [3, 4]"."""
-    return f"{value.dtype.name} {list(value.shape)}"
-
-
-def rows_form(value: Array) -> str:
-    """As :func:`form`, of any number of rows."""
-    return f"{value.dtype.name} [*, {str(list(value.shape[1:]))[1:]}"
-
-
 def bytes_of(value: Array) -> npt.NDArray[np.uint8]:
     """The values' bytes, flat."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcomp.job.channel import Call, chunks
+from gradcomp.job.channel import Call, Channel, channel_of, chunks
+from gradcomp.job.collectives import refuse
+from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members, root_of
-from gradcomp.tf.collectives import refuse, the_channel
 from gradcomp.tf.ordered import plain, run
 from gradcomp.tf.tensors import VALUES, Array, bytes_of, name_of
 
@@ -27,24 +28,24 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_se
     """
     given, problem = _variables(variables)
     root, wrong_root = root_of(root_rank, process_set)
-    if problem := problem or wrong_root:
-        refuse("broadcast_variables", problem, process_set)
     ranks = members(process_set)
+    if problem := problem or wrong_root:
+        refuse("broadcast_variables", ranks, problem)
     if len(ranks) == 1:
         return
     lines = [f"broadcast_variables(root_rank={root_rank})"]
     lines += [f"{name_of(v)}: {tf.as_dtype(v.dtype).name} {[int(n) for n in v.shape]}" for v in given]
 
     def compare() -> list[Array]:
-        the_channel(process_set).submit(Call("broadcast_variables", lines), lambda _: None).result()
+        _channel(ranks).submit(Call("broadcast_variables", lines), lambda _: None).result()
         return []
 
     run("broadcast_variables", compare, [], [])
     for chunk in chunks(given, _size_bytes):
-        _broadcast_chunk(chunk, root, process_set)
+        _broadcast_chunk(chunk, root, ranks)
 
 
-def _broadcast_chunk(variables: list[Any], root: int, process_set: Members) -> None:
+def _broadcast_chunk(variables: list[Any], root: int, ranks: Ranks) -> None:
     """One broadcast of the bytes of all these variables. The root's are read, the others' assigned."""
     sizes = [_size_bytes(variable) for variable in variables]
     ends = np.cumsum(sizes)
@@ -52,13 +53,13 @@ def _broadcast_chunk(variables: list[Any], root: int, process_set: Members) -> N
     call = Call("broadcast_variables", [f"{sum(sizes)} bytes from rank {root}"])
 
     def send(*values: Array) -> list[Array]:
-        channel = the_channel(process_set)
+        channel = _channel(ranks)
         buffer = np.concatenate([bytes_of(value) for value in values])
         channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
         return []
 
     def receive() -> list[Array]:
-        channel = the_channel(process_set)
+        channel = _channel(ranks)
         buffer = np.empty(sum(sizes), np.uint8)
         channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
         # Copies: a variable that kept a view would keep the whole chunk.
@@ -67,7 +68,7 @@ def _broadcast_chunk(variables: list[Any], root: int, process_set: Members) -> N
             for variable, dtype, size, end in zip(variables, dtypes, sizes, ends, strict=True)
         ]
 
-    if the_channel(process_set).rank == root:
+    if _channel(ranks).rank == root:
         run("broadcast_variables", send, [tf.convert_to_tensor(variable) for variable in variables], [])
         return
     received = run("broadcast_variables", receive, [], dtypes)
@@ -101,3 +102,9 @@ def _variables(given: Any) -> tuple[list[Any], str | None]:
 
 def _size_bytes(variable: Any) -> int:
     return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
+
+
+def _channel(ranks: Ranks) -> Channel:
+    channel = channel_of(ranks)
+    assert channel is not None, "a world of one broadcasts nothing"
+    return channel

@@ -10,18 +10,17 @@ if the calls differ, both on every rank, and TransportError if a rank is dead or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from gradcomp.core.errors import WireFormatError
-from gradcomp.job.channel import Call, alone, current_channel
-from gradcomp.job.process_sets import Members
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum, reduce_op_of
-from gradcomp.torch.tensors import bytes_of, dense_problem, dtype_name, form
+from gradcomp.job import collectives, runtime
+from gradcomp.job.collectives import Descriptor
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reduce_op import ReduceOp, Sum, reduce_op_of
+from gradcomp.torch.tensors import bytes_of, dense_problem, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -30,7 +29,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class Handle:
     """An operation under way; give it to :func:`poll` and :func:`synchronize`."""
 
-    def __init__(self, future: Future[None], finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, future: Future[Any], finish: Callable[[], torch.Tensor]) -> None:
         self._future = future
         self._finish = finish
         self._result: torch.Tensor | None = None
@@ -122,21 +121,29 @@ def _begin_allreduce(
 ) -> Handle:
     reduce_op, problem = reduce_op_of(average, op)
     problem = problem or dense_problem(tensor, (*_FLOATS, *_INTEGERS))
-    if problem is None and reduce_op is Average and tensor.dtype in _INTEGERS:
-        problem = f"the average of {tensor.dtype} is not defined; use op=Sum, or a floating-point tensor"
     wire = torch.empty(0) if problem else _to_wire(tensor)
-    called = f"allreduce(name={name!r}, op={reduce_op.name}) of {form(tensor)}"
-    channel, call = current_channel(process_set), Call("allreduce", [called], problem=problem)
+    called = _descriptor("allreduce", tensor, name, process_set, problem, reduce_op)
 
     def finish() -> torch.Tensor:
-        if channel is not None and reduce_op is Average:
-            wire.div_(channel.size)
         result = wire.view(tensor.shape).to(tensor.device, tensor.dtype)
         return result if out is None else out.copy_(result)
 
-    if channel is None:
-        return Handle(alone(call), finish)
-    return Handle(channel.submit(call, lambda _: channel.allreduce(wire.numpy())), finish)
+    return Handle(collectives.allreduce(called, wire.numpy(), problem), finish)
+
+
+def _descriptor(
+    kind: str,
+    tensor: torch.Tensor,
+    name: str | None,
+    process_set: Members,
+    problem: str | None,
+    op: ReduceOp | None = None,
+) -> Descriptor:
+    ranks = members(process_set)
+    if problem is not None:
+        return Descriptor(kind, ranks)
+    form = dtype_name(tensor.dtype), tensor.element_size(), tuple(tensor.shape)
+    return Descriptor(kind, ranks, name, *form, op)
 
 
 def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,28 +186,13 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Member
 def _allgather(tensor: torch.Tensor, name: str | None, process_set: Members) -> tuple[torch.Tensor, int]:
     """The joined tensor, and the row at which this rank's part begins."""
     problem = dense_problem(tensor)
-    if problem is None and tensor.dim() == 0:
-        problem = "a tensor without dimensions cannot be joined; use tensor.reshape(1)"
-    channel = current_channel(process_set)
-    rows = 0 if problem else tensor.shape[0]
-    form = "" if problem else f"{dtype_name(tensor.dtype)} [*, {str(list(tensor.shape[1:]))[1:]}"
-    call = Call("allgather", [f"allgather(name={name!r}) of {form}"], rows, problem)
-    if channel is None:
-        alone(call).result()
-        return tensor.detach().clone(), 0
+    called = _descriptor("allgather", tensor, name, process_set, problem)
     part = torch.empty(0, dtype=torch.uint8) if problem else bytes_of(tensor)
-
-    def work(all_rows: list[int]) -> tuple[torch.Tensor, list[int]]:
-        if min(all_rows) < 0:
-            raise WireFormatError(f"first dimensions {all_rows}")
-        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-        whole = channel.allgather(part.numpy(), [n * row_bytes for n in all_rows])
-        # An empty array has a stride that torch cannot view as another dtype.
-        return torch.from_numpy(whole) if len(whole) else torch.empty(0, dtype=torch.uint8), all_rows
-
-    whole, all_rows = channel.submit(call, work).result()
-    joined = whole.view(tensor.dtype).view(sum(all_rows), *tensor.shape[1:]).to(tensor.device)
-    return joined, sum(all_rows[: channel.rank])
+    whole, rows = collectives.allgather(called, part.numpy(), problem).result()
+    # A copy among one rank; and an empty array has a stride that torch cannot view as another dtype.
+    joined = torch.from_numpy(whole.copy() if len(rows) == 1 else whole) if len(whole) else part[:0].clone()
+    start = sum(rows[: called.ranks.index(runtime.rank())])
+    return joined.view(tensor.dtype).view(sum(rows), *tensor.shape[1:]).to(tensor.device), start
 
 
 class _AllGather(torch.autograd.Function):
@@ -220,7 +212,4 @@ class _AllGather(torch.autograd.Function):
 
 def barrier(process_set: Members = None) -> None:
     """Return once every rank has called it. Wire: the round in which calls are compared, nothing else."""
-    call = Call("barrier", ["barrier()"])
-    channel = current_channel(process_set)
-    if channel is not None:
-        channel.submit(call, lambda _: None).result()
+    collectives.barrier(members(process_set)).result()

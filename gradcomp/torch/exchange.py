@@ -1,58 +1,32 @@
-"""Between autograd and the engine: hooks, windows of accumulation, and when a step begins and ends."""
+"""Between autograd and the driver of steps: hooks, and windows of accumulation."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
-from gradcomp.pipeline import Number, StepResult
-from gradcomp.reduce.header import DISCARDED, KEPT
+from gradcomp.engine.background import in_background
+from gradcomp.job.adapter import Words
+from gradcomp.job.step_driver import StepDriver
+from gradcomp.job.step_phases import Phase
+from gradcomp.pipeline import Number
+from gradcomp.pipeline.digests import Digests
 from gradcomp.torch.ddp_check import DdpCheck
+from gradcomp.torch.gradients import Gradients
+from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
-from gradcomp.torch.sparse import mean_of_rows
-from gradcomp.torch.staging import Handed, staging_for, untouched
-from gradcomp.torch.tensors import Form, has_memory
-from gradcomp.torch.tensors import form as form_of
-
-logger = logging.getLogger("gradcomp")
-
-Finish = Literal["backward", "step"]
-OnSkip = Literal["raise", "agree"]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """When gradients are exchanged.
-
-    ``passes``: backward passes per exchange. ``finish="backward"``: when the last of them returns, gradients are means;
-    ``"step"``: when ``synchronize()`` or ``step()`` returns, for several backward passes over disjoint parameters.
-    ``on_skip``: what follows when a rank does not step on means that others step on: an error on all ranks, or all ask
-    each other before they step.
-    """
-
-    passes: int = 1
-    finish: Finish = "backward"
-    on_skip: OnSkip = "raise"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.passes, int) or self.passes < 1:
-            raise ConfigError(
-                f"backward_passes_per_step must be a whole number of at least 1, got {self.passes!r}"
-            )
-        if self.finish not in ("backward", "step"):
-            raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
-        if self.on_skip not in ("raise", "agree"):
-            raise ConfigError(f'on_skip must be "raise" or "agree", got {self.on_skip!r}')
-
+from gradcomp.torch.sparse import rows_of, tensor_of
+from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
+from gradcomp.torch.timing import Timing
 
 #: Exchanges at the end of their window, in the backward pass that is about to return.
 _ending: list[GradientExchange] = []
@@ -71,67 +45,59 @@ def _finish_together() -> None:
 
 
 class GradientExchange:
-    """Hooks on parameters that feed an exchanger.
+    """Hooks on parameters, translated into steps of a driver; an :class:`gradcomp.job.adapter.Adapter`.
 
     A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward passes
-    touched it. At the end of the window the engine is flushed and waited for; then every ``.grad`` that some rank
-    touched is the mean.
+    touched it. At the end of the window the step is flushed and waited for; then every ``.grad`` that some rank touched
+    is the mean. :meth:`attach` comes first. ``learning_rate``: the current one.
     """
+
+    words = Words(
+        "a step is open: there are gradients that neither step() nor zero_grad() has dealt with",
+        '; with several backward passes over different parameters use finish="step"',
+        SKIP_TOGETHER,
+    )
+    listener = None
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
+        named: Named,
         timing: Timing,
         *,
         sparse_as_dense: bool,
-        divisor: float,
         predivide: float,
         loss_scale: LossScale,
-        rate: Callable[[], Number],
+        learning_rate: Callable[[], Number],
     ) -> None:
         self.number = next(_numbers)
-        self.parameters = list(parameters)
-        self.names = list(names)
-        self._forms = [Form.of(parameter) for parameter in parameters]
         self.timing = timing
-        self._loss_scale = loss_scale
-        self._ddp_check: DdpCheck | None = None
-        self._rate = rate
-        self._exchanger: Exchanger | None = None
-        self._sparse_as_dense = sparse_as_dense
-        self._divisor = divisor
+        self._named = named
+        self._gradients = Gradients(named, sparse_as_dense=sparse_as_dense)
         self._predivide = predivide
+        self._loss_scale = loss_scale
+        self._learning_rate = learning_rate
+        self._ddp_check: DdpCheck | None = None
         self._touched: dict[int, int] = {}  # layer -> backward passes in this window
         self._submitted: set[int] = set()
         self._passes = 0
         self._in_backward = False
         self._suspended = False
-        self._result: StepResult | None = None  # exchanged, neither committed nor discarded
-        self._means: dict[int, torch.Tensor] = {}  # gradients as the last exchange left them
-        self._staging = untouched()
-        self._handed: dict[int, Handed] = {}
-        self._room: dict[int, Handed] = {}  # for means of layers that this rank did not have
-        self._sparse_rows: dict[int, torch.Tensor] = {}
+        self._means: dict[int, torch.Tensor] = {}  # gradients as the step that is done left them
         self._hooks: list[Any] = []
 
     @property
     def exchanger(self) -> Exchanger:
-        """The exchanger; set once by :meth:`attach`."""
-        assert self._exchanger is not None, "attach() comes first"
-        return self._exchanger
+        """The exchanger, where there is one."""
+        return self.driver.exchanger
 
-    @property
-    def attached(self) -> bool:
-        """Whether there is an exchanger: not in a world of one."""
-        return self._exchanger is not None
-
-    def attach(self, exchanger: Exchanger) -> None:
-        """Start listening to autograd."""
-        self._exchanger = exchanger
-        self._staging = staging_for(exchanger.pipeline.device, self.parameters[0].device)
-        self._ddp_check = DdpCheck(self.parameters)
-        for layer, parameter in enumerate(self.parameters):
+    def attach(self, driver: StepDriver) -> None:
+        """Start listening to autograd, unless nothing is exchanged."""
+        self.driver = driver
+        if not driver.attached:
+            return
+        self._gradients.attach(driver.exchanger.device)
+        self._ddp_check = DdpCheck(self._gradients.parameters)
+        for layer, parameter in enumerate(self._gradients.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
@@ -147,19 +113,7 @@ class GradientExchange:
             self._ddp_check.end()
             self._ddp_check = None
 
-    def allocate(self, layer: int) -> int:
-        """Room for the mean of a layer that only other ranks had (engine's thread)."""
-        parameter, form = self.parameters[layer], self._forms[layer]
-        gradient = parameter.grad
-        if gradient is not None and (gradient.is_sparse or gradient.stride() != form.strides):
-            gradient = None
-        if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
-            raise self._became_another(layer, parameter)
-        room = self._staging.room(form, None if gradient is None else gradient.detach())
-        self._room[layer] = room
-        return room.address
-
-    # -- autograd -----------------------------------------------------------------------------------------------
+    # -- autograd -------------------------------------------------------------------------------------------------
 
     def _hook(self, layer: int) -> Any:
         def fire(_: torch.Tensor) -> None:
@@ -169,7 +123,7 @@ class GradientExchange:
 
     def _arrived(self, layer: int) -> None:
         if not self._touched and not self._submitted:
-            self._leave_last_result(layer)
+            self._leave_last_means(layer)
         self._touched[layer] = self._touched.get(layer, 0) + 1
         if self._suspended:
             return
@@ -180,85 +134,53 @@ class GradientExchange:
         if last >= self.timing.passes:
             self._submit(layer)
 
-    def _leave_last_result(self, layer: int) -> None:
-        """A new window begins although the last result was neither stepped on nor zeroed.
+    def _leave_last_means(self, layer: int) -> None:
+        """A new window begins although the last means were neither stepped on nor zeroed.
 
-        If its means are still in the gradients, they will be applied: what was sent counts as sent.
+        If they are still in the gradients, they will be applied: what was sent counts as sent.
         """
-        if self._result is None:
+        if self.driver.means is None:
             return
-        kept = [i for i, mean in self._means.items() if self.parameters[i].grad is mean]
+        kept = [i for i, mean in self._means.items() if self._gradients.parameters[i].grad is mean]
         if kept and layer not in self._means and layer not in self.exchanger.pipeline.sparse:
-            raise StateError(
-                f"layer {self.names[layer]!r} has a gradient after its step closed; with several backward passes over "
-                'different parameters use finish="step"'
-            )
-        if self._agrees:
-            self.exchanger.vote(False)
+            raise self.driver.late(layer)
         if kept:
-            self.exchanger.commit(KEPT)
+            self.driver.keep()
             # The means stay part of the sum on every rank, on those without a new gradient too.
             self._touched.update(dict.fromkeys(kept, 0))
         else:
-            self.exchanger.discard()
-        self.forget()
+            self.driver.discard()
+        self._means = {}
 
     def _submit(self, layer: int) -> None:
+        name = self._gradients.names[layer]
         if layer in self._submitted:
             raise StateError(
-                f"layer {self.names[layer]!r} has a second gradient in one exchange; declare all passes with "
+                f"layer {name!r} has a second gradient in one exchange; declare all passes with "
                 "backward_passes_per_step, or accumulate under no_sync()"
             )
-        gradient = self._gradient(layer)  # a rank whose own is wrong says so, whatever the others have met
+        try:
+            gradient = self._gradients.own(layer)
+        except StateError as error:  # a rank whose own is wrong says so, whatever the others have met
+            self.driver.fail(error)
+            raise
+        if not gradient.is_sparse:
+            self.driver.refuse_dense(layer)
         self._open()
         self._submitted.add(layer)
-        if gradient is None:
-            self.exchanger.submit_absent(layer, sparse=True)
-        else:
-            handed = self._handed[layer] = self._staging.hand_in(gradient)
-            self.exchanger.submit(layer, handed.address, handed.address, handed, handed.event)
-
-    def _gradient(self, layer: int) -> torch.Tensor | None:
-        """The layer's gradient in a form whose memory can be exchanged as it lies; None if it stays sparse."""
-        parameter = self.parameters[layer]
-        gradient = parameter.grad
-        assert gradient is not None, "a hook fires after its gradient was accumulated"
-        form = self._forms[layer]
-        if not form.fits(gradient):
-            error = self._became_another(layer, gradient)
-            self.exchanger.abort(f"rank {self.exchanger.pipeline.transport.rank}: StateError: {error}")
-            raise error
         if gradient.is_sparse:
-            if not self._sparse_as_dense:
-                self._sparse_rows[layer] = gradient
-                return None
-            gradient = gradient.to_dense()
-        elif layer in self.exchanger.pipeline.sparse:
-            raise StateError(
-                f"layer {self.names[layer]!r} had sparse gradients before and has a dense one now"
-            )
-        if gradient.stride() != form.strides:
-            gradient = form.dense(gradient)
-        if gradient is not parameter.grad:
-            parameter.grad = gradient
-        return gradient.detach()
-
-    def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
-        kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "
-        return StateError(
-            f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
-            f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
-            "its final dtype, shapes and device, and let hooks keep the form of gradients"
-        )
+            self.driver.submit_rows(layer, partial(rows_of, name, gradient))
+        else:
+            handed = self._gradients.hand_in(layer, gradient)
+            self.driver.submit(layer, handed.address, handed.address, handed, handed.event)
 
     def _open(self) -> None:
-        if self.exchanger.is_open:
+        if self.driver.under_way:
             return
         if self._ddp_check is not None:
             self._ddp_check.first_gradient()
-        self._staging.open()
-        self._handed = {}
-        self.exchanger.open(self._loss_scale.of(self.exchanger.pipeline, self._predivide), self._rate())
+        self._gradients.open()
+        self.driver.open(self._loss_scale.of(self.exchanger.pipeline, self._predivide), self._learning_rate())
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
@@ -270,113 +192,61 @@ class GradientExchange:
             _ending.append(self)
             Variable._execution_engine.queue_callback(_finish_together)
 
-    # -- the end of a window ------------------------------------------------------------------------------------
+    # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self) -> StepResult:
+    def finish(self) -> None:
         """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new."""
-        if self._result is not None and not self._touched and not self.exchanger.is_open:
-            return self._result
+        if self.has_result():
+            return
         self._flush()
-        result = self.exchanger.wait()
-        handed, self._handed = self._handed, {}
-        room, self._room = self._room, {}
-        self._staging.give_back(handed.values())
-        self._touched, self._submitted, self._passes = {}, set(), 0
-        self._end_ddp_check()
-        self._loss_scale.agree(self.exchanger)
-        mixed = (result.present & result.sparse).nonzero()[0].tolist()
-        if mixed:
-            raise StateError(
-                f"layer {self.names[mixed[0]]!r} has a sparse gradient on one rank and a dense one on another"
-            )
-        for layer, mean in room.items():
-            self.parameters[layer].grad = self._staging.settled(mean, self._forms[layer])
-        self._exchange_sparse()
-        self._means = {
-            layer: gradient
-            for layer in result.present.nonzero()[0].tolist()
-            if (gradient := self.parameters[layer].grad) is not None
-        }
-        self._result = result
-        self.exchanger.owes_vote = self._agrees
-        return result
+        means = self.driver.wait()
+        self._gradients.take_means()
+        parameters = self._gradients.parameters
+        for layer, rows in means.rows.items():
+            if rows is not None:
+                parameters[layer].grad = tensor_of(rows, parameters[layer])
+        present = means.result.present.nonzero()[0].tolist()
+        self._means = {i: mean for i in present if (mean := parameters[i].grad) is not None}
+
+    def _flush(self) -> None:
+        """Submit what is left of the window; nothing more will come."""
+        if self.driver.phase is Phase.FLUSHED:
+            return
+        self._open()
+        for layer in sorted(self._touched.keys() - self._submitted):
+            if self._gradients.parameters[layer].grad is not None:
+                self._submit(layer)
+        self.driver.flush()
+
+    def has_result(self) -> bool:
+        """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
+        return self.driver.means is not None and not self._touched
+
+    def commit(self) -> bool:
+        """The means will be applied. False if the ranks agreed to skip the step."""
+        self._means = {}
+        return self.driver.commit()
 
     def serve(self) -> bool:
         """Exchange a step of those who train, with nothing to add; False if they are done for now."""
-        if not self.exchanger.listen():
+        if not self.driver.listen():
             return False
         self.finish()
         return True
 
-    def _flush(self) -> None:
-        """Submit what is left of the window; nothing more will come."""
-        self._open()
-        for layer in sorted(self._touched.keys() - self._submitted):
-            if self.parameters[layer].grad is not None:
-                self._submit(layer)
-        self.exchanger.flush()
-
-    def _exchange_sparse(self) -> None:
-        """Layers that some rank has sparse gradients of, now or earlier: all ranks know them."""
-        pipeline = self.exchanger.pipeline
-        for layer in sorted(pipeline.sparse):
-            parameter = self.parameters[layer]
-            mean = mean_of_rows(
-                self.exchanger,
-                self.names[layer],
-                parameter,
-                self._sparse_rows.pop(layer, None),
-                self._divisor,
-            )
-            if mean is not None:
-                parameter.grad = mean
-
-    def has_result(self) -> bool:
-        """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
-        return self._result is not None and not self._touched
-
-    @property
-    def _agrees(self) -> bool:
-        return self.timing.on_skip == "agree"
-
-    def commit(self) -> bool:
-        """The means will be applied: residuals take their new values. False if the ranks agreed to skip the step."""
-        applied = not self._agrees or self.exchanger.vote(True)
-        if applied:
-            self.exchanger.commit()
-        else:
-            self.exchanger.discard()
-            self.exchanger.pipeline.statistics.skipped_steps += 1
-        self.forget()
-        return applied
-
-    def refuse(self) -> None:
-        """End an exchange that cannot be accepted, for a value was not finite."""
-        if self._agrees:
-            self.exchanger.vote(False)  # one vote per exchange: the others cast theirs, too
-        self.exchanger.commit(DISCARDED)
-        self.forget()
-
     def drain(self) -> None:
         """Gradients are about to be zeroed: end what is under way, and let it not count."""
-        if self._exchanger is None or self._exchanger.error is not None:
+        driver = self.driver
+        if not driver.attached or driver.error is not None:
             return
         self._in_backward = False  # a backward that raised never came to its end
         if self in _ending:
             _ending.remove(self)
-        if self.exchanger.is_open:
+        if driver.under_way:
             self.finish()
-        if self._result is not None:
-            if self._agrees:
-                self.exchanger.vote(False)
-            self.exchanger.discard()
-        self.forget()
-        self._touched, self._passes = {}, 0
-
-    def forget(self) -> None:
-        """The last result has been dealt with."""
-        self._result = None
-        self._means = {}
+        if driver.means is not None:
+            driver.discard()
+        self._means, self._touched, self._passes = {}, {}, 0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -386,3 +256,32 @@ class GradientExchange:
             yield
         finally:
             self._suspended = previous
+
+    # -- what the driver asks, see gradcomp.job.adapter.Adapter -----------------------------------------------
+
+    def allocate(self, layer: int) -> int:
+        """Memory for the mean of a layer that only other ranks had (engine's thread)."""
+        return self._gradients.allocate(layer)
+
+    def digests(self) -> Digests:
+        """What the parameters hold."""
+        return digests_of(self._named)
+
+    def begin_digests(self) -> Future[Digests]:
+        """In the background, behind what computes the parameters."""
+        return in_background(digests_behind(self._named))
+
+    def means_complete(self) -> None:
+        """The window ends."""
+        self._gradients.give_back()
+        self._touched, self._submitted, self._passes = {}, set(), 0
+        self._end_ddp_check()
+        self._loss_scale.agree(self.exchanger)
+
+    def finalise(self) -> bool:
+        """End a step that cannot be accepted any more."""
+        means = self.driver.means
+        if means is not None and not self._touched and not means.result.finite:
+            self._means = {}
+            self.driver.refuse()
+        return not self._touched

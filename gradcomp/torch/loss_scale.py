@@ -47,7 +47,7 @@ class LossScale:
 
         A scaler's number on a device is copied behind the gradients that carry it; this program does not wait for it.
         """
-        pipeline.settle()  # with the state of the next step's plan
+        pipeline.lay_out()  # with the state of the next step's plan
         if pipeline.keeps_state and not self._has_state:
             self._has_state, self._agreed = True, False
             if not self._given:

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradcomp.job.keeper import Keeper
+from gradcomp.job.checkpoint_manager import CheckpointManager
 from gradcomp.job.plain import from_plain, to_plain
 
 
-def state_of(keeper: Keeper) -> dict[str, Any]:
-    """The keeper's snapshot as tensors, numbers and strings."""
-    plain: dict[str, Any] = _tensors(to_plain(keeper.snapshot()))
+def state_of(checkpoint_manager: CheckpointManager) -> dict[str, Any]:
+    """The checkpoint manager's snapshot as tensors, numbers and strings."""
+    plain: dict[str, Any] = _tensors(to_plain(checkpoint_manager.snapshot()))
     return plain
 
 
-def load_state(keeper: Keeper, plain: Any) -> None:
+def load_state(checkpoint_manager: CheckpointManager, plain: Any) -> None:
     """Inverse of :func:`state_of`; StateError for anything else."""
-    keeper.restore(from_plain(_arrays(plain)))
+    checkpoint_manager.restore(from_plain(_arrays(plain)))
 
 
 def _tensors(value: Any) -> Any:

@@ -11,7 +11,7 @@ from gradcomp.core.errors import ConfigError
 
 
 class PostMomentumSGD(torch.optim.Optimizer):
-    """SGD with momentum applied after decompression, as 004's Algorithm 2 has it, lines 11 to 13.
+    """SGD with momentum applied after decompression, as Vogels et al. 2019's Algorithm 2 has it, lines 11 to 13.
 
         D' = the mean that the exchange left in ``.grad`` (+ ``weight_decay`` x)
         m <- momentum m + D'
@@ -21,7 +21,7 @@ class PostMomentumSGD(torch.optim.Optimizer):
     step is (2 - momentum) / (1 - momentum) lr D'. Wrap it in ``DistributedOptimizer`` as any other.
 
     ``lr``, ``momentum``, ``weight_decay``: floats; ConfigError for negative ones and a momentum of 1 or more. State: m
-    per parameter. Source: 004, Algorithm 2. Weight decay is the usual one; the algorithm names none.
+    per parameter. Source: Vogels et al. 2019, Algorithm 2. Weight decay is the usual one; the algorithm names none.
     """
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> None:

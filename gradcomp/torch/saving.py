@@ -104,7 +104,7 @@ def load(
         job.check(held)
         expected = found.expected()
         if model is not None and "model" not in held and expected is not None:
-            expected.check(found.keeper.digests())
+            expected.check(found.checkpoint_manager.digests())
         if expected is None:
             logger.info("%s does not say what the parameters were: they are not checked", found.directory)
         world = len(found.manifest.files)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradcomp.core.errors import StateError
 
 if TYPE_CHECKING:
-    from gradcomp.torch.optimizer import Core
+    from gradcomp.torch.core import Core
 
 
 class Serving:
@@ -19,8 +19,7 @@ class Serving:
     @property
     def serves(self) -> bool:
         """Whether this rank only serves, and calls :meth:`serve` instead of training."""
-        exchange = self._gradcomp.exchange
-        return exchange.attached and exchange.exchanger.pipeline.serves
+        return self._gradcomp.driver.serves
 
     def serve(self, update: Callable[[], Any] | None = None) -> int:
         """Exchange with those who train, step by step, until they are :meth:`done`; the number of exchanges.
@@ -49,7 +48,7 @@ class Serving:
 
         Whoever goes on training needs servers that serve again. Nothing where no rank only serves.
         """
-        exchange = self._gradcomp.exchange
-        if exchange.attached:
-            exchange.drain()
-            exchange.exchanger.dismiss()
+        core = self._gradcomp
+        if core.driver.attached:
+            core.exchange.drain()
+            core.driver.dismiss()

@@ -45,7 +45,7 @@ class Staging(Protocol):
         """A gradient that the current stream computes; its memory is dense."""
         ...
 
-    def room(self, form: Form, gradient: torch.Tensor | None) -> Handed:
+    def allocate(self, form: Form, gradient: torch.Tensor | None) -> Handed:
         """Room for a mean of this form, whoever's thread it is; ``gradient``: a dense tensor of the form, if any."""
         ...
 
@@ -53,8 +53,8 @@ class Staging(Protocol):
         """What the current stream does from now on to the gradients finds their means."""
         ...
 
-    def settled(self, room: Handed, form: Form) -> torch.Tensor:
-        """The tensor with the mean that :meth:`room` was made for; as for :meth:`give_back`."""
+    def finished(self, made: Handed, form: Form) -> torch.Tensor:
+        """The tensor with the mean that :meth:`made` was made for; as for :meth:`give_back`."""
         ...
 
     def aside(self) -> AbstractContextManager[Any]:
@@ -84,7 +84,7 @@ class InPlace:
         """The event is behind what computes it."""
         return Handed(gradient, self._device.mark(self._streams.handle()), gradient)
 
-    def room(self, form: Form, gradient: torch.Tensor | None) -> Handed:
+    def allocate(self, form: Form, gradient: torch.Tensor | None) -> Handed:
         """On the script's stream, where it was zeroed last, and where its memory is used again; then comes the mean."""
         with self._streams.on(self._scripts):
             if gradient is None:
@@ -99,9 +99,9 @@ class InPlace:
                 event = self._streams.mark()
             self._streams.follow(event)
 
-    def settled(self, room: Handed, form: Form) -> torch.Tensor:
+    def finished(self, made: Handed, form: Form) -> torch.Tensor:
         """Its own memory."""
-        return room.tensor
+        return made.tensor
 
     def aside(self) -> AbstractContextManager[Any]:
         """The kernels' own stream."""
@@ -134,7 +134,7 @@ class ThroughHost:
             streams.copy(host, gradient)
             return Handed(host, streams.mark(), gradient)
 
-    def room(self, form: Form, gradient: torch.Tensor | None) -> Handed:
+    def allocate(self, form: Form, gradient: torch.Tensor | None) -> Handed:
         """On the host only."""
         return Handed(self._streams.pinned(form.shape.numel(), form.dtype), None, gradient)
 
@@ -144,10 +144,10 @@ class ThroughHost:
             assert each.gradient is not None, "it was handed in"
             self._streams.copy(each.gradient, each.tensor)
 
-    def settled(self, room: Handed, form: Form) -> torch.Tensor:
+    def finished(self, made: Handed, form: Form) -> torch.Tensor:
         """On the current stream, too."""
-        gradient = form.empty() if room.gradient is None else room.gradient
-        self._streams.copy(gradient, room.tensor)
+        gradient = form.empty() if made.gradient is None else made.gradient
+        self._streams.copy(gradient, made.tensor)
         return gradient
 
     def aside(self) -> AbstractContextManager[Any]:

@@ -15,6 +15,11 @@ from gradcomp.pipeline.digests import CRC32C, Digests
 from gradcomp.torch.layers import Named, spec
 from gradcomp.torch.streams import streams_of
 
+#: What follows where some ranks stepped and others did not.
+SKIP_TOGETHER = (
+    ', or let a rank that gives up skip the step everywhere by DistributedOptimizer(on_skip="agree")'
+)
+
 
 def propose(
     policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import WireFormatError
-from gradcomp.kernels.cuda.twins import Spans
+from gradcomp.kernels.cuda.mirrors import Spans
 from gradcomp.kernels.devices import Device
 
 Bytes = npt.NDArray[np.uint8]
@@ -24,10 +24,10 @@ MOST_MESSAGE_BYTES = 1 << 34
 
 #: Makes room for so many bytes of messages, zeros. Outside of the spans, from a byte up to another, ascending, only
 #: kernels touch them.
-Room = Callable[[int, Spans], Bytes]
+Allocator = Callable[[int, Spans], Bytes]
 
 
-def host_room(nbytes: int, headers: Spans) -> Bytes:  # noqa: ARG001 - it is all one here
+def host_allocator(nbytes: int, headers: Spans) -> Bytes:  # noqa: ARG001 - it is all one here
     """In this process's memory, all of which it may touch."""
     return np.zeros(nbytes, dtype=np.uint8)
 
@@ -98,9 +98,9 @@ class Transport(ABC):
         handle = self.alltoallv(send, [len(part) for part in parts], recv, recv_counts)
         return handle if len(recvs) <= 1 else _Unpack(handle, recv, recvs)
 
-    def room(self, device: Device) -> Room:
+    def allocator(self, device: Device) -> Allocator:
         """What makes room for messages between kernels of ``device``: on it, if the engine takes them from there."""
-        return host_room
+        return host_allocator
 
     def abandon(self) -> None:  # noqa: B027 - most engines have nothing to do here
         """Called once after a failure, when collectives may be left that never end. Must not block."""
@@ -109,21 +109,23 @@ class Transport(ABC):
     def close(self) -> None:
         """Release the communicator. Collective where the engine needs it; idempotent."""
 
-    def allgather_bytes(self, payload: bytes, settle: Callable[[Handle], None] | None = None) -> list[bytes]:
+    def allgather_bytes(
+        self, payload: bytes, wait_for: Callable[[Handle], None] | None = None
+    ) -> list[bytes]:
         """Blocking helper outside of steps: every rank's bytes, of any length, in rank order.
 
-        ``settle`` waits for a handle; by default :func:`wait`.
+        ``wait_for`` waits for a handle; by default :func:`wait`.
         """
-        settle = settle or wait
+        wait_for = wait_for or wait
         sizes = np.zeros(self.size, dtype=np.int64)
         sizes[self.rank] = len(payload)
-        settle(self.allgatherv(sizes.view(np.uint8), [8] * self.size))
+        wait_for(self.allgatherv(sizes.view(np.uint8), [8] * self.size))
         if sizes.min() < 0 or sizes.max() > MOST_MESSAGE_BYTES:
             raise WireFormatError(f"message sizes {sizes.tolist()} are not in 0..{MOST_MESSAGE_BYTES}")
         buffer = np.zeros(int(sizes.sum()), dtype=np.uint8)
         bounds = np.concatenate(([0], np.cumsum(sizes)))
         buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
-        settle(self.allgatherv(buffer, sizes.tolist()))
+        wait_for(self.allgatherv(buffer, sizes.tolist()))
         return [buffer[bounds[i] : bounds[i + 1]].tobytes() for i in range(self.size)]
 
 

@@ -1,7 +1,7 @@
 """NCCL as a transport, for ranks that each have a GPU of their own.
 
 Messages that this transport made room for stay on the device: only their headers are copied, up before they are sent
-and back when they have come (see :mod:`gradcomp.kernels.cuda.twins`). Others are the host's, as over every transport:
+and back when they have come (see :mod:`gradcomp.kernels.cuda.mirrors`). Others are the host's, as over every transport:
 they are copied to the device, exchanged there and copied back. All of it is in the order of one stream that belongs to
 the transport; a poll asks whether the stream has come that far. Whoever computes what is sent has waited for it.
 
@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.kernels.cuda.twins import is_twin, twin
+from gradcomp.kernels.cuda.mirrors import is_mirror, mirror
 from gradcomp.kernels.devices import Device
-from gradcomp.transport.base import Bytes, Handle, Messages, Room, Transport, host_room, parts_of
+from gradcomp.transport.base import Allocator, Bytes, Handle, Messages, Transport, host_allocator, parts_of
 
 Array = npt.NDArray[Any]
 
@@ -89,7 +89,7 @@ class _Staging:
         self._places: dict[tuple[int, int], int] = {}
         at = 0
         for key, message in (sent | received).items():
-            if not is_twin(message):
+            if not is_mirror(message):
                 self._places[key] = at
                 at += -(-message.nbytes // _BOUNDARY) * _BOUNDARY
         self._block = driver.allocate(max(at, 1))
@@ -102,7 +102,7 @@ class _Staging:
             for each in (sent, received)
         )
         self._up, self._down = (
-            [part for message in each.values() if is_twin(message) for part in message.host_parts()]
+            [part for message in each.values() if is_mirror(message) for part in message.host_parts()]
             for each in (sent, received)
         )
         self._headers_at = at, at + sum(len(part) for part, _ in self._up)
@@ -110,7 +110,7 @@ class _Staging:
 
     def address(self, message: Array) -> int:
         """Where it is on the device."""
-        return message.address if is_twin(message) else self._block.address + self._places[_key(message)]
+        return message.address if is_mirror(message) else self._block.address + self._places[_key(message)]
 
     def up(self) -> None:
         """Start to copy what is sent."""
@@ -215,7 +215,7 @@ class NcclTransport(Transport):
     ) -> Handle:
         """See :class:`Transport`; a message to each rank that gets something, all of them together."""
         sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
-        to_itself = send_counts[self.rank] and (is_twin(send) or is_twin(recv))
+        to_itself = send_counts[self.rank] and (is_mirror(send) or is_mirror(recv))
         assert not to_itself, "no reduction sends itself what kernels write or read"
         received[self.rank][:] = sent[self.rank]
         return self.exchange(self._to_others(sent), self._to_others(received))
@@ -241,12 +241,12 @@ class NcclTransport(Transport):
                 self._communicator.recv(staging.address(target), len(target), source)
         return self._issued(staging)
 
-    def room(self, device: Device) -> Room:
+    def allocator(self, device: Device) -> Allocator:
         """See :class:`Transport`; on the device, if it is this communicator's."""
         if device.driver is None:
-            return host_room
+            return host_allocator
         block = device.driver.allocate(1)
-        return partial(twin, device.driver) if self._driver.reaches(block.address) else host_room
+        return partial(mirror, device.driver) if self._driver.reaches(block.address) else host_allocator
 
     def abandon(self) -> None:
         """See :class:`Transport`. What is under way ends; its memory is kept."""

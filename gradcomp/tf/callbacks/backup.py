@@ -16,7 +16,7 @@ from gradcomp.core.errors import ConfigError, StateError, WireFormatError
 from gradcomp.core.text import printable
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import load, save
-from gradcomp.job.keeper import keeper_of
+from gradcomp.job.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf.callbacks.common import build_optimizer, ranks_of, require_distributed, variables_of
 from gradcomp.tf.objects import broadcast_object
@@ -108,7 +108,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         iteration = int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
         name = f"epoch-{epoch}-iteration-{iteration}"
         directory = self._directory(name)
-        step = keeper_of(optimizer).step
+        step = checkpoint_manager_of(optimizer).step
 
         def write() -> None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 for variable, name in zip(self._random_states(), states.files, strict=True):
                     variable.assign(states[name])
         load(directory / _COMPRESSION, model.optimizer)
-        step = keeper_of(model.optimizer).step
+        step = checkpoint_manager_of(model.optimizer).step
         if step != found["step"]:
             raise StateError(
                 f"{directory}: its weights are of step {found['step']}, its compression state of step {step}"

@@ -7,7 +7,7 @@ from typing import Any
 from gradcomp.core.errors import ConfigError
 from gradcomp.job import runtime
 from gradcomp.job.network import Ranks
-from gradcomp.tf.optimizer import core_of
+from gradcomp.tf.core import core_of
 
 
 def ranks_of(model: Any) -> Ranks:

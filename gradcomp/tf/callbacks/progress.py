@@ -12,7 +12,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.statistics import Statistics
 from gradcomp.job import runtime
 from gradcomp.tf.callbacks.common import ranks_of, require_distributed
-from gradcomp.tf.optimizer import core_of
+from gradcomp.tf.core import core_of
 
 logger = logging.getLogger("gradcomp")
 

@@ -1,0 +1,1 @@
+"""Compressors that see layers as matrices and send factors of low rank."""

@@ -1,0 +1,177 @@
+"""What low-rank compressors share: layers as matrices, factors in flat arrays, vectors sent as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.messages import Bytes, Context, Floats
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level
+from gradcomp.kernels import lowrank
+from gradcomp.kernels.codec import Codec, Group, Sizes, Table
+from gradcomp.kernels.segments import FP32
+from gradcomp.kernels.subspace import Layers
+
+_EXACT = Codec(FP32)
+
+
+def check_rank(rank: Level) -> None:
+    """ConfigError unless it is a whole number from 1 on."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank < 2**15:
+        raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """n x m: the first dimension against all others, as in Vogels et al. 2019; (size, 1) for a vector."""
+    if len(shape) < 2:
+        return int(np.prod(shape)), 1
+    return shape[0], int(np.prod(shape[1:]))
+
+
+def clamped_rank(shape: tuple[int, ...], rank: int) -> int:
+    """The rank at which a layer of this shape is approximated: at most min(n, m); 0 where it is sent as it is.
+
+    That is where the factors would take r (n + m) >= n m elements: vectors, and matrices that are small or narrow.
+    """
+    n, m = matrix_shape(shape)
+    rank = min(rank, n, m)
+    return rank if rank * (n + m) < n * m else 0
+
+
+@dataclass(frozen=True)
+class LowRank(Compressor):
+    """Base of the compressors that see layers as matrices, at a rank that is their level."""
+
+    level_field: ClassVar[str | None] = "rank"
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank)
+
+    def fill(self, table: Table, level: Level) -> None:
+        """The level is the rank; ``bits`` holds it as asked for, see :class:`Matrices`."""
+        check_rank(level)
+        table["bits"] = level
+        table["bucket_size"] = 1
+
+    def remark(self, layer: LayerSpec) -> str | None:
+        """Where the rank is more than a matrix can have."""
+        n, m = matrix_shape(layer.shape)
+        clamped = len(layer.shape) > 1 and self.rank > min(n, m)
+        return f"rank {self.rank} is more than a matrix of {n} x {m} has" if clamped else None
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices(Layers):
+    """The group's layers that are approximated, and those that travel exactly beside them."""
+
+    @staticmethod
+    def of(group: Group) -> Matrices:
+        """For the ranks in ``bits``."""
+        shapes = [matrix_shape(shape) for shape in group.shapes]
+        wanted = group.table["bits"].tolist()
+        ranks = np.array(
+            [clamped_rank(s, r) for s, r in zip(group.shapes, wanted, strict=True)], dtype=np.int64
+        ).reshape(len(shapes))
+        low, exact = np.flatnonzero(ranks), np.flatnonzero(ranks == 0)
+        rows = np.array([n for n, _ in shapes], dtype=np.int64)[low]
+        columns = np.array([m for _, m in shapes], dtype=np.int64)[low]
+        ranks = ranks[low]
+        p_sizes, q_sizes = ranks * rows, ranks * columns
+        exact_lengths = group.table["length"][exact].astype(np.int64)
+        return Matrices(
+            low,
+            exact,
+            rows,
+            columns,
+            ranks,
+            np.cumsum(p_sizes) - p_sizes,
+            np.cumsum(q_sizes) - q_sizes,
+            int(p_sizes.sum()),
+            int(q_sizes.sum()),
+            int(exact_lengths.sum()),
+            4 * (int(p_sizes.sum()) + np.cumsum(exact_lengths) - exact_lengths),
+            exact_lengths,
+        )
+
+    def split(self, flags: Bytes) -> tuple[Bytes, Bytes]:
+        """The flags of the approximated layers, and of the others."""
+        return flags[self.low], flags[self.exact]
+
+    def join(self, low: Bytes, exact: Bytes) -> Bytes:
+        """The flags of all layers."""
+        flags = np.empty(len(self.low) + len(self.exact), dtype=np.uint8)
+        flags[self.low], flags[self.exact] = low, exact
+        return flags
+
+    def project(
+        self, table: Table, context: Context, q: Floats, q_at: Sizes, p: Floats, flags: Bytes
+    ) -> None:
+        """M to the next residuals and M Q to ``p``: NaN for a layer that is not finite, and so for all ranks' sum.
+
+        ``table``, ``flags``: of the approximated layers.
+        """
+        lowrank.project(
+            table,
+            flags,
+            context.factors(len(self.low)),
+            *self.shape,
+            q,
+            q_at,
+            p,
+            self.p_at,
+            decay=context.decay,
+        )
+
+    def expand(self, group: Group, context: Context, p: Floats, q: Floats, flags: Bytes) -> None:
+        """Means to the outputs, from factors of which one is a sum over ranks. ``flags``: of the approximated ones."""
+        lowrank.expand(
+            group.table[self.low],
+            flags,
+            *self.shape,
+            p,
+            self.p_at,
+            q,
+            self.q_at,
+            divisor=context.divisor,
+            scale=context.unscale,
+        )
+
+    def write_exact(self, group: Group, context: Context, view: Floats, flags: Bytes) -> None:
+        """Fill ``view`` with the layers that travel exactly; zeros for one that is not finite: see :meth:`spoil`.
+
+        ``flags``: of these layers.
+        """
+        if len(self.exact):
+            table = self._exact_rows(group.inputs)
+            _EXACT.encode(table, view.view(np.uint8), flags, context.draw, context.scale, context.decay)
+
+    def read_exact(self, group: Group, context: Context, total: Floats, flags: Bytes) -> None:
+        """Write the means of the layers that travel exactly, from their sum; NaN where a layer is flagged."""
+        if len(self.exact):
+            table = self._exact_rows(group.table)
+            _EXACT.decode(table, total.view(np.uint8), flags, context.divisor, context.unscale)
+
+    def _exact_rows(self, table: Table) -> Table:
+        rows = table[self.exact]
+        rows["payload"] = self.exact_at - 4 * self.p_size
+        rows["bucket_size"] = 1
+        return rows
+
+
+def elements(group: Group, sent: Callable[[int, int, int], int]) -> Sizes:
+    """``sent(n, m, r)`` of every row, or its length where it travels exactly."""
+    sizes = []
+    for shape, rank, length in zip(
+        group.shapes, group.table["bits"].tolist(), group.table["length"].tolist(), strict=True
+    ):
+        low = clamped_rank(shape, rank)
+        sizes.append(sent(*matrix_shape(shape), low) if low else length)
+    return np.array(sizes, dtype=np.int64)

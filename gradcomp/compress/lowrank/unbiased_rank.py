@@ -1,0 +1,93 @@
+"""UnbiasedRank: a random projection that all ranks share, which Vogels et al. 2019 compare PowerSGD with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gradcomp import kernels
+from gradcomp.compress.base import Traits
+from gradcomp.compress.bounds import Distortion
+from gradcomp.compress.lowrank.base import LowRank, Matrices, clamped_rank, elements, matrix_shape
+from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Sum
+from gradcomp.compress.registry import register
+from gradcomp.core.layers import LayerSpec
+from gradcomp.kernels import lowrank
+from gradcomp.kernels.codec import Group, Sizes
+
+
+@register("unbiased_rank")
+@dataclass(frozen=True)
+class UnbiasedRank(LowRank):
+    """Multiply each layer's matrix by ``rank`` random directions, new ones in every step, and back.
+
+    With M = scale g on every rank, an n x m matrix, and U of m x r normal numbers over sqrt(r), E[U U^T] = I:
+
+        P = sum over ranks of M U;  mean = P U^T / N
+
+    A baseline: it reaches 71 to 76% where PowerSGD reaches 94 (Vogels et al. 2019, Table 1). The error is 0 in
+    expectation, so no residual is kept, and about sqrt(m / r) times M in size: an ErrorFeedback around it is refused.
+    The first dimension of a tensor is n, all others together are m. Layers for which r (n + m) >= n m, vectors among
+    them, travel exactly. The level is the rank, at most min(n, m).
+
+    Wire: r n floats, summed: one round of 2 d (N-1)/N bytes per rank. U is drawn by every rank from the seed.
+    State: none.
+    Errors: ConfigError for a rank below 1.
+    Source: Vogels et al. 2019, section 4.1 and Table 1. U is normal, which the paper leaves open, and does not travel.
+    """
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """E||x (U U^T - I)||^2 = ||x||^2 (m + 1) / r for every row x."""
+        rank = clamped_rank(layer.shape, self.rank)
+        return Distortion((matrix_shape(layer.shape)[1] + 1) / rank if rank else 0.0, True)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """M in memory."""
+        return Traits(contributes=True)
+
+    def wire_bytes(self, group: Group) -> Sizes:
+        """M U."""
+        return 4 * elements(group, lambda n, m, r: r * n)
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """One Sum."""
+        matrices = group.scratch.once("matrices", lambda: Matrices.of(group))
+        u = _directions(group, context, matrices)
+        own = group.scratch.array("own", matrices.p_size)
+
+        def write(view: Floats) -> Bytes:
+            low, exact = matrices.split(np.zeros(len(group.table), dtype=np.uint8))
+            rest = view[matrices.p_size :]
+            table = group.inputs[matrices.low]
+            with kernels.together(table) as started:
+                matrices.project(table, context, u, matrices.q_at, view[: matrices.p_size], low)
+                matrices.write_exact(group, context, rest, exact)
+            started.finish()
+            own[:] = view[: matrices.p_size]
+            flags = matrices.join(low, exact)
+            matrices.spoil(rest, flags)
+            return flags
+
+        reply = yield Sum(matrices.p_size + matrices.exact_size, write)
+        low, exact = matrices.split(reply.flags)
+        p, table = reply.data[: matrices.p_size], group.inputs[matrices.low]
+        with kernels.together(table) as started:
+            matrices.read_exact(group, context, reply.data[matrices.p_size :], exact)
+            if group.feedback:
+                lowrank.subtract(table, *matrices.shape, own, matrices.p_at, u, matrices.q_at)
+            matrices.expand(group, context, p, u, low)
+        started.finish()
+        return matrices.join(low, exact)
+
+
+def _directions(group: Group, context: Context, matrices: Matrices) -> Floats:
+    """U of every layer, the same on all ranks, to the last bit."""
+    hashes = group.table["layer"][matrices.low]
+    seed, step = context.draw.seed, context.draw.step
+    normal = lowrank.random_factors(matrices.columns, matrices.ranks, hashes, seed=seed, step=step)
+    roots = np.sqrt(matrices.ranks).astype(np.float32)
+    scaled: Floats = normal / np.repeat(roots, matrices.ranks * matrices.columns)
+    return scaled

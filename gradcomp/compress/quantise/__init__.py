@@ -1,0 +1,1 @@
+"""Compressors that code every value in few bits: casts, quantisers, codebooks."""

@@ -1,0 +1,1 @@
+"""Compressors that send one bit per value, its sign."""

@@ -1,0 +1,79 @@
+"""AdaComp: what one more gradient like this one would make the largest of its bin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.registry import register
+from gradcomp.compress.sparse.base import Sparse
+from gradcomp.compress.sparse.estimated_threshold import is_number
+from gradcomp.compress.sparse.payload import Selection
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.plan import Level
+from gradcomp.kernels import adacomp, selection
+from gradcomp.kernels.codec import Group, Sizes, Table
+
+
+@register("adacomp")
+@dataclass(frozen=True)
+class AdaComp(Sparse):
+    """Send the elements that another gradient like this one would make the largest of their bin: no density to choose.
+
+    G = p = g + e;  H = G + g;  S = {i: |H_i| >= max |G| over the bin of i, and that is not 0}, bins being
+    ``bin_size`` elements in a row. How many these are follows from the data: much residual, few of them; none of a bin
+    that holds only zeros. Of more than ceil(limit n) of a layer, or one per bin if that is more, the largest |G| are
+    sent (without a residual, as in the first step, up to a quarter of a layer qualifies).
+
+    The paper sends the sign of G times the layer's mean of the bins' maxima. Here values travel as ``values`` says:
+    exactly by default; ``OneBit()`` is the closest to the paper, with means per sign instead of the means of maxima.
+
+    Wire: at most ceil(limit n) values and coded indices, with 4 bytes per layer that say how many: two rounds, the
+    first for the sizes.
+    State: a residual per layer.
+    Errors: ConfigError for a bin without elements or a limit outside (0, 1].
+    Source: AdaComp (Chen et al. 2018), Algorithm 2, which Markov 2024 compares with in section 3.7.3; the
+    paper has bins of 50 for convolutions and 500 for other layers. Differs: ``limit``, zeros, and the values.
+    """
+
+    fixed = False
+    by_kernels = True
+
+    bin_size: int = 500
+    limit: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.bin_size, bool) or not isinstance(self.bin_size, int) or self.bin_size < 1:
+            raise ConfigError(f"bin_size must be a whole number of at least 1, got {self.bin_size!r}")
+        if not is_number(self.limit) or not 0.0 < self.limit <= 1.0:
+            raise ConfigError(f"limit must be in (0, 1], got {self.limit!r}")
+
+    def fill(self, table: Table, level: Level) -> None:
+        """There is none."""
+        table["bits"], table["bucket_size"] = 1, 1
+
+    def limits(self, table: Table) -> Sizes:
+        """ceil(limit n), or one per bin."""
+        lengths = table["length"].astype(np.int64)
+        bins = -(-lengths // self.bin_size)
+        most: Sizes = np.minimum(np.maximum(np.ceil(self.limit * lengths).astype(np.int64), bins), lengths)
+        return most
+
+    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+        """By bins; a row that is not finite sends nothing."""
+        table, by = group.inputs, context.factors(len(group.inputs))
+        selection.contribute(table, flags, by, decay=context.decay)
+        limits = group.scratch.once("limits", lambda: self.limits(group.table))
+        adacomp.select_adacomp(
+            table,
+            by,
+            np.where(flags == 0, limits, 0),
+            chosen.offsets,
+            chosen.indices,
+            chosen.values,
+            chosen.counts,
+            bin_size=self.bin_size,
+        )

@@ -1,0 +1,230 @@
+"""What sparse compressors share: select on every rank, gather what was selected, scatter its mean."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Coded, Compressor, Traits
+from gradcomp.compress.bounds import ANY_LAYER, Distortion, check_feedback_around
+from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather
+from gradcomp.compress.quantise.cast import Cast
+from gradcomp.compress.registry import from_string
+from gradcomp.compress.sparse.payload import CODINGS, Selection, SparseFormat
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level
+from gradcomp.kernels import indices, routines, selection
+from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.devices import HOST, Device
+
+
+def check_density(density: Level) -> None:
+    """ConfigError unless it is in (0, 1]."""
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0.0 < density <= 1.0:
+        raise ConfigError(f"density must be in (0, 1], got {density!r}")
+
+
+def elements_at(density: float | npt.NDArray[np.float64], lengths: Sizes) -> Sizes:
+    """How many elements a density means: round(density n), at least one of a layer that has any."""
+    counts = np.rint(density * lengths).astype(np.int64)
+    limited: Sizes = np.minimum(np.maximum(counts, 1), lengths)
+    return limited
+
+
+@dataclass(frozen=True)
+class ByDensity(Compressor):
+    """Base of the compressors that send round(``density`` n) elements of a layer: their level is the density."""
+
+    level_field: ClassVar[str | None] = "density"
+
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+
+    def fill(self, table: Table, level: Level) -> None:
+        """The level is the density; ``bits`` holds k."""
+        check_density(level)
+        assert level is not None, "checked"
+        table["bits"] = elements_at(float(level), table["length"].astype(np.int64))
+        table["bucket_size"] = 1
+
+    def sent_of(self, layer: LayerSpec) -> int:
+        """k of a layer."""
+        return int(elements_at(self.density, np.array([layer.size]))[0])
+
+    def limits(self, table: Table) -> Sizes:
+        """k of each row."""
+        counts: Sizes = table["bits"].astype(np.int64)
+        return counts
+
+
+@dataclass(frozen=True)
+class Sparse(Compressor):
+    """Base of the compressors that send some elements of each layer, with their positions.
+
+    p = scale g + decay e on every rank; a selection S of its elements; mean = (1/N) sum over ranks of p restricted to
+    S; e' = p outside of S, and inside what the coding of values lost.
+
+    ``values``: how selected values travel, any coded compressor: exact (default), ``Cast("bfloat16")``,
+    ``Quantize(4)``, ``OneBit()`` (one mean per sign, RedSync). ``indices``: ``auto`` (the smallest by formula for the
+    layer's size and count, see docs/wire-format.md), ``raw`` (32 bits), ``packed``, ``bitmap``, ``deflate`` (as in
+    Abrahamyan et al. 2021, section V-A). ``feedback``: keep what was not sent; ConfigError for ``values`` whose coding
+    would make it grow.
+
+    Layers are never cut into slices: a selection is the whole layer's. Every rank receives N - 1 payloads.
+    """
+
+    values: Coded = field(default_factory=lambda: Cast("float32"), kw_only=True)
+    indices: str = field(default="auto", kw_only=True)
+    feedback: bool = field(default=True, kw_only=True)
+
+    #: Whether a layer's size and level alone decide how many elements are sent.
+    fixed = True
+    #: Whether kernels alone touch what ``select`` selects, so that it may stay on a device.
+    by_kernels = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.values, str):
+            object.__setattr__(self, "values", from_string(self.values))
+        if (
+            not isinstance(self.values, Coded)
+            or self.values.traits.momentum
+            or (self.values.traits.keeps_residual and self.values.traits.residual_decay != 1)
+        ):
+            raise ConfigError(f"values must be a cast or a quantiser, got {self.values!r}")
+        if self.indices not in CODINGS:
+            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {self.indices!r}")
+        if not isinstance(self.feedback, bool):
+            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+        if self.feedback:
+            name, remedy = f"values=[{self.values.to_string()}]", "Use more bits, or values=[one_bit]"
+            check_feedback_around(name, self.values.distortion(ANY_LAYER), remedy)
+
+    def distortion_of_largest(self, count: int, layer: LayerSpec) -> Distortion:
+        """If the ``count`` largest elements are sent: those hold count / n of the energy at least."""
+        coded = self.values.distortion(replace(layer, shape=(count,)))
+        if coded is None:
+            coded = Distortion(0.0)
+        bound = max(coded.bound, 1.0 - count / max(layer.size, 1) * (1.0 - coded.bound))
+        return Distortion(bound, selects=coded.bears_feedback)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """A residual by default, since a selection is biased; selections are made from p."""
+        return Traits(keeps_residual=self.feedback, contributes=True)
+
+    @abstractmethod
+    def limits(self, table: Table) -> Sizes:
+        """How many elements of each row are sent: exactly if :attr:`fixed`, else at most."""
+
+    @abstractmethod
+    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+        """Write p to the rows' next residuals, and the selection; flag rows that are not finite."""
+
+    def format(self, table: Table, device: Device = HOST) -> SparseFormat:
+        """The payload of a group with this table, which lies on ``device``."""
+        device = device if self.by_kernels else HOST
+        return SparseFormat(table, self.limits(table), self.fixed, self.indices, self.values, device)
+
+    def wire_bytes(self, group: Group) -> Sizes:
+        """Indices and values; with DEFLATE, values only."""
+        form = self.format(group.table)
+        return form.wire_bytes(form.limits)
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """One Gather."""
+        form = group.scratch.once("format", lambda: self.format(group.table, group.scratch.device))
+        chosen = group.scratch.once("chosen", lambda: Selection.allocate(form.limits, form.device))
+        flags = group.scratch.once("flags", lambda: np.zeros(len(group.table), dtype=np.uint8))
+
+        def write(view: Bytes) -> tuple[Bytes, int]:
+            flags.fill(0)
+            used = form.max_bytes
+
+            def work() -> None:
+                nonlocal used
+                self.select(group, context, chosen, flags)
+                used, errors = form.encode(chosen, view, flags, context.draw)
+                keep_errors(group, chosen, errors)
+
+            if form.in_one_call and not group.compressor.traits.masks_momentum:
+                draw = context.draw if form.draws else None
+                routines.run((context.scale, context.decay, draw), (group.inputs, view), work)
+            else:
+                work()
+            return flags, used
+
+        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels=self.by_kernels and form.fixed)
+        return scatter_payloads(form, group, context, reply.data, reply.flags)
+
+
+def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
+    """The residual of what is sent is what its coding lost; its momentum, if that is masked, starts again."""
+    table = group.inputs
+    if group.feedback:
+        selection.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
+    if group.compressor.traits.masks_momentum:
+        momentum = table.copy()
+        momentum["next_residual"] = table["gradient"]  # which holds the momentum, float32
+        zeros = group.scratch.once("zeros", lambda: chosen.device.array(len(chosen.values), np.float32))
+        selection.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
+
+
+def scatter_payloads(
+    form: SparseFormat, group: Group, context: Context, payloads: list[Bytes], flags: Bytes
+) -> Bytes:
+    """Decode every rank's payload and write the mean to the outputs; returns the rows that are not finite."""
+    arrived = group.scratch.once("arrived", lambda: _Arrived.of(form, len(payloads)))
+    own, table = arrived.flags, group.table
+
+    def work() -> None:
+        for rank, payload in enumerate(payloads):
+            form.decode(payload, arrived.selection(rank), context.servers + rank)
+        indices.scatter_mean(
+            *(table, own, arrived.offsets, arrived.counts, arrived.indices, arrived.values),
+            divisor=context.divisor,
+            scale=context.unscale,
+        )
+
+    own[:] = flags
+    if form.in_one_call:
+        written = (table["output"] != 0).tobytes()
+        key = (context.divisor, context.unscale, written, flags.tobytes())
+        routines.run(key, (table, *payloads), work)
+    else:
+        work()
+    return own
+
+
+@dataclass(eq=False)
+class _Arrived:
+    """Selections of all ranks, one behind the other. ``flags``: of the rows of their mean."""
+
+    offsets: Sizes
+    counts: Sizes
+    indices: npt.NDArray[np.uint32]
+    values: Floats
+    flags: Bytes
+
+    @staticmethod
+    def of(form: SparseFormat, world: int) -> _Arrived:
+        limits, total = form.limits, int(form.limits.sum())
+        offsets = np.cumsum(limits) - limits + total * np.arange(world)[:, None]
+        return _Arrived(
+            offsets,
+            np.empty_like(offsets),
+            form.device.array(world * total, np.uint32),
+            form.device.array(world * total, np.float32),
+            np.zeros(len(limits), dtype=np.uint8),
+        )
+
+    def selection(self, rank: int) -> Selection:
+        return Selection(self.offsets[rank], self.counts[rank], self.indices, self.values)

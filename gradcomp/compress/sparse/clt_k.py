@@ -1,0 +1,91 @@
+"""CLT-k: one rank's largest elements decide for all (ScaleCom)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from gradcomp.compress.base import Traits
+from gradcomp.compress.messages import Broadcast, Bytes, Context, Exchange
+from gradcomp.compress.registry import register
+from gradcomp.compress.sparse.payload import CODINGS, IndexFormat, Selection, sent_by
+from gradcomp.compress.sparse.summed import Summed
+from gradcomp.core.errors import ConfigError
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Group, Sizes, Table
+
+
+@register("clt_k")
+@dataclass(frozen=True)
+class CLTk(Summed):
+    """Send the k = round(density n) elements of each layer, at least one, whose p is largest on this step's leader.
+
+    Cyclic local top-k: in step t rank t mod N leads. It selects the k largest |p| of each layer, ties by lower index,
+    and broadcasts their indices; then all ranks' p at these indices are summed. e' = p elsewhere, and 0 there. The
+    level is the density.
+
+    It rests on residuals that resemble each other over ranks: then one rank's largest elements are nearly those of the
+    mean. ``indices``: their coding, as in :class:`Sparse`.
+
+    Wire: a Broadcast of the leader's coded indices, then one Sum of k values, 8k (N - 1) / N bytes per rank with a
+    ring; only the first has a size that depends on the coding. TopK gathers N lists where this sums one.
+    State: a residual per layer, with ``feedback``.
+    Errors: ConfigError for a density outside (0, 1]; WireFormatError for indices that are out of range or not
+    ascending.
+    Source: ScaleCom (Chen et al. 2020) as Abrahamyan et al. 2021 describe it, section II. Differs: no low-pass filter
+    on the residuals, which they do not mention.
+    """
+
+    indices: str = field(default="auto", kw_only=True)
+    feedback: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.indices not in CODINGS:
+            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {self.indices!r}")
+        if not isinstance(self.feedback, bool):
+            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+
+    @cached_property
+    def traits(self) -> Traits:
+        """A residual by default, since a selection is biased."""
+        return Traits(keeps_residual=self.feedback, contributes=True)
+
+    def wire_bytes(self, group: Group) -> Sizes:
+        """The leader's: indices and values; with DEFLATE, values only."""
+        return super().wire_bytes(group) + self.format(group.table).row_bytes(self.limits(group.table))
+
+    def format(self, table: Table) -> IndexFormat:
+        """How the leader's indices travel."""
+        return IndexFormat(table["length"].astype(np.int64), self.indices)
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """One Broadcast and one Sum."""
+        form = group.scratch.once("format", lambda: self.format(group.table))
+        chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
+        most = group.scratch.once("most", lambda: form.most_bytes(chosen.counts, fixed=True))
+        table, leader = group.inputs, context.draw.step % context.world
+        flags = np.zeros(len(table), dtype=np.uint8)
+
+        def write(view: Bytes) -> tuple[Bytes, int]:
+            if context.draw.rank != leader:
+                selection.contribute(table, flags, context.factors(len(group.table)), decay=context.decay)
+                return flags, 0
+            selection.select_top(
+                table,
+                flags,
+                context.factors(len(group.table)),
+                chosen.counts,
+                chosen.offsets,
+                chosen.indices,
+                chosen.values,
+                decay=context.decay,
+            )
+            return flags, form.encode(chosen, view, 0)
+
+        reply = yield Broadcast(most, write, leader, fixed=not form.deflated)
+        with sent_by(context.servers + leader):
+            form.decode(reply.data, chosen)
+        return (yield from self.sum_at(group, context, chosen, lambda: flags))

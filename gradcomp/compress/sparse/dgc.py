@@ -1,0 +1,131 @@
+"""Deep Gradient Compression: a sampled threshold, momentum correction and masking, local clipping, density warm-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gradcomp.compress.base import Compressor, Traits
+from gradcomp.compress.identity import Identity
+from gradcomp.compress.registry import register
+from gradcomp.compress.sparse.estimated_threshold import EstimatedThreshold, Floats, is_number
+from gradcomp.compress.wrappers.local_clip import LocalClip
+from gradcomp.compress.wrappers.momentum_correction import MomentumCorrection
+from gradcomp.compress.wrappers.schedule import DensitySchedule
+from gradcomp.core.errors import ConfigError
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Sizes, Table
+
+#: Densities of the warm-up, as far as they are above the final one.
+WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
+
+# A sampled rank r estimates k with a relative deviation of about 1 / sqrt(r).
+_LEAST_RANK = 10
+
+
+@register("dgc")
+@dataclass(frozen=True)
+class DGC(EstimatedThreshold):
+    """Send the elements above a threshold that a sample of each layer gives, of each rank's clipped momentum.
+
+    u_t = m u_{t-1} + clip(g_t);  p_t = u_t + e_t;  t = magnitude of rank density x m among m sampled |p|;
+    S = {i: |p_i| >= t}, or the k = round(density n) largest of them;  e_{t+1} = p_t outside of S;  u_t = 0 inside of S.
+
+    ``momentum_factor``: m; 0: no momentum. ``mask``: set the momentum of what was sent to zero. ``clip``: the largest
+    norm as in :class:`LocalClip`; None: no clipping. ``sample``: share of a layer that is sampled, in strides of
+    round(1 / sample) from a place that varies with the step; layers whose sample would say little, those with fewer
+    than 10 sampled elements above the threshold, are read whole, which selects as :class:`TopK` does. ``warmup_steps``:
+    densities of 25, 6.25, 1.5625 and 0.4%, those above ``density``, for equal parts of so many steps. The optimizer
+    must have no momentum of its own; a warning says so if it has.
+
+    Wire: at most k values and coded indices, with 4 bytes per layer that say how many: two rounds, the first for the
+    sizes.
+    State: a residual and, with momentum, u per layer: 16 bytes per element.
+    Errors: ConfigError for a density or sample outside (0, 1], a momentum outside [0, 1), a warm-up of fewer steps
+    than it has densities, and what LocalClip refuses.
+    Source: Deep Gradient Compression (Lin et al. 2018) as used in Abrahamyan et al. 2021, section V-A, and Tyagi and
+    Swany 2023, section IV. Differs: strides instead of random samples; clipping per layer; no Nesterov form; warm-up in
+    steps instead of epochs.
+    """
+
+    density: float = 0.001
+    momentum_factor: float = 0.9
+    mask: bool = True
+    clip: float | None = None
+    sample: float = 0.01
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.momentum_factor) or not 0.0 <= self.momentum_factor < 1.0:
+            raise ConfigError(f"the momentum factor must be in [0, 1), got {self.momentum_factor!r}")
+        if not isinstance(self.mask, bool):
+            raise ConfigError(f"mask must be true or false, got {self.mask!r}")
+        if not is_number(self.sample) or not 0.0 < self.sample <= 1.0:
+            raise ConfigError(f"sample must be in (0, 1], got {self.sample!r}")
+        steps = self.warmup_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"warmup_steps must be a whole number of at least 0, got {steps!r}")
+        if 0 < steps < len(self._warmup_levels):
+            raise ConfigError(
+                f"a warm-up through {len(self._warmup_levels)} densities takes at least as many steps, got {steps}"
+            )
+        self.dense(Identity())  # raises for what the wrappers refuse
+
+    @cached_property
+    def traits(self) -> Traits:
+        """Momentum and clipping as well."""
+        return Traits(
+            keeps_residual=self.feedback,
+            contributes=True,
+            momentum=self.momentum_factor,
+            masks_momentum=self.mask and self.momentum_factor > 0,
+            clip_norm=self.clip,
+        )
+
+    def dense(self, exact: Compressor) -> Compressor:
+        """``exact``, with the same momentum and clipping."""
+        if self.momentum_factor:
+            exact = MomentumCorrection(exact, self.momentum_factor, self.mask)
+        return exact if self.clip is None else LocalClip(exact, self.clip)
+
+    @property
+    def _warmup_levels(self) -> tuple[float, ...]:
+        return tuple(level for level in WARMUP_DENSITIES if level > self.density)
+
+    @property
+    def _schedule(self) -> DensitySchedule | None:
+        levels = self._warmup_levels
+        if not self.warmup_steps or not levels:
+            return None
+        return DensitySchedule(replace(self, warmup_steps=0), levels, self.warmup_steps // len(levels))
+
+    def at_step(self, step: int) -> Compressor:
+        """Itself without warm-up, at the step's density."""
+        return self._schedule.at_step(step) if self._schedule else replace(self, warmup_steps=0)
+
+    def bare(self) -> Compressor:
+        """The threshold alone."""
+        return replace(self, momentum_factor=0.0, clip=None, warmup_steps=0)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The end of every part of the warm-up."""
+        return self._schedule.changes if self._schedule else ()
+
+    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+        """From a sample, or from all of a layer that is too small for one."""
+        stride = round(1 / self.sample)
+        found = np.zeros(len(table), dtype=np.float32)
+        sampled = wanted >= _LEAST_RANK * stride
+        for rows, distance in ((sampled, stride), (~sampled, 1)):
+            if rows.any():
+                estimates = np.empty(int(rows.sum()), dtype=np.float32)
+                selection.sample_thresholds(
+                    table[rows], wanted[rows], estimates, stride=distance, phase=step % distance
+                )
+                found[rows] = estimates
+        found[wanted == table["length"]] = 0  # all of it, not only what exceeds the smallest sampled element
+        return found

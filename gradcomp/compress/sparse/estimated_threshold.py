@@ -1,0 +1,74 @@
+"""What sparse compressors share that send all elements from an estimated threshold on."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.sparse.base import ByDensity, Sparse
+from gradcomp.compress.sparse.payload import Selection
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Group, Sizes, Table
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+
+def is_number(value: object) -> bool:
+    """Whether a field holds a number; True is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class EstimatedThreshold(ByDensity, Sparse):
+    """Base: S = the elements with |p| >= t, where t is chosen for about k = round(density n) of them.
+
+    If there are more than ``limits``, the largest of them (re-selection; ties to the lower index). A row that is not
+    finite selects nothing. The level is the density.
+    """
+
+    fixed = False
+    by_kernels = True
+
+    @abstractmethod
+    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+        """Of every row: p lies in its next residual and is finite; ``wanted`` is k."""
+
+    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+        """What reaches the threshold."""
+        table = group.inputs
+        selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
+        finite = flags == 0
+        thresholds = np.full(len(table), np.nan, dtype=np.float32)  # which nothing reaches
+        rows = table[finite]
+        thresholds[finite] = self.thresholds(rows, rows["bits"].astype(np.int64), context.draw.step)
+        limits = group.scratch.once("limits", lambda: self.limits(group.table))
+        selection.select_above(
+            table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Tails:
+    """Over the elements of each row with |p| >= its threshold: number, sum of |p|, sum of |p|^2, largest |p|."""
+
+    counts: Sizes
+    sums: Doubles
+    squares: Doubles
+    maxima: Floats
+
+    @staticmethod
+    def of(table: Table, thresholds: Floats) -> Tails:
+        """One pass over the rows."""
+        rows = len(table)
+        found = Tails(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, np.float32))
+        selection.tail(table, thresholds, found.counts, found.sums, found.squares, found.maxima)
+        return found
+
+    def at(self, rows: npt.NDArray[np.bool_]) -> Tails:
+        """Those of some rows."""
+        return Tails(self.counts[rows], self.sums[rows], self.squares[rows], self.maxima[rows])

@@ -1,0 +1,144 @@
+"""Global top-k: the largest elements of the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Traits
+from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.registry import register
+from gradcomp.compress.sparse.base import Sparse, check_density
+from gradcomp.compress.sparse.payload import Selection, places_of
+from gradcomp.core.plan import Level
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Group, Sizes, Table
+
+#: A density in the table's whole numbers.
+_DENSITY_UNITS = 1 << 30
+
+
+@register("global_topk")
+@dataclass(frozen=True)
+class GlobalTopK(Sparse):
+    """Send the k = round(density n) elements of largest magnitude of the whole model, n elements in all; at least one.
+
+    S = the k largest |p_i| over all layers together, ties by layer, in the order in which they travel, and then by
+    lower index. Layers of small gradients may send nothing for long. Where densities differ by layer, k = round(sum
+    over layers of density n). The level is the density.
+
+    For comparison: the selection waits for the last gradient, so nothing overlaps with backward. One model is what
+    travels under this compressor in one dtype, without layers that nobody used in the last steps.
+
+    Wire: k values and their coded indices, and a count per layer (4 bytes), to all ranks: (N - 1) d bytes per rank for
+    a payload of d bytes; one round of sizes and one of payloads. ``wire_bytes`` shares k out in proportion to n.
+    State: a residual per layer.
+    Errors: ConfigError for a density outside (0, 1].
+    Source: Markov et al. 2024, section 5.3; Markov 2024, section 4.6.3 (Global TopK).
+    """
+
+    level_field: ClassVar[str | None] = "density"
+    fixed = False
+
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_density(self.density)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """The selection is the whole model's."""
+        return Traits(keeps_residual=self.feedback, contributes=True, whole_model=True)
+
+    def fill(self, table: Table, level: Level) -> None:
+        """The level is the density; ``bits`` holds it in units of 2**-30, since k is nothing that a row has."""
+        check_density(level)
+        assert level is not None, "checked"
+        table["bits"] = round(level * _DENSITY_UNITS)
+        table["bucket_size"] = 1
+
+    def limits(self, table: Table) -> Sizes:
+        """All k may lie in one layer."""
+        return np.minimum(table["length"].astype(np.int64), elements_of_model(table))
+
+    def wire_bytes(self, group: Group) -> Sizes:
+        """As if every layer sent its share of k: together about what travels, wherever the largest elements are."""
+        table = group.table
+        lengths = table["length"].astype(np.int64)
+        ends = np.rint(np.cumsum(lengths) * (elements_of_model(table) / max(1, int(lengths.sum()))))
+        shares = np.diff(ends, prepend=0).astype(np.int64)
+        return self.format(table).wire_bytes(np.minimum(shares, lengths))
+
+    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+        """The k largest of all rows; nothing from rows that are not finite."""
+        table = group.inputs
+        limits = group.scratch.once("limits", lambda: self.limits(table))
+        count = group.scratch.once("count", lambda: elements_of_model(table))
+        selection.contribute(table, flags, context.factors(len(group.table)), decay=context.decay)
+        thresholds = _common_threshold(table, flags, count)
+        selection.select_above(
+            table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts
+        )
+        _keep_largest(chosen, count)
+
+
+def elements_of_model(table: Table) -> int:
+    """k: the sum of density n over the rows, rounded; at least 1 of any."""
+    # Whole numbers without bounds, so that all ranks agree.
+    lengths: list[int] = table["length"].tolist()
+    densities: list[int] = table["bits"].tolist()
+    total = sum(n * density for n, density in zip(lengths, densities, strict=True))
+    return min(max(1, round(total / _DENSITY_UNITS)), sum(lengths))
+
+
+def _common_threshold(table: Table, flags: Bytes, count: int) -> npt.NDArray[np.float32]:
+    """A magnitude that at least ``count`` elements of all rows reach, if there are so many, and not many more.
+
+    Equal for all rows but those that are flagged, where nothing reaches it. Magnitudes are ordered as the bits that
+    they are stored in: a bisection of those finds the largest such magnitude in at most 32 passes; it stops where no
+    more than twice ``count`` elements are left.
+    """
+    rows = len(table)
+    counts, sums, squares = np.zeros(rows, dtype=np.int64), np.zeros(rows), np.zeros(rows)
+    maxima = np.zeros(rows, dtype=np.float32)
+
+    def at(bits: int) -> npt.NDArray[np.float32]:
+        return np.where(flags, np.float32(np.nan), np.array(bits, dtype=np.uint32).view(np.float32))
+
+    def reached(bits: int) -> int:
+        selection.tail(table, at(bits), counts, sums, squares, maxima)
+        return int(counts.sum())
+
+    # Enough reach `low`, too few reach `high`.
+    low, found = 0, reached(0)
+    high = int(maxima.max(initial=0).view(np.uint32)) + 1
+    while found > 2 * count and high - low > 1:
+        middle = (low + high) // 2
+        beyond = reached(middle)
+        if beyond >= count:
+            low, found = middle, beyond
+        else:
+            high = middle
+    return at(low)
+
+
+def _keep_largest(chosen: Selection, count: int) -> None:
+    """Keep the ``count`` largest of the selected elements, ties by row and then by index."""
+    places = places_of(chosen)
+    if len(places) <= count:
+        return
+    magnitudes = np.abs(chosen.values[places])
+    smallest = np.partition(magnitudes, len(magnitudes) - count)[len(magnitudes) - count]
+    kept = magnitudes > smallest
+    ties = np.flatnonzero(magnitudes == smallest)
+    kept[ties[: count - np.count_nonzero(kept)]] = True
+    rows = np.repeat(np.arange(len(chosen.counts)), chosen.counts)[kept]
+    places = places[kept]
+    chosen.counts[:] = np.bincount(rows, minlength=len(chosen.counts))
+    into = places_of(chosen)
+    chosen.indices[into], chosen.values[into] = chosen.indices[places], chosen.values[places]

@@ -1,0 +1,266 @@
+"""Two densities of one selection in every step, one of which is sent: what GraVAC decides by (Tyagi and Swany 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.identity import Identity
+from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather, Observations, Sum
+from gradcomp.compress.registry import register
+from gradcomp.compress.sparse.base import (
+    ByDensity,
+    Sparse,
+    check_density,
+    elements_at,
+    keep_errors,
+    scatter_payloads,
+)
+from gradcomp.compress.sparse.payload import Selection, SparseFormat
+from gradcomp.compress.sparse.topk import TopK
+from gradcomp.compress.wrappers.base import Wrapper
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.vectors import HostVector
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Codec, Group, Scratch, Sizes, Table
+from gradcomp.kernels.devices import HOST
+from gradcomp.kernels.segments import FLOAT32, FP32, SEGMENT
+
+Addresses = npt.NDArray[np.uint64]
+
+#: What may be sent.
+CANDIDATE, MINIMUM, DENSE = "candidate", "minimum", "dense"
+
+#: Names of what is noted of every layer: squared norms of p, of its selection and of the candidate's.
+TOTAL, KEPT, KEPT_BY_CANDIDATE = "graded.total", "graded.minimum", "graded.candidate"
+
+
+@register("graded")
+@dataclass(frozen=True)
+class Graded(Wrapper):
+    """Select at two densities, the second among what the first selected; send one of the two, or everything.
+
+    p = scale g + decay e;  S_min = ``inner``'s selection at its density;  S_c = the k_c = round(``candidate`` n)
+    largest elements of S_min, ties to the lower index, at most as many as S_min has. ``send``: ``candidate`` sends p on
+    S_c, ``minimum`` on S_min, and e' = p outside, as ``inner`` has it; ``dense`` sends p, and e' = 0. The level is
+    ``inner``'s density.
+
+    A controller that looks on finds the squared norms of p, of p on S_min and of p on S_c (float64, per layer) among
+    the observations ``graded.total``, ``graded.minimum`` and ``graded.candidate``; without one nothing is selected that
+    is not sent. The second selection reads what the first one selected and not the layer. Of an exact top-k it is the
+    exact top-k: ``Graded(TopK(0.1), 0.01)`` sends the bytes of ``TopK(0.01)``.
+
+    Momentum and clipping are ``inner``'s. Masked momentum starts again where an element was sent: with ``dense``
+    everywhere.
+
+    Wire: as ``inner`` at the density that is sent; dense: one Sum of 4 bytes per element, 2 d (N-1)/N bytes per rank
+    for d bytes, added by the transport's own allreduce.
+    State: as ``inner``.
+    Errors: ConfigError for an ``inner`` that does not select elements by density on every rank, a candidate outside
+    (0, 1], and any other ``send``.
+    Source: Tyagi and Swany 2023, section IV-C (multi-level compression) and Algorithm 1, lines 6 to 8, 13, 18 and 23.
+    """
+
+    candidate: float = 0.001
+    send: str = CANDIDATE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (isinstance(self.inner, ByDensity) and isinstance(self.inner, Sparse)):
+            raise ConfigError(
+                "graded takes a compressor that selects a share of each layer on every rank (topk, dgc, redsync, "
+                f"sidco), got {self.inner.to_string()}; wrappers go around graded"
+            )
+        check_density(self.candidate)
+        if self.send not in (CANDIDATE, MINIMUM, DENSE):
+            raise ConfigError(f"send must be candidate, minimum or dense, got {self.send!r}")
+
+    def bare(self) -> Compressor:
+        """What is sent. The candidate is a top k: of elements that a threshold selected, the largest are sent."""
+        if self.send == DENSE:
+            return Identity()
+        inner = self._inner
+        return inner.bare() if self.send == MINIMUM else TopK(self.candidate, values=inner.values)
+
+    def wire_bytes(self, group: Group) -> Sizes:
+        """Of what is sent."""
+        if self.send == DENSE:
+            return 4 * group.table["length"].astype(np.int64)
+        form = self._format(group.table)
+        return form.wire_bytes(form.limits)
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """One Gather, or one Sum."""
+        return self._dense(group, context) if self.send == DENSE else self._sparse(group, context)
+
+    def _sparse(self, group: Group, context: Context) -> Exchange:
+        form = group.scratch.once("format", lambda: self._format(group.table))
+
+        def write(view: Bytes) -> tuple[Bytes, int]:
+            flags = np.zeros(len(group.table), dtype=np.uint8)
+            levels = self._levels(group)
+            self._select(levels, group.inputs["next_residual"], group, context, flags)
+            chosen = levels.candidate() if self.send == CANDIDATE else levels.minimum
+            used, errors = form.encode(chosen, view, flags, context.draw)
+            keep_errors(group, chosen, errors)
+            return flags, used
+
+        reply = yield Gather(form.max_bytes, write, form.fixed)
+        return scatter_payloads(form, group, context, reply.data, reply.flags)
+
+    def _dense(self, group: Group, context: Context) -> Exchange:
+        lengths = group.table["length"].astype(np.int64)
+        # Exactly as a Sum's buffer holds the segments: one after the other.
+        group.table["payload"] = 4 * (np.cumsum(lengths) - lengths)
+
+        def write(view: Floats) -> Bytes:
+            flags = np.zeros(len(group.table), dtype=np.uint8)
+            # p is made where it is sent from, or, on a device, before it goes there.
+            made = HostVector(view) if group.scratch.device is HOST else group.scratch.vector("p", len(view))
+            places = np.uint64(made.address) + group.table["payload"].astype(np.uint64)
+            self._select(self._levels(group), places, group, context, flags)
+            if group.scratch.device is not HOST:
+                view[:] = made.read(0, len(view))
+            view[np.repeat(flags != 0, lengths)] = np.nan
+            if group.feedback:
+                _clear(group, "next_residual")
+            if group.compressor.traits.masks_momentum:
+                _clear(group, "gradient")  # which holds the momentum, float32
+            return flags
+
+        reply = yield Sum(group.elements, write)
+        flags = np.zeros_like(reply.flags)
+        Codec(FP32).decode(
+            group.table, reply.data.view(np.uint8), flags, divisor=context.divisor, scale=context.unscale
+        )
+        return flags
+
+    def _format(self, table: Table) -> SparseFormat:
+        """The payload of what is sent."""
+        inner = self._inner
+        if self.send == MINIMUM:
+            return inner.format(table)
+        return SparseFormat(table, self.wanted(table), inner.fixed, inner.indices, inner.values)
+
+    def wanted(self, table: Table) -> Sizes:
+        """k_c of each row."""
+        wanted: Sizes = np.minimum(
+            elements_at(self.candidate, table["length"].astype(np.int64)), table["bits"]
+        ).astype(np.int64)
+        return wanted
+
+    @property
+    def _inner(self) -> Sparse:
+        assert isinstance(self.inner, Sparse), "checked"
+        return self.inner
+
+    def _levels(self, group: Group) -> Levels:
+        """Working memory, made once for a group."""
+        return group.scratch.once("levels", lambda: Levels(group, self._inner, self.wanted(group.table)))
+
+    def _select(
+        self, levels: Levels, places: Addresses, group: Group, context: Context, flags: Bytes
+    ) -> None:
+        """Write p to ``places``, and select from it what is to be sent or looked at."""
+        levels.group.inputs[:] = group.inputs
+        levels.group.inputs["next_residual"] = places
+        watcher = context.observations
+        if self.send == DENSE and (watcher is None or levels.everything):
+            factors = context.factors(len(flags))
+            selection.contribute(levels.group.inputs, flags, factors, decay=context.decay)
+            if watcher is not None:
+                levels.note_everything(watcher)
+            return
+        self._inner.select(levels.group, context, levels.minimum, flags)
+        if watcher is not None or self.send == CANDIDATE:
+            levels.refine()
+        if watcher is not None:
+            levels.note(watcher)
+
+
+class Levels:
+    """Both selections of a group, and what is needed to make the second from the first."""
+
+    def __init__(self, group: Group, inner: Sparse, wanted: Sizes) -> None:
+        self.group = replace(
+            group, compressor=inner, table=group.table.copy(), scratch=Scratch(group.scratch.device)
+        )
+        self.minimum = Selection.allocate(inner.limits(group.table))
+        self.everything = bool((wanted == group.table["length"]).all())
+        self._wanted = wanted
+        self._top = Selection.allocate(wanted)  # whose indices count within the first selection
+        self._indices = np.zeros_like(self._top.indices)
+        rows = len(group.table)
+        self._ones = np.ones(rows, dtype=np.float32)
+        self._values = np.zeros(rows, dtype=SEGMENT)
+        self._values["dtype"] = FLOAT32
+
+    def refine(self) -> None:
+        """The largest of what was selected: one call over the selected values."""
+        first, top, table = self.minimum, self._top, self._values
+        np.minimum(self._wanted, first.counts, out=top.counts)
+        _point_to(table, "gradient", first.values, first)
+        table["next_residual"] = table["gradient"]  # where the same values are written
+        finite = np.zeros(len(table), dtype=np.uint8)
+        selection.select_top(
+            table, finite, self._ones, top.counts, top.offsets, top.indices, top.values, decay=1.0
+        )
+
+    def candidate(self) -> Selection:
+        """The second selection, its indices counted within layers."""
+        first, top, table = self.minimum, self._top, self._values
+        _point_to(table, "next_residual", first.indices, first)
+        # Four bytes are four bytes: the kernel that gathers values gathers indices.
+        gathered = self._indices.view(np.float32)
+        selection.take(table, top.offsets, top.counts, top.indices, gathered)
+        return Selection(top.offsets, top.counts, self._indices, top.values)
+
+    def note(self, watcher: Observations) -> None:
+        """Squared norms of p and of both selections."""
+        layers = self.group.layers
+        watcher.add(TOTAL, layers, self._squares_of_p())
+        squares = np.zeros(len(layers))
+        for name, chosen in ((KEPT, self.minimum), (KEPT_BY_CANDIDATE, self._top)):
+            _point_to(self._values, "gradient", chosen.values, chosen)
+            selection.squares(self._values, squares)
+            watcher.add(name, layers, squares)
+
+    def note_everything(self, watcher: Observations) -> None:
+        """The same where both selections are the whole layers."""
+        squares = self._squares_of_p()
+        for name in (TOTAL, KEPT, KEPT_BY_CANDIDATE):
+            watcher.add(name, self.group.layers, squares)
+
+    def _squares_of_p(self) -> npt.NDArray[np.float64]:
+        table = self.group.inputs.copy()
+        table["gradient"], table["dtype"] = table["next_residual"], FLOAT32
+        squares = np.zeros(len(table))
+        selection.squares(table, squares)
+        return squares
+
+
+def _point_to(table: Table, column: str, flat: Floats, chosen: Selection) -> None:
+    """Rows are the selections in a flat array of 4-byte items."""
+    table[column] = flat.ctypes.data + 4 * chosen.offsets
+    table["length"] = chosen.counts
+
+
+def _clear(group: Group, column: str) -> None:
+    """Write zeros where the addresses in the column point to."""
+    zeros = group.inputs.copy()
+    zeros["next_residual"] = zeros[column]
+    zeros["gradient"] = zeros["residual"] = 0
+    rows = len(zeros)
+    selection.contribute(zeros, np.zeros(rows, np.uint8), np.ones(rows, np.float32), decay=1.0)
+
+
+def graded(compressor: Compressor, density: float, candidate: float, send: str) -> Compressor:
+    """The compressor with its selections in :class:`Graded`, inside of its wrappers. ConfigError if it has none."""
+    if isinstance(compressor, Graded):
+        compressor = compressor.inner
+    if isinstance(compressor, Wrapper):
+        return compressor.around(graded(compressor.inner, density, candidate, send))
+    return Graded(compressor, candidate, send).with_level(density)

@@ -1,0 +1,281 @@
+"""How selected elements of a group's layers travel: counts, indices, values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Coded
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.kernels import indices as kernel
+from gradcomp.kernels.codec import Draw, Sizes, Table
+from gradcomp.kernels.cuda.mirrors import address_of
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.kernels.segments import FLOAT32, SEGMENT
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.uint32]
+
+#: Words for index codings; ``auto`` takes the smallest for (n, k), row by row.
+CODINGS = {
+    "auto": None,
+    "raw": kernel.RAW,
+    "packed": kernel.PACKED,
+    "bitmap": kernel.BITMAP,
+    "deflate": kernel.RAW,
+}
+
+_DEFLATE_LEVEL = 6
+
+
+@dataclass(eq=False)
+class Selection:
+    """Selected elements: those of row i are ``offsets[i]`` ... ``offsets[i] + counts[i]`` of the flat arrays.
+
+    ``indices``: ascending within each row. ``values``: float32. On a ``device``, kernels alone may touch both.
+    """
+
+    offsets: Sizes
+    counts: Sizes
+    indices: Indices
+    values: Floats
+    device: Device = HOST
+
+    @staticmethod
+    def allocate(limits: Sizes, device: Device = HOST) -> Selection:
+        """Room for up to ``limits[i]`` elements of row i, for kernels of a device."""
+        ends = np.cumsum(limits)
+        total = int(ends[-1]) if len(ends) else 0
+        return Selection(
+            ends - limits,
+            limits.copy(),
+            device.array(total, np.uint32),
+            device.array(total, np.float32),
+            device,
+        )
+
+
+class IndexFormat:
+    """How the indices of a group's rows travel, where both sides know how many there are.
+
+    Row by row (:mod:`gradcomp.kernels.codings`); with DEFLATE, the differences between neighbours in 4 bytes, all rows
+    together, compressed: then no formula knows the size.
+    """
+
+    def __init__(self, lengths: Sizes, coding: str) -> None:
+        if coding not in CODINGS:
+            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {coding!r}")
+        self.lengths = lengths
+        self.deflated = coding == "deflate"
+        self._coding = CODINGS[coding]
+        self._last: tuple[bytes, npt.NDArray[np.int32], Sizes] | None = None
+
+    def row_bytes(self, counts: Sizes) -> Sizes:
+        """Bytes of every row; 0 with DEFLATE."""
+        return np.zeros_like(counts) if self.deflated else self._coded(counts)[1]
+
+    def most_bytes(self, limits: Sizes, fixed: bool) -> int:
+        """Bytes of all rows: with ``limits`` elements each, or with at most so many."""
+        if self.deflated:
+            size = int(4 * limits.sum())
+            return len(zlib.compress(b"")) + size + size // 1000 + 64
+        # Fewer indices may take more bytes: PACKED and BITMAP have a part that depends on n alone.
+        slack = 0 if fixed else (self.lengths + 7) // 8 + 16
+        return int((self.row_bytes(limits) + slack).sum())
+
+    def _coded(self, counts: Sizes) -> tuple[npt.NDArray[np.int32], Sizes]:
+        """Coding and bytes of every row. Counts are mostly those of the call before."""
+        key = counts.tobytes()
+        if self._last is None or self._last[0] != key:
+            codings = (
+                kernel.smallest_coding(self.lengths, counts)
+                if self._coding is None
+                else np.full(len(counts), self._coding, dtype=np.int32)
+            )
+            self._last = key, codings, kernel.index_bytes(codings, self.lengths, counts)
+        return self._last[1:]
+
+    def encode(self, chosen: Selection, payload: Bytes, at: int) -> int:
+        """Write the indices from byte ``at`` on; returns where they end."""
+        if self.deflated:
+            packed = zlib.compress(_differences(chosen).tobytes(), _DEFLATE_LEVEL)
+            payload[at : at + len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+            return at + len(packed)
+        counts = chosen.counts
+        codings, sizes = self._coded(counts)
+        places = at + np.cumsum(sizes) - sizes
+        kernel.encode_indices(codings, self.lengths, counts, chosen.offsets, chosen.indices, places, payload)
+        return at + int(sizes.sum())
+
+    def decode(self, payload: Bytes, into: Selection) -> None:
+        """Read ``into.counts`` indices of each row. ValueError or zlib.error for bytes that cannot be theirs."""
+        counts = into.counts
+        if self.deflated:
+            _add_up(_inflate(payload, 4 * int(counts.sum())), into, self.lengths)
+            return
+        codings, sizes = self._coded(counts)
+        if len(payload) != int(sizes.sum()):
+            raise ValueError(f"{len(payload)} bytes of indices where the counts ask for {int(sizes.sum())}")
+        places = np.cumsum(sizes) - sizes
+        kernel.decode_indices(codings, self.lengths, counts, into.offsets, into.indices, places, payload)
+
+
+@contextmanager
+def sent_by(sender: int) -> Iterator[None]:
+    """Where a payload of rank ``sender`` is read: WireFormatError for what it cannot have sent."""
+    try:
+        yield
+    except (ValueError, zlib.error) as error:
+        raise WireFormatError(f"rank {sender} sent an impossible sparse payload: {error}") from error
+
+
+class SparseFormat:
+    """The payload of a group: its size if counts are fixed, encode and decode.
+
+    ``limits``: elements of each row, at most, or exactly if ``fixed``. Layout: the counts (4 bytes each, only if they
+    vary), the coded indices row by row, the coded values row by row. Deflated indices come last; then no size is fixed.
+    Attribute ``device``: where its selections are; the host if they are to be deflated there. ``in_one_call``: whether
+    what is encoded, and what is decoded, needs nothing of the host between its kernels. ``draws``: whether coded values
+    depend on the step's random numbers.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        limits: Sizes,
+        fixed: bool,
+        indices: str,
+        values: Coded,
+        device: Device = HOST,
+    ) -> None:
+        self._indices = IndexFormat(table["length"].astype(np.int64), indices)
+        self.device = HOST if self._indices.deflated else device
+        self.limits = limits
+        self.fixed = fixed and not self._indices.deflated
+        self._counts_travel = not fixed
+        self._values = np.zeros(len(table), dtype=SEGMENT)
+        self._values["layer"], self._values["dtype"] = table["layer"], FLOAT32
+        self._codec = values.codec_for(self._values)
+        values.fill(self._values, values.level)
+        self._lossless = values.traits.exact
+        self.draws = self._codec.stochastic
+        self.in_one_call = self.fixed and self.device is not HOST
+        self.max_bytes = int(self._without_indices(limits).sum()) + self._indices.most_bytes(limits, fixed)
+        self._errors: Floats = self.device.array(int(limits.sum()), np.float32)
+
+    def wire_bytes(self, counts: Sizes) -> Sizes:
+        """Bytes of every row; without the indices where those are deflated, which no formula knows."""
+        return self._without_indices(counts) + self._indices.row_bytes(counts)
+
+    def _without_indices(self, counts: Sizes) -> Sizes:
+        self._values["length"] = counts
+        return self._codec.wire_bytes(self._values) + 4 * self._counts_travel
+
+    def encode(self, chosen: Selection, payload: Bytes, flags: Bytes, draw: Draw) -> tuple[int, Floats]:
+        """Fill the payload; returns the bytes used, and by how much the values that arrive will be too small.
+
+        Rows whose values cannot be coded are flagged.
+        """
+        counts, at = chosen.counts, 0
+        if self._counts_travel:
+            at = 4 * len(counts)
+            payload[:at] = counts.astype("<u4").view(np.uint8)
+        if not self._indices.deflated:
+            at = self._indices.encode(chosen, payload, at)
+        at = self._place_values(counts, at)
+        table = self._values.copy()  # a call that is repeated keeps it
+        table["gradient"] = address_of(chosen.values) + 4 * chosen.offsets
+        table["next_residual"] = 0 if self._lossless else address_of(self._errors) + 4 * chosen.offsets
+        self._codec.encode(table, payload[:at], flags, draw)
+        if self._indices.deflated:
+            at = self._indices.encode(chosen, payload, at)
+        return at, self._errors
+
+    def _place_values(self, counts: Sizes, at: int) -> int:
+        """Payload offsets of the values behind byte ``at``; returns where they end."""
+        self._values["length"] = counts
+        sizes = self._codec.wire_bytes(self._values)
+        self._values["payload"] = at + np.cumsum(sizes) - sizes
+        return at + int(sizes.sum())
+
+    def decode(self, payload: Bytes, into: Selection, sender: int) -> None:
+        """What rank ``sender`` sent, into ``into``: nothing in it is believed. WireFormatError for what cannot be."""
+        with sent_by(sender):
+            self._decode(payload, into)
+
+    def _decode(self, payload: Bytes, into: Selection) -> None:
+        at, counts = 0, self.limits
+        if self._counts_travel:
+            at = 4 * len(self.limits)
+            if len(payload) < at:
+                raise ValueError(
+                    f"{len(payload)} bytes are too few for the counts of {len(self.limits)} rows"
+                )
+            counts = payload[:at].view("<u4").astype(np.int64)
+            if (counts > self.limits).any():
+                row = int(np.argmax(counts > self.limits))
+                raise ValueError(
+                    f"row {row}: {counts[row]} elements, at most {self.limits[row]} are possible"
+                )
+        into.counts[:] = counts
+        values_at = at + int(self._indices.row_bytes(counts).sum())
+        end = self._place_values(counts, values_at)
+        deflated = self._indices.deflated
+        if len(payload) < end or (len(payload) > end and not deflated):
+            raise ValueError(f"{len(payload)} bytes where the counts ask for {end}")
+        self._indices.decode(payload[end:] if deflated else payload[at:values_at], into)
+        table = self._values.copy()
+        table["output"] = address_of(into.values) + 4 * into.offsets
+        # A value that is not finite shows in the mean.
+        self._codec.decode(table, payload[:end], np.zeros(len(counts), dtype=np.uint8))
+
+
+def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
+    """Each index minus the one before it in its row; first of all that of an imagined -1, so that none is 0."""
+    places = places_of(chosen)
+    picked = chosen.indices[places].astype(np.int64)
+    first = np.zeros(len(picked), dtype=np.bool_)
+    begins = np.cumsum(chosen.counts) - chosen.counts
+    first[begins[chosen.counts > 0]] = True
+    before = np.where(first, -1, np.concatenate(([-1], picked[:-1])))
+    return (picked - before).astype("<u4")
+
+
+def places_of(chosen: Selection) -> Sizes:
+    """Where the selected elements lie in the flat arrays, row after row."""
+    ends = np.cumsum(chosen.counts)
+    shift = np.repeat(chosen.offsets - ends + chosen.counts, chosen.counts)
+    places: Sizes = np.arange(len(shift)) + shift
+    return places
+
+
+def _inflate(stream: Bytes, nbytes: int) -> npt.NDArray[np.int64]:
+    """Exactly so many bytes as numbers; never more, whatever the stream promises."""
+    inflater = zlib.decompressobj()
+    data = (
+        inflater.decompress(stream.tobytes(), nbytes + 1)
+        if nbytes
+        else inflater.decompress(stream.tobytes(), 1)
+    )
+    if len(data) != nbytes or not inflater.eof or inflater.unused_data:
+        raise ValueError(f"the deflated indices do not hold {nbytes} bytes")
+    return np.frombuffer(data, dtype="<u4").astype(np.int64)
+
+
+def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes) -> None:
+    """Indices from differences, checked."""
+    if (differences < 1).any():
+        raise ValueError("indices that do not ascend")
+    counts = into.counts
+    totals = np.concatenate(([0], np.cumsum(differences)))
+    begins = np.cumsum(counts) - counts
+    found = totals[1:] - np.repeat(totals[begins], counts) - 1
+    if (found >= np.repeat(lengths, counts)).any():
+        raise ValueError("an index out of range")
+    into.indices[places_of(into)] = found.astype(np.uint32)

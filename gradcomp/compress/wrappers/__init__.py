@@ -1,0 +1,1 @@
+"""Wrappers: what acts around a compressor, as momentum, clipping, feedback and schedules."""

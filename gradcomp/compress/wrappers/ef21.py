@@ -1,0 +1,222 @@
+"""EF21: every rank sends by how much its gradient differs from what all know of it (Richtarik et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Compressor, Traits, zeros
+from gradcomp.compress.bounds import ANY_LAYER, check_feedback_around
+from gradcomp.compress.messages import (
+    Broadcast,
+    Bytes,
+    Context,
+    Exchange,
+    Floats,
+    Gather,
+    Message,
+    Reduce,
+    Reply,
+    Sum,
+)
+from gradcomp.compress.registry import register
+from gradcomp.compress.wrappers.base import Wrapper
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.state import Begin
+from gradcomp.kernels import routines, selection
+from gradcomp.kernels.codec import Codec, Group, Scratch
+from gradcomp.kernels.segments import FLOAT32, FP32
+
+Addresses = npt.NDArray[np.uint64]
+
+_OWN, _MEAN, _MOMENTUM = "ef21_own", "ef21_mean", "ef21_momentum"
+
+
+@register("ef21")
+@dataclass(frozen=True)
+class EF21(Wrapper):
+    """Send C(v - g_i), with C = ``inner``; the result is the mean over ranks of all that was ever sent.
+
+    v = m v + (1 - m) x;  c_i = C(v - g_i);  g_i <- g_i + c_i;  g <- g + (1/N) sum over ranks of c_i;  result = g
+
+    x is a rank's gradient, g_i what all know of it, g the mean of the g_i, the same on every rank. Where gradients
+    settle, differences vanish, and so does what C loses of them; a residual of error feedback does not. A discarded
+    step leaves g_i, g and v as they were. ``momentum``: m; 0 (default): v = x, the plain EF21. With momentum it is
+    EF21-SGDM, for gradients with noise.
+
+    C must be a contraction, as under error feedback, and its own feedback is left out. Codes are never coded again: a
+    quantiser's are gathered from all ranks and added, where it alone would use a reduction.
+
+    Wire: what ``inner`` sends; of a quantiser every rank's payload to all ranks, (N - 1) d bytes per rank.
+    State: g_i and g, and v with momentum, float32 per layer: 16 or 24 bytes per element. All begin at zero.
+    Errors: ConfigError for a momentum outside [0, 1), and for an ``inner`` that is a wrapper, loses nothing, votes, has
+    momentum, clipping, a schedule or a decay of its own, or diverges under feedback.
+    Source: Richtarik et al. 2021, Algorithm 2; momentum: Fatkhullin et al. 2023, Algorithm 1. Differs: g_i and v begin
+    at zero, where the papers begin with a first gradient.
+    """
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
+        if not number or not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        own, name = self.inner.traits, self.inner.to_string()
+        if isinstance(self.inner, Wrapper) or own.preconditions or self.inner.changes:
+            raise ConfigError(
+                f"wrappers, momentum, clipping and schedules go around ef21, not into it: {name}"
+            )
+        if own.exact or not own.accounts or own.residual_decay != 1.0:
+            raise ConfigError(f"ef21 takes a compressor that loses something and decays nothing, got {name}")
+        check_feedback_around(name, self.inner.distortion(ANY_LAYER))
+
+    @cached_property
+    def traits(self) -> Traits:
+        """No residual, and nothing that a residual could account for."""
+        return Traits(accounts=False, whole_model=self.inner.traits.whole_model)
+
+    def dense(self, exact: Compressor) -> Compressor:
+        """``exact``: nothing is remembered."""
+        return exact
+
+    def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
+        """g_i, g and v, and the inner one's."""
+        names = (_OWN, _MEAN, _MOMENTUM) if self.momentum else (_OWN, _MEAN)
+        return {**self.inner.fields(layer, seed), **{name: (layer.size, zeros(layer.size)) for name in names}}
+
+    def exchange(self, group: Group, context: Context) -> Exchange:
+        """The inner one's, of differences; one Gather in the place of a Reduce."""
+        memory = group.scratch.once("ef21", lambda: _Memory(self, group))
+        exchange = self.inner.exchange(memory.group, replace(context, scale=1.0, unscale=1.0, decay=1.0))
+        first = next(exchange)
+        if isinstance(first, Reduce):
+            reply = yield memory.begin_with(
+                memory.everyone(first.codec, context), group, context, self.momentum
+            )
+            return memory.finish(group, context, context.divisor, memory.added(first.codec, reply))
+        reply = yield memory.begin_with(first, group, context, self.momentum)
+        try:
+            while True:
+                with routines.at_once():  # the mean is read as soon as it is there
+                    message = exchange.send(reply)
+                reply = yield message
+        except StopIteration as end:
+            return memory.finish(group, context, 1.0, end.value)
+
+
+class _Memory:
+    """What a group and the one that ``inner`` sees share: difference, loss and mean, one layer behind the other."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("difference", "lost", "mean")
+
+    def __init__(self, ef21: EF21, group: Group) -> None:
+        rows, size = len(group.table), group.elements
+        ends = np.cumsum(group.table["length"].astype(np.int64))
+        self._places = ends - group.table["length"]
+        vectors = {name: group.scratch.vector(f"ef21.{name}", size) for name in self.PARTS}
+        self._mean = vectors["mean"]
+        at = {
+            name: np.uint64(v.address) + (4 * self._places).astype(np.uint64) for name, v in vectors.items()
+        }
+        table = group.table.copy()
+        table["dtype"], table["residual"] = FLOAT32, 0
+        table["gradient"], table["next_residual"], table["output"] = at["difference"], at["lost"], at["mean"]
+        self.group = replace(
+            group,
+            compressor=ef21.inner,
+            table=table,
+            feedback=True,  # so that what is lost is written; no residual is read
+            decay=1.0,
+            follows_rate=False,
+            prepared=False,
+            scratch=Scratch(group.scratch.device),
+        )
+        self._at = at
+        self._ones = np.ones(rows, dtype=np.float32)
+
+    def begin_with(
+        self, message: Sum | Gather | Broadcast, group: Group, context: Context, momentum: float
+    ) -> Message:
+        """The first message, which writes the differences before anything is made of them."""
+
+        def write(view: Floats) -> Bytes | tuple[Bytes, int]:
+            with routines.at_once():  # so that the flags are the step's own
+                found = self._differ(group, context, momentum)
+                written = message.write(view)
+            if isinstance(written, tuple):
+                return written[0] | found, written[1]
+            return written | found
+
+        return replace(message, write=write)  # type: ignore[arg-type]  # of the message's own kind
+
+    def _differ(self, group: Group, context: Context, momentum: float) -> Bytes:
+        """difference <- v - g_i, and the next v; returns the rows that are not finite."""
+        table, flags = group.inputs.copy(), np.zeros(len(group.table), dtype=np.uint8)
+        factors = context.factors(len(table))
+        if momentum:
+            table["residual"], table["next_residual"] = _both(group, context, _MOMENTUM)
+            selection.contribute(table, flags, np.float32(1.0 - momentum) * factors, decay=momentum)
+            table["gradient"], table["dtype"], factors = table["next_residual"].copy(), FLOAT32, self._ones
+        table["residual"] = _both(group, context, _OWN)[0]
+        table["next_residual"] = self._at["difference"]
+        selection.contribute(table, flags, factors, decay=-1.0)
+        return flags
+
+    def everyone(self, codec: Codec, context: Context) -> Gather:
+        """In the place of a Reduce: codes of the differences, for all ranks."""
+        table = self.group.table
+        sizes = codec.wire_bytes(table)
+        table["payload"] = np.cumsum(sizes) - sizes
+
+        def write(view: Bytes) -> tuple[Bytes, int]:
+            inputs, flags = self.group.inputs, np.zeros(len(table), dtype=np.uint8)
+            inputs["payload"] = table["payload"]
+            codec.encode(inputs, view, flags, context.draw)
+            return flags, len(view)
+
+        return Gather(int(sizes.sum()), write)
+
+    def added(self, codec: Codec, reply: Reply) -> Bytes:
+        """mean <- every rank's codes, added in rank order. Returns the rows that are not finite."""
+        table, flags = self.group.table, reply.flags.copy()
+        first, *others = reply.data
+        codec.decode(table, first, flags)
+        for payload in others:
+            codec.add(table, payload)
+        return flags
+
+    def finish(self, group: Group, context: Context, divisor: float, flags: Bytes) -> Bytes:
+        """The next g_i and g; g to the outputs. Returns the rows that are not finite."""
+        ignored = np.zeros(len(flags), dtype=np.uint8)
+        table = self.group.table.copy()
+
+        def add(to: Addresses, gradient: Addresses, factor: float, residual: Addresses, decay: float) -> None:
+            table["next_residual"], table["gradient"], table["residual"] = to, gradient, residual
+            selection.contribute(table, ignored, np.float32(factor) * self._ones, decay=decay)
+
+        difference, lost, mean = (self._at[name] for name in self.PARTS)
+        old, new = _both(group, context, _OWN)
+        add(difference, difference, 1.0, lost, -1.0)  # what was sent
+        add(new, difference, 1.0, old, 1.0)
+        old, new = _both(group, context, _MEAN)
+        add(mean, mean, 1.0 / divisor, old, 1.0)
+        add(new, mean, 1.0, np.zeros_like(old), 1.0)
+
+        flags = flags.copy()
+        group.table["payload"] = 4 * self._places
+        total = self._mean.read(0, group.elements)
+        Codec(FP32).decode(group.table, total.view(np.uint8), flags, scale=context.unscale)
+        return flags
+
+
+def _both(group: Group, context: Context, name: str) -> tuple[Addresses, Addresses]:
+    """Where a field's current values lie, and the next ones."""
+    assert context.fields is not None, "state is there when a step runs"
+    field, starts = context.fields[name], group.table["start"]
+    return field.read_addresses(group.layers, starts), field.write_addresses(group.layers, starts)

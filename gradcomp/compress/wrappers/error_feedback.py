@@ -1,0 +1,60 @@
+"""Error feedback: what was not sent in one step is sent in a later one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from gradcomp.compress.base import Compressor, Traits
+from gradcomp.compress.bounds import ANY_LAYER, check_feedback_around
+from gradcomp.compress.registry import register
+from gradcomp.compress.wrappers.base import Wrapper
+from gradcomp.core.errors import ConfigError
+
+
+@register("error_feedback")
+@dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
+    """Give ``inner`` a residual, or change how it reads the one that it has.
+
+    p_t = g_t + a_t e_t;  c_t = Q(p_t);  e_{t+1} = p_t - c_t;  a_t = ``decay``, times gamma_{t-1} / gamma_t with
+    ``follow_rate``: gradients are in units of 1 / learning rate, so what was held back at one learning rate is worth
+    more at a lower one (Zheng et al., dist-EF-SGD, as Abrahamyan et al. 2021 cites it). The learning rate is that of
+    the optimizer's first group.
+
+    Biased compressors have feedback by themselves; wrap those that do not, or to set ``decay`` or ``follow_rate``.
+    State: a residual per layer, 8 bytes per element; with a decay below 1 it is no longer an exact account.
+    Errors: ConfigError for a decay outside [0, 1], for an ``inner`` whose result is no mean (a vote), and for one whose
+    residual would grow (see :class:`~gradcomp.compress.bounds.Distortion`).
+    Source: Markov 2024, Algorithm 2.1; Vogels et al. 2019, Algorithm 2.
+    """
+
+    decay: float = 1.0
+    follow_rate: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
+        if not number or not 0.0 <= self.decay <= 1.0:
+            raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
+        if not self.inner.traits.accounts:
+            raise ConfigError(
+                f"{self.inner.name} has nothing to feed back: its result is no mean of what was sent"
+            )
+        if not isinstance(self.follow_rate, bool):
+            raise ConfigError(f"follow_rate must be true or false, got {self.follow_rate!r}")
+        check_feedback_around(self.inner.to_string(), self.inner.distortion(ANY_LAYER))
+
+    def dense(self, exact: Compressor) -> Compressor:
+        """Without feedback: nothing is held back."""
+        return self.inner.dense(exact)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """The inner one's, with a residual."""
+        return replace(
+            self.inner.traits,
+            keeps_residual=True,
+            residual_decay=self.decay,
+            follows_rate=self.follow_rate,
+        )

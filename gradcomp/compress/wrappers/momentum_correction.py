@@ -1,0 +1,45 @@
+"""Momentum correction: momentum is applied before compression, on every rank (Deep Gradient Compression)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from gradcomp.compress.base import Traits
+from gradcomp.compress.registry import register
+from gradcomp.compress.wrappers.base import Wrapper
+from gradcomp.core.errors import ConfigError
+
+
+@register("momentum_correction")
+@dataclass(frozen=True)
+class MomentumCorrection(Wrapper):
+    """Exchange each rank's momentum instead of its gradient.
+
+    u_t = m u_{t-1} + g_t;  p_t = u_t + e_t;  e_{t+1} = p_t - Q(p_t). An element that waits in the residual keeps
+    collecting momentum, as it would if it were sent at once. With ``mask`` (momentum factor masking) u is set to zero
+    where a sparse compressor sent an element, so that old momentum does not push it twice. The optimizer must have no
+    momentum of its own; a warning says so if it has.
+
+    State: u per layer and rank, 8 bytes per element, in unscaled units; averaged when the number of ranks changes.
+    Errors: ConfigError for a momentum outside (0, 1).
+    Source: DGC (Lin et al. 2018) as used in Abrahamyan et al. 2021, section V-A, and Tyagi and Swany 2023, section IV.
+    Differs: no Nesterov form.
+    """
+
+    factor: float = 0.9
+    mask: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.factor, float) or not 0.0 < self.factor < 1.0:
+            raise ConfigError(f"the momentum factor must be in (0, 1), got {self.factor!r}")
+        if not isinstance(self.mask, bool):
+            raise ConfigError(f"mask must be true or false, got {self.mask!r}")
+        if self.inner.traits.momentum:
+            raise ConfigError(f"{self.inner.name} has momentum already")
+
+    @cached_property
+    def traits(self) -> Traits:
+        """The inner one's, with momentum."""
+        return replace(self.inner.traits, momentum=self.factor, masks_momentum=self.mask)

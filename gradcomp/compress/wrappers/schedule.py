@@ -1,0 +1,90 @@
+"""Schedules: one compressor in the first steps, another later. Plans hold what they give, never themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradcomp.compress.base import Compressor
+from gradcomp.compress.identity import Identity
+from gradcomp.compress.registry import register
+from gradcomp.compress.wrappers.base import Wrapper
+from gradcomp.core.errors import ConfigError
+
+
+def _check_steps(what: str, steps: int) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"{what} must be a whole number of at least 1, got {steps!r}")
+
+
+@dataclass(frozen=True)
+class Scheduled(Wrapper):
+    """Base of the wrappers that are a schedule: what they give in a step is not wrapped in them."""
+
+    def dense(self, exact: Compressor) -> Compressor:
+        """The inner one's, in all steps."""
+        return self.inner.dense(exact)
+
+
+@register("warmup")
+@dataclass(frozen=True)
+class Warmup(Scheduled):
+    """Exchange exactly for the first ``steps`` steps, then as ``inner`` says.
+
+    Gradients change fast while training begins, and what is held back then is stale soon (Abrahamyan et al. 2021,
+    section V-B). Momentum and clipping of ``inner`` act from the start. The change is a change of plan: all ranks make
+    it at the same step.
+    """
+
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_steps("steps", self.steps)
+
+    def at_step(self, step: int) -> Compressor:
+        """Dense, then ``inner``, whose own schedule begins when this one ends."""
+        return self.inner.dense(Identity()) if step < self.steps else self.inner.at_step(step - self.steps)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The end of the warm-up, and what the inner one changes later."""
+        return (self.steps, *(self.steps + step for step in self.inner.changes))
+
+
+@register("density_schedule")
+@dataclass(frozen=True)
+class DensitySchedule(Scheduled):
+    """Lower the level of ``inner`` in equal intervals: ``levels[i]`` for ``steps_per_level`` steps each.
+
+    Then, and wherever ``levels[i]`` is lower, the level is ``inner``'s own. The default is DGC's warm-up from 25% down,
+    one epoch each (Lin et al. 2018). A schedule inside counts the same steps; of two levels the higher one is taken.
+    Made for densities; any compressor with a level will do.
+    """
+
+    levels: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    steps_per_level: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_steps("steps_per_level", self.steps_per_level)
+        if not isinstance(self.levels, tuple) or not self.levels:
+            raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
+        for level in self.levels:
+            if level is None:
+                raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
+            self.inner.with_level(level)  # raises for an impossible one
+
+    def at_step(self, step: int) -> Compressor:
+        """What ``inner`` gives then, at the step's level."""
+        number = step // self.steps_per_level
+        given = self.inner.at_step(step)
+        own = given.level
+        if own is None or number >= len(self.levels):  # without a level: warming up
+            return given
+        return given.with_level(max(self.levels[number], own))
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The end of every interval, and what the inner one changes."""
+        ends = {self.steps_per_level * (i + 1) for i in range(len(self.levels))}
+        return tuple(sorted(ends.union(self.inner.changes)))

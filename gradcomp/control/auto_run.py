@@ -1,0 +1,290 @@
+"""Auto at work: steps, codecs and the link are measured, a choice is made from them, and step times are watched."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from gradcomp.compress import Compressor, Identity
+from gradcomp.compress.policy import EXACT
+from gradcomp.control import rates
+from gradcomp.control.auto_state import AutoState, Limits, explain, median, names_of
+from gradcomp.control.base import Doubles, Environment, Step
+from gradcomp.control.forecast import MARGIN, Observed, Rates, decide
+from gradcomp.control.phased import Phase, PhasedRun
+from gradcomp.core.plan import Assignment, Plan
+from gradcomp.core.vectors import Floats
+from gradcomp.reduce.model import Network
+
+logger = logging.getLogger("gradcomp")
+
+#: The first steps of a run allocate, settle the order of buckets and compare parameters: they say little.
+SETTLING_STEPS = 6
+#: In place of the step in which an observation begins: after the next steps, as at the start.
+_SOON = -1
+#: After a change of plan, reports of so many steps are not of the new one.
+_BEHIND_STEPS = 3
+
+
+class AutoRun(PhasedRun[AutoState]):
+    """Observe, probe, share, decide, announce, and look at step times. ``clock`` gives seconds."""
+
+    PHASES = (Phase.IDLE, Phase.OBSERVE, Phase.PROBE, Phase.SHARE, Phase.DECIDE, Phase.ANNOUNCE, Phase.CRUISE)
+
+    def __init__(
+        self, name: str, compressors: Sequence[Compressor], limits: Limits, environment: Environment
+    ) -> None:
+        self.compressors, self.limits = tuple(compressors), limits
+        self._forms = [compressor.to_string() for compressor in compressors]
+        self._names = [layer.name for layer in environment.layers]
+        self._has_a_choice = bool(environment.controlled) and environment.world > 1
+        phase = Phase.OBSERVE if self._has_a_choice else Phase.IDLE
+        begun = environment.first_step + SETTLING_STEPS  # the first step that is observed
+        nothing: tuple[Any, ...] = (0, [], "", None, None, None, 0, None, None)
+        state = AutoState(phase, begun, environment.world, self._forms[0], *nothing)
+        super().__init__(name, environment, state)
+        self.clock: Callable[[], float] = perf_counter
+        self._rows: list[Floats] = []  # what was observed
+        self._ended: float | None = None  # when the last exchange did
+        self._between: float | None = None  # seconds from then to the opening of this one
+        self._choose(0)
+
+    @property
+    def current(self) -> int:
+        """The number of the choice in force."""
+        return self._forms.index(self._state.choice)
+
+    def _choose(self, number: int) -> None:
+        self._state.choice = self._forms[number]
+        self.choices = dict.fromkeys(self.environment.controlled, self.compressors[number])
+
+    def plan(self, before: Plan) -> Plan:
+        """The choice for the layers that take one. The others ride along exactly, in sums beside sums."""
+        rows = list(super().plan(before).assignments)
+        exact = EXACT if self.compressors[self.current].traits.reduces else Identity()
+        replaced = (EXACT.family_string(), Identity().family_string())
+        for i, layer in enumerate(self.environment.layers):
+            if i not in self.choices and layer.dtype != "float64" and rows[i].compressor in replaced:
+                rows[i] = Assignment(layer.name, exact.family_string(), exact.level)
+        return Plan(before.version + 1, tuple(rows))
+
+    # -- observe and share -------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Note how long it took from the end of the last exchange."""
+        self._between = None if self._ended is None else self.clock() - self._ended
+        if self._state.begun == _SOON:
+            self._state.begun = step + SETTLING_STEPS
+        super().begin(step)
+
+    def finish(self, step: Step) -> bool:
+        """Note when the exchange ended, and go on."""
+        self._ended = self.clock()
+        return super().finish(step)
+
+    @property
+    def due(self) -> bool:
+        """Whether enough steps were observed."""
+        return self.phase is not Phase.OBSERVE or self._step >= self._state.begun + self.limits.warmup_steps
+
+    def measuring(self) -> Callable[[], list[Rates]]:
+        """How fast every choice's codec is."""
+        compressors = self.compressors
+        return lambda: [rates.measure_rates(c) for c in compressors]
+
+    def watch(self, step: Step) -> bool:
+        """Note the times of the step, or look at them."""
+        if self.phase is Phase.OBSERVE:
+            self._observe(step)
+        return self.phase is Phase.CRUISE and self._cruise(step)
+
+    def _observe(self, step: Step) -> None:
+        """One row a step: its seconds, and those from the end of the last exchange to the opening and to each bucket.
+
+        Ranks end an exchange together, so that this is the time on which they all agree. Buckets that change begin
+        the observation anew.
+        """
+        state = self._state
+        if step.number < state.begun:
+            return
+        # Sparse layers travel in no bucket.
+        travels = (step.sent > 0) | np.array([layer.size == 0 for layer in self.environment.layers])
+        places = np.where(travels, step.position, -1).tolist()
+        position = dict(zip(self._names, places, strict=True))
+        if state.position is not None and (position != state.position or len(step.ready) != state.buckets):
+            self._observe_from(step.number + 1)
+            return
+        state.position, state.buckets = position, len(step.ready)
+        known = self._between is not None and step.seconds > 0
+        if known and step.number < state.begun + self.limits.warmup_steps:
+            opened = np.float64(self._between)
+            times = np.concatenate([[step.seconds, opened], opened + step.ready])
+            self._rows.append(times.astype(np.float32))
+
+    def _observe_from(self, begun: int) -> None:
+        state = self._state
+        state.phase, state.begun, state.position, state.table = Phase.OBSERVE, begun, None, None
+        self._rows = []
+
+    def hear(self, network: Network) -> None:
+        """The link was measured."""
+        self._state.network = network
+        super().hear(network)
+
+    @property
+    def _width(self) -> int:
+        """Columns of the table: the step, the opening, the buckets, and two rates of each choice."""
+        return 2 + self._state.buckets + 2 * len(self.compressors)
+
+    def row(self, measured: Sequence[Rates]) -> Doubles:
+        """This rank's row of the table; NaN where it observed nothing."""
+        table = np.zeros((self.environment.world, self._width))
+        speeds = np.array([(one.encode, one.decode) for one in measured], dtype=np.float64)
+        times = median(self._rows, 2 + self._state.buckets)
+        table[self.environment.rank] = np.concatenate([times, speeds.reshape(-1)])
+        return table.reshape(-1)
+
+    def receive(self, step: Step, sums: Doubles) -> bool:
+        """The table. A rank that observed nothing begins again, and all with it."""
+        table = sums.reshape(self.environment.world, self._width)
+        if not np.isfinite(table).all():
+            self._observe_from(step.number + 1)
+            return False
+        self._state.table, self._rows = table, []
+        return True
+
+    # -- decide and apply --------------------------------------------------------------------------------------
+
+    def deciding(self) -> Callable[[], list[float]]:
+        """Predict the step under every choice, and choose."""
+        state, columns = self._state, 2 + self._state.buckets
+        assert state.table is not None, "it was shared"
+        assert state.position is not None, "it was noted with the first step that was observed"
+        assert state.network is not None, "it was heard before the table was shared"
+        speeds = state.table[:, columns:].min(axis=0).reshape(-1, 2).tolist()
+        observed = Observed(
+            list(state.position.values()),
+            state.table[:, 1:columns].max(axis=0).tolist(),
+            [Rates(*pair) for pair in speeds],
+            state.network,
+        )
+        current, hidden = self.current, self.limits.hidden
+        return lambda: decide(self.environment, self.compressors, current, observed, hidden)
+
+    @property
+    def announced(self) -> int:
+        """The choice, seconds computed and exposed, and a prediction for each choice."""
+        return 3 + len(self.compressors)
+
+    def announcement(self, decision: list[float]) -> Doubles:
+        """As :func:`gradcomp.control.forecast.decide` gives them."""
+        return np.array(decision)
+
+    def apply(self, step: Step, sums: Doubles) -> bool:
+        """The choice, to be compared with the step time before it."""
+        state, before, chosen = self._state, self.current, int(sums[0])
+        assert state.table is not None, "it was shared"
+        seconds = sum(state.table[:, 0].tolist()) / self.environment.world
+        state.predicted, state.table = sums[3:].tolist(), None
+        state.decisions += 1
+        self._cruise_under(chosen, step)
+        between = len(self.environment.topology.leaders) > 1
+        self.reason = state.reason = explain(state, self.compressors, chosen, sums[1:3].tolist(), between)
+        if before == chosen and self.environment.rank == 0:
+            logger.info("step %d: %s stays with %s", step.number, self.name, self.reason)  # no plan says it
+        state.before = None if before == chosen else (self._forms[before], seconds)
+        return before != chosen
+
+    def _cruise_under(self, choice: int, step: Step) -> None:
+        """Go on under a choice, which is compared with nothing yet."""
+        self._choose(choice)
+        state = self._state
+        state.phase, state.begun = Phase.CRUISE, step.number + _BEHIND_STEPS
+        state.baseline, state.before, self._rows = None, None, []
+
+    # -- cruise ------------------------------------------------------------------------------------------------
+
+    def _looks(self, step: int) -> bool:
+        """Whether ranks compare step times in this step: soon after the choice, and then every so often."""
+        since = step - self._state.begun - self.limits.warmup_steps
+        return since >= 0 and since % self.limits.check_every == 0
+
+    def report(self, step: int) -> Doubles | None:
+        """This rank's step time, where ranks compare it."""
+        if self.phase is not Phase.CRUISE or not self._looks(step):
+            return None
+        return np.array([median(self._rows)[0] / self.environment.world])
+
+    def _cruise(self, step: Step) -> bool:
+        """Step times since the last look; a rank that just began has none, and the look is skipped."""
+        if self._looks(step.number):
+            assert step.sums is not None, "all ranks contributed"
+            self._rows = []
+            seconds = float(step.sums[0])
+            if math.isfinite(seconds) and self._looked(step, seconds):
+                return True
+        if self.phase is Phase.CRUISE and step.number >= self._state.begun and step.seconds > 0:
+            self._rows.append(np.array([step.seconds], dtype=np.float32))
+        return False
+
+    def _looked(self, step: Step, seconds: float) -> bool:
+        """What a step takes by now: the baseline, a drift, or more than before the choice. Whether that is undone."""
+        state, now = self._state, self.current
+        if state.before is not None:
+            form, limit = state.before
+            choice = self._forms.index(form)
+            if seconds > limit * (1 if choice < now else 1 + self.limits.hidden + MARGIN):
+                names = names_of(self.compressors)
+                self.reason = state.reason = (
+                    f"{names[choice]}: back to {1e3 * limit:.1f} ms a step, {names[now]} takes {1e3 * seconds:.1f}, "
+                    f"{1e3 * state.predicted[now]:.1f} were predicted"
+                )
+                self._cruise_under(choice, step)
+                state.baseline = limit  # should it not be reached again, something else has changed as well
+                return True
+            state.before = None
+        if state.baseline is None:
+            state.baseline = seconds
+        elif abs(seconds - state.baseline) > self.limits.drift * state.baseline:
+            if self.environment.rank == 0:
+                text = "step %d: %s measures anew: %.1f ms a step, %.1f after the last choice"
+                logger.info(text, step.number, self.name, 1e3 * seconds, 1e3 * state.baseline)
+            self._observe_from(step.number + 1)
+        return False
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, dict[str, Floats]]:
+        """The times that this rank has noted, under the name of the first layer: they are no layer's."""
+        return {"times": {self._names[0]: np.concatenate(self._rows)}} if self._rows else {}
+
+    def resume(self, saved: AutoState, own: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Among other ranks, or with other layers, the choice is kept and all is measured anew.
+
+        A choice that there is no more gives way to the first.
+        """
+        forms, names, places = self._forms, self._names, saved.position or {}
+        same = saved.world == self.environment.world and saved.choice in forms
+        same &= len(saved.predicted) in (0, len(forms)) and places.keys() in (set(), set(names))
+        position = {name: places.get(name, -1) for name in names} if places else None
+        before = saved.before if saved.before and saved.before[0] in forms else None
+        self._state = replace(saved, world=self.environment.world, position=position, before=before)
+        self._choose(forms.index(saved.choice) if saved.choice in forms else 0)
+        self.reason, self._ended = saved.reason, None
+        times = np.array(own.get("times", {}).get(names[0], np.zeros(0)), dtype=np.float32)
+        width = 1 if saved.phase is Phase.CRUISE else 2 + max(saved.buckets, 0)
+        self._rows = list(times[: len(times) // width * width].reshape(-1, width))
+        if not self._has_a_choice:
+            self._state.phase = Phase.IDLE
+            return False
+        if same and self._state.is_complete((self.environment.world, self._width)):
+            return True
+        self._state.predicted = []
+        self._observe_from(_SOON)
+        return False

@@ -1,0 +1,220 @@
+"""What each layer may travel as, and how many bytes that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import Compressor, from_string
+from gradcomp.compress.groups import Piece, group_of
+from gradcomp.compress.lowrank.base import LowRank, clamped_rank
+from gradcomp.compress.messages import Context, Gather, Reduce
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Level
+from gradcomp.core.scheme import AUTO, Scheme
+from gradcomp.core.topology import Topology
+from gradcomp.kernels.codec import Draw, Group
+from gradcomp.reduce.costs import cost
+from gradcomp.reduce.model import Load
+
+Doubles = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+#: A level of the layer's own compressor, or a compressor of any family.
+Candidate: TypeAlias = "Level | Compressor | str"
+#: What a user may give as ``levels=``.
+Candidates = Sequence[Candidate]
+
+
+def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
+    """Bytes that one rank sends for each segment in one step, in the mean over ranks, without headers.
+
+    Sums and codes of d bytes: as the reduction's formula, 2 d (N-1)/N for most. Gathered payloads: d (N-1), and where
+    data decide about d, the most that it can be; nothing from ranks that only serve.
+    """
+    world = topology.world
+    payload = group.compressor.wire_bytes(group).astype(np.float64)
+    first = next(group.compressor.exchange(group, Context(Draw(0, 0, 0), world)))
+    if isinstance(first, Gather):
+        senders = world - scheme.serving(world)
+        gathered: Doubles = payload * (world - 1) * senders / world
+        return gathered
+    if isinstance(first, Reduce):
+        scheme = Scheme("sra") if scheme.name == AUTO else scheme
+        # Linear in both: what a byte of each costs is asked for once.
+        of_payload, of_dense = (
+            float(cost(scheme, Load(*unit), topology).bytes_sent().mean())
+            for unit in ((1.0, 0.0), (0.0, 1.0))
+        )
+        sent: Doubles = of_payload * payload + of_dense * 4.0 * group.table["length"]
+        return sent
+    added: Doubles = 2.0 * payload * (world - 1) / world
+    return added
+
+
+def bytes_of_choices(
+    choices: Sequence[Compressor], layer: LayerSpec, scheme: Scheme, topology: Topology
+) -> Doubles:
+    """The same for a layer under each choice."""
+    found = np.zeros(len(choices))
+    families: dict[str, list[int]] = {}
+    for k, choice in enumerate(choices):
+        families.setdefault(choice.family_string(), []).append(k)
+    for members in families.values():
+        # As many layers like this one, each at its own level.
+        pieces = [Piece(row, 0, layer.size) for row in range(len(members))]
+        group = group_of(pieces, [layer] * len(members), [choices[k] for k in members])
+        found[members] = sent_bytes(group, scheme, topology)
+    return found
+
+
+def layer_bytes(compressor: Compressor, layer: LayerSpec, scheme: Scheme, topology: Topology) -> float:
+    """The same for one choice."""
+    return float(bytes_of_choices([compressor], layer, scheme, topology)[0])
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateLevels:
+    """Choices of every layer that is up for choice: ``choices[i]`` of layer number ``layers[i]``.
+
+    ``costs[i, k]``: bytes per step and rank, inf where there is no choice k. ``reference[i]``: the choice that the user
+    asked for.
+    """
+
+    layers: Numbers
+    specs: tuple[LayerSpec, ...]
+    choices: tuple[tuple[Compressor, ...], ...]
+    costs: Doubles
+    reference: Numbers
+
+    @property
+    def width(self) -> int:
+        """The most choices that a layer has."""
+        return int(self.costs.shape[1])
+
+    def find(self, row: int, family: str, level: Level) -> int | None:
+        """The choice with this name and level, if there is one."""
+        for k, choice in enumerate(self.choices[row]):
+            if choice.family_string() == family and choice.level == level:
+                return k
+        return None
+
+
+def make_candidates(
+    layers: Sequence[LayerSpec],
+    compressors: Sequence[Compressor | None],
+    candidates: Candidates | Callable[[Compressor], Candidates] | None,
+    scheme: Scheme,
+    topology: Topology,
+) -> CandidateLevels:
+    """The choices of every layer: ``candidates``, or what they give for a layer's own compressor, or its default range.
+
+    Default ranges are those of Markov et al. 2024, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks,
+    [D/10, 10 D] in steps of D/10 for densities, as far as they are possible. The layer's own compressor is always one
+    of its choices. ConfigError for a candidate that no layer can take, an empty list, or levels around which the
+    layer's own does not lie.
+    """
+    numbers, rows, sent = [], [], []
+    known: dict[object, tuple[tuple[Compressor, ...], Doubles]] = {}  # layers of one shape have one row
+    for number, own in enumerate(compressors):
+        if own is None:
+            continue
+        layer = layers[number]
+        key = (layer.shape, layer.dtype, own)
+        if key not in known:
+            choices = choices_of(layer, own, candidates)
+            known[key] = (choices, bytes_of_choices(choices, layer, scheme, topology))
+        numbers.append(number)
+        rows.append(known[key][0])
+        sent.append(known[key][1])
+    costs = np.full((len(rows), max(map(len, rows), default=1)), np.inf)
+    for row, of_choices in enumerate(sent):
+        costs[row, : len(of_choices)] = of_choices
+    return CandidateLevels(
+        np.array(numbers, dtype=np.int64),
+        tuple(layers[i] for i in numbers),
+        tuple(rows),
+        costs,
+        np.array([row.index(compressors[i]) for i, row in zip(numbers, rows, strict=True)], dtype=np.int64),
+    )
+
+
+def choices_of(
+    layer: LayerSpec, own: Compressor, candidates: Candidates | Callable[[Compressor], Candidates] | None
+) -> tuple[Compressor, ...]:
+    """One layer's choices, its own compressor among them, in the order given, its own last if it was not."""
+    if candidates is None:
+        levels: Candidates = default_levels(own)
+    elif callable(candidates):
+        levels = candidates(own)
+    else:
+        levels = candidates
+        _check_candidates(own, levels)
+    choices: dict[Compressor, None] = {}
+    sent_exactly = False
+    for candidate in levels:
+        choice = resolve(own, candidate)
+        # All ranks at which a matrix is sent as it is are one choice.
+        exact = isinstance(choice, LowRank) and not clamped_rank(layer.shape, choice.rank)
+        if not (exact and sent_exactly):
+            choices[choice] = None
+        sent_exactly |= exact
+    choices.setdefault(own)
+    return tuple(choices)
+
+
+def resolve(own: Compressor, candidate: Candidate) -> Compressor:
+    """The compressor that a candidate means for a layer with this one of its own."""
+    if isinstance(candidate, str):
+        return from_string(candidate)
+    return candidate if isinstance(candidate, Compressor) else own.with_level(candidate)
+
+
+def default_levels(own: Compressor) -> list[Level]:
+    """The range of Markov et al. 2024 around a compressor's own level."""
+    level, knob = own.level, _knob(own)
+    if knob in ("bits", "rank"):
+        assert isinstance(level, int), "a number of bits, or a rank, is whole"
+        return [n for n in range(max(level // 2, 1), 2 * level + 1) if _possible(own, n)]
+    if knob == "density":
+        assert isinstance(level, int | float), "a density is a number"
+        steps = (float(f"{level * i / 10:.12g}") for i in range(1, 101))
+        return [level if i == 10 else density for i, density in enumerate(steps, 1) if density <= 1.0]
+    raise ConfigError(f"there is no default range of levels for {own.to_string()}: give levels=")
+
+
+def _knob(compressor: Compressor) -> str | None:
+    inner = compressor
+    while (below := getattr(inner, "inner", None)) is not None:
+        inner = below
+    return inner.level_field
+
+
+def _possible(own: Compressor, level: Level) -> bool:
+    try:
+        own.with_level(level)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_candidates(own: Compressor, candidates: Candidates) -> None:
+    if not candidates:
+        raise ConfigError("levels must not be empty")
+    numbers = [c for c in candidates if isinstance(c, int | float) and not isinstance(c, bool)]
+    if len(numbers) + sum(isinstance(c, Compressor | str) for c in candidates) != len(candidates):
+        raise ConfigError(f"levels must be levels, compressors or string forms, got {list(candidates)!r}")
+    level = own.level
+    if numbers:
+        if level is None:
+            raise ConfigError(f"{own.to_string()} has no level, got levels {numbers}")
+        if not min(numbers) <= level <= max(numbers):
+            raise ConfigError(
+                f"the reference level {level} of {own.to_string()} is outside of levels "
+                f"{min(numbers)} to {max(numbers)}"
+            )

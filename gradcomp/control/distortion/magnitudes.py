@@ -1,0 +1,178 @@
+"""What is left of a layer without its largest elements, for many numbers of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.sparse.payload import Selection
+from gradcomp.control.distortion.budget import Budget
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Sizes
+from gradcomp.kernels.segments import FLOAT32, SEGMENT
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint32]
+
+# A magnitude has 31 bits. Two that share those above the last 13 differ by 0.1% at most.
+_LOW_BITS = 13
+_BINS = 1 << (31 - _LOW_BITS)
+_SPLIT = 1 << _LOW_BITS
+
+#: So many elements of a bin are sorted in less time than it takes to look at its lower bits, and in less memory.
+_FEW = _SPLIT // 4
+
+#: Elements that are counted at a time, and bytes that this takes for each: a word, an int64 and a float64.
+_PIECE = 1 << 18
+_PIECE_BYTES = 24
+
+
+def rest_norms(values: Floats, counts: Sizes, budget: Budget) -> Doubles:
+    """sqrt(sum of the squares of the n - k smallest magnitudes), for every k in ``counts``: what TopK loses.
+
+    Sums are float64 and run over what is left, so that nothing cancels. Two ways, with the same results:
+
+    - Select the largest k of all (O(n)), sort these (O(k log k)), add up the squares between one k and the next.
+      Takes 4 n + 12 k bytes. Faster where the largest k is at most about n / 4.
+    - Count magnitudes, and add up their squares, by their upper bits; sort what lies in the same bin as the border of
+      a selection, or where that is much, split it by the lower ones, so that elements that are then still together are
+      equal. Two passes, O(n), for any k. Takes 28 MB for 100 different k, whatever n is.
+
+    Args:
+        values: float32, flat, contiguous, finite.
+        counts: int64, each in 0..n.
+        budget: the faster way is left for the other one where it takes too much. ConfigError if both do.
+    """
+    wanted, places = np.unique(counts, return_inverse=True)
+    largest = int(wanted.max(initial=0))
+    selecting, counting = _selecting_bytes(len(values), largest), _counting_bytes(len(values), len(wanted))
+    fast = selecting if _selecting_is_faster(len(values), largest) else counting
+    if not budget.allows(fast):
+        fast = min(selecting, counting)
+        budget.require(fast)
+    way = _by_selecting if fast == selecting else _by_counting
+    norms: Doubles = np.sqrt(way(values, wanted))[places.reshape(-1)]
+    return norms
+
+
+def _selecting_is_faster(size: int, largest: int) -> bool:
+    # Measured: 36 ns for an element that is sorted, 9 ns for one that is counted, and 5 ms for the bins.
+    return 36 * largest <= 9 * size + 5_000_000
+
+
+def _selecting_bytes(size: int, largest: int) -> int:
+    return 4 * size + 12 * largest
+
+
+def _counting_bytes(size: int, levels: int) -> int:
+    return 4 * 8 * _BINS + 2 * 8 * levels * _SPLIT + _PIECE_BYTES * min(size, _PIECE)
+
+
+def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
+    """The elements of largest magnitude, ties by lower index; ``rest`` becomes the values without them.
+
+    Args:
+        values: float32, flat, contiguous, finite.
+        count: 0..n.
+        rest: float32, n elements, written.
+    """
+    table = np.zeros(1, SEGMENT)
+    table["gradient"], table["next_residual"] = values.ctypes.data, rest.ctypes.data
+    table["length"], table["dtype"] = len(values), FLOAT32
+    chosen, flags = Selection.allocate(np.array([count])), np.zeros(1, np.uint8)
+    places = chosen.counts, chosen.offsets
+    selection.select_top(
+        table, flags, np.ones(1, np.float32), *places, chosen.indices, chosen.values, decay=1.0
+    )
+    selection.put(table, chosen.offsets, chosen.counts, chosen.indices, np.zeros_like(chosen.values))
+    return chosen
+
+
+def _by_selecting(values: Floats, counts: Sizes) -> Doubles:
+    """Energies of the rest; ``counts`` ascend."""
+    largest = int(counts.max(initial=0))
+    rest = np.empty_like(values)
+    chosen = largest_of(values, largest, rest).values
+    np.abs(chosen, out=chosen)
+    chosen.sort()
+
+    # From the smallest: what is not selected at all, then what lies between a k and the next smaller one.
+    borders = largest - counts[::-1]
+    parts = np.zeros(len(counts), SEGMENT)
+    parts["dtype"] = FLOAT32
+    parts["gradient"], parts["length"] = rest.ctypes.data, len(rest)
+    parts["gradient"][1:] = chosen.ctypes.data + 4 * borders[:-1]
+    parts["length"][1:] = np.diff(borders)
+    energies = np.empty(len(parts))
+    selection.squares(parts, energies)
+    return np.cumsum(energies)[::-1]
+
+
+def _by_counting(values: Floats, counts: Sizes) -> Doubles:
+    """Energies of the rest; ``counts`` ascend."""
+    found, energies = np.zeros(_BINS, np.int64), np.zeros(_BINS)
+    for piece in _pieces(values):
+        squares = np.square(piece, dtype=np.float64)
+        bins = _magnitudes(piece) >> np.uint32(_LOW_BITS)
+        found += np.bincount(bins, minlength=_BINS)
+        energies += np.bincount(bins, weights=squares, minlength=_BINS)
+
+    # The n - k smallest are whole bins, and some elements of the next one.
+    below = np.cumsum(found)
+    kept = len(values) - counts
+    border = np.searchsorted(below, kept, side="left")
+    whole = np.concatenate(([0], below))[border]
+    smaller = np.concatenate(([0.0], np.cumsum(energies)))[border]
+
+    split, slots = np.unique(border, return_inverse=True)
+    needed = kept - whole  # of the border's bin; 0 only where nothing is left at all
+    if found[split].sum() <= _FEW * len(split):
+        return smaller + _by_sorting(values, split, found[split], slots.reshape(-1), needed)
+    slot_of = np.full(_BINS, -1, np.int32)
+    slot_of[split] = np.arange(len(split))
+    within = np.zeros((len(split), _SPLIT), np.int64)
+    for piece in _pieces(values):
+        words = _magnitudes(piece)
+        slot = slot_of[words >> np.uint32(_LOW_BITS)]
+        here = slot >= 0
+        places = slot[here] * np.int64(_SPLIT) + (words[here] & np.uint32(_SPLIT - 1))
+        within += np.bincount(places, minlength=within.size).reshape(within.shape)
+
+    rest = np.zeros(len(counts))
+    for i in np.flatnonzero(needed):
+        equal, slot = within[slots.reshape(-1)[i]], border[i]
+        words = np.arange(slot << _LOW_BITS, (slot + 1) << _LOW_BITS, dtype=np.uint32)
+        squares = np.square(words.view(np.float32), dtype=np.float64)
+        reached = np.cumsum(equal)
+        at = np.searchsorted(reached, needed[i], side="left")
+        part = needed[i] - reached[at] + equal[at]
+        rest[i] = smaller[i] + equal[:at] @ squares[:at] + part * squares[at]
+    return rest
+
+
+def _by_sorting(values: Floats, bins: Sizes, found: Sizes, slots: Sizes, needed: Sizes) -> Doubles:
+    """Energies of the ``needed[i]`` smallest of bin ``bins[slots[i]]``; bins ascend, and bin j holds ``found[j]``."""
+    inside = np.zeros(_BINS, np.bool_)
+    inside[bins] = True
+    parts = [words[inside[words >> np.uint32(_LOW_BITS)]] for words in map(_magnitudes, _pieces(values))]
+    together = np.concatenate(parts)
+    together.sort()
+    # Differences lose nothing that counts: what lies before a bin is part of all that is left.
+    sums = np.concatenate(([0.0], np.cumsum(np.square(together.view(np.float32), dtype=np.float64))))
+    begins = (np.cumsum(found) - found)[slots]
+    energies: Doubles = sums[begins + needed] - sums[begins]
+    return energies
+
+
+def _pieces(values: Floats) -> Iterator[Floats]:
+    for start in range(0, len(values), _PIECE):
+        yield values[start : start + _PIECE]
+
+
+def _magnitudes(values: Floats) -> Words:
+    """|v| as the bits that it is stored in, which have the same order."""
+    words: Words = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    return words

@@ -1,0 +1,182 @@
+"""What is left of a matrix without its best approximation of a rank, for many ranks at once.
+
+It is measured beside training, whose threads keep all cores busy. A BLAS that shares its work among threads then
+waits for them: the eigenvalues of a 400 x 400 matrix took 1,700 ms instead of 7. So products are cut into small
+ones, which BLAS makes on the calling thread, and only small matrices are handed to LAPACK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.control.distortion.budget import Budget
+from gradcomp.kernels import lowrank, selection
+from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.segments import FLOAT32, SEGMENT
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+POWER_STEPS = 5
+"""As many as Markov 2024, appendix B.2.2, found to be enough."""
+
+#: Side of the largest matrix that LAPACK gets if there is another way.
+_LAPACK_SIDE = 128
+
+#: Products of square matrices with this side take one thread (OpenBLAS: of up to 2^18 multiplications).
+_SIDE = 64
+
+#: Elements that are converted to float64 at a time.
+_PIECE = 1 << 18
+
+
+def rest_norms(matrix: Floats, ranks: Sizes, budget: Budget, *, seed: int, layer: int) -> Doubles:
+    """e_r = sqrt(sum over i > r of s_i^2), s_i the singular values in descending order, for every r in ``ranks``.
+
+    Markov 2024, appendix B.2: from the matrix's product with itself or by power steps, whichever is cheaper; see
+    :func:`product_is_cheaper`.
+
+    Args:
+        matrix: float32, n x m, contiguous, finite, neither side 0.
+        ranks: int64, each in 1..min(n, m).
+        budget: the cheaper way is left for the other one where it takes too much. ConfigError if both do.
+        seed: of what the steps start with.
+        layer: hash of the layer, for the same.
+    """
+    largest = int(ranks.max())
+    product, steps = product_bytes(matrix.shape), _steps_bytes(matrix.shape, largest)
+    cheap = product if product_is_cheaper(matrix.shape, largest) else steps
+    if not budget.allows(cheap):
+        cheap = min(product, steps)
+        budget.require(cheap)
+    if cheap == product:
+        return by_product(matrix, ranks)
+    return by_power_steps(matrix, ranks, seed=seed, layer=layer)
+
+
+def product_is_cheaper(shape: tuple[int, ...], largest_rank: int) -> bool:
+    """Whether the matrix's product with itself is to be preferred to power steps with so many columns.
+
+    With k = min(n, m) and b the largest rank, in the time of a multiplication and addition of the product:
+
+        by the product    n m k + 3 k^3             (the product, float64; its eigenvalues), if k is at most 128
+        by power steps    n m (30 + 15 b) + 10^7    (10 products with b columns, float32, orthogonalisation; calls)
+
+    The paper's rule is O(n m k) against the sum over ranks of O(n m r); here one run serves all ranks.
+    """
+    n, m = shape
+    k = min(n, m)
+    return k <= _LAPACK_SIDE and n * m * k + 3 * k**3 <= n * m * (30 + 15 * largest_rank) + 10**7
+
+
+def product_bytes(shape: tuple[int, ...]) -> int:
+    """Memory of :func:`squared_singular_values`."""
+    k = min(shape)
+    return 8 * (3 * k * k + 3 * max(_PIECE, _SIDE * k))
+
+
+def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
+    n, m = shape
+    one = 9 if lowrank.numpy_multiplies(columns) else 4  # bytes of an element: what is left, and NumPy's
+    return one * n * m + 4 * columns * (n + m) + 128 * columns * m  # the latter for random numbers
+
+
+# --- by the product -----------------------------------------------------------------------------------------
+
+
+def by_product(matrix: Floats, ranks: Sizes) -> Doubles:
+    """From the squared singular values."""
+    return _rest(squared_singular_values(matrix), 0.0, ranks)
+
+
+def squared_singular_values(matrix: Floats) -> Doubles:
+    """s_i^2, all of them, ascending: the eigenvalues of M M^T or M^T M, whichever is smaller, in float64.
+
+    They are good to about 2^-52 of the largest, and so norms made of them to about 1e-8 of the matrix's own.
+    """
+    found: Doubles = np.maximum(np.linalg.eigvalsh(_product(_tall(matrix))), 0.0)
+    return found
+
+
+def _tall(matrix: Floats) -> Floats:
+    """With at least as many rows as columns: a transpose has the same singular values."""
+    return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+
+
+def _product(tall: Floats) -> Doubles:
+    """The lower triangle of M^T M, tile by tile."""
+    columns = tall.shape[1]
+    tiles = [slice(start, start + _SIDE) for start in range(0, columns, _SIDE)]
+    product = np.zeros((columns, columns))
+    for stack in _stacks(tall):
+        for i, rows in enumerate(tiles):
+            left = stack[:, :, rows].transpose(0, 2, 1)
+            for across in tiles[: i + 1]:
+                product[rows, across] += (left @ stack[:, :, across]).sum(axis=0)
+    return product
+
+
+def _stacks(tall: Floats) -> Iterator[Doubles]:
+    """The rows in float64, as stacks of matrices with 64 rows each; the last ones have what is left."""
+    rows, columns = tall.shape
+    step = _SIDE * max(1, _PIECE // (_SIDE * columns))
+    whole = rows // _SIDE * _SIDE
+    for start in range(0, whole, step):
+        yield tall[start : min(start + step, whole)].astype(np.float64).reshape(-1, _SIDE, columns)
+    if whole < rows:
+        yield tall[None, whole:].astype(np.float64)
+
+
+def _rest(inside: Doubles, outside: float, ranks: Sizes) -> Doubles:
+    """sqrt(outside + all but the r largest of ``inside``) for every r; ``inside`` ascends."""
+    # From the smallest, so that nothing cancels.
+    sums = np.cumsum(np.append(outside, inside))
+    norms: Doubles = np.sqrt(sums[len(inside) - ranks])
+    return norms
+
+
+# --- by power steps -----------------------------------------------------------------------------------------
+
+
+def by_power_steps(matrix: Floats, ranks: Sizes, *, seed: int, layer: int) -> Doubles:
+    """From ``POWER_STEPS`` steps of PowerSGD at the largest rank b, with its kernels, from a layer's first Q.
+
+    P <- orthonormal M Q and Q <- M^T P, five times; s = the singular values of the last Q; then
+
+        e_r^2 = ||M - P Q^T||^2 + sum over r < i <= b of s_i^2
+
+    is the error of the best approximation of rank r whose columns are in the span of P: never below the optimum, and
+    never above that of as many steps at rank r, whose span is part of this one. (The paper makes a run for each rank,
+    O(n m r) each; this is one run, O(n m b).) Sums are float32: good to about 1e-6 of the matrix's norm.
+    """
+    n, m, b = *matrix.shape, int(ranks.max())
+    rest = np.empty(matrix.size, dtype=np.float32)
+    table = np.zeros(1, dtype=SEGMENT)
+    table["gradient"], table["next_residual"] = matrix.ctypes.data, rest.ctypes.data
+    table["length"], table["dtype"] = matrix.size, FLOAT32
+    # To a norm of about 1, so that no product overflows or vanishes; as a float32 the factor does not either.
+    exponent = int(np.frexp(np.sqrt(_energy(table)))[1])
+    scale = 2.0 ** min(max(exponent, -126), 126)
+    factor = np.array([1.0 / scale], dtype=np.float32)
+
+    shape = np.array([n]), np.array([m]), np.array([b])
+    begin, flags = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint8)
+    p = np.empty(n * b, dtype=np.float32)
+    q = lowrank.initial_q(m, b, seed=seed, layer=layer).reshape(-1)
+    for _ in range(POWER_STEPS):
+        lowrank.project(table, flags, factor, *shape, q, begin, p, begin, decay=1.0)
+        lowrank.orthogonalise(shape[0], shape[2], p, begin)
+        lowrank.back_project(table, *shape, p, begin, q, begin)
+    lowrank.subtract(table, *shape, p, begin, q, begin)
+    table["gradient"] = rest.ctypes.data
+    norms: Doubles = scale * _rest(squared_singular_values(q.reshape(b, m)), _energy(table), ranks)
+    return norms
+
+
+def _energy(table: Table) -> float:
+    found = np.empty(1)
+    selection.squares(table, found)
+    return float(found[0])

@@ -1,0 +1,226 @@
+"""GraVAC at work: measurements of a step in, the plan of the next step out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import Compressor
+from gradcomp.compress.messages import Observations
+from gradcomp.compress.sparse.base import elements_at
+from gradcomp.compress.sparse.graded import CANDIDATE, DENSE, KEPT, KEPT_BY_CANDIDATE, MINIMUM, TOTAL, graded
+from gradcomp.control.base import ControllerRun, Doubles, Environment, Step
+from gradcomp.control.gravac_search import Numbers, Search, SearchState
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.plan import Assignment, Plan
+
+#: The name of the only row where the whole model has one.
+MODEL = "*"
+
+#: The kind of state under which a rank keeps the seconds that it has not told the others yet.
+_SECONDS = "seconds"
+
+#: What the sums begin with: seconds of an iteration, and the ranks that know theirs.
+_TIMES = 2
+
+#: theta_min, theta_c and what is sent, as numbers of factors.
+Choice = tuple[int, int, int]
+
+
+@dataclass
+class GraVACState:
+    """What is saved. ``untimed``: by row, what the last two iterations sent. ``layers``: those that are controlled."""
+
+    search: SearchState
+    untimed: list[dict[str, float] | None]
+    in_force: bool
+    layers: list[str]
+
+
+class GraVACRun(ControllerRun):
+    """See :class:`gradcomp.control.GraVAC`.
+
+    Step s adds up its own squared norms, and the seconds of iteration s - 2, which each rank knows once step s - 1 is
+    over: two iterations are under way that nobody has timed yet. ``search`` holds gains, factors and their throughputs.
+    """
+
+    def __init__(self, name: str, environment: Environment, search: Search, per_layer: bool) -> None:
+        super().__init__(name, environment)
+        self.search = search
+        self._layers = np.array(environment.controlled, dtype=np.int64)
+        if not len(self._layers):
+            raise ConfigError(
+                f"{name} chooses densities, and no layer travels under a compressor that has one"
+            )
+        names = self._layer_names = [environment.layers[i].name for i in self._layers.tolist()]
+        self._names = names if per_layer else [MODEL]
+        self._row_of = np.arange(len(names)) if per_layer else np.zeros(len(names), dtype=np.int64)
+        self._compressors: dict[tuple[int, Choice], Compressor] = {}
+        self._assignments: dict[tuple[int, Choice], Assignment] = {}
+        self._ended = False  # whether a window ended with the last step
+        self._in_force = False  # whether what was chosen has been announced
+        self._seconds = 0.0  # of the last iteration but one, on this rank; 0: not known
+        self._untimed: list[Numbers | None] = []  # what the last two iterations sent, if it counts
+        self._vector: Doubles = np.zeros(0)
+        self._choose()  # ConfigError for layers that it cannot choose for
+
+    @property
+    def notable(self) -> bool:
+        """At the end of a window: between two of them plans go back and forth."""
+        return self._ended
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def observe(self, observations: Observations) -> None:
+        """Add up the layers of every row."""
+        noted = [observations.of(name)[self._layers] for name in (TOTAL, KEPT, KEPT_BY_CANDIDATE)]
+        rows = len(self._names)
+        sums = [np.bincount(self._row_of, part, rows).astype(np.float64) for part in noted]
+        self._vector = np.concatenate([[self._seconds, float(self._seconds > 0)], *sums])
+
+    def contribution(self, step: int) -> Doubles | None:
+        """Seconds, whether they are known, and three squared norms per row."""
+        return self._vector
+
+    def finish(self, step: Step) -> bool:
+        """Take in times and gains, and choose for the next step."""
+        assert step.sums is not None, "every rank contributed"
+        seconds, known = step.sums[:_TIMES].tolist()
+        if len(self._untimed) == 2 and known == self.environment.world and self._untimed[0] is not None:
+            self.search.time(seconds / known, self._untimed[0])
+        # float32 is what a checkpoint keeps of it.
+        self._seconds = float(np.float32(step.seconds))
+        # What was sent before there was a gain nobody chose, and beginnings are slow.
+        self._untimed = [*self._untimed, self.search.sent if self.search.taken else None][-2:]
+        least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
+        before = self.search.sent
+        ended = self._ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
+        if ended:
+            self.reason = self._account(step.number, least, candidate)
+        changed = not self._in_force or not (
+            np.array_equal(before, self.search.sent)
+            and np.array_equal(least, self.search.minimum)
+            and np.array_equal(candidate, self.search.candidate)
+        )
+        self._in_force = True
+        if changed:
+            self._choose()
+        return changed
+
+    def _account(self, step: int, least: Numbers, candidate: Numbers) -> str:
+        """What a window came to, of the first row, and of how many more."""
+        search = self.search
+        gains, factors = search.gains[0], search.factors
+        measured = [
+            f"{factors[k]:g}x {search.throughput[0, k]:.4g}"
+            for k in np.flatnonzero(~np.isnan(search.throughput[0])).tolist()
+        ]
+        more = f", and {len(self._names) - 1} more" if len(self._names) > 1 else ""
+        return (
+            f"window ends at step {step}: {self._names[0]}{more}: "
+            f"gains {gains[least[0]]:.3f} at {factors[least[0]]:g}x, {gains[candidate[0]]:.3f} at "
+            f"{factors[candidate[0]]:g}x; throughputs {', '.join(measured) or 'unknown'}; "
+            f"now {factors[search.minimum[0]]:g}x to {factors[search.candidate[0]]:g}x"
+        )
+
+    # -- choices -----------------------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        search = self.search
+        columns = (search.minimum.tolist(), search.candidate.tolist(), search.sent.tolist())
+        by_row: list[Choice] = list(zip(*columns, strict=True))
+        self._chosen = [by_row[row] for row in self._row_of.tolist()]
+        self.choices = {
+            layer: self._compressor(layer, choice)
+            for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True)
+        }
+
+    def _compressor(self, layer: int, choice: Choice) -> Compressor:
+        """Made once: plans go back and forth between the same few."""
+        if (layer, choice) not in self._compressors:
+            least, candidate, sent = choice
+            send = DENSE if sent == 0 else CANDIDATE if sent == candidate else MINIMUM
+            own, factors = self.environment.compressors[layer], self.search.factors
+            assert own is not None, "the layer is up for choice"
+            self._compressors[layer, choice] = graded(own, 1 / factors[least], 1 / factors[candidate], send)
+        return self._compressors[layer, choice]
+
+    def plan(self, before: Plan) -> Plan:
+        """As the base's, with entries that are made once."""
+        rows = list(before.assignments)
+        for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True):
+            if (layer, choice) not in self._assignments:
+                compressor = self._compressor(layer, choice)
+                self._assignments[layer, choice] = Assignment(
+                    rows[layer].layer, compressor.family_string(), compressor.level
+                )
+            rows[layer] = self._assignments[layer, choice]
+        return Plan(before.version + 1, tuple(rows))
+
+    # -- accounts ----------------------------------------------------------------------------------------------
+
+    @property
+    def steps_by_factor(self) -> dict[float, int]:
+        """Steps that sent each factor, 1 being dense; with ``per_layer``, steps of layers."""
+        steps = self.search.steps.sum(axis=0).tolist()
+        return {factor: n for factor, n in zip(self.search.factors, steps, strict=True) if n}
+
+    @property
+    def floats_sent(self) -> int:
+        """Values that this rank handed in since it began, without indices: the paper's measure."""
+        return int((self._floats * self.search.steps[self._row_of]).sum())
+
+    @property
+    def dense_floats(self) -> int:
+        """The same, had every step been dense."""
+        return int((self._floats[:, 0] * self.search.steps[self._row_of].sum(axis=1)).sum())
+
+    @cached_property
+    def _floats(self) -> Numbers:
+        """By layer and factor."""
+        sizes = np.array([self.environment.layers[i].size for i in self._layers.tolist()], dtype=np.int64)
+        counts = [elements_at(1 / factor, sizes) for factor in self.search.factors]
+        return np.stack(counts, axis=1)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> GraVACState:
+        """The search, and what was sent in iterations whose seconds are not known yet."""
+        factors = self.search.factors
+        untimed = [
+            None if sent is None else {n: factors[k] for n, k in zip(self._names, sent.tolist(), strict=True)}
+            for sent in self._untimed
+        ]
+        return GraVACState(self.search.state(self._names), untimed, self._in_force, self._layer_names)
+
+    def own_state(self) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
+        """The seconds of the last iteration but one."""
+        return {_SECONDS: {self._layer_names[0]: np.array([self._seconds], dtype=np.float32)}}
+
+    def adopt(self, saved: GraVACState, own: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from there; rows that are new begin anew.
+
+        If the number of ranks changed, the seconds may be another rank's.
+        """
+        try:
+            self.search.restore(self._names, saved.search)
+        except ValueError as error:
+            raise StateError(f"not a state of {self.name}: {error!r}") from error
+        numbers = {factor: k for k, factor in enumerate(self.search.factors)}
+        self._untimed = [
+            np.array([numbers[one[name]] for name in self._names], dtype=np.int64)
+            if one is not None and one.keys() == set(self._names) and set(one.values()) <= numbers.keys()
+            else None
+            for one in saved.untimed
+        ]
+        seconds = [float(value[0]) for value in own.get(_SECONDS, {}).values()]
+        self._seconds = seconds[0] if seconds else 0.0
+        # A plan for other layers does not say how these travel.
+        self._in_force = saved.in_force and saved.layers == self._layer_names
+        self._choose()

@@ -1,0 +1,53 @@
+"""What a rank measures of the gradients that it added up: one row of numbers per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gradcomp.control.base import Doubles
+from gradcomp.control.candidates import CandidateLevels
+from gradcomp.control.distortion.errors import errors
+from gradcomp.core.vectors import Vector
+from gradcomp.kernels import bodies, selection
+from gradcomp.kernels.segments import SEGMENT
+
+#: Columns before those of the errors: norm, mean, deviation.
+COLUMNS = 3
+
+
+def measure(
+    candidates: CandidateLevels, sums: Mapping[int, Vector], width: int, seed: int, memory_bytes: int | None
+) -> Doubles:
+    """The rows of the layers whose ``sums`` are given, by layer number; zeros for all others.
+
+    ``width``: columns; beyond :data:`COLUMNS` they are for the L2 norm of what each candidate loses.
+    """
+    table = np.zeros((len(candidates.layers), width))
+    rows = [row for row, number in enumerate(candidates.layers.tolist()) if number in sums]
+    measured = [sums[int(candidates.layers[row])] for row in rows]
+    for row, values, (mean, square) in zip(rows, measured, _moments(measured).tolist(), strict=True):
+        deviation = np.sqrt(max(square / values.size - mean * mean, 0.0))
+        table[row, :COLUMNS] = np.sqrt(square), mean, deviation
+        if width > COLUMNS:
+            choices, spec = candidates.choices[row], candidates.specs[row]
+            table[row, COLUMNS : COLUMNS + len(choices)] = errors(
+                choices, spec, values, seed, memory_bytes=memory_bytes
+            )
+    return table
+
+
+def _moments(vectors: Sequence[Vector]) -> Doubles:
+    """Mean and sum of squares of each, where they lie."""
+    table = np.zeros(len(vectors), dtype=SEGMENT)
+    table["gradient"] = [vector.address for vector in vectors]
+    table["length"] = [vector.size for vector in vectors]
+    device = bodies.on_device(vectors[0].address) if vectors else None
+    if device is not None:
+        found: Doubles = device.moments(table) / np.stack([table["length"], np.ones(len(table))], axis=1)
+        return found
+    squares = np.zeros(len(vectors))
+    selection.squares(table, squares)
+    means = np.array([vector.read().mean(dtype=np.float64) for vector in vectors])
+    return np.stack([means, squares], axis=1)

@@ -1,0 +1,53 @@
+"""What a periodic controller decides from, and what it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.control.base import Doubles
+from gradcomp.control.candidates import CandidateLevels
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PeriodObservations:
+    """What a decision is made from; equal on all ranks. Rows are layers that are up for choice.
+
+    ``norm``: L2 norm of the accumulated gradient; ``mean``, ``deviation``: of its elements. ``errors[i, k]``: L2 norm
+    of what choice k of layer i loses of it, inf where there is none; None unless the controller ``needs_errors``.
+    ``wire``: seconds that the layer's buckets spent on the wire in the period, in the mean over ranks; ``sent``: bytes
+    that a rank sent for them, by formula.
+    ``position``: the bucket that the layer ends in. ``current``: the choice in force. ``memory``: what the last
+    decision left.
+    """
+
+    step: int
+    candidates: CandidateLevels
+    norm: Doubles
+    mean: Doubles
+    deviation: Doubles
+    errors: Doubles | None
+    wire: Doubles
+    sent: Doubles
+    position: Numbers
+    current: Numbers
+    memory: Doubles
+
+    @property
+    def silent(self) -> npt.NDArray[np.bool_]:
+        """Layers of which there is nothing to decide by."""
+        quiet: npt.NDArray[np.bool_] = self.norm == 0
+        return quiet
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``choices[i]``: the choice of row i. ``memory``: for the next decision. ``reason``: one line for the log."""
+
+    choices: Numbers
+    memory: Doubles
+    reason: str = ""

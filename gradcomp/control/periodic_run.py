@@ -1,0 +1,295 @@
+"""A periodic controller at work: gradients add up, each layer's on one rank, and are what is measured and shared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import thread_time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.control.accumulators import Accumulators, share_out
+from gradcomp.control.base import Doubles, Environment, Step
+from gradcomp.control.layer_statistics import COLUMNS, measure
+from gradcomp.control.observations import Decision, Numbers, PeriodObservations
+from gradcomp.control.phased import Phase, PhasedRun, PhasedState
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.plan import Level
+from gradcomp.core.vectors import Floats, HostVector, Vector
+from gradcomp.kernels.codec import Table
+
+if TYPE_CHECKING:
+    from gradcomp.control.periodic import Periodic
+
+logger = logging.getLogger("gradcomp")
+
+T = TypeVar("T")
+
+#: Columns of saved observations before those of the errors: these, wire, sent, position; what stands for infinity.
+_SAVED, _ENDLESS = COLUMNS + 3, 1e300
+
+
+@dataclass
+class SavedObservations:
+    """What rank 0 decides from: one row per layer, in numbers that JSON can hold."""
+
+    step: int
+    table: Doubles
+
+
+@dataclass
+class PeriodicState(PhasedState):
+    """``choices``: family and level of each layer. ``sent``: bytes of this period, in the order of ``choices``."""
+
+    choices: dict[str, tuple[str, Level]]
+    memory: Doubles
+    sent: Doubles
+    seen: SavedObservations | None = None
+
+
+class PeriodicRun(PhasedRun[PeriodicState]):
+    """Gather until the period ends; then measure, share, decide, announce, while the next period gathers."""
+
+    PHASES = (Phase.GATHER, Phase.MEASURE, Phase.SHARE, Phase.DECIDE, Phase.ANNOUNCE)
+
+    def __init__(self, controller: Periodic, environment: Environment) -> None:
+        self.controller = controller
+        self.candidates = candidates = controller.candidate_levels(environment)
+        rows = len(candidates.layers)
+        state = PeriodicState(
+            Phase.GATHER, environment.first_step, {}, controller.begin_memory(candidates), np.zeros(rows)
+        )
+        super().__init__(controller.name, environment, state)
+        self.current = candidates.reference.copy()
+        self.choose()
+        self.choices = {}  # the plan stays what it is until the first decision
+        self._numbers = {
+            spec.name: int(i) for i, spec in zip(candidates.layers, candidates.specs, strict=True)
+        }
+        self._width = COLUMNS + (candidates.width if controller.needs_errors else 0)
+        sizes = {int(i): s.size for i, s in zip(candidates.layers, candidates.specs, strict=True)}
+        owners = share_out(sizes, environment.world)
+        self._check_memory(sizes, owners)
+        self._own = {
+            name: i for name, i in self._numbers.items() if owners[i] == environment.rank and sizes[i]
+        }
+        own = self._own.values()
+        self._sums = Accumulators(
+            [sizes[i] if i in own else 0 for i in range(len(environment.layers))], environment.zeros
+        )
+        self._taken: dict[int, Vector] = {}  # what is being measured
+        self._adding = False
+        #: Processor seconds of this rank: adding gradients up, measuring, deciding.
+        self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
+        self._wire = np.zeros(rows, dtype=np.float32)  # as it is saved
+
+    def _check_memory(self, sizes: Mapping[int, int], owners: Mapping[int, int]) -> None:
+        cap = self.controller.memory_bytes
+        loads = [0] * self.environment.world
+        for layer, rank in owners.items():
+            loads[rank] += 8 * sizes[layer]
+        if cap is not None and max(loads) > cap:
+            raise ConfigError(
+                f"{self.controller.name}: sums of gradients take {max(loads)} bytes on a rank, memory_bytes allows "
+                f"{cap}; allow more, or exclude large layers"
+            )
+
+    # -- gather ------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Close the period when its time has come, and begin the next; sums include the last accepted step."""
+        state, every = self._state, self.controller.every_steps
+        if state.phase is Phase.GATHER and step - state.begun >= every:
+            self._taken = self._sums.take()
+            state.begun, state.phase = step, Phase.MEASURE
+        end = state.begun + every  # late work does not make a period longer
+        self._adding = max(state.begun, end - (self.controller.window or every)) <= step < end
+        super().begin(step)
+
+    @property
+    def accumulates(self) -> bool:
+        """In the window."""
+        return self._adding
+
+    def accumulate(self, table: Table, layers: Numbers, scale: float) -> None:
+        """Add the gradients of layers that are this rank's."""
+        self._timed("add", lambda: self._sums.add(table, layers, scale))
+
+    def _timed(self, what: str, work: Callable[[], T]) -> T:
+        began = thread_time()
+        result = work()
+        self.spent[what] += thread_time() - began
+        return result
+
+    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+        """Accept the sums."""
+        if self._adding:
+            self._sums.commit(present)
+
+    def finish(self, step: Step) -> bool:
+        """Count seconds and bytes, and go on."""
+        layers = self.candidates.layers
+        if not self.environment.deterministic:  # no decision reads it then, and what is saved repeats
+            self._wire += step.wire[layers].astype(np.float32)
+        self._state.sent += step.sent[layers]
+        return super().finish(step)
+
+    # -- measure and share -------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Whether the phase may end with this step: with ``deterministic`` a number of steps after the period did."""
+        if not self.environment.deterministic:
+            return True
+        lag = self.controller.lag
+        # One step lies between the two: that in which tables are shared.
+        return self._step >= self._state.begun + (lag if self.phase is Phase.MEASURE else 2 * lag + 1)
+
+    def measuring(self) -> Callable[[], Doubles]:
+        """This rank's rows of the table."""
+        taken, cap = self._taken, self.controller.memory_bytes
+        left = None if cap is None else max(cap - self._sums.nbytes, 0)
+        return lambda: self._timed("measure", lambda: self._measure(taken, left))
+
+    def _measure(self, taken: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
+        return measure(self.candidates, taken, self._width, self.environment.seed, memory_bytes)
+
+    def row(self, measured: Doubles) -> Doubles:
+        """This rank's rows, and its share of the mean seconds on the wire."""
+        return np.concatenate([measured.reshape(-1), self._wire.astype(np.float64) / self.environment.world])
+
+    def receive(self, step: Step, sums: Doubles) -> bool:
+        """The table of all layers. One with a NaN in it is not used: the period was in vain."""
+        state, layers = self._state, self.candidates.layers
+        table = sums[: len(layers) * self._width].reshape(len(layers), self._width)
+        self._taken = {}
+        if np.isnan(sums).any() or np.isinf(table[:, :COLUMNS]).any():
+            if self.environment.rank == 0:
+                logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
+            state.phase = Phase.GATHER
+            return False
+        about = [sums[table.size :], state.sent, step.position[layers].astype(np.float64)]
+        losses = np.minimum(table[:, COLUMNS:], _ENDLESS)
+        if self.controller.needs_errors:
+            losses = np.where(np.isinf(self.candidates.costs), _ENDLESS, losses)
+        state.seen = SavedObservations(
+            step.number, np.concatenate([table[:, :COLUMNS], np.stack(about, axis=1), losses], axis=1)
+        )
+        self._wire, state.sent = np.zeros_like(self._wire), np.zeros_like(state.sent)
+        return True
+
+    # -- decide and apply --------------------------------------------------------------------------------------
+
+    @property
+    def observations(self) -> PeriodObservations | None:
+        """What is decided from while it is decided; equal on all ranks."""
+        seen = self._state.seen
+        if seen is None:
+            return None
+        norm, mean, deviation, wire, sent, position = seen.table[:, :_SAVED].T
+        losses = None
+        if self.controller.needs_errors:
+            losses = np.where(seen.table[:, _SAVED:] >= _ENDLESS, np.inf, seen.table[:, _SAVED:])
+        return PeriodObservations(
+            seen.step,
+            self.candidates,
+            norm,
+            mean,
+            deviation,
+            losses,
+            wire,
+            sent,
+            position.astype(np.int64),
+            self.current,
+            self._state.memory,
+        )
+
+    def deciding(self) -> Callable[[], Decision]:
+        """The controller's rule."""
+        observed = self.observations
+        assert observed is not None, "tables were shared"
+        return lambda: self._timed("decide", lambda: self.controller.decide(observed))
+
+    @property
+    def announced(self) -> int:
+        """A choice per layer, and the memory."""
+        return len(self.current) + len(self._state.memory)
+
+    def announcement(self, decision: Decision) -> Doubles:
+        """The choices, which exist, and the memory."""
+        limits = [len(choices) for choices in self.candidates.choices]
+        good = len(decision.choices) == len(limits) and len(decision.memory) == len(self._state.memory)
+        if not good or any(not 0 <= k < n for k, n in zip(decision.choices.tolist(), limits, strict=True)):
+            raise StateError(
+                f"{self.controller.name} decided on choices that do not exist: {decision.choices!r}"
+            )
+        self.reason = decision.reason
+        return np.concatenate([decision.choices.astype(np.float64), decision.memory])
+
+    def apply(self, step: Step, sums: Doubles) -> bool:
+        """The choices apply, and the next period may end."""
+        state, before = self._state, self.current
+        self.current = sums[: len(before)].astype(np.int64)
+        state.memory, state.seen, state.phase = sums[len(before) :].copy(), None, Phase.GATHER
+        self.choose()
+        return not np.array_equal(before, self.current)
+
+    def choose(self) -> None:
+        """Let :attr:`choices` be those in force."""
+        candidates = self.candidates
+        chosen = [choices[k] for choices, k in zip(candidates.choices, self.current.tolist(), strict=True)]
+        self.choices = dict(zip(candidates.layers.tolist(), chosen, strict=True))
+        self._state.choices = {
+            spec.name: (choice.family_string(), choice.level)
+            for spec, choice in zip(candidates.specs, chosen, strict=True)
+        }
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, dict[str, Floats]]:
+        """The sums, and those that are being measured; seconds on the wire."""
+        sums = {name: self._sums.value(i).copy() for name, i in self._own.items()}
+        taken = {name: self._taken[i].read().copy() for name, i in self._own.items() if i in self._taken}
+        wire = {name: self._wire[row : row + 1].copy() for row, name in enumerate(self._numbers)}
+        return {"sums": sums, "wire": wire, **({"taken": taken} if taken else {})}
+
+    def resume(self, saved: PeriodicState, own: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Choices that this controller does not offer, and layers that are new, take their reference."""
+        if len(saved.sent) != len(saved.choices):
+            raise StateError(f"not a state of {self.name}: bytes of {len(saved.sent)} layers")
+        same = len(saved.memory) == self.announced - len(self.current)
+        names, rows = self._numbers, range(len(self._numbers))
+        memory = saved.memory if same else self.controller.begin_memory(self.candidates)
+        sent = dict(zip(saved.choices, saved.sent.tolist(), strict=True))
+        counted = np.array([sent.get(name, 0.0) for name in names])
+        self._state = PeriodicState(Phase.GATHER, saved.begun, {}, memory, counted)
+        for row, name, reference in zip(rows, names, self.candidates.reference.tolist(), strict=True):
+            found = self.candidates.find(row, *saved.choices[name]) if name in saved.choices else None
+            self.current[row] = reference if found is None else found
+            self._wire[row] = own.get("wire", {}).get(name, self._wire[row : row + 1]).reshape(-1)[0]
+        self.choose()
+        self._taken = {}
+        for name, layer in self._own.items():
+            if (value := _fitting(own, "sums", name, self._sums.value(layer).size)) is not None:
+                self._sums.set(layer, value)
+            if (value := _fitting(own, "taken", name, self._sums.value(layer).size)) is not None:
+                self._taken[layer] = HostVector(value)
+        whole = same and saved.choices.keys() == names.keys()
+        if saved.phase in (Phase.DECIDE, Phase.ANNOUNCE):
+            shape = (len(names), _SAVED + self._width - COLUMNS)
+            whole &= saved.seen is not None and saved.seen.table.shape == shape
+        else:
+            whole &= saved.phase is Phase.GATHER or self._taken.keys() == set(self._own.values())
+        if not whole:
+            self._taken = {}  # the period that has begun goes on
+        self._state.seen = saved.seen if whole else None
+        return whole
+
+
+def _fitting(own: Mapping[str, Mapping[str, Any]], kind: str, name: str, size: int) -> Floats | None:
+    """A saved array of one layer, if it is there and as long as it has to be."""
+    value = own.get(kind, {}).get(name)
+    return None if value is None or value.size != size else np.array(value, dtype=np.float32).reshape(-1)

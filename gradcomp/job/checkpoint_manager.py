@@ -1,0 +1,174 @@
+"""``CheckpointManager``: the compression state of one optimizer, and the model that it belongs to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.engine import Exchanger
+from gradcomp.job.network import Ranks
+from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline.digests import Digests
+from gradcomp.pipeline.snapshot import Snapshot, check, inherit, restore, snapshot
+from gradcomp.transport.inprocess import World
+
+logger = logging.getLogger("gradcomp")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the parameters held when a state was saved, at which step and where."""
+
+    digests: Digests
+    step: int
+    where: str
+
+    def check(self, held: Digests | None) -> None:
+        """Raise StateError naming the first parameter that holds something else."""
+        if held is None:
+            return
+        if held.algorithm != self.digests.algorithm:
+            logger.warning(
+                "%s has digests of parameters by %s, this gradcomp makes them by %s: whether the model is the one of "
+                "step %d is not checked",
+                self.where,
+                self.digests.algorithm,
+                held.algorithm,
+                self.step,
+            )
+            return
+        if names := self.digests.differing(held):
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise StateError(
+                f"parameter {names[0]!r}{more} is not what it was at step {self.step}, when {self.where} was saved: "
+                "the residuals in it belong to no other model. Load the model that was saved at that step"
+            )
+
+
+class CheckpointManager:
+    """Where the compression state of an exchanger is.
+
+    Without an exchanger, in a world of one, it keeps for a later job what a checkpoint holds, and applies nothing.
+    ``unit``: see :class:`gradcomp.pipeline.snapshot.Shared`. ``ranks``: those that exchange. ``digests``: of the
+    parameters.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        plan: Plan,
+        config: Config,
+        exchanger: Exchanger | None,
+        unit: float = 1.0,
+        *,
+        ranks: Ranks,
+        digests: Callable[[], Digests | None] = lambda: None,
+    ) -> None:
+        #: Called before the state is read or replaced; raises StateError in the midst of a step.
+        self.finish_step: Callable[[], None] = lambda: None
+        self.digests = digests
+        self.ranks = ranks
+        self._layers = layers
+        self._plan = plan
+        self._config = config
+        self._exchanger = exchanger
+        self._unit = unit
+        self.awaited = False
+        self._restored = False
+        self._expected: Expected | None = None
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """The exchanger's; in a world of one, one that never steps, made when it is first asked for."""
+        if self._exchanger is not None:
+            return self._exchanger.pipeline
+        (transport,) = World(1).transports()
+        return Pipeline(self._layers, self._plan, transport, self._config, lambda layer: 0)
+
+    @property
+    def step(self) -> int:
+        """Steps so far; none where nothing is exchanged and nothing was restored."""
+        return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
+
+    def snapshot(self) -> Snapshot:
+        """This rank's state. Local."""
+        self.refuse_servers("saving the compression state")
+        self.finish_step()
+        return snapshot(self.pipeline, self._unit)
+
+    def refuse_servers(self, what: str) -> None:
+        """ConfigError if some ranks only serve: these answer steps, and nothing else. Local."""
+        if self._exchanger is not None and self._exchanger.pipeline.servers:
+            raise ConfigError(f"{what} does not work with dedicated servers, which answer nothing but steps")
+
+    def check(self, state: Snapshot) -> None:
+        """Raise StateError if the state does not fit. Local."""
+        check(self.pipeline, state)
+
+    def restore(self, state: Snapshot, expected: Expected | None = None) -> None:
+        """Go on from ``state``. Local. ``expected``: what the parameters must hold when the next step begins."""
+        self.refuse_servers("loading a compression state")
+        self.finish_step()
+        restore(self.pipeline, state, self._unit)
+        self.awaited, self._restored = False, True
+        self._expected = expected
+
+    def inherit(self, old: CheckpointManager) -> None:
+        """Go on from the state of a checkpoint manager with fewer layers. Local."""
+        self._expected = old._expected
+        if self._exchanger is not None or "pipeline" in old.__dict__:
+            inherit(self.pipeline, old.pipeline)
+
+    def state_is_due(self) -> None:
+        """The optimizer's own state came from elsewhere: unless ours does too, the next step says so."""
+        self.awaited = not self._restored
+
+    def before_step(self) -> None:
+        """Raise StateError if a state was loaded, and its model was not; warn if only the optimizer's own state was."""
+        if self._expected is not None:
+            self._expected.check(self.digests())
+            self._expected = None
+        awaited, self.awaited, self._restored = self.awaited, False, False
+        if (
+            awaited
+            and self._exchanger is not None
+            and self.pipeline.residuals.nbytes + self.pipeline.fields.nbytes
+        ):
+            logger.warning(
+                "the optimizer's state was loaded, its compression state was not: residuals start again from zero, "
+                "what had not been sent is lost (gc.load)"
+            )
+
+
+def checkpoint_manager_of(opt: Any) -> CheckpointManager:
+    """The checkpoint manager of a distributed optimizer or of a hook's state; ConfigError for anything else."""
+    checkpoint_manager = checkpoint_manager_or_none(opt)
+    if checkpoint_manager is None:
+        raise ConfigError(
+            f"expected what DistributedOptimizer or ddp_comm_hook returned, got {type(opt).__name__}"
+        )
+    return checkpoint_manager
+
+
+def checkpoint_manager_or_none(opt: Any) -> CheckpointManager | None:
+    """The checkpoint manager, if there is one."""
+    checkpoint_manager = getattr(getattr(opt, "_gradcomp", opt), "checkpoint_manager", None)
+    return checkpoint_manager if isinstance(checkpoint_manager, CheckpointManager) else None
+
+
+@contextmanager
+def not_from_checkpoint(optimizer: Any) -> Iterator[None]:
+    """What the optimizer's ``load_state_dict`` takes in here has no compression state that belongs to it."""
+    checkpoint_manager = getattr(getattr(optimizer, "_gradcomp", None), "checkpoint_manager", None)
+    awaited = isinstance(checkpoint_manager, CheckpointManager) and checkpoint_manager.awaited
+    yield
+    if isinstance(checkpoint_manager, CheckpointManager):
+        checkpoint_manager.awaited = awaited

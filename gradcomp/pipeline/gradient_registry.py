@@ -1,0 +1,137 @@
+"""What the training thread has handed in for the current step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from gradcomp import kernels
+from gradcomp.core.errors import StateError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
+from gradcomp.pipeline.layout import Layout
+from gradcomp.reduce.header import PRESENT, SPARSE
+
+#: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
+Allocate = Callable[[int], int]
+
+
+class GradientRegistry:
+    """Addresses and states of the layers that reported, and which buckets are complete.
+
+    Written by whoever submits, read by the pipeline when a bucket starts; the owner serialises the two. A bucket is
+    complete when all its layers reported, or at the flush.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        self._layers = layers
+        self.gradients = np.zeros(len(layers), dtype=np.uint64)
+        self.outputs = np.zeros(len(layers), dtype=np.uint64)
+        self.states = np.zeros(len(layers), dtype=np.uint8)
+        self._doubtful = np.zeros(len(layers), dtype=np.bool_)  # whose presence their values will decide
+        self._whole: Table = np.zeros(len(layers), dtype=SEGMENT)
+        self._whole["length"] = [layer.size for layer in layers]
+        self._whole["dtype"] = [DTYPE_NUMBERS[layer.dtype] for layer in layers]
+        self.arrivals: list[int] = []
+        self.events: list[Any] = [None] * len(layers)  # behind which the gradients are ready
+        self.flushed = True  # no step is open
+        self._keep: list[object] = []
+        self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
+        self._missing: list[int] = []
+        self._buckets_of: tuple[tuple[int, ...], ...] = ()
+        self._reported: list[bool] = []
+
+    def open(self, layout: Layout) -> None:
+        """Forget the last step."""
+        self.gradients[:] = 0
+        self.outputs[:] = 0
+        self.states[:] = 0
+        self._doubtful[:] = False
+        self.events = [None] * len(self._layers)
+        self.arrivals = []
+        self.flushed = False
+        self._keep = []
+        self._missing = [len(bucket.layers) for bucket in layout.buckets]
+        self.completed = [0.0] * len(layout.buckets)
+        self._buckets_of = layout.buckets_of
+        self._reported = [False] * len(self._layers)
+
+    def submit(
+        self,
+        layer: int,
+        gradient: int,
+        output: int,
+        keep: object = None,
+        event: object = None,
+        *,
+        zero_is_absent: bool = False,
+    ) -> bool:
+        """A layer's gradient is ready at address ``gradient``; its mean goes to ``output``.
+
+        ``keep`` is held until the step ends. ``event``: on a device, what the gradient is ready behind.
+        ``zero_is_absent``: a gradient of zeros stands for none, which :meth:`decide` finds out.
+        Returns whether a bucket became complete.
+        """
+        self._report(layer, PRESENT)
+        self._doubtful[layer] = zero_is_absent
+        self.gradients[layer] = gradient
+        self.outputs[layer] = output
+        self.events[layer] = event
+        self._keep.append(keep)
+        return self._count_down(layer)
+
+    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> bool:
+        """A layer has no dense gradient in this step. Returns whether a bucket became complete."""
+        self._report(layer, SPARSE if sparse else 0)
+        self.outputs[layer] = output
+        return self._count_down(layer)
+
+    def decide(self, layers: Sizes) -> None:
+        """Whether gradients that may stand for none do, once they are ready."""
+        doubtful = layers[self._doubtful[layers]]
+        if not len(doubtful):
+            return
+        table = self._whole[doubtful]
+        table["gradient"] = self.gradients[doubtful]
+        has_value = np.zeros(len(table), dtype=np.uint8)
+        kernels.nonzero(table, has_value)
+        absent = doubtful[has_value == 0]
+        self.states[absent] = 0
+        self.gradients[absent] = 0
+        self._doubtful[doubtful] = False
+
+    def _report(self, layer: int, state: int) -> None:
+        if self.flushed:
+            raise StateError(f"layer {self._layers[layer].name!r} has a gradient after its step closed")
+        if self._reported[layer]:
+            raise StateError(f"layer {self._layers[layer].name!r} was submitted twice in one step")
+        self._reported[layer] = True
+        self.states[layer] = state
+        self.arrivals.append(layer)
+
+    def _count_down(self, layer: int) -> bool:
+        complete = False
+        for bucket in self._buckets_of[layer]:
+            if self._missing[bucket] == 1:
+                self.completed[bucket] = perf_counter()  # before the count, which the engine's thread reads
+                complete = True
+            self._missing[bucket] -= 1
+        return complete
+
+    def flush(self) -> None:
+        """No more layers will report in this step."""
+        now = perf_counter()
+        self.completed = [at or now for at in self.completed]
+        self.flushed = True
+
+    def ready(self, bucket: int) -> bool:
+        """Whether the bucket is complete."""
+        return self.flushed or self._missing[bucket] == 0
+
+    def release(self) -> None:
+        """Let go of the arrays."""
+        self._keep = []

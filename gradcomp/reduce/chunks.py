@@ -1,0 +1,269 @@
+"""What the reductions share: a bucket cut into chunks, coded, and decoded again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp import kernels
+from gradcomp.core.errors import WireFormatError
+from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.segments import FLOAT32, byte_offsets
+from gradcomp.reduce.base import HOST_MEMORY, Addresses, Binding, Bytes, Call, Memory, Part, Rounds, Waits
+from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader, HeaderId, check_covers
+
+
+@dataclass(eq=False)
+class ChunkSegments:
+    """Segments of one part after cutting: a table, and for each row what it was cut from.
+
+    Rows are in the order of the chunks; those of chunk j are ``bounds[j]`` to ``bounds[j + 1]``. ``header_index``: the
+    place of a row's layer in the header. ``cut_from``: the row of the part's own table. ``rows``: of the second
+    residual.
+    """
+
+    table: Table
+    layers: Sizes
+    header_index: Sizes
+    cut_from: Sizes
+    bounds: Sizes
+    rows: Sizes = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    again: kernels.Again = field(default_factory=kernels.Again)
+
+    @cached_property
+    def offsets(self) -> Addresses:
+        """See :func:`gradcomp.kernels.segments.byte_offsets`. No start and no dtype may change any more."""
+        return byte_offsets(self.table)
+
+    @cached_property
+    def noted(self) -> Bytes:
+        """Flags that are read: in every step the same array."""
+        return np.zeros(len(self.table), dtype=np.uint8)
+
+    def flags(self) -> Bytes:
+        """One per row, none of them set."""
+        return np.zeros(len(self.table), dtype=np.uint8)
+
+    def vote(self, flags: Bytes, states: Bytes) -> None:
+        """Say of the layers whose rows are flagged that they are not finite."""
+        if np.count_nonzero(flags):
+            states[self.header_index[flags != 0]] |= NONFINITE
+
+    def chunk(self, j: int) -> ChunkSegments:
+        """A view of one chunk's rows."""
+        rows = slice(int(self.bounds[j]), int(self.bounds[j + 1]))
+        table = self.table[rows]
+        ends = np.array([0, len(table)], dtype=np.int64)
+        return ChunkSegments(table, self.layers[rows], self.header_index[rows], self.cut_from[rows], ends)
+
+
+class Chunks:
+    """The segments of a bucket's parts, cut into ``count`` chunks of nearly equal payload bytes.
+
+    Borders fall on quantisation buckets. A chunk travels as one message, of ``sizes[j]`` bytes: a header, then the
+    payloads of its pieces, part by part.
+    """
+
+    def __init__(self, parts: Sequence[Part], layers: int, count: int) -> None:
+        self.parts = parts
+        self.layers = layers
+        self.count = count
+        self._chunk_segments = _cut(parts, count)
+        begins = np.full(count, ByteHeader.size(layers), dtype=np.int64)
+        for part, segments in zip(parts, self._chunk_segments, strict=True):
+            ends = np.concatenate(([0], np.cumsum(part.codec.wire_bytes(segments.table))))
+            of_chunks = ends[segments.bounds]
+            rows = np.diff(segments.bounds)
+            segments.table["payload"] = ends[:-1] + np.repeat(begins - of_chunks[:-1], rows)
+            begins += np.diff(of_chunks)
+        #: Of every chunk: of what its header announces, and of the message.
+        self.payload_bytes: list[int] = (begins - ByteHeader.size(layers)).tolist()
+        self.header = ByteHeader(layers, np.array(self.payload_bytes, dtype=np.int64))
+        self.sizes = self.header.message_bytes
+
+    def messages(self, memory: Memory, sizes: Sequence[int]) -> Bytes:
+        """Room for messages of these sizes, one behind the other."""
+        *begins, end = np.cumsum([0, *sizes]).tolist()
+        headers = [(at, at + self.header.nbytes) for at, size in zip(begins, sizes, strict=True) if size]
+        return memory.messages(end, headers)
+
+    def copies(self, memory: Memory, count: int, j: int = 0) -> Bytes:
+        """Room for ``count`` messages of chunk j: a row each."""
+        return self.messages(memory, [self.sizes[j]] * count).reshape(count, self.sizes[j])
+
+    def place(self, bases: Sequence[int] | None = None) -> list[ChunkSegments]:
+        """Per part, all pieces, with messages that begin at ``bases`` of one buffer, or each in a buffer of its own."""
+        placed = []
+        for segments in self._chunk_segments:
+            table = segments.table.copy()
+            if bases is not None:
+                table["payload"] += np.repeat(np.asarray(bases, dtype=np.int64), np.diff(segments.bounds))
+            placed.append(
+                ChunkSegments(
+                    table, segments.layers, segments.header_index, segments.cut_from, segments.bounds
+                )
+            )
+        return placed
+
+    def inputs(self, bases: Sequence[int] | None = None) -> list[ChunkSegments]:
+        """:meth:`place` for what reads gradients: of a prepared group they are float32."""
+        placed = self.place(bases)
+        for part, segments in zip(self.parts, placed, strict=True):
+            if part.group.prepared:
+                segments.table["dtype"] = FLOAT32
+        return placed
+
+    def only(self, j: int) -> list[ChunkSegments]:
+        """Per part, the pieces of one chunk, in a message of its own."""
+        placed = []
+        for segments in self._chunk_segments:
+            mine = segments.chunk(j)
+            mine.table = mine.table.copy()
+            placed.append(mine)
+        return placed
+
+
+class Mean:
+    """The coded mean as every rank has it in the end, chunk behind chunk, and its way to the outputs."""
+
+    def __init__(self, chunks: Chunks, memory: Memory = HOST_MEMORY) -> None:
+        self._chunks = chunks
+        self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
+        self._chunk_segments = chunks.place(self._bounds[:-1])
+        self.buffer = chunks.messages(memory, chunks.sizes)
+        self._views = [self.buffer[a:b] for a, b in itertools.pairwise(self._bounds)]
+
+    def chunk(self, j: int) -> Bytes:
+        """The message of one chunk: a view."""
+        return self._views[j]
+
+    def read(
+        self,
+        header_id: HeaderId,
+        round_number: int,
+        senders: Sequence[int],
+        voters: int,
+        bucket_flags: BucketFlags,
+        own: Bytes | None = None,
+    ) -> int:
+        """Check every chunk's header, add the states to the flags; return the ready votes, on which all agree.
+
+        ``own``: the states that this rank sent, where all states come back.
+        """
+        header = self._chunks.header
+        header.identify(header_id, round_number, 0)
+        counts = []
+        for j, sender in enumerate(senders):
+            ready, states = header.read(self.chunk(j), j, sender, voters)
+            if own is not None:
+                check_covers(states, own, f"rank {sender}")
+            bucket_flags.states |= states
+            counts.append(ready)
+        if len(set(counts)) != 1:
+            raise WireFormatError(f"ranks {list(senders)} counted {counts} votes for the next plan")
+        return counts[0]
+
+    def decode(self, call: Call, binding: Binding, bucket_flags: BucketFlags, divisor: float = 1.0) -> Rounds:
+        """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
+        return decode(
+            self._chunks.parts, self._chunk_segments, self.buffer, call, binding, bucket_flags, divisor
+        )
+
+
+def encode(
+    parts: Sequence[Part], segments: Sequence[ChunkSegments], target: Bytes, call: Call, binding: Binding
+) -> Waits[Bytes]:
+    """Encode what this rank contributes; return its votes, with what turned out not to be finite.
+
+    c = scale g + decay r; target <- encode(c); next residual <- c - decode(target).
+    """
+    with binding.span("encode"):
+        states = call.states.copy()
+        for part, mine in zip(parts, segments, strict=True):
+            binding.sources(mine.table, mine.layers, part.group, mine.offsets)
+        flags = [mine.flags() for mine in segments]
+        with kernels.together(*(mine.table for mine in segments), again=segments[0].again) as started:
+            for part, mine, found in zip(parts, segments, flags, strict=True):
+                scale, decay = part.group.scale(call.scale), part.group.decay_at(call.rate_ratio)
+                part.codec.encode(mine.table, target, found, call.draw, scale, decay, started.kernels)
+    if not started.done():
+        yield started
+    with binding.span("encode"):
+        started.finish()
+        for mine, found in zip(segments, flags, strict=True):
+            mine.vote(found, states)
+    return states
+
+
+def decode(
+    parts: Sequence[Part],
+    segments: Sequence[ChunkSegments],
+    source: Bytes,
+    call: Call,
+    binding: Binding,
+    bucket_flags: BucketFlags,
+    divisor: float,
+) -> Rounds:
+    """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
+    with binding.span("decode"):
+        nonfinite = bucket_flags.nonfinite.view(np.uint8)
+        for mine in segments:
+            binding.outputs(mine.table, mine.layers, mine.offsets)
+        flags = [nonfinite.take(mine.header_index, 0, mine.noted, "clip") for mine in segments]
+        with kernels.together(*(mine.table for mine in segments), again=segments[0].again) as started:
+            for part, mine, found in zip(parts, segments, flags, strict=True):
+                part.codec.decode(mine.table, source, found, divisor, call.unscale, started.kernels)
+    if not started.done():
+        yield started
+    with binding.span("decode"):
+        started.finish()
+        results = []
+        for part, mine, found in zip(parts, segments, flags, strict=True):
+            merged: Bytes = np.zeros(len(part.group.table), dtype=np.uint8)
+            if np.count_nonzero(found):
+                merged[mine.cut_from[found != 0]] = 1
+            results.append(merged)
+    return results
+
+
+def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
+    totals = [int(part.codec.wire_bytes(part.group.table).sum()) for part in parts]
+    targets = [sum(totals) * (j + 1) / count for j in range(count)]
+    chunk, done = 0, 0.0
+    cut = []
+    for part in parts:
+        rows: list[tuple[int, int, int, int]] = []  # chunk, segment, from which element of it, how many
+        table = part.group.table
+        for i, nbytes in enumerate(part.codec.wire_bytes(table).tolist()):
+            length, step = int(table["length"][i]), int(table["bucket_size"][i])
+            if length == 0:
+                rows.append((chunk, i, 0, 0))
+            at = 0
+            while at < length:
+                # Elements up to the border of this chunk, rounded to a whole number of buckets.
+                room = (targets[chunk] - done) * length / nbytes
+                take = length - at
+                if chunk < count - 1 and room < take:
+                    take = min(take, max(0, round(room / step)) * step)
+                if take:
+                    rows.append((chunk, i, at, take))
+                    at += take
+                    done += take * nbytes / length
+                if at < length:
+                    chunk += 1
+        cut.append(_chunk_segments(part, np.array(rows, dtype=np.int64).reshape(-1, 4), count))
+    return cut
+
+
+def _chunk_segments(part: Part, rows: npt.NDArray[np.int64], count: int) -> ChunkSegments:
+    segments = rows[:, 1].copy()
+    table = part.group.table[segments].copy()
+    table["start"] += rows[:, 2]
+    table["length"] = rows[:, 3]
+    bounds = np.searchsorted(rows[:, 0], np.arange(count + 1)).astype(np.int64)
+    return ChunkSegments(table, part.group.layers[segments], part.header_index[segments], segments, bounds)

@@ -1,0 +1,185 @@
+"""What a distributed Keras optimizer has beside the wrapped one, and what is checked before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.control import Controller
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.job.checkpoint_manager import CheckpointManager
+from gradcomp.job.network import Ranks
+from gradcomp.job.process_sets import Members
+from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.job.start import check_arguments
+from gradcomp.tf import keras_model
+from gradcomp.tf.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of :func:`DistributedOptimizer`, and ``names``: of the layers, if not the variables' own."""
+
+    compression: Policy | Compressor | str = Compression.none
+    backward_passes_per_step: int = 1
+    op: ReduceOp = Average
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    process_set: Members = None
+    reduction: str | None = None
+    controller: Controller | str | None = None
+    names: Sequence[str] | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work with any variables."""
+        passes = self.backward_passes_per_step
+        if type(passes) is not int or passes < 1:
+            raise ConfigError(
+                f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
+            )
+        check_arguments(self.op, self.gradient_predivide_factor, self.reduction)
+        as_policy(self.compression)
+
+
+class Core:
+    """What a distributed optimizer has beside the wrapped one.
+
+    ``owner``: the optimizer that exchanges. Others that share the core, those inside of a ``LossScaleOptimizer``, only
+    answer questions.
+    """
+
+    def __init__(self, arguments: Arguments, ranks: Ranks, owner: Any) -> None:
+        self.arguments = arguments
+        #: Those that exchange.
+        self.ranks = ranks
+        self.owner = owner
+        self.exchange: Exchange | None = None
+        #: Whose gradients Keras applies at this moment, and is about to clip.
+        self.applying: list[Any] | None = None
+        #: The tensors of their means.
+        self.arrived: list[Any] = []
+        self._count = 0
+        self._rows: dict[Any, int] = {}
+
+    @property
+    def checkpoint_manager(self) -> CheckpointManager:
+        """Where the compression state is; StateError before there is one."""
+        if self.exchange is None:
+            raise StateError(
+                "the optimizer is not built: it has no variables yet, and no compression state; call "
+                "optimizer.build(model.trainable_variables) first"
+            )
+        return self.exchange.checkpoint_manager
+
+    def start(self, variables: Sequence[Any]) -> None:
+        """Begin to exchange the gradients of these variables. Collective."""
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
+            raise ConfigError(
+                "variables that are overwritten with their gradients, as in float8 training, are not exchanged, and "
+                "would differ between ranks"
+            )
+        given = self.arguments
+        named = given.names is not None and len(given.names) == len(variables)
+        with tf.init_scope():
+            self.exchange = Exchange(
+                list(variables),
+                given.compression,
+                op=given.op,
+                predivide=given.gradient_predivide_factor,
+                sparse_as_dense=given.sparse_as_dense,
+                process_set=given.process_set,
+                reduction=given.reduction,
+                controller=given.controller,
+                names=given.names if named else None,
+            )
+        self._count = len(variables)
+        self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(variables)}
+
+    def set_compression(self, compression: Policy | Compressor | str) -> None:
+        """Go over to another compression; before there is an exchange, begin with it."""
+        as_policy(compression)
+        if self.exchange is not None:
+            self.exchange.set_compression(compression)
+        self.arguments = replace(self.arguments, compression=compression, controller=None)
+
+    def unknown(self, variables: Sequence[Any]) -> list[str]:
+        """Those of the variables that were not there when the exchange began."""
+        return [
+            getattr(variable, "path", variable.name)
+            for variable in variables
+            if self.owner._var_key(variable) not in self._rows
+        ]
+
+    def means(
+        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None, learning_rate: Any = None
+    ) -> list[Any]:
+        """The means of the gradients of these variables; of None comes None. Variables left out have no gradient."""
+        assert self.exchange is not None, "an optimizer is built before it applies"
+        rows = [self._rows[self.owner._var_key(variable)] for variable in variables]
+        own: list[Any] = [None] * self._count
+        for row, gradient in zip(rows, gradients, strict=True):
+            own[row] = _times(gradient, self.arguments.backward_passes_per_step)
+        means = self.exchange.exchange(own, scale, learning_rate)
+        return [means[row] for row in rows]
+
+
+def core_of(optimizer: Any) -> Core | None:
+    """What :func:`DistributedOptimizer` added to an optimizer; None for a plain one."""
+    core = getattr(optimizer, "_gradcomp", None)
+    return core if isinstance(core, Core) else None
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """ConfigError for what cannot be wrapped, StateError for what is wrapped already."""
+    backend = keras.backend.backend()
+    if backend == "torch":
+        raise ConfigError(
+            "Keras runs on torch, where its parameters are torch's: wrap a torch.optim.Optimizer over "
+            "model.parameters() with gradcomp.torch.DistributedOptimizer, in a training loop of your own"
+        )
+    if backend != "tensorflow":
+        raise ConfigError(
+            f"Keras runs on {backend}: gradcomp.tf needs KERAS_BACKEND=tensorflow, which must be set before Keras is "
+            "imported"
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(f"expected a keras.optimizers.Optimizer of Keras 3, got {type(optimizer).__name__}")
+    if core_of(optimizer) is not None or core_of(getattr(optimizer, "inner_optimizer", None)) is not None:
+        raise StateError("this optimizer is already a DistributedOptimizer")
+    hooks = ("_clip_gradients", "_backend_apply_gradients", "_check_variables_are_known", "_var_key")
+    missing = [name for name in hooks if not callable(getattr(optimizer, name, None))]
+    if missing:
+        raise ConfigError(f"Keras {keras.__version__} has no {missing[0]}: this gradcomp does not know it")
+    keras_model.refuse_strategy(getattr(optimizer, "_distribution_strategy", None))
+
+
+def accumulate(optimizer: Any, passes: int) -> None:
+    """Let Keras accumulate; ConfigError where it accumulates otherwise, or has no room for it."""
+    if passes == 1:
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if inner.gradient_accumulation_steps not in (None, passes):
+        raise ConfigError(
+            f"backward_passes_per_step={passes}, and the optimizer has gradient_accumulation_steps="
+            f"{inner.gradient_accumulation_steps}: give one of them"
+        )
+    if inner.built and inner.gradient_accumulation_steps is None:
+        raise ConfigError(
+            "the optimizer is built and has no room to accumulate: set backward_passes_per_step before it is built, "
+            "or give it gradient_accumulation_steps when it is made"
+        )
+    inner.gradient_accumulation_steps = passes
+
+
+def _times(gradient: Any, factor: int) -> Any:
+    """What Keras accumulates is the mean over passes; the sum is meant."""
+    if gradient is None or factor == 1:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor

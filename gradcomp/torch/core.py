@@ -1,0 +1,159 @@
+"""What a distributed optimizer has beside the wrapped one, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from gradcomp.compress import Policy
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.job import runtime
+from gradcomp.job.network import Ranks
+from gradcomp.job.serving import refuse_servers, serving
+from gradcomp.job.start import Proposal, say_what_is_bypassed, start, validate_together
+from gradcomp.job.step_driver import StepDriver
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.torch.arguments import Arguments
+from gradcomp.torch.devices import device_of
+from gradcomp.torch.exchange import GradientExchange
+from gradcomp.torch.layers import Named, name_parameters
+from gradcomp.torch.soon import number_of
+from gradcomp.torch.start import propose
+from gradcomp.torch.timing import Timing
+
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class Core:
+    """What a distributed optimizer has beside the wrapped one."""
+
+    def __init__(
+        self, ranks: Ranks, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange
+    ) -> None:
+        self.ranks = ranks
+        self.arguments = arguments
+        self.named = named
+        self.frozen = frozen
+        self.exchange = exchange
+        self.driver: StepDriver = exchange.driver
+        #: Where the compression state is.
+        self.checkpoint_manager = self.driver.checkpoint_manager
+        self.skip_synchronize = False
+
+    def check_frozen(self) -> None:
+        """StateError if parameters that were frozen require gradients by now."""
+        thawed = [name for name, parameter in self.frozen if parameter.requires_grad]
+        if thawed:
+            raise StateError(
+                f"parameters that were frozen when the optimizer was wrapped now require gradients and are not "
+                f"exchanged: {', '.join(thawed[:5])}; wrap after unfreezing, or add them with add_param_group"
+            )
+
+
+def build(
+    state: runtime.Runtime,
+    ranks: Ranks,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters | None,
+    arguments: Arguments,
+    *,
+    before: Core | None = None,
+) -> Core:
+    """Validate on every rank, compare, and start; ``before``: of an optimizer that is a distributed one."""
+
+    def validate() -> tuple[Timing, Named, Named, Proposal, Device]:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if hasattr(optimizer, "_gradcomp") and before is None:
+            raise StateError("this optimizer is already a DistributedOptimizer")
+        policy, timing = arguments.check()
+        if serving(reduction, len(ranks)) and timing.on_skip == "agree":
+            refuse_servers(reduction, len(ranks), 'on_skip="agree", in which all ranks vote,')
+        named, frozen = name_parameters(optimizer, named_parameters)
+        proposal = propose(
+            policy, named, 0 if before is None else before.checkpoint_manager.step, arguments.controller
+        )
+        if proposal.controller is not None:
+            refuse_servers(
+                reduction, len(ranks), "a controller, which judges by gradients that servers do not have,"
+            )
+        # Alone, a rank exchanges nothing, wherever its gradients are.
+        device = device_of(named) if len(ranks) > 1 else HOST
+        return timing, named, frozen, proposal, device
+
+    reduction = arguments.reduction or state.config.reduction
+    (timing, named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
+    exchange = GradientExchange(
+        named,
+        timing,
+        sparse_as_dense=arguments.sparse_as_dense,
+        predivide=arguments.predivide,
+        loss_scale=arguments.loss_scale,
+        learning_rate=lambda: number_of(optimizer.param_groups[0].get("lr", 0.0)),
+    )
+    if transport is None:
+        say_what_is_bypassed(proposal.policy)
+    elif transport.rank == 0:
+        check_momentum(optimizer, proposal.policy)
+    driver = start(
+        state,
+        ranks,
+        transport,
+        proposal,
+        exchange,
+        [tuple(parameter.shape) for _, parameter in named],
+        op=arguments.op,
+        predivide=arguments.predivide,
+        agrees=timing.on_skip == "agree",
+        reduction=arguments.reduction,
+        device=device,
+        arguments={
+            "backward_passes_per_step": timing.passes,
+            "finish": timing.finish,
+            "sparse_as_dense": arguments.sparse_as_dense,
+            "gradient_predivide_factor": arguments.predivide,
+            "on_skip": timing.on_skip,
+        },
+    )
+    exchange.attach(driver)
+    return Core(ranks, arguments, named, frozen, exchange)
+
+
+def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[torch.nn.Parameter]) -> Core:
+    """More layers: a new exchanger, with the old one's state. After an error the old one is still there."""
+    state = runtime.current()
+    old = core.exchange
+    old.drain()
+    named = chain(core.named, core.frozen, _name_group(names, added))
+    fresh = build(state, core.ranks, optimizer, named, core.arguments, before=core)
+    old.detach()
+    fresh.checkpoint_manager.inherit(core.checkpoint_manager)
+    if core.driver.attached:
+        state.exchangers.remove(old.exchanger)
+        old.exchanger.close()
+    return fresh
+
+
+def _name_group(
+    names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Lazy, so that its error is met where ranks validate together."""
+    if len(names) != len(parameters):
+        raise ConfigError(f"{len(names)} names for {len(parameters)} parameters")
+    yield from zip(names, parameters, strict=True)
+
+
+def check_momentum(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Warn if momentum would be applied twice."""
+    twice = [c for c in policy.compressors if c.traits.momentum]
+    own = any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups)
+    if twice and own:
+        runtime.logger.warning(
+            "%s applies momentum before compression, and %s has momentum of its own, which acts once more on the "
+            "mean: give it none",
+            twice[0].to_string(),
+            type(optimizer).__name__,
+        )

@@ -1,0 +1,155 @@
+"""Buckets of DistributedDataParallel, translated into steps."""
+
+# DistributedDataParallel compares the annotations of what it is given with classes: they are evaluated here.
+
+import concurrent.futures
+
+import numpy as np
+import torch
+from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from gradcomp.core.errors import StateError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.engine.background import in_background
+from gradcomp.job.adapter import Words
+from gradcomp.job.step_driver import StepDriver
+from gradcomp.job.step_phases import Phase
+from gradcomp.kernels.codec import Sizes
+from gradcomp.kernels.devices import Device
+from gradcomp.pipeline.digests import NO_SAY, Digests
+from gradcomp.reduce.header import DISCARDED
+from gradcomp.torch.ddp_futures import BucketFutures
+from gradcomp.torch.layers import Named, dtype_name
+from gradcomp.torch.loss_scale import LossScale
+from gradcomp.torch.staging import staging_for
+from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
+from gradcomp.torch.step_watch import StepWatch
+
+
+class BucketSteps:
+    """A step for every backward pass of a DistributedDataParallel; an :class:`gradcomp.job.adapter.Adapter`.
+
+    A hook hears neither of ``step()`` nor of ``zero_grad()``: the last step is accepted when the next one begins, or
+    the state is asked for. :meth:`attach` comes first.
+    """
+
+    words = Words(
+        "a backward pass has not handed in all buckets of DistributedDataParallel",
+        unequal_steps=SKIP_TOGETHER,
+    )
+
+    def __init__(self, named: Named, layers: list[LayerSpec], loss_scale: LossScale, device: Device) -> None:
+        self._named = named
+        self._layers = layers
+        self._loss_scale = loss_scale
+        self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
+        self._where = named[0][1].device
+        self._staging = staging_for(device, self._where)
+        self._futures = BucketFutures(len(layers), self._staging)
+        #: Hears of means.
+        self.listener = self._futures
+        self._optimizers = StepWatch(parameter for _, parameter in named)
+        self._joining = False  # in the last exchange this rank had run out of data: it was in join()
+
+    def attach(self, driver: StepDriver) -> None:
+        """What takes the steps."""
+        self._driver = driver
+
+    # -- one step, on autograd's thread ---------------------------------------------------------------------------
+
+    def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Exchange a bucket in place; the last one of a step ends the step."""
+        with self._driver.telling():
+            return self._hand_in(self._driver, bucket)
+
+    def _hand_in(self, driver: StepDriver, bucket: GradBucket) -> Future[torch.Tensor]:
+        if bucket.index() == 0:
+            self._begin(driver)
+        layers, addresses, buffer = self._contents(bucket)
+        handed = self._staging.hand_in(buffer)
+        future = self._futures.add(bucket.index(), layers, buffer, handed)
+        shift = handed.address - buffer.data_ptr()
+        for layer, address in zip(layers.tolist(), addresses, strict=True):
+            place = address + shift
+            driver.submit(layer, place, place, handed, handed.event, zero_is_absent=True)
+        if bucket.is_last():
+            driver.flush()
+            # DDP queues its own wait behind this one, which raises errors as what they are.
+            if torch._C._current_graph_task_id() != -1:
+                Variable._execution_engine.queue_callback(self._await)
+        return future
+
+    def _begin(self, driver: StepDriver) -> None:
+        driver.rest()
+        stepped = self._optimizers.stepped()
+        if self._joining:
+            driver.amend(0)
+        elif stepped is False:
+            driver.amend(DISCARDED)
+        # Outside of backward passes, DistributedDataParallel.join() calls for a rank that has run out of data: it does
+        # not step, and takes the others' parameters in the end.
+        self._joining = torch._C._current_graph_task_id() == -1
+        self._staging.open()
+        scale = self._loss_scale.of(driver.exchanger.pipeline)
+        self._loss_scale.agree(driver.exchanger)
+        driver.open(scale)
+        self._futures.open(driver.exchanger.pipeline.layout)
+
+    def _await(self) -> None:
+        if self._driver.phase is Phase.FLUSHED:
+            self._driver.wait()
+
+    # -- what the driver asks, see gradcomp.job.adapter.Adapter -----------------------------------------------
+
+    def allocate(self, layer: int) -> int:
+        """Called for a layer that other ranks had and this rank's DDP left out."""
+        raise StateError(
+            f"layer {self._named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
+        )
+
+    def digests(self) -> Digests:
+        """What the parameters hold."""
+        return digests_of(self._named)
+
+    def begin_digests(self) -> concurrent.futures.Future[Digests]:
+        """In the background. A rank in ``join()`` does not step: its parameters are not compared."""
+        joining = self._joining
+        return in_background((lambda: NO_SAY) if joining else digests_behind(self._named))
+
+    def means_complete(self) -> None:
+        """Nothing is left to do: the engine's thread has completed the futures."""
+
+    def finalise(self) -> bool:
+        """Accept a step of which all buckets were handed in."""
+        self._await()
+        if self._driver.phase is Phase.DONE:
+            self._driver.commit()
+        return True
+
+    def _contents(self, bucket: GradBucket) -> tuple[Sizes, list[int], torch.Tensor]:
+        """A bucket's layers, where their gradients are, and the buffer in which these lie."""
+        buffer = bucket.buffer()
+        parameters = bucket.parameters()
+        numbers = [self._numbers.get(id(parameter), -1) for parameter in parameters]
+        if -1 in numbers:
+            shape = tuple(parameters[numbers.index(-1)].shape)
+            raise StateError(
+                f"DistributedDataParallel has a parameter of shape {shape} that the model did not have, or not "
+                "as a trainable one, when ddp_comm_hook was called"
+            )
+        if buffer.layout != torch.strided or buffer.device != self._where:
+            raise StateError(
+                f"layer {self._named[numbers[0]][0]!r} was dense and on {self._where} when ddp_comm_hook was called; "
+                f"its gradient is {buffer.layout} and on {buffer.device} now"
+            )
+        gradients = bucket.gradients()
+        dtype = dtype_name(buffer.dtype)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            if (gradient.numel(), dtype) != (self._layers[number].size, self._layers[number].dtype):
+                raise StateError(
+                    f"layer {self._named[number][0]!r} had another dtype or size when ddp_comm_hook was called; "
+                    f"its gradient has {gradient.numel()} elements of {dtype} now"
+                )
+        return np.array(numbers, dtype=np.int64), [gradient.data_ptr() for gradient in gradients], buffer

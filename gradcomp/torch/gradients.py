@@ -1,0 +1,93 @@
+"""The gradients of parameters, as memory that is exchanged as it lies."""
+
+from __future__ import annotations
+
+import torch
+
+from gradcomp.core.errors import StateError
+from gradcomp.kernels.devices import Device
+from gradcomp.torch.layers import Named
+from gradcomp.torch.staging import Handed, staging_for, untouched
+from gradcomp.torch.tensors import Form, has_memory
+from gradcomp.torch.tensors import form as form_of
+
+
+class Gradients:
+    """The ``.grad`` of parameters, by number of their layer; :meth:`attach` comes first.
+
+    ``sparse_as_dense``: sparse gradients become dense ones.
+    """
+
+    def __init__(self, named: Named, *, sparse_as_dense: bool) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._forms = [Form.of(parameter) for parameter in self.parameters]
+        self._sparse_as_dense = sparse_as_dense
+        self._staging = untouched()
+        self._handed: dict[int, Handed] = {}
+        self._made: dict[int, Handed] = {}  # for means of layers that this rank did not have
+
+    def attach(self, device: Device) -> None:
+        """``device``: where they are exchanged."""
+        self._staging = staging_for(device, self.parameters[0].device)
+
+    def open(self) -> None:
+        """A step begins."""
+        self._staging.open()
+        self._handed = {}
+
+    def own(self, layer: int) -> torch.Tensor:
+        """The layer's gradient, in a form whose memory can be exchanged as it lies unless it is sparse.
+
+        StateError if it has another shape, dtype or device than the parameter had.
+        """
+        parameter, form = self.parameters[layer], self._forms[layer]
+        gradient = parameter.grad
+        assert gradient is not None, "a hook fires after its gradient was accumulated"
+        if not form.fits(gradient):
+            raise self._became_another(layer, gradient)
+        if gradient.is_sparse:
+            if not self._sparse_as_dense:
+                return gradient
+            gradient = gradient.to_dense()
+        if gradient.stride() != form.strides:
+            gradient = form.dense(gradient)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient
+        return gradient.detach()
+
+    def hand_in(self, layer: int, gradient: torch.Tensor) -> Handed:
+        """What the engine works on."""
+        handed = self._handed[layer] = self._staging.hand_in(gradient)
+        return handed
+
+    def allocate(self, layer: int) -> int:
+        """Memory for the mean of a layer that only other ranks had (engine's thread)."""
+        parameter, form = self.parameters[layer], self._forms[layer]
+        gradient = parameter.grad
+        if gradient is not None and (gradient.is_sparse or gradient.stride() != form.strides):
+            gradient = None
+        if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
+            raise self._became_another(layer, parameter)
+        made = self._staging.allocate(form, None if gradient is None else gradient.detach())
+        self._made[layer] = made
+        return made.address
+
+    def give_back(self) -> None:
+        """The step is done: what was handed in holds means now."""
+        handed, self._handed = self._handed, {}
+        self._staging.give_back(handed.values())
+
+    def take_means(self) -> None:
+        """The means of layers that this rank did not have become their gradients."""
+        made, self._made = self._made, {}
+        for layer, mean in made.items():
+            self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
+
+    def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
+        kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "
+        return StateError(
+            f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
+            f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
+            "its final dtype, shapes and device, and let hooks keep the form of gradients"
+        )
