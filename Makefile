@@ -1,10 +1,11 @@
 # Needs only CPython >= 3.11, a C++20 compiler and pip: cmake and ninja come from PyPI.
 #
 #   make demo     train on digits with two ranks, uncompressed and at 4 bits
-#   make test     install what the tests need and run them all
+#   make test     install what the tests need and run them; test-all adds what test leaves out: CONTRIBUTING.md
 #   make cubins   the CUDA kernels' code, without a GPU, into the package: nothing is compiled in the first step then
 #   make test-gpu sanitize-gpu bench-gpu    on a machine with a GPU; they install nothing, see there
 #   make gpu-hour                 all of that and more, in pieces of eight minutes: PIECE=1, then 2, then 3
+#   make mutate N=40 SEED=1       changes of the package drawn by seed: the default tests must notice 38 of them
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
@@ -39,7 +40,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
+.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -86,14 +87,23 @@ demo: $(STAMP)/package $(STAMP)/extra-demo
 # PYTHONSAFEPATH keeps the source tree off sys.path, here and in every process that a test starts.
 PYTEST := PYTHONSAFEPATH=1 $(BIN)/pytest
 
-# Tests that compute share the cores; those that start ranks, and look at the clock, have the machine to themselves.
-# With ARGS, one run of what they name. The second run goes on after a failure of the first.
-PURE := $(addprefix tests/,kernels core compress reduce control pipeline)
+# Two workers. What one of them may run beside the other is said in tests/conftest.py, and what test leaves out in
+# tests/tiers.py: test-all is all of it, test-rest what test leaves out. A worker that dies ends the run: pytest-xdist may
+# wait for its groups for ever.
+WORKERS := --numprocesses=2 --max-worker-restart=0
 
 test: $(STAMP)/package $(STAMP)/extra-test
-	$(if $(strip $(ARGS)),$(PYTEST) $(ARGS),failed=0; $(PYTEST) --numprocesses=2 $(PURE) || failed=1; \
-	    $(PYTEST) $(filter-out $(PURE) tests/cuda_on_cpu,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)) || failed=1; \
-	    exit $$failed)
+	$(PYTEST) $(WORKERS) $(ARGS)
+
+test-all: $(STAMP)/package $(STAMP)/extra-test
+	$(PYTEST) $(WORKERS) --full $(ARGS)
+
+test-rest: $(STAMP)/package $(STAMP)/extra-test
+	$(PYTEST) $(WORKERS) --full-only $(ARGS)
+
+# What the default run notices of 40 changes of the package, drawn by seed: docs/testing.md
+mutate: $(STAMP)/package $(STAMP)/extra-test
+	PYTHONSAFEPATH=1 $(BIN)/python scripts/mutate.py --count $(or $(N),40) --seed $(SEED) $(ARGS)
 
 # Further launchers, for the tests that start ranks by them: without, those tests skip and say so. Open MPI has an
 # environment of its own, because MPICH's mpirun has the same name.
@@ -123,7 +133,7 @@ $(STAMP)/slurm: | $(STAMP)/venv
 # fibers run, are no part of that. pytest would keep to itself what a test prints before it dies, were it to take the
 # files beneath Python's too.
 sanitize: sanitize-site
-	$(SANITIZED) $(BIN)/pytest tests/kernels -k "not cuda" --capture=sys --timeout=600 $(ARGS)
+	$(SANITIZED) $(BIN)/pytest tests/kernels -k "not cuda" --full --capture=sys --timeout=600 $(ARGS)
 
 SANITIZED = LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
     UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1 \
@@ -159,7 +169,7 @@ INSTALLED = $(shell PYTHONSAFEPATH=1 $(PYTHON) -c 'import gradcomp' 2>/dev/null 
 ON_GPU = PYTHONSAFEPATH=1 $(if $(INSTALLED),,PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}")
 
 test-gpu:
-	$(ON_GPU) $(PYTHON) -m pytest -m gpu tests/gpu tests/kernels $(ARGS)
+	$(ON_GPU) $(PYTHON) -m pytest --full -m gpu tests/gpu tests/kernels $(ARGS)
 
 # Guards around what tests carry to the device see what memcheck cannot, within memory of a pool.
 sanitize-gpu:
@@ -167,7 +177,7 @@ sanitize-gpu:
 	    || { echo "compute-sanitizer is missing: it comes with the CUDA toolkit" >&2; exit 1; }
 	for tool in memcheck racecheck; do \
 	    $(ON_GPU) compute-sanitizer --tool $$tool --error-exitcode 1 \
-	        $(PYTHON) -m pytest -m gpu tests/gpu/test_parity.py -o timeout=0 $(ARGS) || exit 1; \
+	        $(PYTHON) -m pytest --full -m gpu tests/gpu/test_parity.py -o timeout=0 $(ARGS) || exit 1; \
 	done
 
 bench-gpu:

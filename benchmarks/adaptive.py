@@ -10,7 +10,7 @@ and rank 32 on the LSTM. Controllers decide once an epoch of the ResNet, and ten
 
 Columns
     bytes       what a rank sends per step, headers and votes included, in the mean over the whole run
-    fewer       bytes of uniform over those of the row: the tables 2 to 4 of L-GreCo, 3.8 of the CGX thesis
+    fewer       bytes of uniform over those of the row: tables 2 to 4 of Markov et al. 2024, 3.8 of Markov 2024
     worse by    than uniform, relative, per pair; then the mean. The bar is 1%
     overhead    processor time of error tables and program over training time, the larger of the ranks'; the bar is 1%.
     adding      the same of adding gradients up, which the papers do not count; window= makes it less

@@ -4,9 +4,10 @@
     python benchmarks/adaptive_plot.py table.json --sweep sweep.png    # from --controllers sweep
 
 Rows of the first, by task and family: bytes that the uniform level sends over those of each controller, in fiftieths of
-the run, one seed (000, Figure 6a); kilobytes of each layer, averaged over the run, in the order in which layers are
-sent (000, Figure 6b, whose buckets hold several); final metric against bytes per step, every seed a point. The second:
-final metric against milliseconds per step, over levels as references (000, Figure 2).
+the run, one seed (Markov et al. 2024, Figure 6a); kilobytes of each layer, averaged over the run, in the order in
+which layers are sent (Markov et al. 2024, Figure 6b, whose buckets hold several); final metric against bytes per
+step, every seed a point. The second: final metric against milliseconds per step, over levels as references (Markov et
+al. 2024, Figure 2).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def layer_kilobytes(task: str, run: Run) -> dict[str, float]:
     """What two ranks send of each layer that a plan ever compressed, the last one first; averaged over the steps."""
     from gradcomp import LayerSpec
     from gradcomp.compress import at_level
-    from gradcomp.control.menu import layer_bytes
+    from gradcomp.control.candidates import layer_bytes
     from gradcomp.core.scheme import Scheme
     from gradcomp.core.topology import Topology
 

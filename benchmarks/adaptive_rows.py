@@ -30,7 +30,7 @@ class Family:
     compression: dict[str, str]
     low: dict[str, str]
     high: dict[str, str]
-    target: float | None  # bytes of uniform over those of L-GreCo, issue and 000
+    target: float | None  # bytes of uniform over those of L-GreCo, issue and Markov et al. 2024
 
 
 FAMILIES = (

@@ -70,13 +70,13 @@ def run_rank(task: Task, out: Path) -> None:
     for _ in range(task.blocks):
         for trainer in trainers:
             run_block(trainer, task, dist.barrier)
-    pilot = auto.optimizer._exchanger_or_none().pipeline.pilot
+    running = auto.optimizer._exchanger_or_none().pipeline.controller
     found = {
         "parameters": sum(p.numel() for p in initial.parameters()),
-        "decisions": pilot.decisions,
-        "reason": pilot.reason,
-        "chosen": pilot.current,
-        "predicted_seconds": pilot.predicted,
+        "decisions": running.state.decisions,
+        "reason": running.reason,
+        "chosen": running.current,
+        "predicted_seconds": running.state.predicted,
         "measured_seconds": {
             trainer.row.key: statistics.median(itertools.chain.from_iterable(trainer.block_seconds))
             for trainer in trainers

@@ -7,7 +7,8 @@ row, over a driver that does nothing but count. So the figures are those of the 
 a bucket's spans of the trace ("encode", "reduce", "decode"), the least of the steps, the median over buckets; in the
 thread's own time, so that whatever else runs on the machine does not count. Messages stay on the device, as
 over NCCL; over a transport on the host their bytes are copied once more each way. Driver calls are one rank's in one
-step. Memory that kernels would fill holds zeros.
+step: "synchronize" blocks the thread, "wait" is an event that it asks for, "event" is one of the frameworks'. Memory
+that kernels would fill holds zeros.
 """
 
 from __future__ import annotations
@@ -40,7 +41,18 @@ CODECS: dict[str, Compressor] = {"4 bits": Quantize(4), "TopK 1%": TopK(0.01), "
 BAR = 60.0
 
 PHASES = ("encode", "reduce", "decode")
-CALLS = ("launch", "upload", "download", "zero", "synchronize", "event", "follow", "allocate", "pinned")
+CALLS = (
+    "launch",
+    "upload",
+    "download",
+    "zero",
+    "synchronize",
+    "wait",
+    "event",
+    "follow",
+    "allocate",
+    "pinned",
+)
 
 
 @dataclass(frozen=True)
@@ -133,8 +145,10 @@ def measure(
         for pipeline in pipelines:
             pipeline.open()
             for layer in reversed(range(len(layers))):
-                pipeline.inbox.submit(layer, 256 * (layer + 1), 256 * (layer + 1), None, device.mark(layer))
-            pipeline.inbox.flush()
+                pipeline.registry.submit(
+                    layer, 256 * (layer + 1), 256 * (layer + 1), None, device.mark(layer)
+                )
+            pipeline.registry.flush()
         before = driver.calls.copy()  # type: ignore[union-attr]
         seconds, timed.seconds = 0.0, 0.0
         while any(pipeline.is_open for pipeline in pipelines):

@@ -99,7 +99,7 @@ class Workload:
         self.gradient[:] = rng.standard_normal(length, np.float32)
         self.residual: Floats = aligned(length)
         self.residual[:] = 0.1 * rng.standard_normal(length, np.float32)
-        self.shadow: Floats = aligned(length)
+        self.next_residual: Floats = aligned(length)
         self.output: Floats = aligned(length)
         size = kernels.wire_bytes(kernels.MINMAX, length, 8, BUCKET_SIZE)
         self.payloads = [aligned(size, np.uint8) for _ in range(2)]
@@ -117,10 +117,10 @@ class Workload:
         np.copyto(self.output, self.gradient)
 
     def add(self) -> None:
-        np.add(self.gradient, self.residual, out=self.shadow)
+        np.add(self.gradient, self.residual, out=self.next_residual)
 
     def encode(self, codec: int, bits: int, *, stochastic: bool, residual: bool, payload: int = 0) -> None:
-        feedback = {"residual": self.residual, "shadow": self.shadow} if residual else {}
+        feedback = {"residual": self.residual, "next_residual": self.next_residual} if residual else {}
         kernels.encode(
             codec,
             self.table(bits, gradient=self.gradient, **feedback),

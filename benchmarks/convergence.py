@@ -8,7 +8,7 @@
     python benchmarks/convergence.py --merge digits.json lstm.json   # one table of several parts, nothing is run
 
 A pair is two runs with the same seed: same initial parameters, same batches. A row passes if its metric is, in the mean
-over the pairs, at most 1% (relative) worse than uncompressed: accuracy recovery as the CGX thesis defines it. The bar
+over the pairs, at most 1% (relative) worse than uncompressed: accuracy recovery as Markov 2024 defines it. The bar
 applies to the main rows; the verdicts of others are in brackets. Where a paper says that a method fails, the table may
 show it, and nothing is tuned. The last row is the control: 1 bit, nearest, without feedback. If it passed as well, the
 test could not tell good from bad. A row whose compression does not exist, or whose processes fail, costs only itself;
@@ -19,7 +19,8 @@ Tasks
              until every element was sent once, and a much shorter run would measure that delay
     lstm     a word LSTM; the main ones
     resnet   ResNet-20 (0.27 M parameters) on 10,000 images of CIFAR-10 averaged to 16 x 16, so that a row of 3 seeds
-             takes about 4 minutes on 2 cores; 18 epochs end at about 65%. The main ones and the ablations of 004
+             takes about 4 minutes on 2 cores; 18 epochs end at about 65%. The main ones and the ablations of Vogels
+             et al. 2019
 
 Where a compression has momentum, the optimizer has none; where it clips, nothing else does.
 

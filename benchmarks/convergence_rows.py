@@ -44,8 +44,8 @@ _DGC = {
     LSTM: "dgc:density=0.001,warmup_steps=200,clip=0.25",
     RESNET: "dgc:density=0.001,warmup_steps=312",
 }
-# Equal bytes (004, Table 4): as many as PowerSGD of rank 3 on the digits (about 1 bit an element) and rank 2 on
-# ResNet-20 (1.5 bits).
+# Equal bytes (Vogels et al. 2019, Table 4): as many as PowerSGD of rank 3 on the digits (about 1 bit an element) and
+# rank 2 on ResNet-20 (1.5 bits).
 _EQUAL_K = {DIGITS: 0.0327, RESNET: 0.0474}
 _EQUAL_TOPK = {DIGITS: 0.0267, RESNET: 0.0393}
 
@@ -69,15 +69,15 @@ ARMS = (
     Arm("powersgd-2", "PowerSGD, rank 2", "powersgd:rank=2", _MAIN, bar=True),
     Arm("powersgd-4", "PowerSGD, rank 4", "powersgd:rank=4", _MAIN, bar=True),
     Arm("scaled-sign", "ScaledSign", "scaled_sign", _MAIN, bar=True),
-    Arm("random-k", "RandomK 10%", "random_k:density=0.1", _MAIN, note="003: fails"),
+    Arm("random-k", "RandomK 10%", "random_k:density=0.1", _MAIN, note="Tyagi and Swany 2023: fails"),
     # Sparse
     Arm("random-k-scaled", "RandomK 10%, unbiased", "random_k:density=0.1,scaled=true"),
-    Arm("random-block", "RandomBlock 10%", "random_block:density=0.1", note="004: fails"),
+    Arm("random-block", "RandomBlock 10%", "random_block:density=0.1", note="Vogels et al. 2019: fails"),
     Arm("threshold", "Threshold 4.72e-3", "threshold:threshold=0.00472"),
     Arm("redsync", "RedSync 1%", "redsync:density=0.01"),
     Arm("clt-k", "CLT-k 1%", "clt_k:density=0.01"),
     Arm("sidco", "SIDCo 1%", "sidco:density=0.01"),
-    Arm("adacomp", "AdaComp", "adacomp", note="002: fails on language"),
+    Arm("adacomp", "AdaComp", "adacomp", note="Markov 2024: fails on language"),
     Arm("global-topk", "GlobalTopK 1%", "global_topk:density=0.01"),
     Arm("topk-momentum", "TopK 1%, momentum correction", "momentum_correction[topk:density=0.01]:factor=0.9"),
     # Composed
@@ -90,7 +90,7 @@ ARMS = (
         "Signum",
         "signum:momentum=0.9",
         (DIGITS, LSTM),
-        note="004: fails on the LSTM",
+        note="Vogels et al. 2019: fails on the LSTM",
         # Its steps are of the size of the learning rate; on the LSTM clipping sees to that.
         rates={DIGITS: 0.01, RESNET: 0.01},
     ),
@@ -98,7 +98,7 @@ ARMS = (
     Arm("terngrad", "TernGrad", "terngrad"),
     Arm("nuqsgd", "NUQSGD, 4 bits", "nuqsgd:bits=4"),
     Arm("codebook", "Codebook, 7 levels", "codebook:levels=0.015625/0.03125/0.0625/0.125/0.25/0.5/1"),
-    # 004's ablations
+    # the ablations of Vogels et al. 2019
     Arm("powersgd-2-alternate", "PowerSGD, rank 2, half-iterations", "powersgd:rank=2,alternate=true", _CNN),
     Arm("powersgd-2-cold", "PowerSGD, rank 2, no warm start", "powersgd:rank=2,warm_start=false", _CNN),
     Arm("powersgd-2-no-feedback", "PowerSGD, rank 2, no feedback", "powersgd:rank=2,feedback=false", _CNN),
@@ -113,7 +113,7 @@ ARMS = (
         "equal bytes: RandomBlock",
         "",
         _CNN,
-        note="004: fails",
+        note="Vogels et al. 2019: fails",
         by_task=_equal("random_block", _EQUAL_K),
     ),
     Arm(

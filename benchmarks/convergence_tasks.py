@@ -125,9 +125,9 @@ def share_work(job: Job, compressor: Compressor, rate: float) -> None:
     """What the compression does itself, momentum and clipping, is not done once more."""
     for group in job.optimizer.param_groups:
         group["lr"] *= rate
-        if compressor.momentum:
+        if compressor.traits.momentum:
             group["momentum"] = 0.0
-    if compressor.clip_norm is not None:
+    if compressor.traits.clip_norm is not None:
         job.clip = None
 
 
@@ -140,7 +140,7 @@ def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -
 
     import gradcomp.torch as gc
     from gradcomp.compress.registry import from_string
-    from gradcomp.control.gravac_pilot import GraVACPilot
+    from gradcomp.control.gravac_run import GraVACRun
 
     compressor = from_string(compression)
     share_work(job, compressor, rate)
@@ -189,12 +189,12 @@ def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -
         "bytes_over_time": [(sent_by[b] - sent_by[a]) / max(b - a, 1) for a, b in itertools.pairwise(ends)],
     }
     exchanger = optimizer._exchanger_or_none()
-    pilot = None if exchanger is None else exchanger.pipeline.pilot
-    if controller and pilot is not None:
-        adaptive["spent_seconds"] = dict(getattr(pilot, "spent", {}))
-        if isinstance(pilot, GraVACPilot):
-            adaptive["factors"] = {f"{factor:g}": count for factor, count in pilot.steps_by_factor.items()}
-            adaptive["fewer_floats"] = pilot.dense_floats / max(pilot.floats_sent, 1)
+    running = None if exchanger is None else exchanger.pipeline.controller
+    if controller and running is not None:
+        adaptive["spent_seconds"] = dict(getattr(running, "spent", {}))
+        if isinstance(running, GraVACRun):
+            adaptive["factors"] = {f"{factor:g}": count for factor, count in running.steps_by_factor.items()}
+            adaptive["fewer_floats"] = running.dense_floats / max(running.floats_sent, 1)
             plans = plans[-1:]  # they go back and forth
         adaptive["plans"] = [
             [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans

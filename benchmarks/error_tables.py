@@ -4,7 +4,7 @@
 
 Layers are those that would be compressed; values are gradients of ten batches added up (ResNet-20: noise instead of
 images; LSTM: text). *Together* is `errors` with all levels of a range, layer by layer; *one by one* compresses and
-decompresses each layer once for each level (PowerSGD: five times, as the thesis, appendix B.2.2, has it). Milliseconds
+decompresses each layer once for each level (PowerSGD: five times, as Markov 2024, appendix B.2.2, has it). Milliseconds
 of the thread's processor time for all layers, medians of the rounds; what takes more than 10 s is run once. *Apart*:
 the largest relative difference between the two tables, of errors above 1e-4 of a layer's norm. *Above the optimum*: by
 how much errors of low rank are larger than those of the singular values at most, together and one by one.
@@ -29,10 +29,10 @@ import torch
 from torch.nn import functional
 
 from gradcomp import Compressor, Filter, LayerSpec, PowerSGD, Quantize, TopK
-from gradcomp.compress.errors import errors
-from gradcomp.compress.low_rank import clamped_rank, matrix_shape
-from gradcomp.compress.round_trip import round_trip
-from gradcomp.compress.spectra import POWER_STEPS, squared_singular_values
+from gradcomp.compress.lowrank.base import clamped_rank, matrix_shape
+from gradcomp.control.distortion.errors import errors
+from gradcomp.control.distortion.round_trip import round_trip
+from gradcomp.control.distortion.spectra import POWER_STEPS, squared_singular_values
 from gradcomp.core.state import Fields
 
 Floats = npt.NDArray[np.float32]

@@ -38,7 +38,7 @@ def _script(name: str, title: str, piece: int, seconds: int, script: str, *argum
     return Stage(name, title, piece, seconds, (sys.executable, str(_HERE / script), *arguments))
 
 
-_PYTEST = (sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
+_PYTEST = (sys.executable, "-m", "pytest", "--full", "-q", "-rs", "-p", "no:cacheprovider")
 
 
 def _tests(name: str, title: str, piece: int, seconds: int, *arguments: str) -> Stage:
@@ -124,7 +124,10 @@ STAGES = (
         "--json",
         "{json}",
     ),
-    _tests("side-stream", "a backward pass on a side stream", 3, 40, "tests/gpu/test_side_stream.py"),
+    _tests(
+        *("side-stream", "a backward pass on a side stream", 3, 40, "tests/gpu/test_streams.py"),
+        *("-k", "side_stream and optimizer"),
+    ),
     _tests("device-assert", "a device assert raises on all ranks", 3, 50, "tests/gpu/test_device_assert.py"),
     _tests("capture", "capture in a CUDA graph is refused", 3, 40, "tests/gpu/test_capture.py"),
     _tests("full-cache", "torch's cache holds all memory", 3, 50, "tests/gpu/test_full_cache.py"),

@@ -61,7 +61,8 @@ class Codes:
             values = _normal(elements, number)
             arrays = {"gradient": machine.array(elements, kind, values)}
             arrays |= {
-                name: machine.array(elements, np.float32, 0.1 * values) for name in ("residual", "shadow")
+                name: machine.array(elements, np.float32, 0.1 * values)
+                for name in ("residual", "next_residual")
             }
             arrays["output"] = machine.array(elements, kind)
             arrays["payload"] = machine.array(self._message_bytes, np.uint8)
@@ -82,7 +83,7 @@ class Codes:
 
     def add(self, number: int) -> None:
         arrays = self._sets[number % SETS]
-        self._machine.add(arrays["shadow"], arrays["gradient"], arrays["residual"])
+        self._machine.add(arrays["next_residual"], arrays["gradient"], arrays["residual"])
 
     def _encode(
         self,
@@ -93,7 +94,7 @@ class Codes:
         residual: bool,
         rows: int | None = None,
     ) -> None:
-        names = ("gradient", "residual", "shadow") if residual else ("gradient",)
+        names = ("gradient", "residual", "next_residual") if residual else ("gradient",)
         draws: dict[str, Any] = {"stochastic": stochastic, "seed": 1, "step": 2, "rank": 3}
         table = self._filled(arrays, *names)[:rows]
         body.encode(
@@ -136,7 +137,7 @@ class Codes:
         expected = self._on_host()
         self.encode(0, **settings)
         self._encode(_HOST, expected, **settings, rows=CHECKED_ROWS)
-        return self._same(self._on_host(), expected, "payload", "shadow")
+        return self._same(self._on_host(), expected, "payload", "next_residual")
 
     def decoded_right(self) -> bool:
         self.decode(0)
@@ -168,7 +169,7 @@ class Selection:
     def __init__(self, machine: Machine, elements: int) -> None:
         self._machine, self._body = machine, machine.body
         self._gradients = [machine.array(elements, np.float32, _normal(elements, i)) for i in range(SETS)]
-        self._shadow = machine.array(elements)
+        self._next_residual = machine.array(elements)
         self.torch_tensor = machine.torch_tensor(self._gradients[0])
         self._tensors = [machine.torch_tensor(each) for each in self._gradients]
         self._table = np.zeros(1, kernels.SEGMENT)
@@ -180,13 +181,13 @@ class Selection:
         self._values = machine.array(int(self._limits[0]))
         self._found = np.zeros(1, np.int64)
 
-    def _filled(self, gradient: int, shadow: int) -> Any:
+    def _filled(self, gradient: int, next_residual: int) -> Any:
         table = self._table.copy()
-        table["gradient"], table["shadow"] = gradient, shadow
+        table["gradient"], table["next_residual"] = gradient, next_residual
         return table
 
     def _given(self, number: int) -> Any:
-        return self._filled(self._gradients[number % SETS].address, self._shadow.address)
+        return self._filled(self._gradients[number % SETS].address, self._next_residual.address)
 
     def torch_top(self, number: int, *, in_order: bool) -> None:
         self._machine.torch_top(self._tensors[number % SETS], int(self._counts[0]), in_order=in_order)
@@ -208,15 +209,15 @@ class Selection:
 
     def _host_lists(self) -> tuple[Any, Any, Any, Any]:
         gradient = self._gradients[0].read()
-        shadow = np.zeros_like(gradient)
+        next_residual = np.zeros_like(gradient)
         lists = np.zeros(len(self._indices), np.uint32), np.zeros(len(self._values), np.float32)
-        return gradient, shadow, *lists
+        return gradient, next_residual, *lists
 
     def _same(self, kernel: Any, call: Any) -> bool:
-        gradient, shadow, *lists = self._host_lists()
+        gradient, next_residual, *lists = self._host_lists()
         call(0)
         count = int(self._found[0]) if call == self.sampled else int(self._counts[0])
-        kernel(_HOST, self._filled(gradient.ctypes.data, shadow.ctypes.data), *lists)
+        kernel(_HOST, self._filled(gradient.ctypes.data, next_residual.ctypes.data), *lists)
         pairs = zip((self._indices, self._values), lists, strict=True)
         return all(there.read()[:count].tobytes() == here[:count].tobytes() for there, here in pairs)
 
@@ -245,7 +246,7 @@ class LowRank:
         self._gradients = [
             machine.array(self.elements, np.float32, _normal(self.elements, i)) for i in range(SETS)
         ]
-        self._shadow, self._output = machine.array(self.elements), machine.array(self.elements)
+        self._next_residual, self._output = machine.array(self.elements), machine.array(self.elements)
         self._q_values = _normal(int((4 * self._columns).sum()), 99)
         self._p, self._q = machine.array(int((4 * self._rows).sum())), machine.array(len(self._q_values))
         self._q.write(self._q_values)
@@ -253,12 +254,16 @@ class LowRank:
         self._flags, self._factors = np.zeros(len(shapes), np.uint8), np.ones(len(shapes), np.float32)
 
     def step(self, number: int) -> None:
-        addresses = (self._gradients[number % SETS].address, self._shadow.address, self._output.address)
+        addresses = (
+            self._gradients[number % SETS].address,
+            self._next_residual.address,
+            self._output.address,
+        )
         self._step(self._body, addresses, self._p, self._q)
 
     def _step(self, body: Any, addresses: tuple[int, int, int], p: Any, q: Any) -> None:
         table = self._table.copy()
-        for name, address in zip(("gradient", "shadow", "output"), addresses, strict=True):
+        for name, address in zip(("gradient", "next_residual", "output"), addresses, strict=True):
             table[name] = address + 4 * self._table["start"]
         table["start"] = 0
         sizes = (self._rows, self._columns, self._ranks)
@@ -273,8 +278,8 @@ class LowRank:
         self._q.write(self._q_values)
         self.step(0)
         gradient, p, q = self._gradients[0].read(), np.zeros(len(self._p), np.float32), self._q_values.copy()
-        shadow, output = np.zeros_like(gradient), np.zeros_like(gradient)
-        self._step(_HOST, (gradient.ctypes.data, shadow.ctypes.data, output.ctypes.data), p, q)
+        next_residual, output = np.zeros_like(gradient), np.zeros_like(gradient)
+        self._step(_HOST, (gradient.ctypes.data, next_residual.ctypes.data, output.ctypes.data), p, q)
         difference = np.linalg.norm(self._output.read().astype(np.float64) - output)
         return bool(difference <= 1e-3 * np.linalg.norm(output.astype(np.float64)))
 
@@ -282,12 +287,12 @@ class LowRank:
 def launches(machine: Machine, layers: int) -> int:
     """Launches of a step over so many layers: codes there and back, a selection and its list, low rank."""
     body, length = machine.body, 64
-    gradient, shadow, output = (
+    gradient, next_residual, output = (
         machine.array(layers * length, values=_normal(layers * length, 0)) for _ in range(3)
     )
     table = np.zeros(layers, kernels.SEGMENT)
     table["length"], table["bits"], table["bucket_size"] = length, BITS, BUCKET_SIZE
-    for name, array in (("gradient", gradient), ("shadow", shadow), ("output", output)):
+    for name, array in (("gradient", gradient), ("next_residual", next_residual), ("output", output)):
         table[name] = array.address + 4 * length * np.arange(layers)
     size = kernels.wire_bytes(kernels.MINMAX, length, BITS, BUCKET_SIZE)
     table["payload"] = size * np.arange(layers)

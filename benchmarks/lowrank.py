@@ -54,14 +54,16 @@ class Work:
         self.at = np.cumsum(lengths) - lengths
         self.table = np.zeros(len(shapes), kernels.SEGMENT)
         self.table["length"] = lengths
-        self.arrays = {name: aligned(self.elements) for name in ("gradient", "residual", "shadow", "output")}
+        self.arrays = {
+            name: aligned(self.elements) for name in ("gradient", "residual", "next_residual", "output")
+        }
         for name, array in self.arrays.items():
             self.table[name] = array.ctypes.data + 4 * self.at
         self.flags = np.zeros(len(shapes), np.uint8)
         self.factors = np.ones(len(shapes), np.float32)
         self.p, self.p_at, self.P = self._factors(self.rows)
         self.q, self.q_at, self.Q = self._factors(self.columns)
-        self.M, self.out = self._matrices("shadow"), self._matrices("output")
+        self.M, self.out = self._matrices("next_residual"), self._matrices("output")
 
     def _factors(self, lengths: Any) -> tuple[Floats, Any, list[Floats]]:
         sizes = lengths * self.ranks
@@ -95,7 +97,7 @@ class Work:
         }
 
     def sum(self) -> None:
-        np.add(self.arrays["gradient"], self.arrays["residual"], out=self.arrays["shadow"])
+        np.add(self.arrays["gradient"], self.arrays["residual"], out=self.arrays["next_residual"])
 
     def numpy_project(self) -> None:
         self.sum()
@@ -108,7 +110,7 @@ class Work:
 
     def numpy_subtract(self) -> None:
         self.numpy_expand()
-        self.arrays["shadow"] -= self.arrays["output"]
+        self.arrays["next_residual"] -= self.arrays["output"]
 
 
 def measure(work: Work, rounds: int) -> dict[str, float]:

@@ -1,12 +1,12 @@
-"""Two densities of one selection: the second among what the first selected, beside selecting twice (003, Table 3).
+"""Two densities of one selection, the second among what the first selected, beside selecting twice.
 
     python benchmarks/multilevel.py [--factors 10 1000] [--rounds 15] [--json PATH]
 
-*Direct* selects from all layers of a model at both factors; *multi-level* selects at the first factor, and the second
-among that, as `Graded` does: milliseconds on one thread, medians of runs that alternate in one process, of the
-thread's processor time. *Norms* is what GraVAC reads besides: squared norms of p and of both selections. Gradients
-are those of a batch, residuals those of three others. A figure counts only if an exact top-k comes out the same both
-ways.
+As in Tyagi and Swany 2023, Table 3: *direct* selects from all layers of a model at both factors; *multi-level*
+selects at the first factor, and the second among that, as `Graded` does: milliseconds on one thread, medians of runs
+that alternate in one process, of the thread's processor time. *Norms* is what GraVAC reads besides: squared norms of
+p and of both selections. Gradients are those of a batch, residuals those of three others. A figure counts only if an
+exact top-k comes out the same both ways.
 
 *Swaps*: microseconds for a change between plans of GraVAC, on wall clock: to choose (write the plan) and to lay out,
 for plans that are new and for plans that were in force a few steps ago.
@@ -30,14 +30,14 @@ from selection import alternate
 from torch.nn import functional
 
 from gradcomp import DGC, Config, Filter, LayerSpec, Policy, RedSync, TopK
-from gradcomp.compress.graded import Graded, Levels
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.messages import Context, Observations
-from gradcomp.compress.payload import Selection
-from gradcomp.compress.sparse import ByDensity, Sparse
-from gradcomp.control import Setting
+from gradcomp.compress.sparse.base import ByDensity, Sparse
+from gradcomp.compress.sparse.graded import Graded, Levels
+from gradcomp.compress.sparse.payload import Selection
+from gradcomp.control import Environment
 from gradcomp.control.gravac import GraVAC
-from gradcomp.control.gravac_pilot import GraVACPilot
+from gradcomp.control.gravac_run import GraVACRun
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
@@ -47,7 +47,7 @@ from gradcomp.transport.inprocess import World
 
 METHODS: dict[str, type[TopK] | type[DGC] | type[RedSync]] = {"TopK": TopK, "DGC": DGC, "RedSync": RedSync}
 
-#: Speedups of 003, Table 3, for ResNet101 and the LSTM.
+#: Speedups of Tyagi and Swany 2023, Table 3, for ResNet101 and the LSTM.
 PAPER = {"TopK": "1.83, 1.59", "DGC": "1.52, 1.40", "RedSync": "1.10, 1.50"}
 
 
@@ -133,7 +133,7 @@ class Work:
         self.members = [i for i, layer in enumerate(layers) if Filter().reason_to_exclude(layer) is None]
         self.gradients = [batches[0][i] for i in self.members]
         self.residuals = [sum(batch[i] for batch in batches[1:]) for i in self.members]
-        self.shadows = [np.zeros_like(g) for g in self.gradients]
+        self.next_residuals = [np.zeros_like(g) for g in self.gradients]
         self.context = Context(Draw(0, 0, 0), 2)
         self.sides = [self._side(layers, compressor) for compressor in (first, second, first)]
         group, self.first, flags = self.sides[2]
@@ -148,12 +148,12 @@ class Work:
         for column, arrays in (
             ("gradient", self.gradients),
             ("residual", self.residuals),
-            ("shadow", self.shadows),
+            ("next_residual", self.next_residuals),
         ):
             group.inputs[column] = [array.ctypes.data for array in arrays]
         # What is measured is the selection: momentum is the same for all, and made before.
         group.inputs["dtype"] = 0
-        return group, Selection.room(compressor.limits(group.table)), np.zeros(len(pieces), np.uint8)
+        return group, Selection.allocate(compressor.limits(group.table)), np.zeros(len(pieces), np.uint8)
 
     def once(self) -> None:
         """The first factor alone."""
@@ -201,24 +201,24 @@ def measure(name: str, factors: Sequence[float], rounds: int) -> Iterator[Row]:
 def swaps(name: str, layers: Sequence[LayerSpec], method: str, rounds: int) -> Swap:
     """GraVAC's plans in turn: candidate, minimum, dense."""
     policy = Policy(METHODS[method]())
-    setting = Setting(layers, policy.adjustable(layers), 0, Topology.one_host(2), parse("sra"))
-    pilot = GraVAC().begin(setting)
-    assert isinstance(pilot, GraVACPilot)
+    environment = Environment(layers, policy.adjustable(layers), 0, Topology.one_host(2), parse("sra"))
+    running = GraVAC().begin(environment)
+    assert isinstance(running, GraVACRun)
     pipeline = Pipeline(
-        layers, policy.plan(layers), World(2).transports()[0], Config(), lambda layer: 0, pilot=pilot
+        layers, policy.plan(layers), World(2).transports()[0], Config(), lambda layer: 0, controller=running
     )
-    pilot.search.minimum[:], pilot.search.candidate[:] = 1, 2
+    running.search.minimum[:], running.search.candidate[:] = 1, 2
     times: dict[str, list[float]] = {"choose": [], "new": [], "kept": []}
     for number in range(3 * (2 * rounds + 1)):
-        pilot.search.sent[:] = number % 3
+        running.search.sent[:] = number % 3
         kind = "new" if number < 3 * rounds else "kept"
         if kind == "new":
             pipeline._arrangements = Arrangements()
         begin = time.perf_counter()
-        pilot._choose()
-        pipeline.plan, pipeline._stale = pilot.plan(pipeline.plan), True
+        running._choose()
+        pipeline.plan, pipeline._stale = running.plan(pipeline.plan), True
         chosen = time.perf_counter()
-        pipeline.settle()
+        pipeline.lay_out()
         if not 3 * rounds <= number < 3 * (rounds + 1):  # which makes what is kept
             times["choose"].append(chosen - begin)
             times[kind].append(time.perf_counter() - chosen)
@@ -243,7 +243,7 @@ def show_rows(rows: Sequence[Row], factors: Sequence[float]) -> str:
         )
         for row in rows
     ]
-    return report.table((*headers, "speedup", "003", "norms ms", ""), cells)
+    return report.table((*headers, "speedup", "Tyagi and Swany 2023", "norms ms", ""), cells)
 
 
 def show_swaps(found: Sequence[Swap]) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels import bodies, devices
-from gradcomp.kernels.cuda.twins import is_twin, twin
-from gradcomp.transport.base import Room
+from gradcomp.kernels.cuda.mirrors import is_mirror, mirror
+from gradcomp.transport.base import Allocator
 from gradcomp.transport.inprocess import InProcessTransport, World
 
 _FIRST_ADDRESS = 1 << 44
@@ -30,7 +30,7 @@ class Block:
 class NullDriver:
     """See :class:`gradcomp.kernels.cuda.driver.Driver`. ``calls`` counts by kind, ``copied`` bytes by direction."""
 
-    stream = 1
+    stream = 1 << 20
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -57,6 +57,7 @@ class NullDriver:
     def download(self, target: np.ndarray, address: int) -> None:
         self.calls["download"] += 1
         self.copied["download"] += target.nbytes
+        target[:] = 0  # it may be a call's memory that held something else before
 
     def zero(self, address: int, nbytes: int) -> None:
         self.calls["zero"] += 1
@@ -64,7 +65,7 @@ class NullDriver:
     def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
         return name
 
-    def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
+    def launch(self, function: Any, blocks: int, threads: int, parameters: np.ndarray) -> None:
         self.calls["launch"] += 1
 
     def synchronize(self) -> None:
@@ -74,7 +75,7 @@ class NullDriver:
         return True
 
     def mark(self, stream: int) -> Any:
-        self.calls["event"] += 1
+        self.calls["wait" if stream == self.stream else "event"] += 1
         return stream
 
     def reached(self, event: Any) -> bool:
@@ -88,7 +89,7 @@ class NullWorld(World):
     """Ranks whose messages stay on the device: of those only the headers, which hold here, are delivered."""
 
     def _deliver(self, source: int, destination: int, target: np.ndarray, message: np.ndarray) -> None:
-        if not (is_twin(target) and is_twin(message)):
+        if not (is_mirror(target) and is_mirror(message)):
             super()._deliver(source, destination, target, message)
             return
         for (mine, _), (theirs, _) in zip(target.host_parts(), message.host_parts(), strict=True):
@@ -100,10 +101,10 @@ class NullTransport(InProcessTransport):
 
     checksums = False
 
-    def room(self, device: devices.Device) -> Room:
+    def allocator(self, device: devices.Device) -> Allocator:
         driver = device.driver
         assert driver is not None, "all ranks are on the device"
-        return lambda nbytes, headers: twin(driver, nbytes, headers)
+        return lambda nbytes, headers: mirror(driver, nbytes, headers)
 
 
 @contextmanager

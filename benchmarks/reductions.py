@@ -63,8 +63,9 @@ def evaluate(found: list[dict[str, Any]], task: Task, alpha: float, beta: float)
     """One row per reduction, and Gloo's."""
     from gradcomp.core.scheme import parse
     from gradcomp.core.topology import Topology
-    from gradcomp.reduce.costs import Load, Network, cost, predict
+    from gradcomp.reduce.costs import cost, predict
     from gradcomp.reduce.header import ByteHeader
+    from gradcomp.reduce.model import Load, Network
 
     world = len(found)
     cores = len(os.sched_getaffinity(0))

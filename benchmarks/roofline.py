@@ -18,18 +18,25 @@ class WireRecord:
 
     def __init__(self, pipeline: Any, keep_steps: int) -> None:
         self._steps: dict[int, dict[int, list[int]]] = {}
-        issue = pipeline._issue  # the one place where a bucket's collectives begin
+        start = pipeline._start  # the one place where a bucket begins
 
-        def counted(flight: Any) -> bool:
-            before = pipeline.transport.bytes_sent
-            goes_on: bool = issue(flight)
-            if goes_on:
-                buckets = self._steps.setdefault(pipeline.step, {})
-                buckets.setdefault(flight.number, []).append(pipeline.transport.bytes_sent - before)
-                self._steps.pop(pipeline.step - keep_steps, None)
-            return goes_on
+        def started(program: Any) -> Any:
+            bucket_in_flight = start(program)
+            issue = bucket_in_flight.issue
 
-        pipeline._issue = counted
+            def counted(transport: Any) -> bool:
+                before = transport.bytes_sent
+                goes_on: bool = issue(transport)
+                if goes_on:
+                    buckets = self._steps.setdefault(pipeline.step, {})
+                    buckets.setdefault(bucket_in_flight.number, []).append(transport.bytes_sent - before)
+                    self._steps.pop(pipeline.step - keep_steps, None)
+                return goes_on
+
+            bucket_in_flight.issue = counted
+            return bucket_in_flight
+
+        pipeline._start = started
 
     def rounds(self) -> Rounds:
         """By step, oldest first, by bucket, in the order in which they travel, and by round."""

@@ -29,7 +29,8 @@ from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline import Pipeline, build_layout
 from gradcomp.reduce import Part
-from gradcomp.reduce.costs import Load, Network, cost, load_of, predict
+from gradcomp.reduce.costs import cost, load_of, predict
+from gradcomp.reduce.model import Load, Network
 
 RANKS = tuple(2**k for k in range(1, 11))
 OF_EACH = 8  # ranks on a host, where there are several
@@ -82,8 +83,8 @@ def verify() -> int:
             pipelines = exchange(name, layers, world)
             (bucket,) = pipelines[0].layout.buckets
             parts = [
-                Part(group.compressor.codec_for(group.table), group, slots)
-                for group, slots in zip(bucket.groups, bucket.slots, strict=True)
+                Part(group.compressor.codec_for(group.table), group, header_index)
+                for group, header_index in zip(bucket.groups, bucket.header_index, strict=True)
             ]
             formula = cost(parse(name), load_of(parse(name), parts, len(layers)), topology(world, 4))
             sent = [pipeline.transport.bytes_sent for pipeline in pipelines]

@@ -98,14 +98,17 @@ class Row:
 
 
 class Workload:
-    """A gradient with its shadow, and what selects from it."""
+    """A gradient with its next residual, and what selects from it."""
 
     def __init__(self, gradient: Floats, density: float) -> None:
         self.tensor = torch.from_numpy(gradient)
-        self.shadow = np.zeros_like(gradient)
+        self.next_residual = np.zeros_like(gradient)
         self.table = np.zeros(1, kernels.SEGMENT)
         self.table["length"] = len(gradient)
-        self.table["gradient"], self.table["shadow"] = gradient.ctypes.data, self.shadow.ctypes.data
+        self.table["gradient"], self.table["next_residual"] = (
+            gradient.ctypes.data,
+            self.next_residual.ctypes.data,
+        )
         self.flags, self.factors = np.zeros(1, np.uint8), np.ones(1, np.float32)
         self.thresholds = np.zeros(1, np.float32)
         self.offsets, self.found = np.zeros(1, np.int64), np.zeros(1, np.int64)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from launching import run_ranks
 
@@ -87,7 +88,7 @@ def _launch(
         work = json.dumps({"path": path, "calls": calls, "directory": directory, "settings": settings})
         source = f"import batch\nbatch.work({work!r})\n"
         variables = (lambda _: env) if world == 1 else env
-        finished = run_ranks(source, world, env=variables, timeout=100)
+        finished = run_ranks(source, world, env=variables, timeout=280, imported=_imported(Path(path)))
         verdicts = {}
         before = ""
         for number, (name, _, _) in enumerate(calls):
@@ -112,6 +113,11 @@ def _launch(
         if bad and not before:
             verdicts = {name: "\n".join(bad) for name, _, _ in calls}
         return verdicts
+
+
+def _imported(path: Path) -> tuple[str, ...]:
+    """What the bodies of a file import, but not where a GPU's libraries may be loaded."""
+    return {"torch": preloaded.TORCH, "tf": preloaded.TENSORFLOW}.get(path.parent.name, ())
 
 
 # ------------------------------------------------------------------------------------------ on a rank

@@ -298,7 +298,7 @@ def different_trailing_shapes_are_refused(rank: int, world: int) -> None:
 
 @check
 def scalars_cannot_be_gathered(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "reshape(1)"):
+    with raises(gc.ConfigError, "no rows"):
         gc.allgather(torch.tensor(1.0))
 
 

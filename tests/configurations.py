@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gradcomp import (
     DGC,
+    EF21,
     NUQSGD,
     AdaComp,
     BestRank,
@@ -64,9 +65,9 @@ class Row:
     @property
     def telescopes(self) -> bool:
         """Whether the sum of what was applied and the residual is the sum of the gradients."""
-        compressor = self.compressor
-        changed = compressor.momentum or compressor.clip_norm is not None or compressor.residual_decay != 1.0
-        return compressor.accounts and compressor.keeps_residual and not changed
+        traits = self.compressor.traits
+        changed = traits.preconditions or traits.residual_decay != 1.0
+        return traits.accounts and traits.keeps_residual and not changed
 
     @property
     def steady(self) -> bool:
@@ -114,6 +115,9 @@ ROWS = {
     "momentum-correction-topk": Row(MomentumCorrection(TopK(0.1)), constants=False),
     "local-clip": Row(LocalClip(Quantize(4, 64), max_norm=2), constants=False, draws=True, overflows=False),
     "local-clip-topk": Row(LocalClip(TopK(0.1), max_norm=0.5), constants=False, overflows=False),
+    "ef21": Row(EF21(TopK(0.1)), constants=False),
+    "ef21-quantize": Row(EF21(Quantize(5, 64)), draws=True),
+    "ef21-momentum": Row(EF21(PowerSGD(2), momentum=0.5), constants=False, draws=True, products=True),
     "warmup": Row(Warmup(TopK(0.1), steps=1), constants=False),
     "density-schedule": Row(
         DensitySchedule(TopK(0.05), levels=(0.3, 0.1), steps_per_level=1), constants=False

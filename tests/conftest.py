@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import uuid
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import alone
 import pytest
+import tiers
 from kernels import gpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +50,16 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         default=None,
         help="directory with cifar10_10k.npz and wikitext2.txt; tests that need them are skipped without it",
     )
+    parser.addoption(
+        "--full", action="store_true", help="every case; the rules of the default run: tests/tiers.py"
+    )
+    parser.addoption(
+        "--full-only", action="store_true", help="only the cases that the default run leaves out"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.all_examples = config.getoption("--full") or config.getoption("--full-only")
 
 
 def _import_problem() -> str | None:
@@ -110,6 +126,77 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marked and (problem := problem_of()):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {problem}"))
+    _choose_tier(config, items)
+    items.sort(key=lambda item: _computes(item.nodeid))  # the shortest last, so that workers end together
+
+
+def _choose_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = any("::" in argument for argument in config.args)  # whoever names a test wants all of it
+    if config.getoption("--full") or (named and not config.getoption("--full-only")):
+        return
+    default = tiers.default_run(items, _family)
+    only = config.getoption("--full-only")
+    if only:  # and more examples of what Hypothesis draws
+        default = {
+            one for one in default if not getattr(getattr(one, "obj", None), "is_hypothesis_test", False)
+        }
+    left_out = [item for item in items if (item in default) == only]
+    items[:] = [item for item in items if (item in default) != only]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _family(value: object) -> type | None:
+    """The class of the compressor of a row, or of the row of that name."""
+    from configurations import ROWS, Row
+
+    row = ROWS.get(value) if isinstance(value, str) else value
+    return type(row.compressor) if isinstance(row, Row) else None
+
+
+# ------------------------------------------------------------------------------------------ two workers
+
+_COMPUTE = {"kernels", "core", "compress", "reduce", "control", "pipeline"}
+
+
+def _computes(nodeid: str) -> bool:
+    """Whether a test computes in its own process, so that its file may be divided."""
+    file = nodeid.split("::", maxsplit=1)[0]
+    return file.split("/")[1] in _COMPUTE and not _on_ranks(file)
+
+
+@functools.cache
+def _on_ranks(file: str) -> bool:
+    return "from batch import" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler by which one worker runs the cases of a test that computes, or a file, whose tests share launches."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.split("[" if _computes(nodeid) else "::", maxsplit=1)[0]
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """Tests marked ``alone`` run while the other workers wait; outside of every time limit."""
+    with alone.turn(exclusive=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _log_of_its_own() -> Iterator[None]:
+    """Another test of this process may have initialised gradcomp, with a log level."""
+    logger = logging.getLogger("gradcomp")
+    level = logger.level
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ Fault tests start processes directly: torchrun ends the survivors of a dead rank
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,11 +19,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import preloaded
+from ports import free_port
+
 #: Variables by which launchers, and the test run itself, could reach the ranks.
 _LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "HOROVOD_", "OMPI_", "PMI", "MPI_", "SLURM_",
-    "GRADCOMP_", "GLOO_",
+    "GRADCOMP_", "GLOO_", "PYTEST_",
 )  # fmt: skip
+
+#: Variables that Python reads when it starts, or frameworks when they are imported: a fork does neither again.
+_READ_BY_IMPORTS = ("PYTHON", "TF_", "CUDA_", "OMP_", "KERAS_")
 
 _GRACE_SECONDS = 5.0
 
@@ -43,12 +49,13 @@ def run_ranks(
     env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
     timeout: float = 60.0,
     arguments: tuple[str, ...] = (),
+    imported: tuple[str, ...] = (),
 ) -> list[Finished]:
     """Run a program as ``world`` ranks of this host; all results, in rank order.
 
     ``source``: the program, or a function without arguments whose body needs nothing around it. ``env``: further
     variables, for all ranks or by rank; the default is what torch.distributed's ``env://`` reads. A mapping adds to
-    that, a function replaces it.
+    that, a function replaces it. ``imported``: modules that ranks have imported when they start, see ``preloaded``.
     """
     if callable(env):
         variables = [env(rank) for rank in range(world)]
@@ -57,8 +64,11 @@ def run_ranks(
         variables = [{**plain_variables(rank, world, port), **(env or {})} for rank in range(world)]
     with _program(source) as program:
         command = [sys.executable, str(program), *arguments]
+        named = {} if callable(env) else dict(env or {})
+        shared = {name: value for name, value in named.items() if name.startswith(_READ_BY_IMPORTS)}
+        start = functools.partial(_fork, imported, shared) if imported else _start
         return _finish(
-            [_start(command, one, program.parent, str(r)) for r, one in enumerate(variables)], timeout
+            [start(command, one, program.parent, str(r)) for r, one in enumerate(variables)], timeout
         )
 
 
@@ -105,13 +115,6 @@ def plain_variables(rank: int, world: int, port: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def clean_environment() -> dict[str, str]:
     """This process's environment without anything a launcher could have set; one thread per rank."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
@@ -131,7 +134,7 @@ def _program(source: str | Callable[[], None]) -> Iterator[Path]:
 
 
 class _Started(NamedTuple):
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | preloaded.Fork
     stdout: Path
     stderr: Path
 
@@ -149,6 +152,21 @@ def _start(command: list[str], variables: Mapping[str, str], directory: Path, na
             start_new_session=True,
         )
     return _Started(process, stdout, stderr)
+
+
+def _fork(
+    imported: tuple[str, ...],
+    shared: Mapping[str, str],
+    command: list[str],
+    variables: Mapping[str, str],
+    directory: Path,
+    name: str,
+) -> _Started:
+    """As :func:`_start`, in a process that has imported modules with the variables that all ranks share."""
+    stdout, stderr = directory / f"{name}.stdout", directory / f"{name}.stderr"
+    common = {**clean_environment(), **shared}
+    fork = preloaded.start(imported, common, command[1:], {**common, **variables}, stdout, stderr)
+    return _Started(fork, stdout, stderr)
 
 
 def _finish(started: list[_Started], timeout: float) -> list[Finished]:

@@ -9,7 +9,7 @@ import numpy as np
 from simulation import Simulation
 
 from gradcomp import LayerSpec
-from gradcomp.control import Decision, Periodic, Seen
+from gradcomp.control import Decision, Periodic, PeriodObservations
 
 LAYERS = [
     LayerSpec("a", (23, 5)),
@@ -30,14 +30,14 @@ class Loudest(Periodic):
     def needs_errors(self):
         return True
 
-    def begin_memory(self, menu):
+    def begin_memory(self, candidates):
         return np.zeros(2)
 
-    def decide(self, seen: Seen) -> Decision:
-        order = np.argsort(np.argsort(seen.norm))
-        width = np.array([len(c) for c in seen.menu.choices])
-        choices = (order + int(seen.memory[0])) % width
-        return Decision(choices, seen.memory + np.array([1, seen.norm.sum()]), "by norm")
+    def decide(self, observed: PeriodObservations) -> Decision:
+        order = np.argsort(np.argsort(observed.norm))
+        width = np.array([len(c) for c in observed.candidates.choices])
+        choices = (order + int(observed.memory[0])) % width
+        return Decision(choices, observed.memory + np.array([1, observed.norm.sum()]), "by norm")
 
 
 def levels(ranks: Simulation) -> list:

@@ -21,15 +21,15 @@ from kernels.lent import shared
 
 from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
 from gradcomp.compress.policy import Schedule
-from gradcomp.control import Controller, Pilot, Setting
+from gradcomp.control import Controller, ControllerRun, Environment
 from gradcomp.control.base import Background, at_once
 from gradcomp.core.scheme import parse
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline, StepResult
-from gradcomp.reduce.costs import Network
 from gradcomp.reduce.header import FIXED, ByteHeader
+from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Transport
 from gradcomp.transport.inprocess import InProcessTransport, World
 
@@ -153,7 +153,7 @@ class Rank:
     average: bool = True
     topology: Topology | None = None
     network: Network | None = None
-    pilot: Pilot | None = None
+    controller: ControllerRun | None = None
     device: Device = HOST
     outputs: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -168,7 +168,7 @@ class Rank:
             schedule=self.schedule,
             topology=self.topology,
             network=self.network,
-            pilot=self.pilot,
+            controller=self.controller,
             device=self.device,
         )
 
@@ -181,7 +181,7 @@ class Rank:
     def submit(self, layer: int, gradient: Gradient) -> None:
         """Hand in one layer; the mean replaces a copy of the gradient, in place."""
         if gradient is None or isinstance(gradient, str):
-            self.pipeline.inbox.submit_absent(layer, sparse=gradient == SPARSE)
+            self.pipeline.registry.submit_absent(layer, sparse=gradient == SPARSE)
             return
         assert gradient.dtype == DTYPES[self.layers[layer].dtype]
         assert gradient.ndim == 1
@@ -189,7 +189,7 @@ class Rank:
         out[:] = gradient
         self.outputs[layer] = out
         event = self.device.mark(layer)
-        self.pipeline.inbox.submit(layer, out.ctypes.data, out.ctypes.data, out, event)
+        self.pipeline.registry.submit(layer, out.ctypes.data, out.ctypes.data, out, event)
 
     def _room(self, layer: int) -> np.ndarray:
         spec = self.layers[layer]
@@ -255,14 +255,14 @@ class Simulation:
             policy, schedule = compression, compression.scheduled(layers)
             compression = compression.plan(layers)
         config = Config(seed=config_seed, **settings)
-        pilots: list[Pilot | None] = [None] * world
+        running: list[ControllerRun | None] = [None] * world
         places = devices or [HOST] * world
         if controller is not None:
             assert policy is not None, "a controller changes what a policy says"
             shared = (topology or Topology.one_host(world), parse(config.reduction), config_seed)
-            pilots = [
+            running = [
                 controller.begin(
-                    Setting(
+                    Environment(
                         layers,
                         policy.adjustable(layers),
                         r,
@@ -285,10 +285,10 @@ class Simulation:
                 average,
                 topology,
                 network,
-                pilot,
+                running,
                 device,
             )
-            for transport, pilot, device in zip(transports, pilots, places, strict=True)
+            for transport, running, device in zip(transports, running, places, strict=True)
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self.rate = 0.0
@@ -392,7 +392,7 @@ class Simulation:
         return [
             lambda: rank.pipeline.open(scale, self.rate),
             *[submit(i) for i in order if i not in silent],
-            rank.pipeline.inbox.flush,
+            rank.pipeline.registry.flush,
         ]
 
     # -- state --------------------------------------------------------------------------------------------------

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import calls as bench
 import pytest
-from null_device import null_device
+from null_device import NullTransport, NullWorld, null_device
+
+from gradcomp import Config, LayerSpec, Policy, TopK
+from gradcomp.kernels.cuda.call import Call
+from gradcomp.kernels.devices import Device
+from gradcomp.pipeline import Pipeline
 
 LAYERS = bench.gpt(64, 2, 3000, 32)
 
@@ -16,13 +23,69 @@ def row(name: str) -> bench.Row:
         return bench.measure(LAYERS, name, bench.CODECS[name], 1, 1, device)
 
 
-def test_a_phase_of_a_bucket_is_one_call_with_one_wait() -> None:
-    """Although exact layers travel beside those that are quantised."""
-    found = row("4 bits")
-    assert set(found.phases) == set(bench.PHASES)
-    for kind in ("upload", "download", "synchronize", "allocate"):
-        assert found.calls[kind] == len(bench.PHASES) * found.buckets, kind
-    assert found.calls["zero"] == 0  # zeros are copied up with all else
+@pytest.mark.parametrize(("name", "phases"), [("4 bits", bench.PHASES), ("TopK 1%", ("encode", "decode"))])
+def test_a_phase_of_a_bucket_is_one_call_with_one_wait(name: str, phases: tuple[str, ...]) -> None:
+    """Although exact layers travel beside those that are quantised, and a selection takes several kernels."""
+    found = row(name)
+    assert set(found.phases) == set(phases)
+    asked, blocks = ("wait", "synchronize") if name == "4 bits" else ("synchronize", "wait")
+    for kind in ("upload", "download", "allocate", asked):
+        assert found.calls[kind] == len(phases) * found.buckets, kind
+    assert found.calls[blocks] == 0
+    # Zeros are copied up with all else, but for the histograms of many rows.
+    assert found.calls["zero"] <= found.buckets * (name == "TopK 1%")
+
+
+class Ranks:
+    """Two ranks on a device that does nothing. ``written``: calls that were written down in the last step."""
+
+    def __init__(self, device: Device, layers: Sequence[LayerSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+        world, self.device, self.written = NullWorld(2), device, 0
+        layout = Call.layout
+
+        def counted(call: Call) -> Any:
+            self.written += 1
+            return layout(call)
+
+        monkeypatch.setattr(Call, "layout", counted)
+        plan = Policy(TopK(0.01)).plan(layers)
+        self.pipelines = [
+            Pipeline(layers, plan, NullTransport(world, rank), Config(reorder=False), int, device=device)
+            for rank in range(2)
+        ]
+
+    def step(self, *, scale: float = 1.0) -> int:
+        self.written = 0
+        for pipeline in self.pipelines:
+            pipeline.open(scale)
+            for layer in range(len(pipeline.layers)):
+                pipeline.registry.submit(
+                    layer, 256 * (layer + 1), 256 * (layer + 1), None, self.device.mark(1)
+                )
+            pipeline.registry.flush()
+        while any(pipeline.is_open for pipeline in self.pipelines):
+            for pipeline in self.pipelines:
+                pipeline.poll()
+        for pipeline in self.pipelines:
+            pipeline.commit()
+        return self.written
+
+
+def test_a_second_step_writes_no_call_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    with null_device() as device:
+        ranks = Ranks(device, LAYERS, monkeypatch)
+        assert ranks.step() > 0
+        assert ranks.step() == 0
+        assert ranks.step(scale=2.0) == 0  # a number, and no part of what is written down
+        again = Ranks(device, LAYERS, monkeypatch)
+        assert again.step() == 0
+
+
+def test_other_shapes_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    with null_device() as device:
+        Ranks(device, LAYERS, monkeypatch).step()
+        others = bench.gpt(64, 2, 3000, 40)
+        assert Ranks(device, others, monkeypatch).step() > 0
 
 
 def test_staged_memory_is_used_again() -> None:

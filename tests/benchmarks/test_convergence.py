@@ -52,7 +52,7 @@ def test_a_row_without_a_bar_may_fail():
     row = by_key(evaluate(runs(none=[1.0], random_block=[0.5])))["digits", "random-block"]
     assert verdict(row) == "(fails)"
     assert as_it_must(row)
-    assert row["note"] == "004: fails"
+    assert row["note"] == "Vogels et al. 2019: fails"
 
 
 def test_a_control_that_passes_is_said():
@@ -131,7 +131,7 @@ def test_momentum_and_clipping_happen_once(compression, momentum, clip):
     assert job.clip == clip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_short_runs_of_all_tasks_in_two_parts(run_script, tmp_path):
     text, images, path = tmp_path / "text.txt", tmp_path / "images.npz", tmp_path / "convergence.json"
     text.write_text("to be or not to be that is the question " * 100)
@@ -158,7 +158,7 @@ def test_short_runs_of_all_tasks_in_two_parts(run_script, tmp_path):
         assert found[task, "4bit"]["ratio"] > 5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_row_whose_ranks_fail_is_left_out(run_script):
     # Without a step there is no schedule of learning rates: the processes raise.
     done = run_script(

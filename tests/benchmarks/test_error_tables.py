@@ -6,6 +6,7 @@ import json
 
 import error_tables as bench
 import numpy as np
+import pytest
 
 from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
 
@@ -19,6 +20,7 @@ def test_both_ways_give_the_same_table():
     assert bench.optimum(choices[2:], layer, values)[0] <= mine[2] * 1.0001 <= theirs[2] * 1.0002
 
 
+@pytest.mark.full
 def test_a_short_run(run_script, tmp_path):
     path = tmp_path / "errors.json"
     arguments = ("--models", "resnet20", "--ranges", "bits", "rank", "--rounds", "1", "--json", str(path))

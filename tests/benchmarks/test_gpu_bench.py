@@ -30,6 +30,7 @@ def test_a_figure_misses_its_bar(changes, missed):
     assert bench.Row(**{**ROW, **changes}).missed is missed
 
 
+@pytest.mark.full
 def test_every_row_is_right_on_the_stand_in(run_script, tmp_path):
     path = tmp_path / "gpu.json"
     done = run_script("benchmarks/gpu.py", "--check", "--json", str(path))

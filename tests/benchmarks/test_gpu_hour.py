@@ -50,6 +50,7 @@ def test_a_stage_that_fails_does_not_stop_the_next(tmp_path):
     assert code == 1
 
 
+@pytest.mark.alone
 def test_at_its_limit_a_stage_ends_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_hour_process, "GRACE_SECONDS", 0.2)
     pid = tmp_path / "pid"

@@ -88,6 +88,7 @@ def test_ranks_that_hang_are_ended(tmp_path):
         launch(str(script), {}, 1.0)
 
 
+@pytest.mark.full
 def test_a_short_run_of_the_step(run_script, tmp_path):
     path = tmp_path / "step.json"
     shape = [part for name, value in TINY.items() for part in (f"--{name}", str(value))]
@@ -144,6 +145,7 @@ def test_losses_that_stay_above_uncompressed_ones_are_wrong():
     assert [row["wrong"] for row in rows] == [[], [PLAIN]]
 
 
+@pytest.mark.full
 def test_a_short_run_of_the_training():
     task = gpu_training.Task(["cpu"], ["none", CODED], TINY, steps=3, learning_rate=0.2)
     ranks = launch(gpu_training.__file__, vars(task), 60.0)

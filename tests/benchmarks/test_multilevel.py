@@ -30,6 +30,7 @@ def test_the_methods_select_what_they_are_asked_for(network):
         assert 0.5 < found.counts.sum() / (0.01 * sum(len(g) for g in work.gradients)) <= 1.1
 
 
+@pytest.mark.full
 def test_a_short_run(run_script, tmp_path):
     path = tmp_path / "multilevel.json"
     arguments = ("--models", "ResNet-20", "--rounds", "1", "--json", str(path))

@@ -73,6 +73,7 @@ def test_a_ratio_off_its_bar_is_a_miss(monkeypatch):
     assert verdicts[2].startswith("not run: unknown compression 'newest'")
 
 
+@pytest.mark.full
 def test_the_command_says_how_many_bars_are_met(run_script, tmp_path):
     path = tmp_path / "ratios.json"
     done = run_script("benchmarks/ratios.py", "--json", str(path))

@@ -47,6 +47,7 @@ def test_an_embedding_is_mostly_zero_rows():
     assert not gradient[1_000_000:].any()
 
 
+@pytest.mark.full
 def test_a_short_run(run_script, tmp_path):
     path = tmp_path / "selection.json"
     done = run_script(

@@ -89,7 +89,7 @@ def test_without_root_it_says_so(run_script, monkeypatch):
 
 
 @pytest.mark.network
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_short_run_finds_valid_rows(run_script, tmp_path):
     path = tmp_path / "step.json"
     keys = ["identity", "4bit-feedback", "ddp-powersgd-4", "topk"]

@@ -22,6 +22,7 @@ def test_a_bar_is_missed_by_ratio_or_by_milliseconds(nbytes, bare_ms, gradcomp_m
     assert transports.Row("mpi", "alltoall", nbytes, bare_ms, gradcomp_ms).missed is missed
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(no_mpi()), reason=no_mpi())
 def test_a_run_measures_both_collectives(run_script, tmp_path):
     path = tmp_path / "found.json"

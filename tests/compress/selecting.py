@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcomp import Compressor
 from gradcomp.compress.messages import Context
-from gradcomp.compress.payload import Selection
+from gradcomp.compress.sparse.payload import Selection
 from gradcomp.kernels.codec import Draw, Group
 from gradcomp.kernels.segments import SEGMENT
 
@@ -37,13 +37,13 @@ def select(
     p = [np.full(len(g), 777, np.float32) for g in gradients]
     table["length"] = [len(g) for g in gradients]
     table["gradient"] = [g.ctypes.data for g in gradients]
-    table["shadow"] = [c.ctypes.data for c in p]
+    table["next_residual"] = [c.ctypes.data for c in p]
     if residuals is not None:
         table["residual"] = [e.ctypes.data for e in residuals]
     compressor.fill(table, compressor.level)
-    group = Group(compressor, table, np.arange(len(table)), compressor.keeps_residual)
+    group = Group(compressor, table, np.arange(len(table)), compressor.traits.keeps_residual)
     limits = compressor.limits(table)
-    chosen = Selection.room(limits)
+    chosen = Selection.allocate(limits)
     flags = np.zeros(len(table), np.uint8)
     compressor.select(group, Context(Draw(0, step, 0), 1), chosen, flags)
     rows = [slice(o, o + n) for o, n in zip(chosen.offsets, chosen.counts, strict=True)]

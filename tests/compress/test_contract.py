@@ -124,7 +124,7 @@ def test_error_is_bounded(row: Row, world: int):
         assert error <= row.error * largest, LAYERS[layer].name
 
 
-@rows_where(lambda row: row.unbiased and not row.compressor.keeps_residual)
+@rows_where(lambda row: row.unbiased and not row.compressor.traits.keeps_residual)
 def test_mean_of_many_steps_is_the_true_mean(row: Row):
     layers = [LayerSpec("vector", (61,)), LayerSpec("matrix", (8, 12))]
     ranks = Simulation(layers, row.compressor, 2)
@@ -363,7 +363,9 @@ def test_error_feedback_telescopes_through_everything_that_moves_state(row: Row,
     assert ranks.pipelines[0].plan.version == len(others)
 
 
-@rows_where(lambda row: row.compressor.keeps_residual and row.steady and not row.waits and not row.everything)
+@rows_where(
+    lambda row: row.compressor.traits.keeps_residual and row.steady and not row.waits and not row.everything
+)
 def test_a_missing_gradient_still_sends_the_residual(row: Row):
     layers = [LayerSpec("w", (8, 8))]
     ranks = Simulation(layers, row.compressor, 2)

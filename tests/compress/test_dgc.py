@@ -62,7 +62,7 @@ def test_steps_are_those_of_the_equations(compressor: DGC, world: int):
         gradients = ranks.gradients()
         mean = ranks.step(gradients).mean(0)
         steps = [
-            one_rank(rank[0], *state[i], compressor.momentum, compressor.clip, world, compressor)
+            one_rank(rank[0], *state[i], compressor.traits.momentum, compressor.clip, world, compressor)
             for i, rank in enumerate(gradients)
         ]
         state = [(u, e) for _, u, e in steps]
@@ -73,13 +73,15 @@ def test_without_momentum_none_is_kept():
     layer = LayerSpec("w", (5,))
     assert DGC(momentum_factor=0.0).fields(layer, 0) == {}
     assert [size for size, _ in DGC().fields(layer, 0).values()] == [5]
-    assert not DGC(momentum_factor=0.0, mask=True).masks_momentum, "what is read then is the gradient itself"
+    assert not DGC(momentum_factor=0.0, mask=True).traits.masks_momentum, (
+        "what is read then is the gradient itself"
+    )
 
 
 def test_dense_keeps_momentum_and_clipping():
-    assert DGC(momentum_factor=0.0).dense() == Identity()
-    assert DGC().dense() == MomentumCorrection(Identity(), 0.9)
-    assert DGC(momentum_factor=0.5, mask=False, clip=3).dense() == LocalClip(
+    assert DGC(momentum_factor=0.0).dense(Identity()) == Identity()
+    assert DGC().dense(Identity()) == MomentumCorrection(Identity(), 0.9)
+    assert DGC(momentum_factor=0.5, mask=False, clip=3).dense(Identity()) == LocalClip(
         MomentumCorrection(Identity(), 0.5, mask=False), 3
     )
 

@@ -25,8 +25,8 @@ from gradcomp.compress import from_string
 from gradcomp.compress.base import Coded
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.messages import Context, Reduce, Reply
-from gradcomp.compress.round_trip import answer, round_trip
-from gradcomp.control.menu import default_levels
+from gradcomp.control.candidates import default_levels
+from gradcomp.control.distortion.round_trip import answer, round_trip
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
@@ -59,7 +59,9 @@ def without_index_coding(compressor: Compressor) -> Compressor:
 
 
 KEEPING = {
-    (without_index_coding(c).to_string(), c.residual_decay): c for c in reversed(EVERY) if c.keeps_residual
+    (without_index_coding(c).to_string(), c.traits.residual_decay): c
+    for c in reversed(EVERY)
+    if c.traits.keeps_residual
 }
 BOUNDED = {b.to_string(): b for c in EVERY if (b := without_index_coding(c)).distortion(NOISE) is not None}
 
@@ -74,7 +76,7 @@ class OneRank:
             feedback=True,
             prepared=False,
         )
-        self._decay = compressor.residual_decay
+        self._decay = compressor.traits.residual_decay
         self._fields = Fields(2)
         self._fields.arrange([bare.fields(layer, 1) for layer in LAYERS])
         self._step = 0
@@ -92,7 +94,7 @@ class OneRank:
         applied = np.empty_like(gradients)
         for table in (self._group.table, self._group.inputs):
             table["gradient"], table["output"] = _rows(gradients), _rows(applied)
-            table["residual"], table["shadow"] = map(_rows, self._kept[0])
+            table["residual"], table["next_residual"] = map(_rows, self._kept[0])
         context = Context(Draw(1, self._step, 0), 1, decay=self._decay, fields=self._fields)
         exchange = self._group.compressor.exchange(self._group, context)
         with suppress(StopIteration):
@@ -112,7 +114,7 @@ class OneRank:
         table["payload"] = np.cumsum(sizes) - sizes
         sent, back = np.empty((2, int(sizes.sum())), dtype=np.uint8)
         codec.encode(table, sent, flags, context.draw, 1.0, self._decay)
-        table["residual"], table["shadow"] = map(_rows, self._kept[1])
+        table["residual"], table["next_residual"] = map(_rows, self._kept[1])
         codec.reduce(table, [sent], back, flags, replace(context.draw, rank=OWNER_RANK), 1.0, self._decay)
         codec.decode(table, back, flags)
         return Reply(flags)
@@ -187,7 +189,7 @@ def test_no_vector_exceeds_the_bounds(compressor: Compressor):
 
 
 def test_every_coded_compressor_says_what_it_is():
-    coded = [c for c in EVERY if isinstance(c, Coded) and c.accounts]
+    coded = [c for c in EVERY if isinstance(c, Coded) and c.traits.accounts]
     assert all(c.distortion(NOISE) is not None for c in coded)
     assert {c.distortion(NOISE).unbiased for c in coded} == {True, False}
 
@@ -232,7 +234,8 @@ def test_what_would_never_be_sent_is_refused(text: str):
 
 
 def test_coded_values_may_be_anything_where_nothing_is_kept():
-    TopK(values=Quantize(1, scaling="l2"), feedback=False)
+    compressor = TopK(values=Quantize(1, scaling="l2"), feedback=False)
+    assert not compressor.traits.keeps_residual
 
 
 SMALL = [RandomK(1.0, scaled=True), Quantize(4), NUQSGD(4), "fp16", "none"]
@@ -242,7 +245,7 @@ LARGEST = [TopK(values=Quantize(4)), TopK(1.0, values=Quantize(3, 37, "linf")), 
 
 @pytest.mark.parametrize("inner", SMALL + LARGEST)
 def test_feedback_around_a_small_variance_or_the_largest_elements_is_taken(inner):
-    assert ErrorFeedback(inner).keeps_residual
+    assert ErrorFeedback(inner).traits.keeps_residual
 
 
 @pytest.mark.parametrize(

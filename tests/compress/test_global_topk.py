@@ -7,9 +7,10 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulation import Simulation, payload_of, plan_for
+from tiers import examples
 
 from gradcomp import ConfigError, GlobalTopK, LayerSpec, WireFormatError
 from gradcomp.kernels import selection
@@ -47,7 +48,7 @@ any_values = st.lists(
 
 
 @given(few_values | any_values, st.integers(1, 1024))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_exactly_the_k_largest_are_sent_and_of_equals_the_first(values, share: int):
     values = np.array(values)
     k = max(1, round(share / 1024 * TOTAL))
@@ -95,7 +96,7 @@ def test_densities_that_differ_add_up():
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.floats(1e-6, 1.0))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_wire_bytes_shares_out_k(sizes, density: float):
     layers = [LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(sizes)]
     compressor = GlobalTopK(density, indices="raw")

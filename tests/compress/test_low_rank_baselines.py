@@ -1,4 +1,4 @@
-"""UnbiasedRank, BestRank and SpectralAtomo: what 004 compares PowerSGD with."""
+"""UnbiasedRank, BestRank and SpectralAtomo: what Vogels et al. 2019 compares PowerSGD with."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gradcomp import (
     UnbiasedRank,
     WireFormatError,
 )
-from gradcomp.compress.spectral import SpectralFormat
-from gradcomp.compress.spectral_atomo import draws, probabilities
+from gradcomp.compress.lowrank.spectral import SpectralFormat
+from gradcomp.compress.lowrank.spectral_atomo import draws, probabilities
 from gradcomp.kernels.codec import Draw
 from gradcomp.reduce.header import ByteHeader
 

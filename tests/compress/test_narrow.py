@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compress.selecting import samples, select
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradcomp import TopK
-from gradcomp.compress.narrow import narrow
-from gradcomp.compress.payload import Selection
-from gradcomp.compress.sparse import elements_at
+from gradcomp.compress.sparse.base import elements_at
+from gradcomp.compress.sparse.narrow import narrow
+from gradcomp.compress.sparse.payload import Selection
 
 DENSITIES = [1.0, 0.4, 0.1, 0.01, 0.001]
 LENGTHS = [0, 1, 2, 57, 1000, 0]
@@ -36,7 +37,7 @@ def test_narrowed_is_what_the_lower_density_selects(name: str, at: int):
         assert of_rows(narrowed) == of_rows(select(TopK(density), *whole).selection)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3e38]), max_size=12), max_size=4),
     st.data(),

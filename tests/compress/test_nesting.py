@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradcomp import (
     Cast,
@@ -31,12 +32,12 @@ top = st.builds(TopK, st.floats(1e-9, 1), values=coded, indices=st.sampled_from(
 
 
 def wrapped(inner):
-    one = inner.filter(lambda c: not c.momentum)
+    one = inner.filter(lambda c: not c.traits.momentum)
     levels = st.lists(st.floats(1e-9, 1), min_size=1, max_size=3).map(tuple)
     return st.one_of(
         st.builds(ErrorFeedback, inner, st.floats(0, 1), st.booleans()),
         st.builds(MomentumCorrection, one, st.floats(1e-6, 0.999), st.booleans()),
-        st.builds(LocalClip, inner.filter(lambda c: c.clip_norm is None), st.floats(1e-9, 1e9)),
+        st.builds(LocalClip, inner.filter(lambda c: c.traits.clip_norm is None), st.floats(1e-9, 1e9)),
         st.builds(Warmup, inner, st.integers(1, 10**9)),
         st.builds(
             DensitySchedule, inner.filter(lambda c: isinstance(c.level, float)), levels, st.integers(1, 9)
@@ -44,7 +45,7 @@ def wrapped(inner):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.recursive(coded | top, wrapped, max_leaves=4))
 def test_every_nesting_reads_back(compressor):
     assert from_string(compressor.to_string()) == compressor

@@ -7,11 +7,12 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradcomp import Cast, ConfigError, Quantize
-from gradcomp.compress.payload import CODINGS, Selection, SparseFormat
+from gradcomp.compress.sparse.payload import CODINGS, Selection, SparseFormat
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import SEGMENT
@@ -38,7 +39,7 @@ def form_of(lengths, limits, fixed: bool, indices: str, values: str = "float32")
 def drawn(form: SparseFormat, counts, seed: int = 0) -> Selection:
     """A selection of so many elements of each row."""
     generator = np.random.default_rng(seed)
-    chosen = Selection.room(form.limits)
+    chosen = Selection.allocate(form.limits)
     chosen.counts[:] = counts
     for length, offset, count in zip(form._indices.lengths, chosen.offsets, chosen.counts, strict=True):
         place = slice(offset, offset + count)
@@ -55,7 +56,7 @@ def encoded(form: SparseFormat, chosen: Selection) -> tuple[np.ndarray, np.ndarr
 
 
 def decoded(form: SparseFormat, payload) -> Selection:
-    into = Selection.room(form.limits)
+    into = Selection.allocate(form.limits)
     form.decode(np.frombuffer(bytes(payload), np.uint8), into, 5)
     return into
 
@@ -86,7 +87,7 @@ def check_round_trip(form: SparseFormat, counts, seed: int, exact: bool) -> np.n
 # --- what goes in comes out ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(rows(), codings, codecs, st.integers(0, 99))
 def test_fixed_counts_come_back_in_the_size_of_the_formula(of, coding: str, codec: str, seed: int):
     lengths, limits, _ = of
@@ -99,7 +100,7 @@ def test_fixed_counts_come_back_in_the_size_of_the_formula(of, coding: str, code
         assert form.wire_bytes(form.limits).sum() < len(payload) <= form.max_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(rows(), codings, codecs, st.integers(0, 99))
 def test_varying_counts_come_back(of, coding: str, codec: str, seed: int):
     lengths, limits, counts = of
@@ -111,7 +112,7 @@ def test_varying_counts_come_back(of, coding: str, codec: str, seed: int):
         assert len(payload) == form.wire_bytes(np.array(counts)).sum()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rows(most=2_000_000), codings, codecs)
 def test_no_counts_take_more_than_was_announced(of, coding: str, codec: str):
     lengths, limits, counts = of
@@ -247,7 +248,7 @@ def test_a_deflate_bomb_is_not_unpacked():
     tracemalloc.stop()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data(), st.booleans(), codings, codecs)
 def test_any_bytes_are_a_selection_or_refused(data, fixed: bool, coding: str, codec: str):
     form = form_of(LENGTHS, LIMITS, fixed, coding, codec)

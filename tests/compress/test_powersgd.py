@@ -1,4 +1,4 @@
-"""PowerSGD beside its paper (004): linearity, warm start, the local residual, ranks, degenerate gradients."""
+"""PowerSGD (Vogels et al. 2019): linearity, warm start, the local residual, ranks, degenerate gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from simulation import Simulation, plan_for, true_mean
 
 from gradcomp import ConfigError, LayerSpec, PowerSGD
-from gradcomp.compress.low_rank import clamped_rank, matrix_shape
+from gradcomp.compress.lowrank.base import clamped_rank, matrix_shape
 
 MATRIX = LayerSpec("matrix", (24, 40))
 CONV = LayerSpec("conv", (16, 3, 3, 3))
@@ -46,7 +46,7 @@ def test_a_mean_of_that_rank_comes_back_whole():
 
 
 def test_many_ranks_are_one_rank_with_the_mean():
-    """004, appendix A.3: linearity."""
+    """Vogels et al. 2019, appendix A.3: linearity."""
     many, one = (Simulation([MATRIX, CONV], PowerSGD(2), world) for world in (4, 1))
     for _ in range(4):
         gradients = many.gradients()
@@ -57,7 +57,7 @@ def test_many_ranks_are_one_rank_with_the_mean():
 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_warm_start_finds_the_best_approximation(alternate: bool):
-    """004, section 4.2: the same matrix again and again; without feedback, so that it stays the same."""
+    """Vogels et al. 2019, section 4.2: the same matrix again and again; without feedback, so that it stays the same."""
     gradient = np.random.default_rng(3).standard_normal(24 * 40).astype(np.float32)
     gradient += 2 * low_rank(2)
     best = best_error(gradient, 2)
@@ -77,7 +77,7 @@ def test_a_warm_start_finds_the_best_approximation(alternate: bool):
 
 
 def test_the_residual_is_that_of_the_local_projection():
-    """004, Algorithm 2, line 8: it lies outside of the basis that all ranks share."""
+    """Vogels et al. 2019, Algorithm 2, line 8: it lies outside of the basis that all ranks share."""
     ranks = Simulation([MATRIX], PowerSGD(2), 3)
     gradients = ranks.gradients()
     mean = ranks.step(gradients).mean(0).reshape(24, 40)
@@ -89,7 +89,7 @@ def test_the_residual_is_that_of_the_local_projection():
 
 
 def test_residuals_stay_bounded():
-    """The averaged form's grow without end (readings); the local form's norm settles."""
+    """The averaged form's grow without end; the local form's norm settles."""
     ranks = Simulation([MATRIX], PowerSGD(4), 4)
     norms = []
     for _ in range(200):
@@ -109,7 +109,7 @@ def test_columns_are_kept_at_a_new_rank(alternate: bool):
             pipeline.propose(plan_for([MATRIX], PowerSGD(rank, alternate=alternate), version))
             pipeline.fields["powersgd_q"].set(0, before.reshape(-1))
         ranks.step(commit=False)
-        ranks.pipelines[0].settle()
+        ranks.pipelines[0].lay_out()
         after = ranks.pipelines[0].fields["powersgd_q"].value(0).reshape(-1, 40)
         assert len(after) == rank
         kept = min(rank, 3)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
-from gradcomp.compress.random_indices import INDEX_RANK, random_blocks, random_indices
+from gradcomp.compress.sparse.random_indices import INDEX_RANK, random_blocks, random_indices
 from gradcomp.kernels.draws import strata
 from gradcomp.kernels.philox import philox4x32
 from gradcomp.kernels.segments import MAX_ELEMENTS, OWNER_RANK
@@ -24,7 +25,7 @@ tables = st.lists(row, max_size=6).map(
 
 
 @given(tables, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_one_index_of_every_stratum_is_drawn(table, seed: int, step: int):
     lengths, counts, layers = table
     offsets, indices = random_indices(lengths, counts, layers, seed, step)
@@ -35,7 +36,7 @@ def test_one_index_of_every_stratum_is_drawn(table, seed: int, step: int):
 
 
 @given(tables, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_block_is_consecutive_and_goes_on_at_the_first_element(table, seed: int, step: int):
     lengths, counts, layers = table
     offsets, indices = random_blocks(lengths, counts, layers, seed, step)
@@ -49,7 +50,7 @@ def test_a_block_is_consecutive_and_goes_on_at_the_first_element(table, seed: in
 
 
 @given(tables, st.integers(0, 2**64 - 1))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_rows_indices_do_not_depend_on_the_other_rows(table, seed: int):
     for draw in (random_indices, random_blocks):
         offsets, together = draw(*table, seed, 3)

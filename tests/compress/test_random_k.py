@@ -106,6 +106,6 @@ def test_impossible_settings_are_refused(kind, arguments):
 
 @random_kinds
 def test_feedback_is_on_unless_scaled(kind):
-    assert kind().keeps_residual
-    assert not kind(scaled=True).keeps_residual
-    assert not kind(feedback=False).keeps_residual
+    assert kind().traits.keeps_residual
+    assert not kind(scaled=True).traits.keeps_residual
+    assert not kind(feedback=False).traits.keeps_residual

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import string
+from fractions import Fraction
 from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradcomp
 from gradcomp import (
     NUQSGD,
     Cast,
@@ -25,6 +28,7 @@ from gradcomp import (
     TernGrad,
 )
 from gradcomp.compress import at_level, from_string, registry
+from gradcomp.core import levels
 
 GOOD = {
     "none": Identity(),
@@ -152,7 +156,7 @@ def test_every_quantizer_reads_back(**fields):
     try:
         compressor = Quantize(**fields)
     except ConfigError:  # because of its feedback
-        assert not Quantize(**fields | {"feedback": False}).keeps_residual
+        assert not Quantize(**fields | {"feedback": False}).traits.keeps_residual
         return
     assert from_string(compressor.to_string()) == compressor
     assert at_level(compressor.family_string(), compressor.level) == compressor
@@ -204,6 +208,50 @@ class Elsewhere(Identity):
     name = "elsewhere"
 
 
+class Impostor(Identity):
+    name = "quantize"
+
+
+def test_a_script_registers_a_compressor_of_its_own(monkeypatch):
+    monkeypatch.setattr(registry, "REGISTERED", dict(registry.REGISTERED))
+    monkeypatch.setattr(levels, "LEVELS", dict(levels.LEVELS))
+    with pytest.raises(ConfigError, match="unknown compression 'own'"):
+        from_string("own")
+    try:
+
+        @registry.register("own")
+        @dataclasses.dataclass(frozen=True)
+        class Own(Quantize):
+            """A compressor of a script."""
+
+        assert from_string("own:bits=3") == Own(3)
+        assert Own(3).to_string().startswith("own:bits=3,")
+        assert levels.level_kind(Own().family_string()) == "bits"
+        assert at_level(Own().family_string(), 2) == Own(2)
+    finally:
+        registry.registered.cache_clear()
+
+
+def test_a_pickle_holds_the_fields_alone():
+    compressor = Quantize(3, rounding="nearest")
+    assert compressor.traits.keeps_residual
+    again = pickle.loads(pickle.dumps(compressor))
+    assert again == compressor
+    assert set(vars(again)) == {f.name for f in dataclasses.fields(compressor)}
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="Quantize is named 'quantize' already"):
+        registry.register("quantize")(Elsewhere)
+    assert Elsewhere.name == "elsewhere"
+
+
+def test_every_compressor_of_a_family_is_public():
+    public = {getattr(gradcomp, name) for name in gradcomp.__all__}
+    assert public >= set(registry.registered().values())
+    assert len(registry.registered()) >= 29
+
+
 class TestEntryPoints:
     @pytest.fixture(autouse=True)
     def _fresh_registry(self):
@@ -221,10 +269,10 @@ class TestEntryPoints:
         assert from_string("elsewhere") == Elsewhere()
 
     @pytest.mark.parametrize(
-        ("value", "complaint"),
-        [("fractions:Fraction", "not a Compressor"), ("gradcomp:Quantize", "two compressors are named")],
+        ("loaded", "complaint"), [(Fraction, "not a Compressor"), (Impostor, "two compressors are named")]
     )
-    def test_a_plug_in_that_does_not_fit_is_refused(self, monkeypatch, value: str, complaint: str):
-        self.install(monkeypatch, value)
+    def test_a_plug_in_that_does_not_fit_is_refused(self, monkeypatch, loaded: type, complaint: str):
+        monkeypatch.setattr(EntryPoint, "load", lambda self: loaded)
+        self.install(monkeypatch, "package:Loaded")
         with pytest.raises(ConfigError, match=complaint):
             from_string("none")

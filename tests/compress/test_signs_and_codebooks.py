@@ -61,7 +61,7 @@ def test_signum_votes_with_its_momentum():
         momenta = [0.9 * m + 0.1 * g[0] for m, g in zip(momenta, gradients, strict=True)]
         votes = sum(np.sign(m) for m in momenta)
         np.testing.assert_array_equal(ranks.step(gradients).mean(0), np.sign(votes))
-    assert not Signum().keeps_residual
+    assert not Signum().traits.keeps_residual
 
 
 def test_scaled_sign_of_a_layer_has_one_magnitude():

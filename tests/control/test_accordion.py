@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from control.seen import chosen, seen_by, setting
+from control.observed import chosen, environment, seen_by
 from loudest import LAYERS, levels
 from simulation import Simulation
 
@@ -36,26 +36,26 @@ def test_norms_of_layers_without_gradient_stay():
 
 
 def test_it_goes_high_when_norms_settle_and_back_when_they_jump():
-    seen = seen_by(RULE, [64, 64], [1.0, 1.0])
+    observed = seen_by(RULE, [64, 64], [1.0, 1.0])
     found = []
     for norms in ([1, 1], [1, 1], [1.1, 2], [1, 2], [9, 2]):
-        seen = seen_by(RULE, [64, 64], norms, current=seen.current, memory=seen.memory)
-        decision = RULE.decide(seen)
-        seen = seen_by(RULE, [64, 64], norms, current=decision.choices, memory=decision.memory)
-        found.append(chosen(seen, decision.choices))
+        observed = seen_by(RULE, [64, 64], norms, current=observed.current, memory=observed.memory)
+        decision = RULE.decide(observed)
+        observed = seen_by(RULE, [64, 64], norms, current=decision.choices, memory=decision.memory)
+        found.append(chosen(observed, decision.choices))
     assert found == [[8, 8], [2, 2], [2, 8], [2, 2], [8, 2]]
 
 
 def test_silent_layers_keep_their_choice_and_norm():
-    seen = seen_by(RULE, [64, 64], [0.0, 0.0], current=[1, 0], memory=[3.0, NEVER])
-    decision = RULE.decide(seen)
+    observed = seen_by(RULE, [64, 64], [0.0, 0.0], current=[1, 0], memory=[3.0, NEVER])
+    decision = RULE.decide(observed)
     assert decision.choices.tolist() == [1, 0]
     assert decision.memory.tolist() == [3.0, NEVER]
 
 
 def test_compressors_of_any_family_may_be_the_levels():
     rule = Accordion(PowerSGD(4), "topk:density=0.01", every_steps=3)
-    assert [c.to_string() for c in rule.menu(setting([640])).choices[0]] == [
+    assert [c.to_string() for c in rule.candidate_levels(environment([640])).choices[0]] == [
         PowerSGD(4).to_string(),
         TopK(0.01).to_string(),
     ]
@@ -63,10 +63,10 @@ def test_compressors_of_any_family_may_be_the_levels():
 
 def test_a_matrix_that_is_sent_exactly_under_both_ranks_has_one_choice():
     rule = Accordion(8, 4, every_steps=3)
-    seen = seen_by(rule, [64, 6400], [1.0, 1.0], own=PowerSGD(16), memory=[1.0, 1.0])
-    decision = rule.decide(seen)
-    assert len(seen.menu.choices[0]) == 1
-    assert chosen(seen, decision.choices)[1] == 4
+    observed = seen_by(rule, [64, 6400], [1.0, 1.0], own=PowerSGD(16), memory=[1.0, 1.0])
+    decision = rule.decide(observed)
+    assert len(observed.candidates.choices[0]) == 1
+    assert chosen(observed, decision.choices)[1] == 4
 
 
 @pytest.mark.parametrize("warm_up", [0, 4])
@@ -119,9 +119,9 @@ def test_bad_input(given, words):
 @pytest.mark.parametrize("world", [1, 2])
 def test_levels_the_wrong_way_round(world):
     with pytest.raises(ConfigError, match="exchange them"):
-        Accordion(2, 8, every_steps=3).begin(setting([64], world=world))
+        Accordion(2, 8, every_steps=3).begin(environment([64], world=world))
 
 
 def test_a_level_that_layers_cannot_take():
     with pytest.raises(ConfigError, match="bits"):
-        Accordion(99, 2, every_steps=3).begin(setting([64]))
+        Accordion(99, 2, every_steps=3).begin(environment([64]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from control.seen import chosen, seen_by, setting
+from control.observed import chosen, environment, seen_by
 from loudest import LAYERS, levels
 from simulation import Simulation
 
@@ -18,10 +18,10 @@ def follow(ratios, rule=RULE, **about):
     """The levels of one layer after each of these ratios."""
     current, memory, found = None, None, []
     for ratio in ratios:
-        seen = seen_by(rule, [64], [1.0], mean=[-ratio], current=current, memory=memory, **about)
-        decision = rule.decide(seen)
+        observed = seen_by(rule, [64], [1.0], mean=[-ratio], current=current, memory=memory, **about)
+        decision = rule.decide(observed)
         current, memory = decision.choices, decision.memory
-        found += chosen(seen, current)
+        found += chosen(observed, current)
     return found
 
 
@@ -56,17 +56,17 @@ def test_between_compressors_there_is_one_step():
 
 
 def test_layers_without_gradient_or_deviation_keep_what_they_have():
-    seen = seen_by(
+    observed = seen_by(
         RULE, [64, 64], [0.0, 1.0], mean=[0.1, 0.1], deviation=[1, 0], current=[2, 1], memory=[9.0, 9.0]
     )
-    decision = RULE.decide(seen)
+    decision = RULE.decide(observed)
     assert decision.choices.tolist() == [2, 1]
     assert decision.memory.tolist() == [9.0, 9.0]
 
 
 def test_extremes_do_not_end_in_nan():
-    seen = seen_by(RULE, [64] * 2, [1, 1], mean=[1e-300, 1e300], deviation=[1e300, 1e-5], memory=[1, 1])
-    assert not np.isnan(RULE.decide(seen).memory).any()
+    observed = seen_by(RULE, [64] * 2, [1, 1], mean=[1e-300, 1e300], deviation=[1e300, 1e-5], memory=[1, 1])
+    assert not np.isnan(RULE.decide(observed).memory).any()
 
 
 def test_layers_begin_at_high_compression():
@@ -107,4 +107,4 @@ def test_bad_input(given, words):
 
 def test_a_level_that_layers_cannot_take():
     with pytest.raises(ConfigError, match="bits"):
-        AdaQS(99, 2, every_steps=3).begin(setting([64]))
+        AdaQS(99, 2, every_steps=3).begin(environment([64]))

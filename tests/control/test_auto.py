@@ -16,12 +16,13 @@ from gradcomp import ConfigError, LayerSpec, Policy, Quantize, StateError, Warmu
 from gradcomp.compress.policy import AUTO_CHOICES, Automatic, as_policy
 from gradcomp.control import rates
 from gradcomp.control.auto import Auto
-from gradcomp.control.autopilot import SETTLING_STEPS, AutoPilot, Phase
+from gradcomp.control.auto_run import SETTLING_STEPS, AutoRun
 from gradcomp.control.forecast import Rates
+from gradcomp.control.phased import Phase
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
-from gradcomp.reduce.costs import Network
+from gradcomp.reduce.model import Network
 
 LAYERS = [
     LayerSpec("a", (64, 64)),
@@ -49,21 +50,21 @@ class Times:
 def times(monkeypatch) -> Times:
     """Steps take 10 ms but for what tests say; rank r needs r ms longer; codecs have the speeds above."""
     shown = Times()
-    finish, begin = AutoPilot.finish, AutoPilot.begin
+    finish, begin = AutoRun.finish, AutoRun.begin
 
-    def timed_begin(pilot, step):
-        pilot.clock = lambda: (
-            0.0 if pilot._ended is None else pilot._ended + 0.004 + 0.001 * pilot.setting.rank
+    def timed_begin(running, step):
+        running.clock = lambda: (
+            0.0 if running._ended is None else running._ended + 0.004 + 0.001 * running.environment.rank
         )
-        begin(pilot, step)
-        pilot.clock = lambda: 100.0 * step
+        begin(running, step)
+        running.clock = lambda: 100.0 * step
 
-    def timed_finish(pilot, step):
+    def timed_finish(running, step):
         ready = np.linspace(0.006, 0.001, len(step.ready))[::-1]
-        return finish(pilot, replace(step, seconds=shown.step, ready=ready))
+        return finish(running, replace(step, seconds=shown.step, ready=ready))
 
-    monkeypatch.setattr(AutoPilot, "begin", timed_begin)
-    monkeypatch.setattr(AutoPilot, "finish", timed_finish)
+    monkeypatch.setattr(AutoRun, "begin", timed_begin)
+    monkeypatch.setattr(AutoRun, "finish", timed_finish)
     monkeypatch.setattr(rates, "measure_rates", lambda c: Rates(SPEEDS[c.name], SPEEDS[c.name]))
     return shown
 
@@ -79,13 +80,13 @@ def job(controller: Auto | None = None, world: int = 2, **options) -> Simulation
 
 def step(ranks: Simulation, times: Times, gradients=None):
     """What an exchanger does: measure if it is asked for, then exchange."""
-    pilots = [p.pilot for p in ranks.pipelines]
-    wishes = {pilot.wants_network for pilot in pilots}
+    running = [p.controller for p in ranks.pipelines]
+    wishes = {one.wants_network for one in running}
     assert len(wishes) == 1
     if wishes.pop():
         network = times.network()
-        for pilot in pilots:
-            pilot.hear(network)
+        for one in running:
+            one.hear(network)
     outcome = ranks.step(gradients)
     plans = {p.plan.to_json() for p in ranks.pipelines}
     assert len(plans) == 1
@@ -105,7 +106,7 @@ def run(ranks: Simulation, times: Times, count: int) -> None:
 
 
 def phase(ranks: Simulation) -> Phase:
-    phases = {p.pilot.phase for p in ranks.pipelines}
+    phases = {p.controller.phase for p in ranks.pipelines}
     assert len(phases) == 1
     return phases.pop()
 
@@ -144,14 +145,14 @@ def test_every_rank_knows_why(times):
     times.beta = 8e-8
     ranks = job()
     run(ranks, times, 20)
-    reasons = {p.pilot.reason for p in ranks.pipelines}
+    reasons = {p.controller.reason for p in ranks.pipelines}
     assert len(reasons) == 1
     reason = reasons.pop()
     # The slowest rank computes for 5 + 6 ms.
     assert "link 0.1 Gbit/s, 0.00 ms; compute 11.0 ms" in reason
     assert reason.startswith("quantize 4 bits: 1")
     assert "exposed, against none 1" in reason
-    assert ranks.pipelines[0].pilot.predicted[3] == pytest.approx(0.0111, rel=0.05)
+    assert ranks.pipelines[0].controller.state.predicted[3] == pytest.approx(0.0111, rel=0.05)
 
 
 def test_a_decision_that_changes_nothing_is_logged_too(times, caplog):
@@ -179,16 +180,16 @@ def test_uncompressed_means_are_those_of_none(times):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_plans_agree_in_every_step_whatever_is_late(times, world):
     ranks = job(Auto(warmup_steps=3, check_every=5), world, shuffle=True, delay=0.3, background=Late(world))
-    seen = []
+    observed = []
     for number in range(120):
         times.beta = 1e-6 if number < 60 else 1e-12
         times.step = 0.010 if number < 60 else 0.005
         step(ranks, times).all_means()
-        seen.append(tuple(travels(ranks)))
+        observed.append(tuple(travels(ranks)))
         phase(ranks)
     # Alone a rank sends nothing, and stays as it is.
-    assert len(dict.fromkeys(seen)) == (1 if world == 1 else 2)
-    assert seen[-1] == ("none",) * 4
+    assert len(dict.fromkeys(observed)) == (1 if world == 1 else 2)
+    assert observed[-1] == ("none",) * 4
     assert ranks.pipelines[0].plan.version == (0 if world == 1 else 2)
 
 
@@ -231,7 +232,7 @@ def test_steps_that_drift_make_it_measure_and_choose_again(times):
     times.step = 0.0135
     run(ranks, times, 30)
     assert (times.asked, travels(ranks)[0]) == (2, "none")
-    assert ranks.pipelines[0].pilot.baseline == pytest.approx(0.0135)
+    assert ranks.pipelines[0].controller.state.baseline == pytest.approx(0.0135)
 
 
 def test_faster_steps_are_a_drift_as_well(times):
@@ -256,9 +257,9 @@ def test_buckets_that_change_while_it_observes_make_it_begin_anew(times):
     for number in range(SETTLING_STEPS + 4):
         step(ranks, times, absent if number >= SETTLING_STEPS - 1 else None)
     assert ranks.pipelines[0].cold
-    pilot = ranks.pipelines[0].pilot
-    assert pilot.phase is Phase.OBSERVE
-    assert pilot.begun > SETTLING_STEPS
+    running = ranks.pipelines[0].controller
+    assert running.phase is Phase.OBSERVE
+    assert running.state.begun > SETTLING_STEPS
     run(ranks, times, 14)
     assert times.asked == 1
 
@@ -282,17 +283,17 @@ def test_a_choice_that_turns_out_slower_is_taken_back(times):
     assert travels(ranks)[0] == "quantize 4"
     run_under(ranks, times, 8, under)
     assert travels(ranks) == ["none"] * 4
-    reasons = {p.pilot.reason for p in ranks.pipelines}
+    reasons = {p.controller.reason for p in ranks.pipelines}
     assert reasons == {
         f"none: back to 20.0 ms a step, quantize 4 bits takes 25.0, {predicted(ranks, 3)} were predicted"
     }
     run_under(ranks, times, 60, under)
     assert travels(ranks) == ["none"] * 4
-    assert (ranks.pipelines[0].pilot.decisions, times.asked) == (1, 1)
+    assert (ranks.pipelines[0].controller.state.decisions, times.asked) == (1, 1)
 
 
 def predicted(ranks: Simulation, choice: int) -> str:
-    return f"{1e3 * ranks.pipelines[0].pilot.predicted[choice]:.1f}"
+    return f"{1e3 * ranks.pipelines[0].controller.state.predicted[choice]:.1f}"
 
 
 def test_one_that_is_no_slower_stays(times):
@@ -357,8 +358,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(at, times, tmp_path):
             assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
             assert travels(second) == travels(whole)
             for a, b in zip(second.pipelines, whole.pipelines, strict=True):
-                assert json.dumps(a.pilot.shared_state()) == json.dumps(b.pilot.shared_state())
-    assert whole.pipelines[0].pilot.decisions == 2
+                assert json.dumps(a.controller.shared_state()) == json.dumps(b.controller.shared_state())
+    assert whole.pipelines[0].controller.state.decisions == 2
     assert whole.pipelines[0].plan.version == 2
 
 
@@ -368,7 +369,7 @@ def test_the_saved_phases_are_all_of_them(times):
         step(ranks, times)
         phases.add(Phase[snapshot(ranks.pipelines[0]).shared.control["state"]["phase"]])
     # The table is shared in the step before which the link is measured.
-    assert phases == set(Phase) - {Phase.IDLE, Phase.SHARE}
+    assert phases == set(AutoRun.PHASES) - {Phase.IDLE, Phase.SHARE}
 
 
 @pytest.mark.parametrize("at", [8, 12, 13, 30])
@@ -389,32 +390,41 @@ def test_among_other_ranks_the_choice_is_kept_and_measured_anew(times, at, world
 def test_a_choice_that_is_no_more_gives_way_to_the_first(times):
     old, new = job(), job(Auto(("none", "bf16"), warmup_steps=3))
     run(old, times, 30)
-    for pilot, saved in zip(
-        [p.pilot for p in new.pipelines], [p.pilot.shared_state() for p in old.pipelines], strict=True
+    for running, saved in zip(
+        [p.controller for p in new.pipelines],
+        [p.controller.shared_state() for p in old.pipelines],
+        strict=True,
     ):
-        pilot.restore(saved, {})
-        assert pilot.current == 0
-        assert pilot.phase is Phase.OBSERVE
+        running.restore(saved, {})
+        assert running.current == 0
+        assert running.phase is Phase.OBSERVE
 
 
-@pytest.mark.parametrize("phase_name", [p.name for p in Phase])
+@pytest.mark.parametrize("phase_name", [p.name for p in AutoRun.PHASES])
 def test_a_state_with_nothing_in_it_begins_anew(times, phase_name):
     ranks = job()
-    pilot = ranks.pipelines[0].pilot
-    pilot.restore({**pilot.shared_state(), "phase": phase_name}, {})
-    assert pilot.phase is (Phase.CRUISE if phase_name == "CRUISE" else Phase.OBSERVE)
+    running = ranks.pipelines[0].controller
+    running.restore({**running.shared_state(), "phase": phase_name}, {})
+    assert running.phase is (Phase.CRUISE if phase_name == "CRUISE" else Phase.OBSERVE)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"phase": "NOWHERE"}, {"begun": "x"}, {"network": {"alpha": 1}}, {"position": 3}, {"table": "t"}],
+    [
+        {"phase": "NOWHERE"},
+        {"phase": "GATHER"},
+        {"begun": "x"},
+        {"network": {"alpha": 1}},
+        {"position": 3},
+        {"table": "t"},
+    ],
 )
 def test_a_state_that_is_none_is_refused(times, wrong):
-    pilot = job().pipelines[0].pilot
+    running = job().pipelines[0].controller
     with pytest.raises(StateError, match="not a state of auto"):
-        pilot.restore({**pilot.shared_state(), **wrong}, {})
+        running.restore({**running.shared_state(), **wrong}, {})
     with pytest.raises(StateError, match="not a state of auto"):
-        pilot.restore({}, {})
+        running.restore({}, {})
 
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -506,14 +516,14 @@ def test_a_model_trains_under_auto():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-    pilot = optimizer._exchanger_or_none().pipeline.pilot
-    assert pilot.decisions == 1
-    assert all(seconds > 0 for seconds in pilot.predicted)
+    running = optimizer._exchanger_or_none().pipeline.controller
+    assert running.state.decisions == 1
+    assert all(seconds > 0 for seconds in running.state.predicted)
     exchanger = optimizer._exchanger_or_none()
-    mine = f"{pilot.reason} {exchanger.pipeline.plan.to_json()}".encode()
+    mine = f"{running.reason} {exchanger.pipeline.plan.to_json()}".encode()
     assert exchanger.allgather_bytes(mine) == [mine] * 2
-    assert optimizer.plan_reason() == pilot.reason
-    said = [line for line in lines if pilot.reason in line]
+    assert optimizer.plan_reason() == running.reason
+    said = [line for line in lines if running.reason in line]
     assert len(said) == (1 if gc.rank() == 0 else 0)
 
 

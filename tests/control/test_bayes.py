@@ -7,11 +7,11 @@ import logging
 
 import numpy as np
 import pytest
-from control.seen import chosen, seen_by
+from control.observed import chosen, seen_by
 
 from gradcomp import ConfigError
 from gradcomp.control.bayes import Bayes
-from gradcomp.control.ladders import total_bytes, total_error
+from gradcomp.control.levels import total_bytes, total_error
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="needs Optuna: pip install 'gradcomp[bayes]'"
@@ -28,36 +28,41 @@ def some(rule: Bayes, layers: int = 8, seed: int = 0, **about):
 @pytest.mark.parametrize("layers", [4, 40])
 def test_fewer_bytes_within_the_error(layers):
     rule = Bayes(5, trials=100)
-    seen = some(rule, layers)
-    found, reference = rule.decide(seen).choices, seen.menu.reference
-    assert total_error(seen, found) <= total_error(seen, reference)
-    assert total_bytes(seen, found) < 0.99 * total_bytes(seen, reference)
+    observed = some(rule, layers)
+    found, reference = rule.decide(observed).choices, observed.candidates.reference
+    assert total_error(observed, found) <= total_error(observed, reference)
+    assert total_bytes(observed, found) < 0.99 * total_bytes(observed, reference)
 
 
 @needs_optuna
 def test_the_same_seed_finds_the_same():
     rule = Bayes(5, trials=30, seed=7)
-    seen = some(rule)
-    assert rule.decide(seen).choices.tolist() == rule.decide(seen).choices.tolist()
-    assert rule.decide(seen).choices.tolist() != Bayes(5, trials=30, seed=8).decide(seen).choices.tolist()
+    observed = some(rule)
+    assert rule.decide(observed).choices.tolist() == rule.decide(observed).choices.tolist()
+    assert (
+        rule.decide(observed).choices.tolist()
+        != Bayes(5, trials=30, seed=8).decide(observed).choices.tolist()
+    )
 
 
 @needs_optuna
 def test_it_is_never_worse_than_the_plan_in_force():
     rule = Bayes(5, trials=1)
-    seen = some(rule, current=Bayes(5, trials=100).decide(some(rule)).choices)
-    found = rule.decide(seen).choices
+    observed = some(rule, current=Bayes(5, trials=100).decide(some(rule)).choices)
+    found = rule.decide(observed).choices
     assert (
-        total_bytes(seen, found) <= total_bytes(seen, seen.current) < total_bytes(seen, seen.menu.reference)
+        total_bytes(observed, found)
+        <= total_bytes(observed, observed.current)
+        < total_bytes(observed, observed.candidates.reference)
     )
 
 
 @needs_optuna
 def test_nothing_within_the_budget_warns_once(caplog):
     rule = Bayes(5, levels=[2, 4], alpha=0.5, trials=4)
-    seen = some(rule)
-    decision = rule.decide(seen)
-    assert chosen(seen, decision.choices) == [4] * 8
+    observed = some(rule)
+    decision = rule.decide(observed)
+    assert chosen(observed, decision.choices) == [4] * 8
     rule.decide(some(rule, memory=decision.memory))
     assert caplog.text.count("go back to the reference") == 1
 
@@ -66,17 +71,17 @@ def test_nothing_within_the_budget_warns_once(caplog):
 @pytest.mark.parametrize("levels", [[4], None])
 def test_silent_layers_and_layers_without_choice(levels):
     rule = Bayes(5, levels=levels, trials=4)
-    seen = seen_by(rule, [64, 640], [0.0, 0.0], current=[0, 0])
-    assert rule.decide(seen).choices.tolist() == [0, 0]
-    seen = seen_by(rule, [64, 640], [1.0, 0.0], current=[0, 0])
-    assert rule.decide(seen).choices[1] == 0
+    observed = seen_by(rule, [64, 640], [0.0, 0.0], current=[0, 0])
+    assert rule.decide(observed).choices.tolist() == [0, 0]
+    observed = seen_by(rule, [64, 640], [1.0, 0.0], current=[0, 0])
+    assert rule.decide(observed).choices[1] == 0
 
 
 @needs_optuna
 def test_errors_of_zero_leave_nothing_to_weigh():
     rule = Bayes(5, levels=[2, 4], trials=8)
-    seen = seen_by(rule, [64, 640], [1.0, 1.0], errors=np.zeros((2, 2)))
-    assert chosen(seen, rule.decide(seen).choices) == [2, 2]
+    observed = seen_by(rule, [64, 640], [1.0, 1.0], errors=np.zeros((2, 2)))
+    assert chosen(observed, rule.decide(observed).choices) == [2, 2]
 
 
 @needs_optuna

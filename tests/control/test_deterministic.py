@@ -15,7 +15,7 @@ from simulation import Simulation
 
 import gradcomp.torch as gc
 from gradcomp import Quantize
-from gradcomp.control.periodic_pilot import Phase
+from gradcomp.control.phased import Phase
 from gradcomp.engine import exchanger
 from gradcomp.engine.background import in_background
 from gradcomp.pipeline.snapshot import restore, snapshot
@@ -93,7 +93,7 @@ def test_decisions_take_the_same_steps_of_every_period():
         ranks.step()
     phases = []
     for _ in range(7):
-        phases.append([pipeline.pilot.phase for pipeline in ranks.pipelines])
+        phases.append([pipeline.controller.phase for pipeline in ranks.pipelines])
         ranks.step()
     assert ranks.pipelines[0].plan.version == 1
     assert [phase for phase, *_ in phases] == [
@@ -153,7 +153,7 @@ def test_real_runs_repeat_and_resume():
     for at in (9, 11):  # while layers are measured, and while rank 0 decides
         model, optimizer = make(controller, at)
         assert train(model, optimizer, 0, at) == expected[:at]
-        assert optimizer._gradcomp.exchange.exchanger.pipeline.pilot.phase is (
+        assert optimizer._gradcomp.exchange.exchanger.pipeline.controller.phase is (
             Phase.MEASURE if at == 9 else Phase.DECIDE
         )
         again, resumed = make(controller, 2 * at)

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from control.seen import setting
+from control.observed import environment
 from loudest import LAYERS, levels
 from simulation import Simulation
 
 from gradcomp import Assignment, ConfigError, LayerSpec, Plan, Quantize, TopK, Warmup
-from gradcomp.control import Setting, controller_from_string
+from gradcomp.control import Environment, controller_from_string
 from gradcomp.control.fixed_plan import FixedPlan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
@@ -22,8 +22,8 @@ NAMES = [LayerSpec(name, (8, 8)) for name in ("layers[0].weight", "layers[1].wei
 def begin(plan, compressors=None) -> dict:
     """Layer name -> string form, of what was chosen."""
     compressors = compressors or [Quantize(4)] * 3 + [None]
-    pilot = FixedPlan(plan).begin(Setting(NAMES, compressors, 0, Topology.one_host(2), Scheme("sra")))
-    return {NAMES[i].name: c for i, c in pilot.choices.items()}
+    running = FixedPlan(plan).begin(Environment(NAMES, compressors, 0, Topology.one_host(2), Scheme("sra")))
+    return {NAMES[i].name: c for i, c in running.choices.items()}
 
 
 def test_the_first_that_matches_decides():
@@ -154,4 +154,4 @@ def test_bad_arguments(bad):
 
 def test_a_level_that_layers_cannot_take():
     with pytest.raises(ConfigError, match="bits"):
-        FixedPlan({"*": 99}).begin(setting([64]))
+        FixedPlan({"*": 99}).begin(environment([64]))

@@ -11,7 +11,7 @@ import pytest
 from gradcomp import Config, LayerSpec, PowerSGD, Quantize, TopK
 from gradcomp.compress import Cast, Compressor, Identity, from_string
 from gradcomp.compress.groups import Piece, pack
-from gradcomp.control import Setting
+from gradcomp.control import Environment
 from gradcomp.control.forecast import (
     Forecast,
     Job,
@@ -31,8 +31,9 @@ from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline import Pipeline
-from gradcomp.reduce.costs import Load, Network, predict
+from gradcomp.reduce.costs import predict
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.reduce.model import Load, Network
 from gradcomp.transport.inprocess import InProcessTransport, World
 
 ENDLESS = Rates(math.inf, math.inf)
@@ -224,12 +225,14 @@ def run(layers, compressors, order, ready, world, alpha, beta, slice_elements, s
         while left and ready[left[0]] <= clock.now:
             layer = left.pop(0)
             for pipeline, arrays in zip(pipelines, gradients, strict=True):
-                pipeline.inbox.submit(layer, arrays[layer].ctypes.data, arrays[layer].ctypes.data)
+                pipeline.registry.submit(layer, arrays[layer].ctypes.data, arrays[layer].ctypes.data)
             if not left:
                 for pipeline in pipelines:
-                    pipeline.inbox.flush()
-        seen = None
-        while seen != (seen := [(p.position, p.advances, p.is_open, p.transport._number) for p in pipelines]):
+                    pipeline.registry.flush()
+        observed = None
+        while observed != (
+            observed := [(p.position, p.advances, p.is_open, p.transport._number) for p in pipelines]
+        ):
             for pipeline in pipelines * 2:
                 pipeline.poll()
         events = [end for p in pipelines for end in p.transport.ends if end > clock.now]
@@ -308,9 +311,9 @@ def test_the_least_that_hides_it(forecasts, current, chosen):
     assert choose(forecasts, 1.0, current, 0.05) == chosen
 
 
-def setting_of(layers, world=2, controlled=None) -> Setting:
+def setting_of(layers, world=2, controlled=None) -> Environment:
     compressors = [Quantize(4) if controlled is None or i in controlled else None for i in range(len(layers))]
-    return Setting(layers, compressors, 0, apart(world), Scheme("sra"), slice_elements=1 << 20)
+    return Environment(layers, compressors, 0, apart(world), Scheme("sra"), slice_elements=1 << 20)
 
 
 MODEL = [

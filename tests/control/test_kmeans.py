@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from control.seen import chosen, seen_by, setting
-from hypothesis import given, settings
+from control.observed import chosen, environment, seen_by
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradcomp import ConfigError, Quantize
 from gradcomp.control.kmeans import KMeans, kmeans
-from gradcomp.control.ladders import total_bytes, total_error
+from gradcomp.control.levels import total_bytes, total_error
 
 
 def inertia(points, labels):
@@ -51,8 +52,15 @@ def test_the_same_points_give_the_same_clusters():
 
 def test_large_quiet_layers_are_compressed_most():
     sizes = [64, 64, 6400, 6400, 640, 640]
-    seen = seen_by(KMeans(5, levels=[2, 4, 8]), sizes, [9.0, 8.0, 0.1, 0.11, 1.0, 1.1])
-    assert chosen(seen, KMeans(5, levels=[2, 4, 8], alpha=None).decide(seen).choices) == [8, 8, 2, 2, 4, 4]
+    observed = seen_by(KMeans(5, levels=[2, 4, 8]), sizes, [9.0, 8.0, 0.1, 0.11, 1.0, 1.1])
+    assert chosen(observed, KMeans(5, levels=[2, 4, 8], alpha=None).decide(observed).choices) == [
+        8,
+        8,
+        2,
+        2,
+        4,
+        4,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,18 +75,18 @@ def test_large_quiet_layers_are_compressed_most():
 )
 def test_the_budget_is_met_from_both_ends(alpha, expected):
     rule = KMeans(5, levels=[2, 3, 4, 8], alpha=alpha)
-    seen = seen_by(rule, [64, 640, 6400, 64000], [1.0] * 4)
-    assert chosen(seen, rule.decide(seen).choices) == expected
+    observed = seen_by(rule, [64, 640, 6400, 64000], [1.0] * 4)
+    assert chosen(observed, rule.decide(observed).choices) == expected
 
 
 def test_where_the_reference_is_cheaper_it_is_taken():
     # The large layer is the loud one.
     rule = KMeans(5, levels=[2, 4, 8])
-    seen = seen_by(rule, [64, 6400], [1.0, 1e6])
-    assert chosen(seen, rule.decide(seen).choices) == [4, 4]
+    observed = seen_by(rule, [64, 6400], [1.0, 1e6])
+    assert chosen(observed, rule.decide(observed).choices) == [4, 4]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-30, 1e30)), min_size=1, max_size=30),
     st.sampled_from([0.3, 0.8, 1.0, 2.0]),
@@ -86,30 +94,30 @@ def test_where_the_reference_is_cheaper_it_is_taken():
 )
 def test_the_budget_is_kept(layers, alpha, given_levels):
     rule = KMeans(5, levels=given_levels, alpha=alpha)
-    seen = seen_by(rule, [n for n, _ in layers], [g for _, g in layers])
-    decision = rule.decide(seen)
-    reference = seen.menu.reference
-    within = total_error(seen, decision.choices) <= alpha * total_error(seen, reference)
+    observed = seen_by(rule, [n for n, _ in layers], [g for _, g in layers])
+    decision = rule.decide(observed)
+    reference = observed.candidates.reference
+    within = total_error(observed, decision.choices) <= alpha * total_error(observed, reference)
     assert within != bool(decision.memory[0])
     if alpha >= 1:
         assert within
-        assert total_bytes(seen, decision.choices) <= total_bytes(seen, reference)
+        assert total_bytes(observed, decision.choices) <= total_bytes(observed, reference)
 
 
 def test_nothing_within_the_budget_warns_once(caplog):
     rule = KMeans(5, levels=[2, 4], alpha=0.5)
-    seen = seen_by(rule, [64, 6400], [1.0, 1.0], current=[0, 0])
-    decision = rule.decide(seen)
-    assert chosen(seen, decision.choices) == [4, 4]
+    observed = seen_by(rule, [64, 6400], [1.0, 1.0], current=[0, 0])
+    decision = rule.decide(observed)
+    assert chosen(observed, decision.choices) == [4, 4]
     again = rule.decide(seen_by(rule, [64, 6400], [1.0, 1.0], memory=decision.memory))
-    assert chosen(seen, again.choices) == [4, 4]
+    assert chosen(observed, again.choices) == [4, 4]
     assert caplog.text.count("go back to the reference") == 1
 
 
 def test_silent_layers_keep_their_choice():
     rule = KMeans(5, levels=[2, 4, 8], alpha=None)
-    seen = seen_by(rule, [64, 6400, 640], [1.0, 1.0, 0.0], current=[1, 1, 0])
-    assert chosen(seen, rule.decide(seen).choices) == [8, 2, 2]
+    observed = seen_by(rule, [64, 6400, 640], [1.0, 1.0, 0.0], current=[1, 1, 0])
+    assert chosen(observed, rule.decide(observed).choices) == [8, 2, 2]
     nothing = seen_by(rule, [64, 6400], [0.0, 0.0], current=[0, 2])
     assert rule.decide(nothing).choices.tolist() == [0, 2]
 
@@ -117,29 +125,29 @@ def test_silent_layers_keep_their_choice():
 @pytest.mark.parametrize("sizes", [[64], [64, 64, 64]])
 def test_layers_that_are_all_alike_take_the_reference(sizes):
     rule = KMeans(5)
-    seen = seen_by(rule, sizes, [1.0] * len(sizes), current=[0] * len(sizes))
-    assert chosen(seen, rule.decide(seen).choices) == [4] * len(sizes)
+    observed = seen_by(rule, sizes, [1.0] * len(sizes), current=[0] * len(sizes))
+    assert chosen(observed, rule.decide(observed).choices) == [4] * len(sizes)
 
 
 def test_bucket_sizes_are_a_second_level():
     choices = [Quantize(2, 1024), Quantize(4, 512), Quantize(8, 64)]
     rule = KMeans(5, levels=choices, alpha=None)
-    seen = seen_by(rule, [6400, 640, 64], [1.0, 1.0, 1.0], own=Quantize(4, 512))
-    found = rule.decide(seen).choices
-    assert [seen.menu.choices[row][k] for row, k in enumerate(found)] == choices
+    observed = seen_by(rule, [6400, 640, 64], [1.0, 1.0, 1.0], own=Quantize(4, 512))
+    found = rule.decide(observed).choices
+    assert [observed.candidates.choices[row][k] for row, k in enumerate(found)] == choices
 
 
 def test_fewer_clusters_than_levels_are_spread_over_them():
     rule = KMeans(5, levels=list(range(1, 9)), alpha=None, clusters=2)
-    seen = seen_by(rule, [64, 65, 6400, 6401], [1.0, 1.0, 1.0, 1.0])
-    assert chosen(seen, rule.decide(seen).choices) == [8, 8, 1, 1]
+    observed = seen_by(rule, [64, 65, 6400, 6401], [1.0, 1.0, 1.0, 1.0])
+    assert chosen(observed, rule.decide(observed).choices) == [8, 8, 1, 1]
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_world_of_one_decides_the_same_way(world):
     rule = KMeans(5, levels=[2, 4, 8], alpha=None)
-    seen = seen_by(rule, [64, 640, 6400], [1.0, 1.0, 1.0], world=world)
-    assert chosen(seen, rule.decide(seen).choices) == [8, 4, 2]
+    observed = seen_by(rule, [64, 640, 6400], [1.0, 1.0, 1.0], world=world)
+    assert chosen(observed, rule.decide(observed).choices) == [8, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -165,4 +173,4 @@ def test_bad_input(bad, words):
 
 def test_a_reference_outside_the_levels():
     with pytest.raises(ConfigError, match="outside"):
-        KMeans(5, levels=[2, 3]).begin(setting([64]))
+        KMeans(5, levels=[2, 3]).begin(environment([64]))

@@ -11,8 +11,8 @@ from loudest import levels
 from simulation import Simulation
 
 from gradcomp import Accordion, ConfigError, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
-from gradcomp.control import Seen, controller_from_string
-from gradcomp.control.menu import make_menu
+from gradcomp.control import PeriodObservations, controller_from_string
+from gradcomp.control.candidates import make_candidates
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 
@@ -25,19 +25,21 @@ LAYERS = [
 QUANTIZE = [Quantize(4)] * 4
 
 
-def see(controller: LGreCo, compressors=QUANTIZE, layers=LAYERS, **given) -> Seen:
+def see(controller: LGreCo, compressors=QUANTIZE, layers=LAYERS, **given) -> PeriodObservations:
     """What a controller decides from: errors that fall with every further choice, larger for later layers."""
-    menu = make_menu(layers, compressors, controller.candidates(), parse("sra"), Topology.one_host(2))
+    candidates = make_candidates(
+        layers, compressors, controller.candidates(), parse("sra"), Topology.one_host(2)
+    )
     generator = np.random.default_rng(given.pop("seed", 0))
     rows = len(layers)
-    errors = np.full(menu.costs.shape, np.inf)
-    for row, choices in enumerate(menu.choices):
+    errors = np.full(candidates.costs.shape, np.inf)
+    for row, choices in enumerate(candidates.choices):
         drawn = np.sort(generator.random(len(choices)))[::-1] * (row + 1.0)
-        by_cost = np.argsort(np.argsort(menu.costs[row, : len(choices)], kind="stable"))
+        by_cost = np.argsort(np.argsort(candidates.costs[row, : len(choices)], kind="stable"))
         errors[row, : len(choices)] = drawn[by_cost]
     about = {
         "step": 10,
-        "menu": menu,
+        "candidates": candidates,
         "norm": np.arange(1.0, rows + 1),
         "mean": np.zeros(rows),
         "deviation": np.ones(rows),
@@ -45,13 +47,13 @@ def see(controller: LGreCo, compressors=QUANTIZE, layers=LAYERS, **given) -> See
         "wire": np.zeros(rows),
         "sent": np.ones(rows),
         "position": np.arange(rows),
-        "current": menu.reference.copy(),
-        "memory": controller.begin_memory(menu),
+        "current": candidates.reference.copy(),
+        "memory": controller.begin_memory(candidates),
     }
-    return Seen(**{**about, **given})
+    return PeriodObservations(**{**about, **given})
 
 
-def total(seen: Seen, choices, values) -> float:
+def total(observed: PeriodObservations, choices, values) -> float:
     return float(values[np.arange(len(choices)), choices].sum())
 
 
@@ -60,41 +62,45 @@ def total(seen: Seen, choices, values) -> float:
 @pytest.mark.parametrize("alpha", [0.7, 1.0, 1.5])
 def test_within_the_budget_and_never_dearer_than_the_reference(seed, metric, alpha):
     controller = LGreCo(10, alpha=alpha, metric=metric)
-    seen = see(controller, seed=seed)
-    errors = seen.errors**2 if metric == "squared" else seen.errors
-    found = controller.decide(seen).choices
-    budget = alpha * total(seen, seen.menu.reference, errors)
-    assert total(seen, found, errors) <= budget * (1 + len(LAYERS) / controller.buckets)
+    observed = see(controller, seed=seed)
+    errors = observed.errors**2 if metric == "squared" else observed.errors
+    found = controller.decide(observed).choices
+    budget = alpha * total(observed, observed.candidates.reference, errors)
+    assert total(observed, found, errors) <= budget * (1 + len(LAYERS) / controller.buckets)
     if alpha >= 1:
-        assert total(seen, found, seen.menu.costs) <= total(seen, seen.menu.reference, seen.menu.costs)
+        assert total(observed, found, observed.candidates.costs) <= total(
+            observed, observed.candidates.reference, observed.candidates.costs
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_optimum_up_to_rounding(seed):
     controller = LGreCo(10, levels=[2, 4, 6])
-    seen = see(controller, seed=seed)
-    budget = total(seen, seen.menu.reference, seen.errors)
+    observed = see(controller, seed=seed)
+    budget = total(observed, observed.candidates.reference, observed.errors)
     every = itertools.product(range(3), repeat=4)
     strict = 1 - len(LAYERS) / controller.buckets
     best = min(
-        total(seen, c, seen.menu.costs) for c in every if total(seen, c, seen.errors) <= budget * strict
+        total(observed, c, observed.candidates.costs)
+        for c in every
+        if total(observed, c, observed.errors) <= budget * strict
     )
-    assert total(seen, controller.decide(seen).choices, seen.menu.costs) <= best
+    assert total(observed, controller.decide(observed).choices, observed.candidates.costs) <= best
 
 
 def test_positions_and_times_weigh_bytes():
     plain, late = LGreCo(10), LGreCo(10, objective="position")
-    seen = see(plain)
-    by_bytes, by_place = plain.decide(seen).choices, late.decide(seen).choices
-    weighted = seen.menu.costs * (1.0 + seen.position[:, None])
-    assert total(seen, by_place, weighted) <= total(seen, by_bytes, weighted)
+    observed = see(plain)
+    by_bytes, by_place = plain.decide(observed).choices, late.decide(observed).choices
+    weighted = observed.candidates.costs * (1.0 + observed.position[:, None])
+    assert total(observed, by_place, weighted) <= total(observed, by_bytes, weighted)
     # Seconds per byte rise with the layer; the coefficients remember earlier periods.
     timed = LGreCo(10, objective="time")
-    sent = total(seen, seen.current, seen.menu.costs) * np.ones(4)
-    seen = see(timed, wire=np.arange(1, 5) * sent * 1e-9, sent=sent)
-    first = timed.decide(seen)
-    weighted = seen.menu.costs * np.arange(1, 5)[:, None]
-    assert total(seen, first.choices, weighted) <= total(seen, by_bytes, weighted)
+    sent = total(observed, observed.current, observed.candidates.costs) * np.ones(4)
+    observed = see(timed, wire=np.arange(1, 5) * sent * 1e-9, sent=sent)
+    first = timed.decide(observed)
+    weighted = observed.candidates.costs * np.arange(1, 5)[:, None]
+    assert total(observed, first.choices, weighted) <= total(observed, by_bytes, weighted)
     again = timed.decide(see(timed, memory=first.memory))  # no times in this period
     np.testing.assert_array_equal(again.choices, first.choices)
 
@@ -108,8 +114,8 @@ def test_without_times_a_byte_is_a_byte():
 
 def test_layers_without_gradient_keep_their_level():
     controller = LGreCo(10)
-    seen = see(controller, norm=np.array([1.0, 0.0, 2.0, 0.0]), current=np.array([0, 6, 2, 5]))
-    found = controller.decide(seen).choices
+    observed = see(controller, norm=np.array([1.0, 0.0, 2.0, 0.0]), current=np.array([0, 6, 2, 5]))
+    found = controller.decide(observed).choices
     assert (found[1], found[3]) == (6, 5)
     silent = see(controller, norm=np.zeros(4))
     np.testing.assert_array_equal(controller.decide(silent).choices, silent.current)
@@ -117,19 +123,19 @@ def test_layers_without_gradient_keep_their_level():
 
 def test_what_nothing_fits_falls_back_to_the_reference_and_warns_once(caplog):
     controller = LGreCo(10, alpha=1e-3)
-    seen = see(controller)
-    first = controller.decide(seen)
-    np.testing.assert_array_equal(first.choices, seen.menu.reference)
+    observed = see(controller)
+    first = controller.decide(observed)
+    np.testing.assert_array_equal(first.choices, observed.candidates.reference)
     second = controller.decide(see(controller, memory=first.memory))
-    np.testing.assert_array_equal(second.choices, seen.menu.reference)
+    np.testing.assert_array_equal(second.choices, observed.candidates.reference)
     assert caplog.text.count("budget") == 1
 
 
 def test_a_reference_that_loses_nothing():
     controller = LGreCo(10)
-    seen = see(controller)
-    seen.errors[:, 2:] = 0
-    np.testing.assert_array_equal(controller.decide(seen).choices, [2, 2, 2, 2])
+    observed = see(controller)
+    observed.errors[:, 2:] = 0
+    np.testing.assert_array_equal(controller.decide(observed).choices, [2, 2, 2, 2])
 
 
 def test_several_families_in_one_program():
@@ -179,20 +185,29 @@ def test_with_accordion_the_budget_follows_the_regime():
     rule = Accordion(low=4, high=2, every_steps=1)
     controller = LGreCo(10, accordion=rule)
     ranks = Simulation(LAYERS, PowerSGD(3), 2, controller=controller)
-    menu = ranks.pipelines[0].pilot.menu
-    assert {c.rank for c in menu.choices[0]} >= {1, 2, 3, 4, 5, 6, 7, 8}
-    seen = see(controller, menu=menu, errors=None)
+    candidates = ranks.pipelines[0].controller.candidates
+    assert {c.rank for c in candidates.choices[0]} >= {1, 2, 3, 4, 5, 6, 7, 8}
+    observed = see(controller, candidates=candidates, errors=None)
     errors = np.where(
-        np.isinf(menu.costs),
+        np.isinf(candidates.costs),
         np.inf,
-        1.0 / np.array([[c.rank for c in row] + [1] * (menu.width - len(row)) for row in menu.choices]),
+        1.0
+        / np.array(
+            [[c.rank for c in row] + [1] * (candidates.width - len(row)) for row in candidates.choices]
+        ),
     )
-    first = controller.decide(see(controller, menu=menu, errors=errors, memory=controller.begin_memory(menu)))
-    settled = controller.decide(see(controller, menu=menu, errors=errors, memory=first.memory))
-    assert total(seen, first.choices, errors) <= 4 / 4 * 1.001
-    assert total(seen, settled.choices, errors) > total(seen, first.choices, errors)
-    assert total(seen, settled.choices, menu.costs) < total(seen, first.choices, menu.costs)
-    moved = see(controller, menu=menu, errors=errors, memory=settled.memory, norm=10.0 * np.arange(1, 5))
+    first = controller.decide(
+        see(controller, candidates=candidates, errors=errors, memory=controller.begin_memory(candidates))
+    )
+    settled = controller.decide(see(controller, candidates=candidates, errors=errors, memory=first.memory))
+    assert total(observed, first.choices, errors) <= 4 / 4 * 1.001
+    assert total(observed, settled.choices, errors) > total(observed, first.choices, errors)
+    assert total(observed, settled.choices, candidates.costs) < total(
+        observed, first.choices, candidates.costs
+    )
+    moved = see(
+        controller, candidates=candidates, errors=errors, memory=settled.memory, norm=10.0 * np.arange(1, 5)
+    )
     np.testing.assert_array_equal(controller.decide(moved).choices, first.choices)
 
 

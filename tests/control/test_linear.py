@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from control.seen import chosen, seen_by
+from control.observed import chosen, seen_by
 
 from gradcomp import ConfigError, PowerSGD
-from gradcomp.control.ladders import total_error
+from gradcomp.control.levels import total_error
 from gradcomp.control.linear import Linear
 
 
 def test_levels_follow_the_order_of_norm_by_size():
     rule = Linear(5, levels=[2, 3, 4, 5, 6])
-    seen = seen_by(rule, [64, 640, 64, 6400, 64], [3.0, 1.0, 2.0, 1.0, 9.0])
-    assert chosen(seen, rule.decide(seen).choices) == [5, 3, 4, 2, 6]
+    observed = seen_by(rule, [64, 640, 64, 6400, 64], [3.0, 1.0, 2.0, 1.0, 9.0])
+    assert chosen(observed, rule.decide(observed).choices) == [5, 3, 4, 2, 6]
 
 
 def test_levels_are_interpolated():
     rule = Linear(5, levels=[2, 4, 8])
-    seen = seen_by(rule, [64] * 7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
-    assert chosen(seen, rule.decide(seen).choices) == [2, 2, 4, 4, 4, 8, 8]
+    observed = seen_by(rule, [64] * 7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    assert chosen(observed, rule.decide(observed).choices) == [2, 2, 4, 4, 4, 8, 8]
 
 
 def test_more_levels_than_layers_are_skipped():
     rule = Linear(5, levels=list(range(1, 9)))
-    seen = seen_by(rule, [64] * 3, [1.0, 2.0, 3.0])
-    found = chosen(seen, rule.decide(seen).choices)
+    observed = seen_by(rule, [64] * 3, [1.0, 2.0, 3.0])
+    found = chosen(observed, rule.decide(observed).choices)
     assert found[0] == 1
     assert found[2] == 8
     assert found[1] in (4, 5)
@@ -34,32 +34,32 @@ def test_more_levels_than_layers_are_skipped():
 
 def test_equal_layers_keep_their_order():
     rule = Linear(5, levels=[2, 4, 8])
-    seen = seen_by(rule, [64] * 3, [1.0] * 3)
-    assert chosen(seen, rule.decide(seen).choices) == [2, 4, 8]
+    observed = seen_by(rule, [64] * 3, [1.0] * 3)
+    assert chosen(observed, rule.decide(observed).choices) == [2, 4, 8]
 
 
 def test_one_layer_takes_the_reference():
     rule = Linear(5, levels=[2, 4, 8])
-    seen = seen_by(rule, [64], [1.0], current=[0])
-    assert chosen(seen, rule.decide(seen).choices) == [4]
+    observed = seen_by(rule, [64], [1.0], current=[0])
+    assert chosen(observed, rule.decide(observed).choices) == [4]
 
 
 def test_one_level_leaves_nothing_to_choose():
     rule = Linear(5, levels=[4])
-    seen = seen_by(rule, [64] * 3, [1.0, 2.0, 3.0])
-    assert chosen(seen, rule.decide(seen).choices) == [4, 4, 4]
+    observed = seen_by(rule, [64] * 3, [1.0, 2.0, 3.0])
+    assert chosen(observed, rule.decide(observed).choices) == [4, 4, 4]
 
 
 def test_silent_layers_do_not_count():
     rule = Linear(5, levels=[2, 4, 8])
-    seen = seen_by(rule, [64] * 4, [0.0, 1.0, 2.0, 3.0], current=[2, 0, 0, 0])
-    assert chosen(seen, rule.decide(seen).choices) == [8, 2, 4, 8]
+    observed = seen_by(rule, [64] * 4, [0.0, 1.0, 2.0, 3.0], current=[2, 0, 0, 0])
+    assert chosen(observed, rule.decide(observed).choices) == [8, 2, 4, 8]
 
 
 def test_extreme_norms_keep_their_order():
     rule = Linear(5, levels=[2, 4, 8])
-    seen = seen_by(rule, [64] * 3, [1e300, 1e-300, 1.0])
-    assert chosen(seen, rule.decide(seen).choices) == [8, 2, 4]
+    observed = seen_by(rule, [64] * 3, [1e300, 1e-300, 1.0])
+    assert chosen(observed, rule.decide(observed).choices) == [8, 2, 4]
 
 
 def test_errors_are_measured_only_for_a_budget():
@@ -69,29 +69,31 @@ def test_errors_are_measured_only_for_a_budget():
 
 def test_a_budget_is_kept():
     rule = Linear(5, levels=[2, 4, 8], alpha=1.0)
-    seen = seen_by(rule, [64] * 6, np.linspace(1.0, 1.5, 6))
-    without = Linear(5, levels=[2, 4, 8]).decide(seen)
-    budget = total_error(seen, seen.menu.reference)
-    assert total_error(seen, without.choices) > budget
-    assert total_error(seen, rule.decide(seen).choices) <= budget
+    observed = seen_by(rule, [64] * 6, np.linspace(1.0, 1.5, 6))
+    without = Linear(5, levels=[2, 4, 8]).decide(observed)
+    budget = total_error(observed, observed.candidates.reference)
+    assert total_error(observed, without.choices) > budget
+    assert total_error(observed, rule.decide(observed).choices) <= budget
 
 
 @pytest.mark.parametrize("alpha", [0.6, 1.0, 1.7, 100.0])
 def test_layers_with_fewer_choices_take_part(alpha):
     # A matrix of 8 by 8 is sent as it is at rank 4 already: one choice.
     rule = Linear(5, levels=[2, 4, 8, 16], alpha=alpha)
-    seen = seen_by(rule, [64, 640, 6400, 64], [1.0, 2.0, 3.0, 0.1], own=PowerSGD(4))
-    assert [len(choices) for choices in seen.menu.choices] == [2, 3, 3, 2]
-    decision = rule.decide(seen)
+    observed = seen_by(rule, [64, 640, 6400, 64], [1.0, 2.0, 3.0, 0.1], own=PowerSGD(4))
+    assert [len(choices) for choices in observed.candidates.choices] == [2, 3, 3, 2]
+    decision = rule.decide(observed)
     assert not decision.memory[0]
-    assert total_error(seen, decision.choices) <= alpha * total_error(seen, seen.menu.reference)
+    assert total_error(observed, decision.choices) <= alpha * total_error(
+        observed, observed.candidates.reference
+    )
 
 
 def test_nothing_within_the_budget_is_warned_about(caplog):
     rule = Linear(5, levels=[2, 4], alpha=0.5)
-    seen = seen_by(rule, [64] * 2, [1.0, 2.0])
-    decision = rule.decide(seen)
-    assert chosen(seen, decision.choices) == [4, 4]
+    observed = seen_by(rule, [64] * 2, [1.0, 2.0])
+    decision = rule.decide(observed)
+    assert chosen(observed, decision.choices) == [4, 4]
     assert decision.memory.tolist() == [1.0]
     assert "linear: nothing loses at most 0.5 times" in caplog.text
 

@@ -27,12 +27,12 @@ def test_plans_agree_in_every_step(world):
         LAYERS, Quantize(4, 32), world, shuffle=True, delay=0.3, slice_elements=50,
         controller=Loudest(5), background=Late(world),
     )  # fmt: skip
-    seen = []
+    observed = []
     for _ in range(60):
         ranks.step().all_means()
-        seen.append(tuple(levels(ranks)))
-    assert len(set(seen)) >= 4
-    assert all(plan[4] is None for plan in seen)  # float64 stays exact
+        observed.append(tuple(levels(ranks)))
+    assert len(set(observed)) >= 4
+    assert all(plan[4] is None for plan in observed)  # float64 stays exact
 
 
 def test_500_steps_with_random_delays_on_every_rank():
@@ -56,9 +56,8 @@ def test_500_steps_with_random_delays_on_every_rank():
 
 def test_what_ranks_see_is_the_sum_of_the_owners_gradients():
     world, every = 3, 4
-    pilots = []
     ranks = Simulation(LAYERS, Quantize(4, 32), world, controller=Loudest(every))
-    pilots = [p.pilot for p in ranks.pipelines]
+    running = [p.controller for p in ranks.pipelines]
     owners = share_out({i: LAYERS[i].size for i in range(4)}, world)
     totals = [np.zeros(layer.size, np.float64) for layer in LAYERS]
     for step in range(every + 2):
@@ -70,13 +69,13 @@ def test_what_ranks_see_is_the_sum_of_the_owners_gradients():
             found = gradients[owner][layer]
             if step * 2 + 1 < every and found is not None:
                 totals[layer] += found
-        seen = [pilot._seen for pilot in pilots]
-        if seen[0] is not None:
+        observed = [run.observations for run in running]
+        if observed[0] is not None:
             break
-    for one in seen:
+    for one in observed:
         np.testing.assert_allclose(one.norm, [np.linalg.norm(t) for t in totals[:4]], rtol=1e-5)
-        assert one.norm.tobytes() == seen[0].norm.tobytes()
-        assert one.errors.tobytes() == seen[0].errors.tobytes()
+        assert one.norm.tobytes() == observed[0].norm.tobytes()
+        assert one.errors.tobytes() == observed[0].errors.tobytes()
 
 
 def test_the_loss_scale_is_taken_out():
@@ -88,16 +87,16 @@ def test_the_loss_scale_is_taken_out():
         plain.step(gradients)
         scaled.step(eight, scale=8.0)
     for a, b in zip(plain.pipelines, scaled.pipelines, strict=True):
-        assert a.pilot.own_state()["sums"].keys() == b.pilot.own_state()["sums"].keys()
-        for name, value in a.pilot.own_state()["taken"].items():
-            np.testing.assert_allclose(value, b.pilot.own_state()["taken"][name], rtol=1e-5)
+        assert a.controller.own_state()["sums"].keys() == b.controller.own_state()["sums"].keys()
+        for name, value in a.controller.own_state()["taken"].items():
+            np.testing.assert_allclose(value, b.controller.own_state()["taken"][name], rtol=1e-5)
 
 
 def test_only_the_window_counts():
     ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(6, window=2))
     for step in range(6):
         ranks.step()
-        added = any(v.any() for p in ranks.pipelines for v in p.pilot.own_state()["sums"].values())
+        added = any(v.any() for p in ranks.pipelines for v in p.controller.own_state()["sums"].values())
         assert added == (step >= 4)
 
 
@@ -106,11 +105,11 @@ def test_a_period_with_nan_is_skipped_with_a_warning(caplog):
     class Broken(Loudest):
         name: ClassVar[str] = "broken"
 
-        def begin(self, setting):
-            pilot = super().begin(setting)
-            measure = pilot._measure
-            pilot._measure = lambda *a: measure(*a) * (np.nan if setting.rank == 1 else 1)
-            return pilot
+        def begin(self, environment):
+            running = super().begin(environment)
+            measure = running._measure
+            running._measure = lambda *a: measure(*a) * (np.nan if environment.rank == 1 else 1)
+            return running
 
     ranks = Simulation(LAYERS, Quantize(4, 32), 3, controller=Broken(3))
     for _ in range(9):
@@ -162,7 +161,7 @@ def test_work_that_fails_is_every_ranks_error():
     class Raises(Loudest):
         name: ClassVar[str] = "raises"
 
-        def decide(self, seen):
+        def decide(self, observed):
             raise ConfigError("nothing to decide")
 
     ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Raises(1))
@@ -175,8 +174,8 @@ def test_choices_that_do_not_exist_are_refused():
     class Wild(Loudest):
         name: ClassVar[str] = "wild"
 
-        def decide(self, seen):
-            return Decision(np.full(4, 99), seen.memory)
+        def decide(self, observed):
+            return Decision(np.full(4, 99), observed.memory)
 
     ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Wild(1))
     with pytest.raises(StateError, match="do not exist"):

@@ -11,7 +11,8 @@ from loudest import LAYERS, Loudest, levels
 from simulation import Simulation
 
 from gradcomp import Quantize
-from gradcomp.control.periodic_pilot import PeriodicPilot, Phase
+from gradcomp.control.periodic_run import PeriodicRun
+from gradcomp.control.phased import Phase
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.snapshot import Shared, merge, restore, snapshot
 
@@ -31,10 +32,10 @@ def through_files(states, directory):
 
 @pytest.mark.parametrize("at", range(1, 13))
 def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, tmp_path, monkeypatch):
-    finish = PeriodicPilot.finish
+    finish = PeriodicRun.finish
     # All but the clock.
     monkeypatch.setattr(
-        PeriodicPilot, "finish", lambda pilot, step: finish(pilot, replace(step, wire=0 * step.wire))
+        PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
     )
     whole, first, second = job(3), job(3), job(3)
     gradients = [whole.gradients() for _ in range(24)]
@@ -51,10 +52,10 @@ def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, tmp_path, monke
             assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
             assert levels(second) == levels(whole)
             for a, b in zip(second.pipelines, whole.pipelines, strict=True):
-                assert json.dumps(a.pilot.shared_state()) == json.dumps(b.pilot.shared_state())
-                for kind, values in b.pilot.own_state().items():
+                assert json.dumps(a.controller.shared_state()) == json.dumps(b.controller.shared_state())
+                for kind, values in b.controller.own_state().items():
                     for name, value in values.items():
-                        assert a.pilot.own_state()[kind][name].tobytes() == value.tobytes()
+                        assert a.controller.own_state()[kind][name].tobytes() == value.tobytes()
     assert whole.pipelines[0].plan.version >= 2
 
 
@@ -63,9 +64,9 @@ def test_the_saved_phases_are_all_of_them():
     for _ in range(12):
         ranks.step()
         snapshot(ranks.pipelines[0])
-        phases.add(ranks.pipelines[0].pilot.phase)
+        phases.add(ranks.pipelines[0].controller.phase)
     # MEASURE begins and is agreed on within one step.
-    assert phases == set(Phase) - {Phase.MEASURE}
+    assert phases == set(PeriodicRun.PHASES) - {Phase.MEASURE}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -79,7 +80,7 @@ def test_sums_go_to_their_new_owners(world):
         restore(pipeline, merge(states, rank, world))
     found = {}
     for pipeline in new.pipelines:
-        mine = pipeline.pilot.own_state()["sums"]
+        mine = pipeline.controller.own_state()["sums"]
         assert not mine.keys() & found.keys()
         found |= mine
     assert found.keys() == sums.keys()
@@ -108,9 +109,13 @@ def test_an_older_state_has_none():
 
 
 def test_a_state_that_is_none_is_refused():
-    pilot = job(2).pipelines[0].pilot
+    running = job(2).pipelines[0].controller
     with pytest.raises(Exception, match="not a state of"):
-        pilot.restore({"phase": "NOWHERE"}, {})
+        running.restore({"phase": "NOWHERE"}, {})
     with pytest.raises(Exception, match="not a state of"):
-        pilot.restore({**pilot.shared_state(), "choices": 3}, {})
-    assert np.array_equal(pilot.current, pilot.menu.reference)
+        running.restore({**running.shared_state(), "phase": "CRUISE"}, {})
+    with pytest.raises(Exception, match="not a state of"):
+        running.restore({**running.shared_state(), "sent": [1.0]}, {})
+    with pytest.raises(Exception, match="not a state of"):
+        running.restore({**running.shared_state(), "choices": 3}, {})
+    assert np.array_equal(running.current, running.candidates.reference)

@@ -1,4 +1,8 @@
-"""Every simple controller: plans are equal on all ranks whatever takes how long, and runs resume bit for bit."""
+"""The contract of every controller that decides from a step's or a period's gradients, or from a table.
+
+Plans are equal on all ranks whatever takes how long, and runs resume bit for bit. A new controller is one row of
+``CHANGING``.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,10 @@ from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.bayes import Bayes
 from gradcomp.control.fixed_plan import FixedPlan
 from gradcomp.control.kmeans import KMeans
+from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.linear import Linear
-from gradcomp.control.periodic_pilot import PeriodicPilot
+from gradcomp.control.periodic_run import PeriodicRun
+from gradcomp.control.registry import BUILT_IN
 from gradcomp.control.schedule import Schedule
 from gradcomp.pipeline.snapshot import restore, snapshot
 
@@ -31,11 +37,21 @@ CHANGING = {
     "accordion": Accordion(8, 2, eta=3.0, every_steps=4),
     "adaqs": AdaQS(8, 1, factor=0.9, every_steps=4),
     "kmeans": KMeans(4, levels=[2, 4, 8], alpha=1e6),
+    "lgreco": LGreCo(4, levels=[2, 4, 8], alpha=1.5),
     "linear": Linear(4, levels=[2, 4, 8]),
     "schedule": Schedule({3: 8, 9: {"a": 2}, 17: TopK(0.1)}),
 }
 if importlib.util.find_spec("optuna") is not None:
     CHANGING["bayes"] = Bayes(4, levels=[2, 3, 4, 8], alpha=3.0, trials=8)
+
+
+#: Tested elsewhere: it never changes, or decides by times, whose tests bring clocks of their own.
+ELSEWHERE = {"fixed_plan", "auto", "gravac"}
+
+
+def test_every_controller_is_held_to_the_contract():
+    here = {kind.name for kind in BUILT_IN} - ELSEWHERE
+    assert here - {"bayes"} <= {controller.name for controller in CHANGING.values()} <= here
 
 
 def drawn(ranks: Simulation, step: int):
@@ -63,7 +79,7 @@ def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
     for step in range(80):
         ranks.step(drawn(ranks, step)).all_means()
         found.append(tuple(levels(ranks)))
-    if world > 1 or name != "bayes":  # alone, a rank sends nothing that it could save
+    if world > 1 or name not in ("bayes", "lgreco"):  # alone, a rank sends nothing that it could save
         assert len(set(found)) >= 2
     assert all(plan[4] is None for plan in found)
 
@@ -71,9 +87,9 @@ def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
 @pytest.mark.parametrize("at", [5, 6, 8, 11])
 @pytest.mark.parametrize("name", CHANGING)
 def test_resumed_is_uninterrupted(name, at, monkeypatch):
-    finish = PeriodicPilot.finish  # all but the clock
+    finish = PeriodicRun.finish  # all but the clock
     monkeypatch.setattr(
-        PeriodicPilot, "finish", lambda pilot, step: finish(pilot, replace(step, wire=0 * step.wire))
+        PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
     )
 
     def job():
@@ -94,7 +110,7 @@ def test_resumed_is_uninterrupted(name, at, monkeypatch):
             ]
             assert levels(second) == levels(whole)
             for a, b in zip(second.pipelines, whole.pipelines, strict=True):
-                assert json.dumps(a.pilot.shared_state()) == json.dumps(b.pilot.shared_state())
+                assert json.dumps(a.controller.shared_state()) == json.dumps(b.controller.shared_state())
     assert whole.pipelines[0].plan.version >= 1
 
 

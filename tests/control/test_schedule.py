@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from control.seen import setting
+from control.observed import environment
 from loudest import LAYERS, levels
 from simulation import Simulation
 
@@ -66,7 +66,7 @@ def test_a_run_goes_on_where_it_was(at, world):
     for expected in EXPECTED[at:]:
         assert levels(second) == expected
         second.step().all_means()
-    shared = [p.pilot.shared_state() for p in second.pipelines]
+    shared = [p.controller.shared_state() for p in second.pipelines]
     assert json.dumps(shared[0]) == json.dumps(shared[1])
 
 
@@ -86,7 +86,7 @@ def test_another_schedule_takes_over_after_a_step():
 @pytest.mark.parametrize("bad", [{}, {"choices": 3}, {"choices": {"a": "nothing"}}, {"choices": {"a": 4}}])
 def test_a_state_that_is_none_is_refused(bad):
     with pytest.raises(StateError, match="not a state of schedule"):
-        Schedule({0: 8}).begin(setting([64])).restore(bad, {})
+        Schedule({0: 8}).begin(environment([64])).restore(bad, {})
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_bad_input(steps, words):
 
 def test_later_steps_are_checked_at_the_start():
     with pytest.raises(ConfigError, match="bits"):
-        Schedule({0: 4, 900: 99}).begin(setting([64]))
+        Schedule({0: 4, 900: 99}).begin(environment([64]))
     with pytest.raises(ConfigError, match=r"step 900.*'x' \(closest: 'l0'\)"):
-        Schedule({0: 4, 900: {"x": 4}}).begin(setting([64]))
+        Schedule({0: 4, 900: {"x": 4}}).begin(environment([64]))

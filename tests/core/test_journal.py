@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradcomp import Assignment, ConfigError, LayerSpec, Plan, Policy, Quantize
 from gradcomp.core.journal import Journal, Logged, Run, read
@@ -176,7 +177,7 @@ def one_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("journal") / "run.jsonl"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(record=st.sampled_from([RUN, FIRST, BYTES]), key=st.integers(0, 6), value=json_values)
 def test_any_field_is_read_or_a_config_error(one_path: Path, record: dict, key: int, value):
     changed = {**record, list(record)[key % len(record)]: value}

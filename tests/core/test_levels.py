@@ -6,8 +6,7 @@ import pytest
 
 import gradcomp as gc
 from gradcomp import Assignment, Plan
-from gradcomp.compress.registry import BUILT_IN
-from gradcomp.core.levels import LEVELS, MOST_LEVELS, histogram, level_text, names, printable, short_name
+from gradcomp.core.levels import MOST_LEVELS, histogram, level_kind, level_text, names, printable, short_name
 
 QUANTIZE = gc.Quantize(4).family_string()
 SMALL = gc.Quantize(4, 128).family_string()
@@ -20,9 +19,22 @@ def plan(*rows: tuple[str, object]) -> Plan:
     return Plan(0, tuple(Assignment(str(i), family, level) for i, (family, level) in enumerate(rows)))
 
 
-def test_levels_are_named_as_the_compressors_name_them():
-    known = {c.name: c.level_field for c in BUILT_IN if c.level_field is not None}
-    assert known == LEVELS
+KINDS = {
+    gc.Quantize(): "bits",
+    gc.NUQSGD(): "bits",
+    gc.PowerSGD(): "rank",
+    gc.SpectralAtomo(): "rank",
+    gc.MomentumCorrection(gc.ErrorFeedback("topk")): "density",
+    gc.GlobalTopK(): "density",
+    gc.Threshold(): "threshold",
+    gc.Identity(): None,
+    gc.TernGrad(): None,
+}
+
+
+@pytest.mark.parametrize(("compressor", "kind"), KINDS.items(), ids=lambda value: str(value)[:20])
+def test_levels_are_named_as_the_compressors_name_them(compressor: gc.Compressor, kind: str | None):
+    assert level_kind(compressor.family_string()) == kind
 
 
 SHORT = {
@@ -40,7 +52,7 @@ SHORT = {
 @pytest.mark.parametrize(("compressor", "name"), SHORT.items(), ids=SHORT.values())
 def test_short_names(compressor: gc.Compressor, name: str):
     assert short_name(compressor.family_string()) == name
-    assert (name == "exact") == compressor.is_exact
+    assert (name == "exact") == compressor.traits.exact
 
 
 @pytest.mark.parametrize("family", ["", "[", "]", ":", "[[[:]", "nonesuch", "a" + "[" * 100_000])

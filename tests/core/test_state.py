@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradcomp.core.state import DoubleBuffer, Fields, Range, Residuals
 
@@ -105,7 +106,7 @@ def total(ranks: list[Residuals], layer: int) -> np.ndarray:
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(sequences, st.integers(0, 2**32 - 1))
 def test_nothing_is_lost_when_ranges_change_hands(sequence, seed: int):
     world = len(sequence[0])

@@ -1,6 +1,8 @@
 // CUDA's language, as far as the kernels use it, on one CPU thread: every thread of a block is a fiber, and
 // blocks run one after another. A fiber runs until it waits for others; who goes next is up to `order`, so
 // that what a barrier should have kept apart shows. Included before a flat source, in place of prelude.cuh.
+// With CUDA_ON_CPU_PARALLEL each block has a CPU thread of its own, so that blocks which wait for each other
+// can be tested; shared memory does not begin as garbage then.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +17,7 @@
 #include <memory>
 #include <random>
 #include <source_location>
+#include <thread>
 #include <vector>
 
 #include <link.h>
@@ -26,12 +29,20 @@
 #define __forceinline__ inline
 #define __restrict__
 #define __launch_bounds__(...)
+// The struct of a kernel's parameters is passed by reference here, which is an address to whoever launches.
+#define __grid_constant__ &
 // Thread-local for its own segment of memory: what a block finds there is garbage. Sanitizers know the ends
 // of static variables only.
 #ifdef CUDA_ON_CPU_SANITIZED
 #define __shared__ static
 #else
 #define __shared__ static thread_local
+#endif
+
+#ifdef CUDA_ON_CPU_PARALLEL
+#define CUDA_ON_CPU_STATE inline thread_local
+#else
+#define CUDA_ON_CPU_STATE inline
 #endif
 
 struct uint3 {
@@ -68,7 +79,7 @@ inline double2 make_double2(double x, double y) {
     return {x, y};
 }
 
-inline uint3 threadIdx, blockIdx, blockDim, gridDim;
+CUDA_ON_CPU_STATE uint3 threadIdx, blockIdx, blockDim, gridDim;
 inline constexpr int warpSize = 32;
 
 namespace cuda_on_cpu {
@@ -87,13 +98,13 @@ struct Fiber {
     unsigned line;  // where it waits
 };
 
-inline std::vector<Fiber> fibers;
-inline unsigned threads, running;
-inline std::jmp_buf scheduler;
-inline void (*kernel)(const void*);
-inline const void* argument;
-inline std::uint64_t slots[most_threads];
-inline int votes;  // of the last barrier that all threads reached
+CUDA_ON_CPU_STATE std::vector<Fiber> fibers;
+CUDA_ON_CPU_STATE unsigned threads, running;
+CUDA_ON_CPU_STATE std::jmp_buf scheduler;
+CUDA_ON_CPU_STATE void (*kernel)(const void*);
+CUDA_ON_CPU_STATE const void* argument;
+CUDA_ON_CPU_STATE std::uint64_t slots[most_threads];
+CUDA_ON_CPU_STATE int votes;  // of the last barrier that all threads reached
 
 inline void yield() {
     Fiber& me = fibers[running];
@@ -251,13 +262,12 @@ inline unsigned lane() {
 
 }  // namespace cuda_on_cpu
 
-// Runs a kernel; 0, or 1 if a block got stuck. order: 0 threads ascending, 1 descending, else shuffled by
-// that seed.
-extern "C" inline __attribute__((used)) int cuda_on_cpu_launch(void (*kernel)(const void*),
-                                                               std::int64_t blocks, int threads,
-                                                               const void* argument, int order) {
-    using namespace cuda_on_cpu;
-    std::mt19937 random(static_cast<unsigned>(order));
+namespace cuda_on_cpu {
+
+// Some blocks of a kernel, on this CPU thread.
+inline int run_blocks(void (*kernel)(const void*), std::int64_t first, std::int64_t last, std::int64_t blocks,
+                      int threads, const void* argument, int order) {
+    std::mt19937 random(static_cast<unsigned>(order + first));
     cuda_on_cpu::kernel = kernel;
     cuda_on_cpu::argument = argument;
     cuda_on_cpu::threads = static_cast<unsigned>(threads);
@@ -267,19 +277,40 @@ extern "C" inline __attribute__((used)) int cuda_on_cpu_launch(void (*kernel)(co
     }
     blockDim = {static_cast<unsigned>(threads), 1, 1};
     gridDim = {static_cast<unsigned>(blocks), 1, 1};
-#ifndef CUDA_ON_CPU_SANITIZED
+#if !defined CUDA_ON_CPU_SANITIZED && !defined CUDA_ON_CPU_PARALLEL
     SharedMemory shared;
     any_of_it = 0;  // it is there from now on
     dl_iterate_phdr(find_shared, &shared);
 #endif
-    for (std::int64_t block = 0; block < blocks; ++block) {
-#ifndef CUDA_ON_CPU_SANITIZED
+    for (std::int64_t block = first; block < last; ++block) {
+#if !defined CUDA_ON_CPU_SANITIZED && !defined CUDA_ON_CPU_PARALLEL
         std::memset(shared.begin, garbage, shared.size);
 #endif
         blockIdx = {static_cast<unsigned>(order == 1 ? blocks - 1 - block : block), 0, 0};
         if (run_block(random, order) != 0) return 1;
     }
     return 0;
+}
+
+}  // namespace cuda_on_cpu
+
+// Runs a kernel; 0, or 1 if a block got stuck. order: 0 threads ascending, 1 descending, else shuffled by
+// that seed.
+extern "C" inline __attribute__((used)) int cuda_on_cpu_launch(void (*kernel)(const void*),
+                                                               std::int64_t blocks, int threads,
+                                                               const void* argument, int order) {
+#ifdef CUDA_ON_CPU_PARALLEL
+    std::atomic<int> stuck = 0;
+    std::vector<std::thread> running;
+    for (std::int64_t block = 0; block < blocks; ++block)
+        running.emplace_back([&, block] {
+            stuck |= cuda_on_cpu::run_blocks(kernel, block, block + 1, blocks, threads, argument, order);
+        });
+    for (auto& each : running) each.join();
+    return stuck;
+#else
+    return cuda_on_cpu::run_blocks(kernel, 0, blocks, blocks, threads, argument, order);
+#endif
 }
 
 inline void __syncthreads(cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
@@ -294,7 +325,9 @@ inline int __syncthreads_count(int vote, cuda_on_cpu::Where where = cuda_on_cpu:
 inline void __syncwarp(unsigned mask = 0xFFFFFFFF, cuda_on_cpu::Where where = cuda_on_cpu::Where::current()) {
     cuda_on_cpu::wait_for_warp(mask, where);
 }
-inline void __threadfence() {}
+inline void __threadfence() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+}
 inline void __threadfence_block() {}
 
 template <class T>
@@ -341,14 +374,13 @@ inline int __all_sync(unsigned mask, int vote, cuda_on_cpu::Where where = cuda_o
 
 template <class T, class V>
 inline T atomicAdd(T* p, V value) {
-    const T old = *p;
-    *p = static_cast<T>(old + static_cast<T>(value));
-    return old;
+    return std::atomic_ref<T>(*p).fetch_add(static_cast<T>(value));
 }
 template <class T, class V>
 inline T atomicMax(T* p, V value) {
-    const T old = *p;
-    *p = std::max(old, static_cast<T>(value));
+    T old = *p;
+    while (!std::atomic_ref<T>(*p).compare_exchange_weak(old, std::max(old, static_cast<T>(value)))) {
+    }
     return old;
 }
 template <class T, class V>
@@ -420,4 +452,12 @@ inline float __int_as_float(int x) {
 template <class T>
 inline T __ldg(const T* p) {
     return *p;
+}
+template <class T>
+inline T __ldcs(const T* p) {
+    return *p;
+}
+template <class T>
+inline void __stcs(T* p, T value) {
+    *p = value;
 }

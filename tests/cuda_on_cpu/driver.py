@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +46,41 @@ class Block:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._room = np.full(nbytes + 2 * GUARD + 256, _PATTERN, dtype=np.uint8)
-        self._begin = GUARD + -(self._room.ctypes.data + GUARD) % 256
-        self.address = self._room.ctypes.data + self._begin
+        self._workspace = np.full(nbytes + 2 * GUARD + 256, _PATTERN, dtype=np.uint8)
+        self._begin = GUARD + -(self._workspace.ctypes.data + GUARD) % 256
+        self.address = self._workspace.ctypes.data + self._begin
 
     def check(self) -> None:
         end = self._begin + self.nbytes
-        assert (self._room[self._begin - GUARD : self._begin] == _PATTERN).all(), "written before a block"
-        assert (self._room[end : end + GUARD] == _PATTERN).all(), "written behind a block"
+        assert (self._workspace[self._begin - GUARD : self._begin] == _PATTERN).all(), (
+            "written before a block"
+        )
+        assert (self._workspace[end : end + GUARD] == _PATTERN).all(), "written behind a block"
 
     def __del__(self) -> None:
         self.check()
 
 
 class CpuDriver:
-    """`order` is that of the threads: 0 ascending, 1 descending, else shuffled."""
+    """`order` is that of the threads: 0 ascending, 1 descending, else shuffled. `parallel`: blocks run side by side.
 
-    stream = 1
+    Kernels run at once. What is copied to the host comes there when that has been waited for. ``held``: events of the
+    own stream are not reached.
+    """
 
-    def __init__(self, folder: Path, order: int = 0) -> None:
+    stream = 1 << 20
+
+    def __init__(self, folder: Path, order: int = 0, *, parallel: bool = False) -> None:
         self.order = order
+        self._parallel = parallel
         self.launched: list[tuple[str, int]] = []
         self.synchronized = 0
         self.late = 0
         self.current_in: set[int] = set()  # threads that work on the device
+        self.held = False
+        self.waited = 0  # events of the own stream
+        self._downloads: list[tuple[np.ndarray, bytes]] = []
+        self._downloaded = 0  # how many there were before these
         self._asked: dict[Any, int] = {}
         self.events: list[tuple[str, Any]] = []
         self._folder = folder
@@ -99,43 +111,66 @@ class CpuDriver:
         ctypes.memmove(address, source.ctypes.data, source.nbytes)
 
     def download(self, target: np.ndarray, address: int) -> None:
-        ctypes.memmove(target.ctypes.data, address, target.nbytes)
+        self._downloads.append((target, ctypes.string_at(address, target.nbytes)))
 
     def zero(self, address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
 
     def function(self, name: str, kernel: str, defines: Mapping[str, object]) -> Any:
         holding(name, kernel, defines)  # what is in no module is nowhere on a GPU
-        library = compiled(self._folder, name, defines)
+        parallel = {"CUDA_ON_CPU_PARALLEL": 1} if self._parallel else {}
+        library = compiled(self._folder, name, {**defines, **parallel})
         return library, getattr(library, kernel), kernel
 
-    def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
+    def launch(self, function: Any, blocks: int, threads: int, parameters: np.ndarray) -> None:
         library, kernel, name = function
         self.launched.append((name, blocks))
         with _one_at_a_time, _fenced(self.gaps):
             stuck = library.cuda_on_cpu_launch(
-                kernel, ctypes.c_int64(blocks), threads, ctypes.c_void_p(argument), self.order
+                kernel, ctypes.c_int64(blocks), threads, ctypes.c_void_p(parameters.ctypes.data), self.order
             )
         if stuck:
             raise RuntimeError(f"{name}: threads wait for each other for ever")
 
     def synchronize(self) -> None:
         self.synchronized += 1
+        self._come(self._downloaded + len(self._downloads))
+
+    def _come(self, number: int) -> None:
+        """Downloads up to this one are there."""
+        while self._downloaded < number:
+            target, found = self._downloads.pop(0)
+            target[:] = np.frombuffer(found, np.uint8)
+            self._downloaded += 1
 
     def reaches(self, address: int) -> bool:
         return any(begin <= address < end for begin, end in self._reached.copy().items())
 
     def mark(self, stream: int) -> Any:
+        if stream == self.stream:
+            self.waited += 1
+            return _Own(self._downloaded + len(self._downloads))
         self.events.append(("mark", stream))
         return len(self.events)
 
     def reached(self, event: Any) -> bool:
-        """After as many questions as ``late`` says."""
+        """After as many questions as ``late`` says; an own event unless they are held."""
+        if isinstance(event, _Own):
+            if not self.held:
+                self._come(event.downloads)
+            return not self.held
         self._asked[event] = self._asked.get(event, 0) + 1
         return self._asked[event] > self.late
 
     def follow(self, event: Any) -> None:
         self.events.append(("follow", event))
+
+
+@dataclass(frozen=True, eq=False)
+class _Own:
+    """An event of the driver's own stream, behind so many downloads."""
+
+    downloads: int
 
 
 @contextmanager
@@ -165,18 +200,18 @@ Call.launch = _launch_checked  # type: ignore[method-assign]
 if SANITIZED:
     _upload = Layout.upload
 
-    def _upload_and_fence(layout: Layout, base: int, staged: np.ndarray) -> None:
+    def _upload_and_fence(layout: Layout, address: int, staged: np.ndarray) -> None:
         """Each piece of a call's memory ends where it ends, not at the next boundary."""
         pieces = sorted(layout.pieces())
         driver: Any = layout._driver
         driver.gaps = [
-            (base + at + nbytes, after - at - nbytes)
+            (address + at + nbytes, after - at - nbytes)
             for (at, nbytes), (after, _) in itertools.pairwise(pieces)
             if after > at + nbytes
         ]
         at, nbytes = pieces[-1]
-        driver.gaps.append((base + at + nbytes, GUARD))
-        _upload(layout, base, staged)
+        driver.gaps.append((address + at + nbytes, GUARD))
+        _upload(layout, address, staged)
 
     Layout.upload = _upload_and_fence  # type: ignore[method-assign]
 

@@ -14,7 +14,7 @@ import numpy as np
 from gradcomp.kernels.cuda import source
 from gradcomp.kernels.cuda.layout import Integer, Parameter, Part, Real, Ref
 
-_KERNEL = re.compile(r"KERNEL\([^)]*\)+ (\w+)\(const (\w+)\* ?\w*\)")
+_KERNEL = re.compile(r"KERNEL\([^)]*\)+ (\w+)\(const (\w+) __grid_constant__ \w+\)")
 _FITTING: Any = {
     "std::uint64_t": (Ref, Part, Integer, int, np.integer),
     "std::int64_t": (Integer, int, np.integer),

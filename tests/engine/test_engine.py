@@ -180,6 +180,7 @@ def test_a_vote_is_yes_if_all_say_yes(ranks):
 # ---------------------------------------------------------------------------------------- failure
 
 
+@pytest.mark.alone
 def test_an_abort_is_raised_by_all_soon(ranks):
     def work(rank, exchanger):
         if rank == 1:

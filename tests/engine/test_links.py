@@ -8,7 +8,7 @@ import pytest
 
 from gradcomp.core.topology import Topology
 from gradcomp.engine.links import measure
-from gradcomp.reduce.costs import Network
+from gradcomp.reduce.model import Network
 from gradcomp.transport.inprocess import World
 
 HOSTS = [(0, 0), (0, 1), (0, 0, 1), (0, 1, 2, 2, 0)]

@@ -80,7 +80,7 @@ class Listener:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def landed(self, bucket):
+    def bucket_complete(self, bucket):
         raise self.error
 
     def failed(self, error):

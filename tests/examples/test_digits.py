@@ -29,7 +29,7 @@ def test_a_plain_process_is_a_world_of_one(tmp_path):
     assert result["accuracy"] > 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_demo_compares_uncompressed_with_4_bits():
     lines = run("--demo", "--epochs=3").splitlines()
     rows = {line.split("  ")[0]: line.split()[-5:] for line in lines if "%" in line and "x" in line}

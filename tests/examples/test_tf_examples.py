@@ -52,11 +52,13 @@ def test_keras_fit_learns_digits() -> None:
     assert accuracy > 0.9
 
 
+@pytest.mark.full
 def test_keras_fit_alone_is_a_world_of_one() -> None:
     accuracy, _ = results(start([], "tf_keras_digits.py", "--epochs=3"), world=1)
     assert accuracy > 0.9
 
 
+@pytest.mark.full
 @needs_torch
 def test_a_loop_of_ones_own_learns_digits_under_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -65,6 +67,7 @@ def test_a_loop_of_ones_own_learns_digits_under_torchrun() -> None:
     assert accuracy > 0.9
 
 
+@pytest.mark.full
 @needs_mpi
 def test_text_is_learned_at_levels_that_change() -> None:
     ended = mpiexec("tf_text.py", "--steps=160", "--every=40")
@@ -73,6 +76,7 @@ def test_text_is_learned_at_levels_that_change() -> None:
     assert re.search(r"plan [1-9] by lgreco", ended.stderr), ended.stderr
 
 
+@pytest.mark.full
 @needs_mpi
 def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(tmp_path: Path) -> None:
     through = mpiexec("tf_resume.py", str(tmp_path / "through"), "--epochs=4")

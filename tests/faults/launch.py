@@ -13,13 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 from faults.draw import NETWORK, UNDER_MPI, WORLD, Trial
 from faults.judge import Ended
 from launching import clean_environment
+from ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -92,7 +92,7 @@ def run_trial(servers: Servers, trial: Trial) -> list[Ended]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=servers.path)))
         environment = {**_environment(), "TRIAL": json.dumps(trial.to_plain()), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": str(_free_port()), "TMPDIR": str(directory)}
+        environment |= {"MASTER_PORT": str(free_port()), "TMPDIR": str(directory)}
         if trial.fault == "disk full":
             environment["FULL_DIRECTORY"] = str(stack.enter_context(_full_directory(directory)))
         request = {
@@ -195,20 +195,6 @@ def _wait(ranks: list[socket.socket], seconds: float) -> list[int | None]:
 
 
 # ---------------------------------------------------------------------------------------- what a trial needs
-
-_ports = count(20000 + os.getpid() % 5000)
-
-
-def _free_port() -> int:
-    """Below those that the system gives to clients, and never the same twice."""
-    while True:
-        port = next(_ports)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
     python server.py SOCKET MODULE...
 
 A client connects to the socket and sends one request: a JSON object with ``env``, ``stdout``, ``stderr``, ``network``
-(the name of a network namespace, or empty) and ``program`` (a module whose ``main`` is called), and perhaps open files,
-whose numbers in the rank are in ``files``. The answer is the rank's process id, and later its status as ``waitpid``
-gives it. A client that hangs up ends its rank.
+(the name of a network namespace, or empty) and ``program`` (a module whose ``main`` is called) or ``command`` (a file
+that is run, and its arguments), and perhaps open files, whose numbers in the rank are in ``files``. The answer is the
+rank's process id, and later its status as ``waitpid`` gives it. A client that hangs up ends its rank.
 
 The server has one thread and never initialises gradcomp: a rank begins as a new interpreter would, and its atexit
 handlers run, because it leaves the loop and comes to the end of this module.
@@ -23,6 +23,8 @@ import select
 import signal
 import socket
 import sys
+import types
+from pathlib import Path
 from typing import Any
 
 _MOST_BYTES = 1 << 17
@@ -35,8 +37,9 @@ def serve(path: str) -> dict[str, Any]:
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads and keep their locks"  # noqa: PTH208
     gc.freeze()  # else the first collection in a rank would copy most of this process's memory
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    listener.bind(f"{path}.new")
     listener.listen(64)
+    Path(f"{path}.new").rename(path)  # who sees it can connect
     ranks: dict[socket.socket, int] = {}
     parent = os.getppid()
     while os.getppid() == parent:
@@ -93,6 +96,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     """Take the environment, the output files, the network and the open files that the request names."""
     os.environ.clear()
     os.environ.update(request["env"])
+    if "numpy" in sys.modules:  # Python's own generator draws anew by itself
+        sys.modules["numpy"].random.seed()
     wanted = [os.open(os.devnull, os.O_RDONLY)]
     wanted += [
         os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("stdout", "stderr")
@@ -120,7 +125,25 @@ def _enter(network: str) -> None:
     os.close(handle)
 
 
+def run(command: list[str]) -> None:
+    """Run a file as ``python FILE ARGUMENT...`` does; what it does not catch is shown without this function's frame."""
+    sys.argv = command
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = command[0]
+    code = compile(Path(command[0]).read_text(encoding="utf-8"), command[0], "exec")
+    try:
+        exec(code, vars(module))
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        shown = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        sys.excepthook(type(shown), shown, shown.__traceback__)
+        sys.exit(1)
+
+
 if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    importlib.import_module(serve(sys.argv[1])["program"]).main()
+    rank = serve(sys.argv[1])
+    if "command" in rank:
+        run(rank["command"])
+    else:
+        importlib.import_module(rank["program"]).main()

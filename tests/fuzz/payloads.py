@@ -37,7 +37,7 @@ def run(seed: int) -> str:
     gradient = (generator.standard_normal(layer.size) * 10.0 ** r.randint(-6, 6)).astype(np.float32)
     memory = np.full(layer.size + 2 * _GUARD, _GUARD_VALUE, np.float32)
     output = memory[_GUARD:-_GUARD]
-    shadow = np.zeros(layer.size if compressor.contributes else 0, np.float32)
+    next_residual = np.zeros(layer.size if compressor.traits.contributes else 0, np.float32)
     fields = Fields(1)
     fields.arrange([compressor.fields(layer, seed)])
     group = replace(
@@ -45,7 +45,7 @@ def run(seed: int) -> str:
     )
     for table in (group.table, group.inputs):
         table["gradient"], table["output"] = gradient.ctypes.data, output.ctypes.data
-        table["shadow"] = shadow.ctypes.data if compressor.contributes else 0
+        table["next_residual"] = next_residual.ctypes.data if compressor.traits.contributes else 0
     context = Context(Draw(seed, 0, 0), world=2, divisor=2.0, fields=fields)
     try:
         flags = _exchange(r, compressor, group, context)
@@ -98,7 +98,7 @@ def _reduce(r: random.Random, message: Reduce, context: Context) -> Reply:
     changed = mutate(r, payload, same_length=True)  # a transport refuses any other
     mean = np.zeros_like(payload)
     table = group.inputs.copy()
-    table["gradient"], table["shadow"] = 0, 0
+    table["gradient"], table["next_residual"] = 0, 0
     codec.reduce(table, [payload, changed], mean, flags, context.draw, context.divisor)
     codec.decode(group.table, r.choice((changed, mean)), flags)
     return Reply(flags)

@@ -12,7 +12,7 @@ from gradcomp.kernels import devices, segments
 from gradcomp.kernels.cuda import pools
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.cuda.call import Call
-from gradcomp.kernels.cuda.twins import fill, twin
+from gradcomp.kernels.cuda.mirrors import fill, mirror
 
 torch: Any = pytest.importorskip("torch")
 TorchPool: Any = pytest.importorskip("gradcomp.torch.pool").TorchPool
@@ -132,7 +132,7 @@ def test_a_twin_holds_on_the_device_what_kernels_write(driver: Any) -> None:
     table = np.zeros(1, segments.SEGMENT)
     table["gradient"], table["length"], table["payload"] = values.data_ptr(), 1000, 30
     table["bucket_size"] = 8
-    message = twin(driver, 4030, [(0, 30)])
+    message = mirror(driver, 4030, [(0, 30)])
     message[:30] = 9
     flags = np.zeros(1, np.uint8)
     settings: Any = {"stochastic": False, "seed": 0, "step": 0, "rank": 0, "scale": 1.0, "decay": 1.0}

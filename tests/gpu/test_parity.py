@@ -40,7 +40,7 @@ def random_group(codec: int, seed: int) -> Group:
                 bucket_size=int(rng.choice([1, 3, 8, 64, 100, 512, 3000, 2**31 - 1])),
                 start=int(rng.integers(0, 1 << 33)),
                 layer=int(rng.integers(0, 1 << 32)),
-                shadow=rng.random() < 0.7,
+                next_residual=rng.random() < 0.7,
                 dtype=dtype,
                 length=length,
             )
@@ -77,7 +77,7 @@ def test_long_rows(codec: int, bucket_size: int, body: Any) -> None:
     bits = nearest_level(codec, 4)
     gradient = rng.standard_normal(LONG).astype(segments.DTYPES[dtype])
     residual = rng.standard_normal(LONG, np.float32)
-    common: dict[str, Any] = {"shadow": True, "bits": bits, "bucket_size": bucket_size, "dtype": dtype}
+    common: dict[str, Any] = {"next_residual": True, "bits": bits, "bucket_size": bucket_size, "dtype": dtype}
     rows = [Segment(gradient, residual, **common), Segment(gradient[3:70_000], residual[1:69_998], **common)]
     group = Group(codec, rows)
     encoded = group.encode(QUICK, stochastic=True)
@@ -225,7 +225,7 @@ class Factors:
         self.table = np.zeros(len(MATRICES), segments.SEGMENT)
         self.table["length"], self.table["dtype"] = lengths, dtype
         self.arrays = {}
-        for name in ("gradient", "residual", "shadow", "output"):
+        for name in ("gradient", "residual", "next_residual", "output"):
             kind = kinds.get(name, np.dtype(np.float32))
             self.arrays[name] = rng.standard_normal(int(lengths.sum()), np.float32).astype(kind)
             self.table[name] = self.arrays[name].ctypes.data + kind.itemsize * at
@@ -238,7 +238,7 @@ class Factors:
         self.sizes = (self.rows, self.columns, self.ranks)
 
     def bytes(self) -> list[bytes]:
-        return [self.arrays["shadow"].tobytes(), self.arrays["output"].tobytes(), self.flags.tobytes()]
+        return [self.arrays["next_residual"].tobytes(), self.arrays["output"].tobytes(), self.flags.tobytes()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -264,11 +264,11 @@ def test_products_are_close(dtype: int, body: Any) -> None:
         p, q = (there(work.p), there(work.q)) if each is body else (work.p, work.q)
         factors = np.ones(len(MATRICES), np.float32)
         each.project(work.table, work.flags, factors, *work.sizes, q, work.q_at, p, work.p_at, decay=0.9)
-        shadow = work.arrays["shadow"].tobytes()
+        next_residual = work.arrays["next_residual"].tobytes()
         each.back_project(work.table, *work.sizes, p, work.p_at, q, work.q_at)
-        results.append((*((back(p), back(q)) if each is body else (p, q)), shadow))
-    (p, q, shadow), (p_there, q_there, shadow_there) = results
-    assert shadow_there == shadow
+        results.append((*((back(p), back(q)) if each is body else (p, q)), next_residual))
+    (p, q, next_residual), (p_there, q_there, next_residual_there) = results
+    assert next_residual_there == next_residual
     np.testing.assert_allclose(p_there, p, rtol=1e-4, atol=1e-2)
     np.testing.assert_allclose(
         q_there, q, rtol=1e-4, atol=20
@@ -297,7 +297,7 @@ def test_launches_do_not_depend_on_the_number_of_rows(
     numbers = []
     for rows in (10, 1000):
         gradient = np.random.default_rng(0).standard_normal(40 * rows, np.float32)
-        parts = [Segment(part, shadow=True) for part in gradient.reshape(rows, 40)]
+        parts = [Segment(part, next_residual=True) for part in gradient.reshape(rows, 40)]
         group = Group(segments.MINMAX, parts)
         payload = group.encode(body).payload
         group.decode(body, payload)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import preloaded
 import pytest
 from launching import Finished, run_ranks
 from transport_engines import no_mpi, under_mpiexec
@@ -108,7 +109,7 @@ if runtime.rank() == 0:
 def launch(name: str) -> list[Finished]:
     if name == "over MPI":
         return [under_mpiexec(ON_MPI, 2)]
-    return run_ranks(BEGIN + PROGRAMS[name], 2, timeout=100)
+    return run_ranks(BEGIN + PROGRAMS[name], 2, timeout=100, imported=preloaded.TORCH)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launching import clean_environment, free_port, plain_variables
+from launching import clean_environment, plain_variables
+from ports import free_port
 
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install gradcomp[test]")
 nbformat = pytest.importorskip("nbformat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import preloaded
 import pytest
 from launching import run_ranks
 
@@ -21,7 +22,7 @@ def test_ranks_with_another_protocol_are_refused_by_all():
         except gc.ConfigError as error:
             print(error)
     """
-    for finished in run_ranks(source, 2):
+    for finished in run_ranks(source, 2, imported=preloaded.TORCH):
         assert finished.returncode == 0, finished.stderr
         assert "rank 0 runs gradcomp" in finished.stdout
         assert "wire protocol 2, rank 1 gradcomp" in finished.stdout

@@ -31,7 +31,9 @@ class Carried:
         kernel = getattr(self._body, name)
 
         def call(*arguments: Any, **settings: Any) -> Any:
-            columns = ("output",) if name in _OUTPUT_ONLY else ("gradient", "residual", "shadow", "output")
+            columns = (
+                ("output",) if name in _OUTPUT_ONLY else ("gradient", "residual", "next_residual", "output")
+            )
             arguments = tuple(_only(columns, each) if _is_table(each) else each for each in arguments)
             spans = _spans([each for each in arguments if _is_table(each)])
             copies = [_Copy(self._driver, begin, end) for begin, end in spans]
@@ -76,7 +78,7 @@ def _is_table(argument: Any) -> bool:
 
 def _only(columns: tuple[str, ...], table: Any) -> Any:
     table = table.copy()
-    for name in ("gradient", "residual", "shadow", "output"):
+    for name in ("gradient", "residual", "next_residual", "output"):
         if name not in columns:
             table[name] = 0
     return table
@@ -94,7 +96,7 @@ def _columns(table: Any) -> list[tuple[str, Any]]:
         ("gradient", length * of_dtype),
         ("output", length * of_dtype),
         ("residual", length * 4),
-        ("shadow", length * 4),
+        ("next_residual", length * 4),
     ]
 
 

@@ -34,7 +34,7 @@ class Fake:
         self.devices_used: set[int] = set()
         self.capturing: set[int] = set()
         self.event_status = 0
-        self.room = 1 << 30  # bytes that the pool can still take
+        self.free = 1 << 30  # bytes that the pool can still take
         self.streams: list[dict[str, Any]] = []
         self.events = 0
         self.freed = 0
@@ -58,7 +58,7 @@ class Fake:
                 self.of = fake.get_device()
 
             def malloc(self, nbytes: int) -> Any:
-                if nbytes > fake.room:
+                if nbytes > fake.free:
                     raise MemoryError(f"no {nbytes} bytes")
                 return SimpleNamespace(ptr=1 << 20)
 

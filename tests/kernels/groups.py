@@ -68,7 +68,7 @@ class Segment:
     bucket_size: int = 512
     start: int = 0
     layer: int = 0
-    shadow: bool = False
+    next_residual: bool = False
     dtype: int = segments.FLOAT32
     length: int = -1
 
@@ -79,7 +79,7 @@ class Segment:
 
 @dataclass
 class Result:
-    """What a kernel wrote. The shadow of a flagged segment is unspecified, and left out."""
+    """What a kernel wrote. The next residual of a flagged segment is unspecified, and left out."""
 
     payload: bytes
     flags: list[int]
@@ -114,13 +114,13 @@ class Group:
     def encode(self, body: Any, **options: Any) -> Result:
         """Encode with a body of the kernels: `reference`, `native` or the package itself."""
         options = {"stochastic": False, "seed": 1, "step": 2, "rank": 3, "scale": 1.0, "decay": 1.0} | options
-        table, shadows = self._with_arrays(
-            "shadow", [np.dtype(np.float32) if row.shadow else None for row in self.rows]
+        table, next_residuals = self._with_arrays(
+            "next_residual", [np.dtype(np.float32) if row.next_residual else None for row in self.rows]
         )
         payload = np.full(self.size, 0xA5, np.uint8)
         flags = np.zeros(len(table), np.uint8)
         body.encode(self.codec, table, payload, flags, **options, magnitudes=self.magnitudes)
-        return _result(payload, flags, shadows)
+        return _result(payload, flags, next_residuals)
 
     def reduce(self, body: Any, payloads: Sequence[bytes], **options: Any) -> Result:
         """Encode the mean of payloads."""
@@ -131,14 +131,14 @@ class Group:
             "divisor": float(len(payloads)),
             "decay": 1.0,
         } | options
-        table, shadows = self._with_arrays(
-            "shadow", [np.dtype(np.float32) if row.shadow else None for row in self.rows]
+        table, next_residuals = self._with_arrays(
+            "next_residual", [np.dtype(np.float32) if row.next_residual else None for row in self.rows]
         )
         out = np.full(self.size, 0xA5, np.uint8)
         flags = np.zeros(len(table), np.uint8)
         sources = [np.frombuffer(payload, np.uint8) for payload in payloads]
         body.reduce(self.codec, table, sources, out, flags, **options, magnitudes=self.magnitudes)
-        return _result(out, flags, shadows)
+        return _result(out, flags, next_residuals)
 
     def decode(self, body: Any, payload: bytes, flags: Sequence[int] | None = None, **options: Any) -> Result:
         """Decode to fresh outputs."""
@@ -186,13 +186,13 @@ class GuardedArray:
         self.array = self.memory[1 : length + 1]
 
 
-def _result(payload: Any, flags: Any, shadows: list[Any]) -> Result:
-    for shadow in shadows:
-        if shadow is not None:
-            assert np.isnan(shadow.base[[0, -1]]).all(), "written beyond the shadow"
+def _result(payload: Any, flags: Any, next_residuals: list[Any]) -> Result:
+    for next_residual in next_residuals:
+        if next_residual is not None:
+            assert np.isnan(next_residual.base[[0, -1]]).all(), "written beyond the next residual"
     kept = [
-        None if flag or shadow is None else shadow.tobytes()
-        for flag, shadow in zip(flags, shadows, strict=True)
+        None if flag or next_residual is None else next_residual.tobytes()
+        for flag, next_residual in zip(flags, next_residuals, strict=True)
     ]
     return Result(payload.tobytes(), flags.tolist(), kept)
 

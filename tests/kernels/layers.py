@@ -37,24 +37,24 @@ class Layer:
 
 
 class Layers:
-    """Layers with their shadows, and room for their selections in flat arrays between guards."""
+    """Layers with their next residuals, and room for their selections in flat arrays between guards."""
 
     def __init__(self, layers: Sequence[Layer], contributions: Sequence[Any] | None = None) -> None:
         self.layers = layers
         self.table = np.zeros(len(layers), segments.SEGMENT)
-        self.shadows = [GuardedArray(layer.length, np.float32) for layer in layers]
-        for row, layer, shadow in zip(self.table, layers, self.shadows, strict=True):
+        self.next_residuals = [GuardedArray(layer.length, np.float32) for layer in layers]
+        for row, layer, next_residual in zip(self.table, layers, self.next_residuals, strict=True):
             row["length"], row["dtype"] = layer.length, layer.dtype
             if layer.length:
-                row["shadow"] = shadow.array.ctypes.data
+                row["next_residual"] = next_residual.array.ctypes.data
                 row["gradient"] = 0 if layer.gradient is None else layer.gradient.ctypes.data
                 row["residual"] = 0 if layer.residual is None else layer.residual.ctypes.data
         self.factors = np.array([layer.factor for layer in layers], np.float32)
         self.flags = np.full(len(layers), 2, np.uint8)  # only ORed into
-        for shadow, c in zip(self.shadows, contributions or [], strict=False):
-            shadow.array[:] = c
+        for next_residual, c in zip(self.next_residuals, contributions or [], strict=False):
+            next_residual.array[:] = c
 
-    def room(self, counts: Sequence[int]) -> tuple[Any, Any, Any, Any]:
+    def space(self, counts: Sequence[int]) -> tuple[Any, Any, Any, Any]:
         """Counts, offsets, indices and values for selections of that size."""
         ends = np.cumsum(np.array(counts, np.int64) + GAP)
         offsets = np.concatenate(([0], ends[:-1])).astype(np.int64) + GAP
@@ -68,20 +68,20 @@ class Layers:
 
     def contribute(self, body: Any, decay: float = 1.0) -> Any:
         body.contribute(self.table, self.flags, self.factors, decay=decay)
-        return self.flags.tolist(), self.shadow_bytes()
+        return self.flags.tolist(), self.next_residual_bytes()
 
     def select_top(self, body: Any, counts: Sequence[int], decay: float = 1.0) -> Any:
-        numbers, offsets, indices, values = self.room(counts)
+        numbers, offsets, indices, values = self.space(counts)
         body.select_top(self.table, self.flags, self.factors, numbers, offsets, indices, values, decay=decay)
         return (
             self.flags.tolist(),
             self.selections(offsets, numbers, indices, values),
             values.tobytes(),
-            self.shadow_bytes(),
+            self.next_residual_bytes(),
         )
 
     def select_above(self, body: Any, thresholds: Sequence[float], limits: Sequence[int]) -> Any:
-        numbers, offsets, indices, values = self.room(limits)
+        numbers, offsets, indices, values = self.space(limits)
         found = np.full(len(self.layers), -1, np.int64)
         body.select_above(
             self.table, np.array(thresholds, np.float32), numbers, offsets, indices, values, found
@@ -116,8 +116,10 @@ class Layers:
         assert (values.view(np.uint32)[untouched] == GUARD).all(), "written beyond the values"
         return [indices[row].tolist() for row in rows]
 
-    def shadow_bytes(self) -> list[bytes]:
-        """The bytes of the shadows; one NaN is as good as another."""
-        for shadow in self.shadows:
-            assert np.isnan(shadow.memory[[0, -1]]).all(), "written beyond the shadow"
-        return [np.where(np.isnan(s.array), np.float32(np.nan), s.array).tobytes() for s in self.shadows]
+    def next_residual_bytes(self) -> list[bytes]:
+        """The bytes of the next residuals; one NaN is as good as another."""
+        for next_residual in self.next_residuals:
+            assert np.isnan(next_residual.memory[[0, -1]]).all(), "written beyond the next residual"
+        return [
+            np.where(np.isnan(s.array), np.float32(np.nan), s.array).tobytes() for s in self.next_residuals
+        ]

@@ -25,7 +25,7 @@ ORDERS = {"cuda": 2} | ({"gpu": GPU} if gpu.problem() is None else {})
 """Names of bodies, and the order in which their threads run: shuffled shows most of what barriers are missing."""
 
 
-ADDRESSES = ("gradient", "residual", "shadow", "output")
+ADDRESSES = ("gradient", "residual", "next_residual", "output")
 """What a table refers to."""
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "cuda_on_cpu"
@@ -103,17 +103,17 @@ class _Unmixed(bodies._Routed):
 def lists_for_kernels_alone() -> Iterator[None]:
     """At the end, nothing was written into what only a device's kernels may touch."""
     made: list[Any] = []
-    make = devices.twin
+    make = devices.mirror
 
     def noted(*given: Any) -> Any:
         made.append(make(*given))
         return made[-1]
 
-    devices.twin = noted
+    devices.mirror = noted
     try:
         yield
     finally:
-        devices.twin = make
+        devices.mirror = make
     assert not any(np.array(each).any() for each in made), "written on the host"
 
 

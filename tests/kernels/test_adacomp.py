@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels.isas import NATIVE
 from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
+from tiers import examples
 
 from gradcomp.kernels import bodies, segments
 
@@ -23,7 +24,7 @@ EXACT = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, 1e-45, 3e38, np.inf, n
 
 def select(body: str, layers: list[Layer], contributions: list[Any], limits: list[int], bin_size: int) -> Any:
     memory = Layers(layers, contributions)
-    numbers, offsets, indices, values = memory.room(limits)
+    numbers, offsets, indices, values = memory.space(limits)
     found = np.full(len(layers), -1, np.int64)
     BODIES[body].select_adacomp(
         memory.table, memory.factors, numbers, offsets, indices, values, found, bin_size=bin_size
@@ -40,7 +41,7 @@ def spelled_out(c: Any, step: Any, bin_size: int, limit: int) -> list[int]:
     return sorted(sorted(chosen, key=lambda i: (-abs(c[i]), i))[:limit])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 30), st.integers(1, 12), st.data())
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_definition(size: int, bin_size: int, data: Any) -> None:
@@ -89,7 +90,7 @@ def test_every_half_precision_number_is_read(dtype: int) -> None:
 
 SPOILED = {
     "length": {"table": {"length": -1}},
-    "no shadow": {"table": {"shadow": 0}},
+    "no next residual": {"table": {"next_residual": 0}},
     "float64": {"table": {"dtype": segments.FLOAT64}},
     "offset": {"offsets": np.array([3], np.int64)},
     "offset wraps": {"offsets": np.array([2**63 - 1], np.int64)},
@@ -112,7 +113,7 @@ MISTYPED = {
 def spoiled(body: str, **changes: Any) -> list[bytes]:
     c = np.ones(8, np.float32)
     table = np.zeros(1, segments.SEGMENT)
-    table["length"], table["shadow"], table["gradient"] = 8, c.ctypes.data, c.ctypes.data
+    table["length"], table["next_residual"], table["gradient"] = 8, c.ctypes.data, c.ctypes.data
     for column, value in changes.pop("table", {}).items():
         table[column] = value
     arguments = {

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels import standin
 from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of, nearest_level
 from kernels.isas import NATIVE, available_isas, instruction_set
+from tiers import examples
 
 from gradcomp.kernels import reference, segments
 
@@ -70,7 +71,7 @@ def sweep(codec: int) -> Group:
                         bucket_size=bucket_size,
                         start=count if count % 5 else segments.MAX_ELEMENTS - length,
                         layer=count * 2654435761 % 2**32,
-                        shadow=count % 4 != 0,
+                        next_residual=count % 4 != 0,
                         dtype=dtype,
                     )
                 )
@@ -144,7 +145,7 @@ def test_long_segments_stream(codec: int, stochastic: bool) -> None:
     residual = rng.normal(size=length).astype(np.float32)
     for offset in range(0, 16, 3):
         bits = nearest_level(codec, 4)
-        rows = [Segment(gradient[offset:], residual[offset:], shadow=True, bits=bits, bucket_size=512)]
+        rows = [Segment(gradient[offset:], residual[offset:], next_residual=True, bits=bits, bucket_size=512)]
         group = Group(codec, rows)
         encoded = group.encode(reference, stochastic=stochastic)
         assert group.encode(native, stochastic=stochastic) == encoded
@@ -188,14 +189,14 @@ def awkward_segments(draw: Any, codec: int) -> Segment:
         bucket_size=draw(st.sampled_from([1, 3, 8, 17, 2**31 - 1])),
         start=draw(st.integers(0, 100)),
         layer=draw(st.integers(0, 2**32 - 1)),
-        shadow=draw(st.booleans()),
+        next_residual=draw(st.booleans()),
         dtype=dtype,
         length=length,
     )
 
 
 @CODEC
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_any_numbers(codec: int, data: Any) -> None:
     rows = data.draw(st.lists(awkward_segments(codec), min_size=1, max_size=3))
@@ -230,7 +231,7 @@ def test_not_a_number_with_most_bits(codec: int, pair: bytes) -> None:
 
 
 @CODEC
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_any_bytes(codec: int, data: Any) -> None:
     rows = [
@@ -240,7 +241,7 @@ def test_any_bytes(codec: int, data: Any) -> None:
             bucket_size=data.draw(st.sampled_from([1, 5, 64])),
             length=data.draw(st.integers(0, 50)),
             dtype=data.draw(st.sampled_from(dtypes_of(codec))),
-            shadow=True,
+            next_residual=True,
         )
     ]
     group = Group(codec, rows)

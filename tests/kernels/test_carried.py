@@ -30,11 +30,11 @@ def test_same_bytes_as_the_reference(carried: Any, dtype: int) -> None:
     # Two rows of one array, one beside it, one without anything.
     shared = of(300, dtype)
     rows = [
-        Segment(shared[:200], of(200), shadow=True, dtype=dtype, bucket_size=64),
-        Segment(shared[100:], None, shadow=True, dtype=dtype),
+        Segment(shared[:200], of(200), next_residual=True, dtype=dtype, bucket_size=64),
+        Segment(shared[100:], None, next_residual=True, dtype=dtype),
         Segment(of(7, dtype), of(7), dtype=dtype),
-        Segment(None, length=5, shadow=True, dtype=dtype),
-        Segment(of(0, dtype), shadow=True, dtype=dtype),
+        Segment(None, length=5, next_residual=True, dtype=dtype),
+        Segment(of(0, dtype), next_residual=True, dtype=dtype),
     ]
     group = Group(segments.MINMAX, rows)
     encoded = group.encode(reference)
@@ -45,9 +45,13 @@ def test_same_bytes_as_the_reference(carried: Any, dtype: int) -> None:
 
 def test_a_table_that_is_refused_is_refused_with_its_memory_as_it_was() -> None:
     carried = Carried(standin.cuda_body(), standin.cuda_body().driver)
-    gradient, shadow = of(9), np.full(9, 7, np.float32)
+    gradient, next_residual = of(9), np.full(9, 7, np.float32)
     table = np.zeros(1, segments.SEGMENT)
-    table["gradient"], table["shadow"], table["length"] = gradient.ctypes.data, shadow.ctypes.data, 9
+    table["gradient"], table["next_residual"], table["length"] = (
+        gradient.ctypes.data,
+        next_residual.ctypes.data,
+        9,
+    )
     table["bits"], table["bucket_size"] = 4, 512
     for column, value in (("payload", 1), ("length", 1 << 36), ("dtype", 9), ("length", 1 << 34)):
         wrong = table.copy()
@@ -65,18 +69,18 @@ def test_a_table_that_is_refused_is_refused_with_its_memory_as_it_was() -> None:
                 scale=1.0,
                 decay=1.0,
             )
-    assert (shadow == 7).all()
+    assert (next_residual == 7).all()
 
 
 @pytest.mark.parametrize(("at", "words"), [(-1, "before"), (4 * 6, "behind")])
 def test_writing_beside_an_array_is_noticed(at: int, words: str) -> None:
     class Wrong:
         def spoil(self, table: Any) -> None:
-            ctypes.memset(int(table["shadow"][0]) + at, 0, 1)
+            ctypes.memset(int(table["next_residual"][0]) + at, 0, 1)
 
-    shadow = of(6)
+    next_residual = of(6)
     table = np.zeros(1, segments.SEGMENT)
-    table["shadow"], table["length"] = shadow.ctypes.data, 6
+    table["next_residual"], table["length"] = next_residual.ctypes.data, 6
     with standin.device() as (place, _), pytest.raises(AssertionError, match=f"written {words} an array"):
         Carried(Wrong(), place.driver).spoil(table)
 

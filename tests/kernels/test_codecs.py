@@ -327,10 +327,10 @@ def test_copies_are_exact(codec: int) -> None:
 
 @CODEC
 @ROUNDING
-def test_shadow_is_what_was_not_sent(codec: int, stochastic: bool) -> None:
+def test_next_residual_is_what_was_not_sent(codec: int, stochastic: bool) -> None:
     dtype = segments.DTYPES[dtypes_of(codec)[0]]
     gradient, residual = normal(1500, 1).astype(dtype), normal(1500, 2)
-    group = one(codec, gradient, residual, bits=nearest_level(codec, 3), shadow=True)
+    group = one(codec, gradient, residual, bits=nearest_level(codec, 3), next_residual=True)
     encoded = group.encode(kernels, stochastic=stochastic, scale=0.25, decay=0.5)
     (value,) = group.values(encoded.payload)
     contribution = dtype.type(0.25) * gradient + dtype.type(0.5) * residual.astype(dtype)
@@ -339,15 +339,15 @@ def test_shadow_is_what_was_not_sent(codec: int, stochastic: bool) -> None:
 
 
 @pytest.mark.parametrize("codec", [*segments.QUANTISERS, segments.FP16])
-def test_residual_may_be_overwritten_by_the_shadow(codec: int) -> None:
+def test_residual_may_be_overwritten_by_the_next_one(codec: int) -> None:
     gradient, residual = normal(5000, 1), normal(5000, 2)
     for bucket_size in (100, 512, 5000):
         bits = nearest_level(codec, 4)
-        group = one(codec, gradient, residual, bits=bits, bucket_size=bucket_size, shadow=True)
+        group = one(codec, gradient, residual, bits=bits, bucket_size=bucket_size, next_residual=True)
         expected = group.encode(kernels)
         in_place = residual.copy()
         table = group.table.copy()
-        table["residual"] = table["shadow"] = in_place.ctypes.data
+        table["residual"] = table["next_residual"] = in_place.ctypes.data
         payload = np.zeros(group.size, np.uint8)
         kernels.encode(
             codec, table, payload, np.zeros(1, np.uint8),
@@ -391,7 +391,7 @@ def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: flo
     dtype = dtypes_of(codec)[0]
     bits = nearest_level(codec, 4)
     good = Segment(normal(700).astype(segments.DTYPES[dtype]), bits=bits, dtype=dtype)
-    spoilt = Segment(good.gradient.copy(), bits=bits, dtype=dtype, shadow=True)
+    spoilt = Segment(good.gradient.copy(), bits=bits, dtype=dtype, next_residual=True)
     spoilt.gradient[position] = bad
     group = Group(codec, [good, spoilt, good])
     encoded = group.encode(kernels)
@@ -445,7 +445,7 @@ def test_vanishing_scales_decode_to_something_small(codec: int, stochastic: bool
     gradient = np.full(40, number, np.float32)
     gradient[::2] *= -1
     for bits in levels_of(codec):
-        group = one(codec, gradient, bits=bits, shadow=True)
+        group = one(codec, gradient, bits=bits, next_residual=True)
         encoded = group.encode(kernels, stochastic=stochastic)
         (value,) = group.values(encoded.payload)
         assert encoded.flags == [0]

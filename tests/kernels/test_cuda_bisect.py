@@ -27,7 +27,7 @@ def rows(place: Any, kinds: list[Any]) -> tuple[Any, list[Any]]:
         array = np.asarray(values, np.float32) if place is None else shared(place.driver, len(values))
         array[:] = values
         arrays.append(array)
-        table[row]["length"], table[row]["shadow"] = len(values), array.ctypes.data
+        table[row]["length"], table[row]["next_residual"] = len(values), array.ctypes.data
     return table, arrays
 
 

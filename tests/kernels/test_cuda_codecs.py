@@ -13,7 +13,7 @@ from gradcomp.kernels import reference, segments
 
 
 class Aligned(Group):
-    """Shadows and outputs begin on boundaries of sixteen bytes."""
+    """Next residuals and outputs begin on boundaries of sixteen bytes."""
 
     def _with_arrays(self, column: str, dtypes: Any) -> Any:
         table, arrays = super()._with_arrays(column, dtypes)
@@ -46,7 +46,7 @@ def test_buckets_of_a_block(codec: str) -> None:
         Segment(
             rng.normal(size=length).astype(np.float32),
             rng.normal(size=length).astype(np.float32) if residual else None,
-            shadow=residual,
+            next_residual=residual,
             bits=bits,
             bucket_size=size,
             start=8 * size,
@@ -76,7 +76,7 @@ def test_vectors_and_what_is_left_of_them(bits: int, dtype: int) -> None:
                 Segment(
                     gradient,
                     residual,
-                    shadow=True,
+                    next_residual=True,
                     bits=bits,
                     bucket_size=1024,
                     dtype=dtype,

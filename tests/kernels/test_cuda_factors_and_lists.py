@@ -55,11 +55,11 @@ def test_matrices_of_whole_vectors(rank: int, dtype: int) -> None:
     layers.project(cuda_body())
     for i in range(len(shapes)):
         c = layers.contribution(i, 0.9)
-        assert layers.matrix(layers.shadows, i).tobytes() == c.tobytes()
+        assert layers.matrix(layers.next_residuals, i).tobytes() == c.tobytes()
         assert_close(layers.P[i].T, c, layers.Q[i].T)
     layers.back_project(cuda_body())
     for i in range(len(shapes)):
-        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.shadows, i))
+        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.next_residuals, i))
     layers.check_guards()
 
 
@@ -96,7 +96,7 @@ def test_more_columns_than_fit_at_a_time(rank: int) -> None:
         assert_close(layers.P[i].T, layers.contribution(i, 0.9), layers.Q[i].T)
     layers.back_project(cuda_body())
     for i in range(2):
-        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.shadows, i))
+        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.next_residuals, i))
     layers.check_guards()
 
 
@@ -116,7 +116,7 @@ def test_sums_of_many_parts(shape: tuple[int, int]) -> None:
     layers.project(cuda_body())
     assert_close(layers.P[1].T, layers.contribution(1, 0.9), layers.Q[1].T)
     layers.back_project(cuda_body())
-    assert_close(layers.Q[1], layers.P[1], layers.matrix(layers.shadows, 1))
+    assert_close(layers.Q[1], layers.P[1], layers.matrix(layers.next_residuals, 1))
     layers.check_guards()
 
 
@@ -145,7 +145,7 @@ def test_whole_numbers_are_factors_too() -> None:
         layers = Layers([(20, 30)], 3)
         layers.expand(body, divisor, scale)
         layers.project(body, decay)
-        results.append([layers.shadows[0].tobytes(), layers.outputs[0].tobytes()])
+        results.append([layers.next_residuals[0].tobytes(), layers.outputs[0].tobytes()])
     assert results[0] == results[1]
 
 

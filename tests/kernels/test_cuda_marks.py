@@ -19,7 +19,18 @@ MODULES = (
 def pytest_with_a_gpu(*arguments: str) -> list[str]:
     """What a run with the mark says."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments, "-p", "kernels.pretended_gpu", "-m", "gpu", "-q"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--full",
+            *arguments,
+            "-p",
+            "kernels.pretended_gpu",
+            "-m",
+            "gpu",
+            "-q",
+        ],
         cwd=HERE.parents[1],
         env=os.environ | {"PYTHONSAFEPATH": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,

@@ -11,7 +11,7 @@ from kernels import standin
 from kernels.lent import shared
 
 from gradcomp import NUQSGD, Cast, LayerSpec, Quantize, ScaledSign, TernGrad, TopK
-from gradcomp.compress.errors import errors
+from gradcomp.control.distortion.errors import errors
 from gradcomp.kernels import segments
 
 FAMILIES: dict[str, list[Any]] = {

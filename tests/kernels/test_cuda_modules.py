@@ -30,7 +30,7 @@ class Asking(CpuDriver):
     def function(self, name: str, kernel: str, defines: Mapping[str, object]) -> Any:
         self.asked.add(holding(name, kernel, defines))
 
-    def launch(self, function: Any, blocks: int, threads: int, argument: int) -> None:
+    def launch(self, function: Any, blocks: int, threads: int, parameters: np.ndarray) -> None:
         pass
 
 

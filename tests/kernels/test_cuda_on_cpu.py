@@ -18,20 +18,20 @@ from gradcomp.kernels.cuda.call import Call
 
 SOURCE = """
 struct Params { std::uint64_t from, to; std::int64_t i; double x; };
-extern "C" __global__ void __launch_bounds__(32) copy(const Params* params) {
-    const auto* from = reinterpret_cast<const unsigned char*>(params->from);
-    reinterpret_cast<unsigned char*>(params->to)[0] = from[params->i];
+extern "C" __global__ void __launch_bounds__(32) copy(const Params __grid_constant__ params) {
+    const auto* from = reinterpret_cast<const unsigned char*>(params.from);
+    reinterpret_cast<unsigned char*>(params.to)[0] = from[params.i];
 }
-extern "C" __global__ void __launch_bounds__(32) shared(const Params* params) {
+extern "C" __global__ void __launch_bounds__(32) shared(const Params __grid_constant__ params) {
     __shared__ unsigned char x[4];
-    if (params->i < 0) x[threadIdx.x % 4] = 1;
-    reinterpret_cast<unsigned char*>(params->to)[blockIdx.x] = x[1];
+    if (params.i < 0) x[threadIdx.x % 4] = 1;
+    reinterpret_cast<unsigned char*>(params.to)[blockIdx.x] = x[1];
 }
-extern "C" __global__ void __launch_bounds__(32) leave(const Params* params) {
+extern "C" __global__ void __launch_bounds__(32) leave(const Params __grid_constant__ params) {
     if (threadIdx.x == 3) return;
     __syncthreads();
 }
-extern "C" __global__ void __launch_bounds__(32) part(const Params* params) {
+extern "C" __global__ void __launch_bounds__(32) part(const Params __grid_constant__ params) {
     const unsigned all = 0xFFFFFFFF;
     if (threadIdx.x < 16)
         __shfl_xor_sync(all, 1, 1);
@@ -115,6 +115,24 @@ def test_nobody_leaves_a_call_while_kernels_may_run() -> None:
     with pytest.raises(KeyboardInterrupt):
         call.run()
     assert (len(driver.launched), driver.synchronized) == (1, 1)
+
+
+def test_parameters_are_not_copied_to_the_device() -> None:
+    """They go with the launch: a kernel waits for no load of its own parameters."""
+
+    class Noting(CpuDriver):
+        def upload(self, address: int, source: np.ndarray) -> None:
+            self.uploaded = source.tobytes()
+            super().upload(address, source)
+
+    driver = Noting(FOLDER)
+    call = Call(driver)
+    found = np.zeros(1, np.uint8)
+    call.launch("mistakes.cu", "copy", 1, call.give(np.array([7, 9], np.uint8)), call.result(found), 1, 0.5)
+    call.run()
+    assert found.tolist() == [9]
+    assert driver.uploaded[:2] == bytes([7, 9])
+    assert len(driver.uploaded) == 256
 
 
 def sanitized(i: int) -> None:

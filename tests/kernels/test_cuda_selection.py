@@ -59,7 +59,7 @@ def kernels(layers: list[Layer]) -> dict[str, Callable[[Any], Any]]:
 
     def scatter(body: Any) -> None:
         own = Layers(layers)
-        own.table["output"] = own.table["shadow"]
+        own.table["output"] = own.table["next_residual"]
         body.scatter_mean(
             own.table,
             np.zeros_like(own.flags),
@@ -106,7 +106,7 @@ def test_one_round_trip_and_as_many_launches_however_many_rows(
 
 @pytest.mark.parametrize("name", kernels(layers_of(1)))
 def test_no_rows(driver: CpuDriver, body: CudaKernels, name: str) -> None:
-    if name in {"select_top", "select_above"}:  # `Layers.room` is for some rows
+    if name in {"select_top", "select_above"}:  # `Layers.space` is for some rows
         none = Layers([])
         flat = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.float32))
         if name == "select_top":
@@ -136,7 +136,7 @@ def selection() -> tuple[Layers, Any, Any, Any, Any]:
     rng = np.random.default_rng(7)
     gradient = rng.normal(size=5000).astype(np.float32)
     layers = Layers([Layer(gradient), Layer(gradient[:100])], [gradient, gradient[:100]])
-    return (layers, *layers.room([500, 10]))
+    return (layers, *layers.space([500, 10]))
 
 
 def test_selections_that_lie_on_the_device(body: CudaKernels) -> None:
@@ -150,7 +150,7 @@ def test_selections_that_lie_on_the_device(body: CudaKernels) -> None:
         other[offsets[0] : offsets[0] + 500] += 1
     reference.put(expected[0].table, offsets, counts, *expected[3:])
     body.put(layers.table, offsets, counts, *places)
-    assert layers.shadow_bytes() == expected[0].shadow_bytes()
+    assert layers.next_residual_bytes() == expected[0].next_residual_bytes()
     taken = on_device(np.zeros_like(values))
     body.take(layers.table, offsets, counts, places[0], taken)
     place = slice(offsets[0], offsets[0] + 500)
@@ -162,12 +162,12 @@ def test_bad_lists_on_the_device_are_refused(body: CudaKernels) -> None:
     indices[offsets[0] : offsets[0] + 500] = np.arange(500)
     indices[offsets[1] : offsets[1] + 10] = np.arange(10)
     indices[offsets[1] + 3] = 100
-    before = layers.shadow_bytes(), values.tobytes()
+    before = layers.next_residual_bytes(), values.tobytes()
     places = on_device(indices), on_device(values)
     for kernel in (body.take, body.put):
         with pytest.raises(ValueError, match="row's length"):
             kernel(layers.table, offsets, counts, *places)
-    layers.table["output"] = layers.table["shadow"]
+    layers.table["output"] = layers.table["next_residual"]
     columns = (np.zeros(2, np.uint8), offsets[None], counts[None], *places)
     for wrong, complaint in ((100, "row 1: indices are not ascending"), (4, "row 1: .* ascending")):
         indices[offsets[1] + 3] = wrong
@@ -176,7 +176,7 @@ def test_bad_lists_on_the_device_are_refused(body: CudaKernels) -> None:
     indices[offsets[1] : offsets[1] + 10] = np.arange(91, 101)
     with pytest.raises(ValueError, match="row 1: an index is not below the length of 100"):
         body.scatter_mean(layers.table, *columns, divisor=1.0, scale=1.0)
-    assert (layers.shadow_bytes(), values.tobytes()) == before
+    assert (layers.next_residual_bytes(), values.tobytes()) == before
 
 
 def test_arrays_of_the_device_are_checked(body: CudaKernels) -> None:
@@ -194,18 +194,18 @@ def test_arrays_of_the_device_are_checked(body: CudaKernels) -> None:
 @pytest.mark.parametrize("size", [2, 40, 3000])
 def test_of_a_repeated_index_the_last_value_stays(body: CudaKernels, size: int) -> None:
     rng = np.random.default_rng(size)
-    shadows = []
+    next_residuals = []
     for each in (reference, body):
         layers = Layers([Layer(np.zeros(size, np.float32))] * 2, [np.zeros(size, np.float32)] * 2)
-        counts, offsets, indices, values = layers.room([5000, size])
+        counts, offsets, indices, values = layers.space([5000, size])
         rng = np.random.default_rng(size)
         indices[offsets[0] : offsets[0] + 5000] = rng.integers(0, size, 5000)
         indices[offsets[1] : offsets[1] + size] = np.arange(size)
         # Also values that look like the numbers of items.
         values[:] = np.arange(1, len(values) + 1, dtype=np.uint32).view(np.float32)
         each.put(layers.table, offsets, counts, indices, values)
-        shadows.append(layers.shadow_bytes())
-    assert shadows[0] == shadows[1]
+        next_residuals.append(layers.next_residual_bytes())
+    assert next_residuals[0] == next_residuals[1]
 
 
 def test_more_ranks_than_are_looked_up_together(body: CudaKernels) -> None:
@@ -238,7 +238,7 @@ class AlignedArray:
 
 
 @pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.BFLOAT16])
-def test_shadows_that_vectors_fit_into(
+def test_next_residuals_that_vectors_fit_into(
     monkeypatch: pytest.MonkeyPatch, body: CudaKernels, dtype: int
 ) -> None:
     monkeypatch.setattr("kernels.layers.GuardedArray", AlignedArray)

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.standin import ORDERS, cuda_body
+from tiers import examples
 
 from gradcomp.kernels import draws, reference_draws
 
@@ -44,7 +45,7 @@ def draw(body: Any, table: list[tuple[int, int, int]], seed: int, step: int, ran
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
     with instruction_set(isa):
         got = draw(native, table, seed, step, rank)
@@ -56,7 +57,7 @@ def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
     "body", [cuda_body(0), cuda_body(1), *CUDA], ids=["ascending", "descending", *ORDERS]
 )
 @given(st.lists(rows, max_size=5), st.integers(0, 2**64 - 1))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_gpu_draws_the_same(body: Any, table, seed: int):
     expected = draw(reference_draws, table, seed, 2**32 - 1, 3)
     np.testing.assert_array_equal(draw(body, table, seed, 2**32 - 1, 3), expected)

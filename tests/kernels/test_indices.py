@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernels.isas import NATIVE
 from kernels.standin import ORDERS, cuda_body
+from tiers import examples
 
 from gradcomp import kernels
 from gradcomp.kernels import indices, reference_indices
@@ -194,7 +195,7 @@ def test_lengths_up_to_the_limit(body: Any, coding: int, length: int) -> None:
     assert table.decode(body, encoded) == lists
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_any_rows(data: Any) -> None:
     rows = []
@@ -321,7 +322,7 @@ def test_every_flipped_bit_is_seen_or_gives_another_list(coding: int, length: in
     assert [table.rows[0].indices.tolist()] not in outcomes
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(data=st.data())
 def test_any_bytes(data: Any) -> None:
     length = data.draw(st.integers(1, 200))

@@ -41,7 +41,13 @@ def each_body(names: str, cases: Sequence[tuple[Any, ...]], *, but_cuda: Sequenc
     """Parametrise a test by bodies and cases, some of which are not for a GPU, which reads aligned floats only."""
     every = [*cases, *but_cuda]
     params = [(name, *case) for name in BODIES for case in (cases if name in ORDERS else every)]
-    return pytest.mark.parametrize(("body", *names.split()), params, indirect=["body"])
+    taken = ("body", *names.split())
+
+    def decorate(test: Any) -> Any:
+        test = pytest.mark.parametrize(taken, params, indirect=["body"])(test)
+        return pytest.mark.factors(*taken)(test)
+
+    return decorate
 
 
 def shapes_for(rank: int) -> list[tuple[int, int]]:
@@ -72,7 +78,7 @@ class Layers:
         self.factors = rng.uniform(0.5, 2, len(shapes)).astype(np.float32)
         self.gradients = self._column("gradient", segments.DTYPES[dtype])
         self.residuals = self._column("residual", np.dtype(np.float32))
-        self.shadows = self._column("shadow", np.dtype(np.float32))
+        self.next_residuals = self._column("next_residual", np.dtype(np.float32))
         self.outputs = self._column("output", segments.DTYPES[dtype])
         self.p, self.p_at, self.P = self._factor(self.rows)
         self.q, self.q_at, self.Q = self._factor(self.columns)
@@ -114,7 +120,7 @@ class Layers:
         return c + np.float32(decay) * self.matrix(self.residuals, i)
 
     def check_guards(self) -> None:
-        for arrays in (self.gradients, self.residuals, self.shadows, self.outputs):
+        for arrays in (self.gradients, self.residuals, self.next_residuals, self.outputs):
             for array in arrays:
                 assert np.isnan(array[[0, -1]].astype(np.float32)).all(), "written beyond an array"
         for flat, guards in self.guards:
@@ -122,7 +128,7 @@ class Layers:
 
     def bytes(self) -> list[bytes]:
         """What calls have written; one NaN is as good as another."""
-        arrays = [*self.shadows, *self.outputs, self.p, self.q]
+        arrays = [*self.next_residuals, *self.outputs, self.p, self.q]
         same_nan = [np.where(np.isnan(a), np.array(np.nan, a.dtype), a).tobytes() for a in arrays]
         return [*same_nan, self.flags.tobytes()]
 
@@ -174,7 +180,7 @@ def test_project(body: Any, rank: int, dtype: int, shift: int) -> None:
     layers.project(body)
     for i in range(len(layers.shapes)):
         c = layers.contribution(i, 0.9)
-        assert layers.matrix(layers.shadows, i).tobytes() == c.tobytes()
+        assert layers.matrix(layers.next_residuals, i).tobytes() == c.tobytes()
         assert_close(layers.P[i].T, c, layers.Q[i].T)
     assert not layers.flags.any()
     layers.check_guards()
@@ -189,25 +195,25 @@ def test_project_without_residual_or_gradient(body: Any, rank: int) -> None:
     layers.project(body)
     for i in range(half):
         c = layers.factors[i] * layers.matrix(layers.gradients, i)
-        assert layers.matrix(layers.shadows, i).tobytes() == c.tobytes()
+        assert layers.matrix(layers.next_residuals, i).tobytes() == c.tobytes()
         assert_close(layers.P[i].T, c, layers.Q[i].T)
         residual = np.float32(0.9) * layers.matrix(layers.residuals, half + i)
-        np.testing.assert_array_equal(layers.matrix(layers.shadows, half + i), residual)
+        np.testing.assert_array_equal(layers.matrix(layers.next_residuals, half + i), residual)
         assert_close(layers.P[half + i].T, residual, layers.Q[half + i].T)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 9])
 def test_project_onto_the_residual_itself(body: Any, rank: int) -> None:
     layers = Layers(shapes_for(rank), rank)
-    layers.table["residual"] = layers.table["shadow"]
+    layers.table["residual"] = layers.table["next_residual"]
     expected = [
         layers.factors[i] * layers.matrix(layers.gradients, i)
-        + np.float32(0.9) * layers.matrix(layers.shadows, i)
+        + np.float32(0.9) * layers.matrix(layers.next_residuals, i)
         for i in range(len(layers.shapes))
     ]
     layers.project(body)
     for i, c in enumerate(expected):
-        np.testing.assert_array_equal(layers.matrix(layers.shadows, i), c)
+        np.testing.assert_array_equal(layers.matrix(layers.next_residuals, i), c)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -216,7 +222,7 @@ def test_back_project(body: Any, rank: int, shift: int) -> None:
     layers = Layers(shapes_for(rank), rank, shift=shift)
     layers.back_project(body)
     for i in range(len(layers.shapes)):
-        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.shadows, i))
+        assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.next_residuals, i))
     layers.check_guards()
 
 
@@ -241,10 +247,10 @@ def test_products_are_summed_in_the_order_of_columns(body: Any) -> None:
 @pytest.mark.parametrize("rank", RANKS)
 def test_subtract(body: Any, rank: int) -> None:
     layers = Layers(shapes_for(rank), rank)
-    before = [layers.matrix(layers.shadows, i).copy() for i in range(len(layers.shapes))]
+    before = [layers.matrix(layers.next_residuals, i).copy() for i in range(len(layers.shapes))]
     layers.subtract(body)
     for i, m in enumerate(before):
-        difference = m - layers.matrix(layers.shadows, i)
+        difference = m - layers.matrix(layers.next_residuals, i)
         bound = 1e-6 * (np.abs(layers.P[i].T) @ np.abs(layers.Q[i]) + np.abs(m))
         assert (np.abs(difference - layers.P[i].T.astype(np.float64) @ layers.Q[i]) <= bound).all()
 
@@ -256,6 +262,7 @@ PARITY += [(name, segments.FLOAT32, 0, rank) for name in ORDERS for rank in (0, 
 PARITY += [(name, dtype, 0, 4) for name in ORDERS for dtype in DTYPES[1:]]
 
 
+@pytest.mark.factors("body", "dtype", "shift", "rank")
 @pytest.mark.parametrize(("body", "dtype", "shift", "rank"), PARITY, indirect=["body"])
 def test_bodies_give_the_bytes_of_the_reference(body: Any, rank: int, dtype: int, shift: int) -> None:
     results = []
@@ -374,7 +381,7 @@ def test_a_matrix_of_that_rank_is_its_own_projection(body: Any, rank: int, spare
         m = layers.factors[i] * layers.matrix(layers.gradients, i)
         error = np.linalg.norm(layers.matrix(layers.outputs, i) - m)
         assert error < 1e-5 * np.linalg.norm(m)
-        assert np.linalg.norm(layers.matrix(layers.shadows, i)) < 1e-5 * np.linalg.norm(m)
+        assert np.linalg.norm(layers.matrix(layers.next_residuals, i)) < 1e-5 * np.linalg.norm(m)
 
 
 # --- flags --------------------------------------------------------------------------------------------------
@@ -469,8 +476,8 @@ def test_malformed_row(body: Any, call: str, field: str, value: int) -> None:
 
 @pytest.mark.parametrize("call", ["project", "back_project", "subtract"])
 def test_nowhere_to_hold_the_matrix(body: Any, call: str) -> None:
-    with pytest.raises(ValueError, match="no shadow"):
-        getattr(malformed("shadow", 0), call)(body)
+    with pytest.raises(ValueError, match="no next residual"):
+        getattr(malformed("next_residual", 0), call)(body)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -605,9 +612,9 @@ def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
     isa = instruction_set("baseline") if host == "baseline" else kernels.use("reference")
     with isa, device() as (place, called):
         table = np.zeros(1, segments.SEGMENT)
-        gradient, shadow = shared(place.driver, n * m), shared(place.driver, n * m)
+        gradient, next_residual = shared(place.driver, n * m), shared(place.driver, n * m)
         gradient[:] = np.arange(n * m)
-        table["gradient"], table["shadow"] = gradient.ctypes.data, shadow.ctypes.data
+        table["gradient"], table["next_residual"] = gradient.ctypes.data, next_residual.ctypes.data
         table["length"], table["dtype"] = n * m, segments.FLOAT32
         shape = np.array([n]), np.array([m]), np.array([r])
         p, q, begin = np.zeros(n * r, np.float32), np.ones(m * r, np.float32), np.zeros(1, np.int64)

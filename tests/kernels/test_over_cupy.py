@@ -59,7 +59,20 @@ def test_a_launch_that_fails_is_the_same_error(made: Any) -> None:
         raise fake_cupy.DriverFailure("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-        driver.launch(function, 1, 32, 0)
+        driver.launch(function, 1, 32, np.zeros(8, np.uint8))
+
+
+def test_a_struct_of_parameters_is_one_argument_by_value(made: Any) -> None:
+    """CuPy passes what an array of one element holds, of any type."""
+    _, driver = made
+    given: list[Any] = []
+    parameters = np.arange(24, dtype=np.uint8)
+    driver.launch(lambda *launched: given.append(launched), 3, 32, parameters)
+    ((blocks, threads, (struct,)),) = given
+    assert (blocks, threads) == ((3,), (32,))
+    assert (struct.size, struct.itemsize) == (1, 24)
+    assert struct.tobytes() == parameters.tobytes()
+    assert struct.__array_interface__["data"] == parameters.__array_interface__["data"]
 
 
 @pytest.mark.parametrize("stream", [5, 0], ids=["the stream itself", "the default one beside it"])
@@ -111,7 +124,7 @@ def test_the_pool_is_counted_whatever_device_is_current(made: Any) -> None:
 
 def test_a_full_device_is_an_error_that_says_who_holds_what(made: Any) -> None:
     fake, driver = made
-    fake.room = 1000
+    fake.free = 1000
     with pytest.raises(
         DeviceError, match=r"no room for 2000 bytes: 123 of 456 are free; .* holds 4096, 4096 of"
     ):
@@ -122,27 +135,27 @@ def test_a_full_device_is_an_error_that_says_who_holds_what(made: Any) -> None:
 class Lent:
     """A framework's allocator, of which some bytes are kept and not in use."""
 
-    def __init__(self, room: int, kept: int) -> None:
-        self.room, self.kept, self.asked = room, kept, []
+    def __init__(self, free: int, kept: int) -> None:
+        self.free, self.kept, self.asked = free, kept, []
 
     def allocate(self, nbytes: int, stream: int) -> Any:
         self.asked.append((nbytes, stream))
-        if nbytes > self.room:
+        if nbytes > self.free:
             raise MemoryError("full")
         return SimpleNamespace(address=512)
 
     def release(self) -> None:
-        self.room, self.kept = self.room + self.kept, 0
+        self.free, self.kept = self.free + self.kept, 0
 
     def describe(self) -> str:
-        return f"Framework holds {self.room} bytes"
+        return f"Framework holds {self.free} bytes"
 
 
 def test_memory_comes_from_the_framework_that_lends_it(made: Any) -> None:
     fake, driver = made
     pool = Lent(100, 0)
     pools.lend(1, pool)
-    fake.room = 0
+    fake.free = 0
     assert driver.allocate(64).address == 512
     assert pool.asked == [(64, driver.stream)]
 

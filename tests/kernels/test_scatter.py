@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernels.groups import GuardedArray
 from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.standin import ORDERS, cuda_body
+from tiers import examples
 
 from gradcomp import kernels
 from gradcomp.kernels import indices, reference_indices, segments
@@ -194,7 +195,7 @@ def test_zeros_are_positive(body: Any, dtype: int) -> None:
 AWKWARD = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1e-38, 3e38, -3e38, 65504.0, 65520.0, 3.39e38]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_any_numbers(data: Any) -> None:
     length = data.draw(st.integers(0, 40))

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
+from tiers import examples
 
 from gradcomp.kernels import bodies, reference_selection, segments, selection
 
@@ -74,7 +75,7 @@ def best(c: Any, candidates: Any, count: int) -> list[int]:
     return sorted(ranked[:count])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(hnp.arrays(np.float32, st.integers(0, 30), elements=EXACT, fill=st.nothing()), st.data())
 def test_reference_selects_what_sorting_selects(c: Any, data: Any) -> None:
     count = data.draw(st.integers(0, len(c)))
@@ -91,7 +92,7 @@ def test_reference_selects_what_sorting_selects(c: Any, data: Any) -> None:
     assert largest == max((abs(float(c[i])) for i in above), default=0.0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     hnp.arrays(np.float32, st.integers(1, 40), elements=EXACT, fill=st.nothing()),
     st.integers(1, 8),
@@ -112,10 +113,10 @@ def test_reference_contribution_and_values() -> None:
         rng.normal(size=50).astype(np.float16), rng.normal(size=50).astype(np.float32), segments.FLOAT16, 0.3
     )
     layers = Layers([layer])
-    flags, (shadow,) = layers.contribute(reference, 0.9)
+    flags, (next_residual,) = layers.contribute(reference, 0.9)
     assert flags == [2]
-    assert shadow == layer.contribution(0.9).tobytes()
-    counts, offsets, indices, values = layers.room([7])
+    assert next_residual == layer.contribution(0.9).tobytes()
+    counts, offsets, indices, values = layers.space([7])
     reference.select_top(
         layers.table, layers.flags, layers.factors, counts, offsets, indices, values, decay=0.9
     )
@@ -252,12 +253,12 @@ def test_long_layers_at_any_alignment(same: Any, dtype: int) -> None:
         same("squares", layers)
 
 
-def test_shadows_at_any_alignment() -> None:
+def test_next_residuals_at_any_alignment() -> None:
     gradient = np.random.default_rng(4).normal(size=LENGTH).astype(np.float32)
     for offset in range(17):
         memory = np.full(LENGTH + 17, np.nan, np.float32)
         layers = Layers([Layer(gradient)])
-        layers.table["shadow"] = memory.ctypes.data + 4 * offset
+        layers.table["next_residual"] = memory.ctypes.data + 4 * offset
         layers.select_top(native, [700])
         assert (memory[offset : offset + LENGTH] == gradient).all()
         assert np.isnan(memory[:offset]).all()
@@ -312,7 +313,7 @@ def awkward_layers(draw: Any) -> Layer:
 
 
 @pytest.mark.parametrize("name", [*available_isas(), *ORDERS])
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.lists(awkward_layers(), min_size=1, max_size=4), st.data())
 def test_any_numbers(name: str, layers: list[Layer], data: Any) -> None:
     with comparing(name) as same:
@@ -347,24 +348,24 @@ def test_squares_of_doubles(same: Any) -> None:
 )
 def test_put_then_take(body: Any) -> None:
     layers = Layers([Layer(None, length=9), Layer(None, length=0), Layer(None, length=4)])
-    for shadow in layers.shadows:
-        shadow.array[:] = 0
-    counts, offsets, indices, values = layers.room([5, 0, 2])
+    for next_residual in layers.next_residuals:
+        next_residual.array[:] = 0
+    counts, offsets, indices, values = layers.space([5, 0, 2])
     indices[offsets[0] : offsets[0] + 5] = [8, 0, 3, 3, 0]
     indices[offsets[2] : offsets[2] + 2] = [1, 3]
     values[offsets[0] : offsets[0] + 5] = [1, 2, 3, 4, 5]
     values[offsets[2] : offsets[2] + 2] = [6, np.nan]
     body.put(layers.table, offsets, counts, indices, values)
     # Of a repeated index the last value stays.
-    assert layers.shadows[0].array.tolist() == [5, 0, 0, 4, 0, 0, 0, 0, 1]
-    assert layers.shadows[2].array[:3].tolist() == [0, 6, 0]
-    assert np.isnan(layers.shadows[2].array[3])
+    assert layers.next_residuals[0].array.tolist() == [5, 0, 0, 4, 0, 0, 0, 0, 1]
+    assert layers.next_residuals[2].array[:3].tolist() == [0, 6, 0]
+    assert np.isnan(layers.next_residuals[2].array[3])
     taken = np.full_like(values, 7)
     body.take(layers.table, offsets, counts, indices, taken)
     assert taken[offsets[0] : offsets[0] + 5].tolist() == [1, 5, 4, 4, 5]
     assert (taken[:3] == 7).all()
     assert (taken[-3:] == 7).all()
-    layers.shadow_bytes()
+    layers.next_residual_bytes()
 
 
 def test_public_functions_call_the_body_in_use() -> None:
@@ -383,5 +384,5 @@ def test_public_functions_call_the_body_in_use() -> None:
             selection.take(layers.table, offsets, counts, indices, values)
             assert values[0] == -3
             selection.put(layers.table, offsets, counts, np.array([2], np.uint32), values)
-            assert layers.shadows[0].array.tolist() == [1, -3, -3]
+            assert layers.next_residuals[0].array.tolist() == [1, -3, -3]
     assert selection.MAX_LAYER_ELEMENTS == reference_selection.MAX_LAYER_ELEMENTS

@@ -16,7 +16,7 @@ BODY = pytest.mark.parametrize("name", ["reference", "native", *ORDERS])
 
 LENGTH = 8
 GRADIENT = np.ones(LENGTH, np.float32)
-SHADOW = np.zeros(LENGTH, np.float32)
+NEXT_RESIDUAL = np.zeros(LENGTH, np.float32)
 
 
 def body_of(name: str) -> Any:
@@ -30,7 +30,7 @@ class Arguments:
 
     def __init__(self, **columns: Any) -> None:
         self.table = np.zeros(1, segments.SEGMENT)
-        for name, value in ({"length": LENGTH, "shadow": SHADOW.ctypes.data} | columns).items():
+        for name, value in ({"length": LENGTH, "next_residual": NEXT_RESIDUAL.ctypes.data} | columns).items():
             self.table[name] = value
         self.flags = np.zeros(1, np.uint8)
         self.factors = np.ones(1, np.float32)
@@ -68,8 +68,8 @@ class Arguments:
 
 
 SELECTING = {"select_top", "select_above", "take", "put"}
-WITH_SHADOW = {"contribute", "select_top", "select_above", "sample_thresholds", "tail", "take", "put"}
-ALL = WITH_SHADOW | {"squares"}
+WITH_NEXT_RESIDUAL = {"contribute", "select_top", "select_above", "sample_thresholds", "tail", "take", "put"}
+ALL = WITH_NEXT_RESIDUAL | {"squares"}
 
 MALFORMED_ROWS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "length negative": ({"length": -1}, ALL),
@@ -78,7 +78,7 @@ MALFORMED_ROWS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "start negative": ({"start": -1}, ALL),
     "dtype unknown": ({"dtype": 4}, ALL),
     "dtype negative": ({"dtype": -1}, ALL),
-    "no shadow": ({"shadow": 0}, WITH_SHADOW),
+    "no next residual": ({"next_residual": 0}, WITH_NEXT_RESIDUAL),
     "float64": ({"dtype": segments.FLOAT64}, {"contribute", "select_top"}),
 }
 
@@ -100,14 +100,14 @@ BAD_NUMBERS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 def refused(arguments: Arguments, name: str, kernels: set[str], error: type[Exception]) -> None:
     before = {key: np.copy(value) for key, value in vars(arguments).items()}
-    shadow = SHADOW.copy()
+    next_residual = NEXT_RESIDUAL.copy()
     calls = arguments.calls(body_of(name))
     for kernel in sorted(kernels):
         with pytest.raises(error):
             calls[kernel]()
         for key, value in vars(arguments).items():
             assert np.array_equal(before[key], value), f"{kernel} wrote {key}"
-        assert np.array_equal(shadow, SHADOW), f"{kernel} wrote the shadow"
+        assert np.array_equal(next_residual, NEXT_RESIDUAL), f"{kernel} wrote the next residual"
 
 
 @BODY

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shared_memory import end_of, native_ranks
+from tiers import examples
 
 from gradcomp import _native
 
@@ -149,6 +150,7 @@ def test_lost_bells_delay_but_do_not_stop(pair) -> None:
     assert target.all()
 
 
+@pytest.mark.alone
 def test_a_rank_whose_bell_was_silenced_can_be_closed() -> None:
     with native_ranks(SIZE, RING) as ranks:
         memory = Memory()
@@ -162,7 +164,7 @@ def test_a_rank_whose_bell_was_silenced_can_be_closed() -> None:
         assert time.monotonic() - before < 2.0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     writes=st.lists(
         st.tuples(

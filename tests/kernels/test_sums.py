@@ -118,7 +118,7 @@ def near_a_tie(size: int, squared: bool) -> Any:
 @pytest.mark.parametrize("size", [2 * CHUNK, 2 * CHUNK + 809, 32 * CHUNK])
 def test_norms_of_many_chunks(body: Any, size: int) -> None:
     gradient = np.tile(near_a_tie(size, squared=True), 2)  # the second bucket begins anywhere
-    group = Group(CODECS["l2"], [Segment(gradient, shadow=True, bits=4, bucket_size=size)], gap=0)
+    group = Group(CODECS["l2"], [Segment(gradient, next_residual=True, bits=4, bucket_size=size)], gap=0)
     encoded = group.encode(body, stochastic=False)
     assert np.frombuffer(encoded.payload[:8], "<f4").tolist() == [1 + 2.0**-23] * 2
     assert encoded == group.encode(reference, stochastic=False)
@@ -136,7 +136,7 @@ def test_means_of_many_chunks(body: Any, codec: str, size: int) -> None:
 @pytest.mark.parametrize("size", [2 * CHUNK + 13, 18 * CHUNK + 1])
 def test_means_of_payloads_are_encoded_alike(body: Any, size: int) -> None:
     gradient = np.random.default_rng(3).normal(size=size + 5000).astype(np.float32)
-    group = Group(CODECS["l2"], [Segment(gradient, shadow=True, bits=4, bucket_size=size)], gap=0)
+    group = Group(CODECS["l2"], [Segment(gradient, next_residual=True, bits=4, bucket_size=size)], gap=0)
     payloads = [group.encode(reference, stochastic=False).payload] * 2
     expected = group.reduce(reference, payloads, stochastic=False)
     assert group.reduce(body, payloads, stochastic=False) == expected

@@ -37,6 +37,7 @@ def test_mpich(train, mpich) -> None:
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
 
 
+@pytest.mark.full
 def test_mpi_carries_the_gradients_too(train, mpich) -> None:
     pytest.importorskip("mpi4py", reason="needs mpi4py: pip install gradcomp[mpi]")
     reports = train([*mpich, "-n", "2"], 2, {"GRADCOMP_TRANSPORT": "mpi"})
@@ -53,6 +54,7 @@ def test_horovodrun(train, horovodrun) -> None:
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["horovodrun"] * 2)
 
 
+@pytest.mark.full
 def test_horovod_carries_the_gradients_too(train, horovodrun) -> None:
     reports = train([*horovodrun, "--gloo", "-np", "2"], 2, {"GRADCOMP_TRANSPORT": "horovod"})
     assert said(reports, "transports") == [["HorovodTransport"]] * 2
@@ -66,6 +68,7 @@ def test_horovodrun_by_mpi(train, horovodrun_mpi, open_mpi) -> None:
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
 
 
+@pytest.mark.full
 @pytest.mark.network
 def test_horovodrun_on_two_hosts(train, horovodrun, named_hosts) -> None:
     launcher = [*named_hosts.on("a"), *horovodrun, "--gloo", "-np", "4", "-H", "a:2,b:2"]
@@ -75,6 +78,7 @@ def test_horovodrun_on_two_hosts(train, horovodrun, named_hosts) -> None:
     assert set(said(reports, "gloo_interface")) == {"eth0"}  # what horovodrun found that the hosts share
 
 
+@pytest.mark.full
 @pytest.mark.network
 def test_mpich_on_two_hosts(train, mpich, named_hosts) -> None:
     launcher = [*named_hosts.on("a"), *mpich, "-n", "4", "-ppn", "2", "-hosts", "a,b"]
@@ -83,6 +87,7 @@ def test_mpich_on_two_hosts(train, mpich, named_hosts) -> None:
     assert len(set(said(reports, "network"))) == 2
 
 
+@pytest.mark.full
 @pytest.mark.network
 def test_open_mpi_on_two_hosts(train, open_mpi, named_hosts) -> None:
     launcher = [*named_hosts.on("a"), str(open_mpi), "--allow-run-as-root", "-np", "4", "-H", "a:2,b:2"]
@@ -100,6 +105,7 @@ def test_srun(train, slurm) -> None:
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["slurm"] * 2)
 
 
+@pytest.mark.full
 @pytest.mark.network
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
 def test_srun_on_two_hosts(train, slurm, mpi) -> None:

@@ -94,6 +94,7 @@ COMPRESSORS |= {
             "dgc-momentum",
         ),
         *("graded", "graded-minimum", "graded-dense", "graded-momentum", "graded-clip"),
+        *("ef21", "ef21-quantize"),
     )
 }
 
@@ -114,7 +115,7 @@ CASES = [(name, "sra") for name in COMPRESSORS]
 CASES += [
     (name, reduction)
     for name, compressor in COMPRESSORS.items()
-    if compressor.reduces
+    if compressor.traits.reduces
     for reduction in ("ring", "tree", "all_to_all", "gather", "parameter_server", "hierarchical")
     if name in REDUCED
 ]
@@ -150,7 +151,9 @@ def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: st
     assert kernels.called
     if name in ("TopK", "DGC", "RedSync", "AdaComp", "topk-bitmap"):
         assert {"encode_indices", "decode_indices", "scatter_mean"} <= kernels.called
-    if name.startswith("PowerSGD"):
+    if name == "PowerSGD":
+        assert {"subspace_project", "subspace_iterate", "subspace_finish"} <= kernels.called
+    elif name.startswith("PowerSGD"):
         assert {"project", "orthogonalise", "back_project", "subtract", "expand"} <= kernels.called
 
 

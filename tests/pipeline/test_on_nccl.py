@@ -27,11 +27,11 @@ from gradcomp import (
     TopK,
 )
 from gradcomp.compress import Identity
-from gradcomp.kernels.cuda import twins
-from gradcomp.kernels.cuda.twins import Twin
+from gradcomp.kernels.cuda import mirrors
+from gradcomp.kernels.cuda.mirrors import DeviceMirror
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.header import ByteHeader
-from gradcomp.transport.base import host_room, wait
+from gradcomp.transport.base import host_allocator, wait
 
 DOUBLE = LayerSpec("e.weight", (50,), "float64", "weight")
 
@@ -53,6 +53,7 @@ COMPRESSORS: dict[str, Compressor] = {
 PARTIAL = ("ring", "tree", "hierarchical")
 OTHERS = ("all_to_all", "gather", "parameter_server", "parameter_server:servers=2")
 STAY = (
+    "PowerSGD",
     "TopK",
     "TopK of 4 bits",
     "none",
@@ -72,11 +73,11 @@ def gpu() -> Iterator[Device]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Twin]:
-    """All twins there are."""
-    found: list[Twin] = []
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DeviceMirror]:
+    """All device mirrors there are."""
+    found: list[DeviceMirror] = []
     monkeypatch.setattr(
-        "gradcomp.transport.nccl.twin", lambda *given: found.append(twins.twin(*given)) or found[-1]
+        "gradcomp.transport.nccl.mirror", lambda *given: found.append(mirrors.mirror(*given)) or found[-1]
     )
     return found
 
@@ -104,13 +105,15 @@ CASES = [(name, "sra") for name in COMPRESSORS]
 CASES += [
     (name, reduction)
     for name, compressor in COMPRESSORS.items()
-    if compressor.reduces
+    if compressor.traits.reduces
     for reduction in (OTHERS if name == "vote" else OTHERS + PARTIAL)
 ]
 
 
 @pytest.mark.parametrize(("name", "reduction"), CASES)
-def test_the_same_bytes_as_on_the_host(name: str, reduction: str, gpu: Device, made: list[Twin]) -> None:
+def test_the_same_bytes_as_on_the_host(
+    name: str, reduction: str, gpu: Device, made: list[DeviceMirror]
+) -> None:
     layers = [*LAYERS, DOUBLE] if name == "none" else LAYERS
     settings: dict[str, Any] = {"slice_elements": 900, "reduction": reduction, "topology": TOPOLOGY}
     alone = Simulation(layers, COMPRESSORS[name], 3, **settings)
@@ -124,8 +127,8 @@ def test_the_same_bytes_as_on_the_host(name: str, reduction: str, gpu: Device, m
         assert not payload(message).any(), "written on the host"
 
 
-def payload(message: Twin) -> Any:
-    """The host's side of a twin without headers."""
+def payload(message: DeviceMirror) -> Any:
+    """The host's side of a device mirror without headers."""
     found = np.array(message)
     for part, _ in message.host_parts():
         begin = part.ctypes.data - message.ctypes.data
@@ -133,7 +136,7 @@ def payload(message: Twin) -> Any:
     return found
 
 
-def test_only_headers_are_copied(gpu: Device, made: list[Twin]) -> None:
+def test_only_headers_are_copied(gpu: Device, made: list[DeviceMirror]) -> None:
     ranks = over_nccl(gpu, Quantize(4), [LayerSpec("a.weight", (300, 400), "float32", "weight")])
     step(ranks, ranks.gradients())
     copied: list[int] = []
@@ -166,17 +169,17 @@ def test_what_is_not_finite_is_not_finite_everywhere(gpu: Device) -> None:
 
 def test_of_other_places_messages_are_the_hosts(gpu: Device) -> None:
     transport = nccl_ranks(1)[0]
-    assert transport.room(HOST) is host_room
-    assert transport.room(gpu) is host_room  # another device than the communicator's
+    assert transport.allocator(HOST) is host_allocator
+    assert transport.allocator(gpu) is host_allocator  # another device than the communicator's
 
 
 def test_messages_of_both_kinds_travel_together(gpu: Device) -> None:
     ranks = over_nccl(gpu, Quantize(4), world=2)
     transports = [p.transport for p in ranks.pipelines]
-    buffers = [t.room(gpu)(100, [(0, 10)]) for t in transports]
+    buffers = [t.allocator(gpu)(100, [(0, 10)]) for t in transports]
     for number, buffer in enumerate(buffers):
         buffer[:10] = 40 + number
-        twins.fill(buffer[20:60], 7 + number)
+        mirrors.fill(buffer[20:60], 7 + number)
     plain = [np.full(30, 90 + number, np.uint8) for number in range(2)]
     handles = [
         transports[0].exchange([(1, plain[0])], [(1, buffers[0])]),

@@ -18,7 +18,7 @@ from gradcomp import (
     TopK,
     Warmup,
 )
-from gradcomp.compress import from_string
+from gradcomp.compress import Identity, from_string
 from gradcomp.pipeline.snapshot import restore, snapshot
 
 LAYERS = [
@@ -79,7 +79,7 @@ def test_what_a_schedule_gives_is_no_schedule(compressor, expected):
     assert set(changed) <= set(compressor.changes)
     assert list(compressor.changes) == sorted(set(compressor.changes))
     assert from_string(compressor.to_string()) == compressor
-    assert compressor.dense() == compressor.dense().at_step(0)
+    assert compressor.dense(Identity()) == compressor.dense(Identity()).at_step(0)
 
 
 @every_schedule

@@ -208,7 +208,7 @@ def test_an_open_step_has_no_state():
     for call in (lambda: snapshot(pipeline), lambda: restore(pipeline, taken)):
         with pytest.raises(StateError, match="a step is open"):
             call()
-    pipeline.inbox.flush()
+    pipeline.registry.flush()
     while pipeline.is_open:
         pipeline.poll()
     for call in (lambda: snapshot(pipeline), lambda: restore(pipeline, taken)):

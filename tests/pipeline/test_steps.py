@@ -172,9 +172,9 @@ def test_a_rank_without_gradient_may_offer_an_output(compression, elsewhere: boo
     for rank in ranks.ranks:
         rank.pipeline.open()
     ranks.ranks[0].submit(0, gradients[0])
-    ranks.pipelines[1].inbox.submit_absent(0, output=offered.ctypes.data)
+    ranks.pipelines[1].registry.submit_absent(0, output=offered.ctypes.data)
     for p in ranks.pipelines:
-        p.inbox.flush()
+        p.registry.flush()
     for _ in range(20):
         for p in ranks.pipelines:
             p.poll()
@@ -332,33 +332,33 @@ def test_a_skipped_step_counts_as_one():
 
 
 @pytest.mark.parametrize(
-    "submit", [lambda inbox: inbox.submit(0, 1, 1), lambda inbox: inbox.submit_absent(0)]
+    "submit", [lambda registry: registry.submit(0, 1, 1), lambda registry: registry.submit_absent(0)]
 )
-class TestInboxRefuses:
+class TestRegistryRefuses:
     def test_a_layer_after_the_flush(self, submit):
         (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
         pipeline.open()
-        pipeline.inbox.flush()
-        with pytest.raises(StateError, match=r"'a\.weight' .*finish=\"step\""):
-            submit(pipeline.inbox)
+        pipeline.registry.flush()
+        with pytest.raises(StateError, match=r"'a\.weight' has a gradient after its step closed"):
+            submit(pipeline.registry)
 
     def test_a_layer_twice(self, submit):
         (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
         pipeline.open()
-        pipeline.inbox.submit_absent(0)
+        pipeline.registry.submit_absent(0)
         with pytest.raises(StateError, match=r"'a\.weight' was submitted twice"):
-            submit(pipeline.inbox)
+            submit(pipeline.registry)
 
     def test_a_layer_before_the_first_step(self, submit):
         (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
         with pytest.raises(StateError, match=r"a\.weight"):
-            submit(pipeline.inbox)
+            submit(pipeline.registry)
 
     def test_a_layer_between_steps(self, submit):
         ranks = Simulation(LAYERS, Identity(), 1)
         ranks.step()
         with pytest.raises(StateError, match=r"a\.weight"):
-            submit(ranks.pipelines[0].inbox)
+            submit(ranks.pipelines[0].registry)
 
 
 # --- construction -------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_a_stalled_rank_shows_where_the_others_wait():
     ranks.step()
     waiting, _ = ranks.ranks
     waiting.pipeline.open()
-    waiting.pipeline.inbox.flush()
+    waiting.pipeline.registry.flush()
     assert [waiting.pipeline.poll() for _ in range(3)] == [Waiting.WIRE] * 3
     assert waiting.pipeline.position == (1, 0, 0)
 

@@ -116,7 +116,7 @@ def test_from_any_compressor(before, after):
         account.step()
     go_over(ranks, after)
     account.step()
-    if before.keeps_residual and not before.momentum:
+    if before.traits.keeps_residual and not before.traits.momentum:
         account.check(nothing_owed=False)
     account.step()
     assert not any(ranks.owed(layer).any() for layer in range(len(LAYERS)))
@@ -148,7 +148,7 @@ def test_momentum_of_the_old_compression_is_dropped():
     go_over(ranks, DGC(0.05))
     ranks.step()
     for pipeline in ranks.pipelines:
-        pipeline.settle()
+        pipeline.lay_out()
         assert not pipeline.fields["momentum"].value(0).any()
     ranks.step()
     assert ranks.pipelines[0].fields["momentum"].value(0).any()
@@ -208,7 +208,7 @@ def test_a_controller_ends(late):
     version = ranks.pipelines[0].plan.version
     for _ in range(6):
         account.step()
-    assert [p.pilot for p in ranks.pipelines] == [None] * 3
+    assert [p.controller for p in ranks.pipelines] == [None] * 3
     assert {p.plan.version for p in ranks.pipelines} == {version}
     assert compressors(ranks) == {"none"}
 

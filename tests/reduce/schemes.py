@@ -14,7 +14,7 @@ from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, SEGMENT
 from gradcomp.pipeline import build_layout
 from gradcomp.reduce import Part
-from gradcomp.reduce.pieces import Chunks
+from gradcomp.reduce.chunks import Chunks
 
 Floats = np.ndarray
 
@@ -85,17 +85,17 @@ def one_bucket(layers: Sequence[LayerSpec], plan) -> list[Part]:
     layout = build_layout(layers, plan, range(len(layers)), frozenset(), 10**9)
     (bucket,) = layout.buckets
     return [
-        Part(group.compressor.codec_for(group.table), group, slots)
-        for group, slots in zip(bucket.groups, bucket.slots, strict=True)
+        Part(group.compressor.codec_for(group.table), group, header_index)
+        for group, header_index in zip(bucket.groups, bucket.header_index, strict=True)
     ]
 
 
 def chunk_numbers(chunks: Chunks, sizes: Sequence[int]) -> list[np.ndarray]:
     """By layer, the chunk of every element; -1 where the bucket has none of it."""
     numbers = [np.full(size, -1) for size in sizes]
-    for pieces in chunks.place():
-        of_rows = np.repeat(np.arange(chunks.count), np.diff(pieces.bounds))
-        for layer, row, chunk in zip(pieces.layers, pieces.table, of_rows, strict=True):
+    for segments in chunks.place():
+        of_rows = np.repeat(np.arange(chunks.count), np.diff(segments.bounds))
+        for layer, row, chunk in zip(segments.layers, segments.table, of_rows, strict=True):
             assert (numbers[layer][row["start"] : row["start"] + row["length"]] == -1).all()
             numbers[layer][row["start"] : row["start"] + row["length"]] = chunk
     return numbers
@@ -120,10 +120,10 @@ class Model:
         return means
 
     def _layer(self, i: int, gradients) -> np.ndarray:
-        self._i, keeps = i, self.compressor.keeps_residual
+        self._i, keeps = i, self.compressor.traits.keeps_residual
         c = [g.astype(np.float32) for g in gradients]
         if keeps:
-            decay = np.float32(self.compressor.residual_decay)
+            decay = np.float32(self.compressor.traits.residual_decay)
             c = [g + decay * self.first[r][i] for r, g in enumerate(c)]
         value, divisor = getattr(self, "_" + self.name)(c)
         return (value / np.float32(divisor)).astype(DTYPES[self.layers[i].dtype])
@@ -153,8 +153,8 @@ class Model:
     def _mean(self, values: Sequence[Floats]) -> Floats:
         """What a chunk's owner makes of the codes: the mean, encoded again, with the second residual."""
         mean = total(values) / np.float32(self.world)
-        if self.compressor.keeps_residual:
-            mean = mean + np.float32(self.compressor.residual_decay) * self.second[self._i]
+        if self.compressor.traits.keeps_residual:
+            mean = mean + np.float32(self.compressor.traits.residual_decay) * self.second[self._i]
         return self._code(mean, OWNER_RANK, lambda lost: self.second.__setitem__(self._i, lost))
 
     def _sra(self, c):

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import PARTIAL, REDUCTIONS
 from simulation import Simulation, same_bytes
+from tiers import examples
 
 from gradcomp import (
     Cast,
@@ -243,7 +244,7 @@ def test_ranks_that_leave_at_any_time_never_make_the_others_hang(reduction: str,
 
 
 @every_reduction
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_with_checksums_a_changed_message_is_noticed_where_it_arrives(reduction: str, data):
     wire = Wire()
@@ -287,7 +288,7 @@ def test_a_result_without_a_layer_that_the_receiver_sent_is_refused(reduction: s
 
 @every_reduction
 @pytest.mark.parametrize("compressor", [Quantize(4, 50), Cast("float32"), Cast("float16")], ids=str)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_random_bytes_are_a_typed_error_or_leave_no_wrong_mean_unnoticed(reduction: str, compressor, data):
     """Whatever a message holds: no crash; what a rank takes for finite is finite."""
@@ -313,7 +314,7 @@ def test_random_bytes_are_a_typed_error_or_leave_no_wrong_mean_unnoticed(reducti
 
 
 @pytest.mark.parametrize("reduction", PARTIAL)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_random_bytes_in_a_partial_sum_are_a_typed_error_or_one_mean_for_all(reduction: str, data):
     """On the way to the sum, what one message brings reaches all ranks alike."""

@@ -9,19 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import REDUCTIONS, compressors, fits, layer_lists, one_bucket, servers_of, topologies
 from simulation import Simulation, plan_for
+from tiers import examples
 
 from gradcomp import Identity, LayerSpec, Quantize, Signum
-from gradcomp.core.scheme import NAMES, Scheme, parse
+from gradcomp.core.scheme import Scheme, names, parse
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.reduce import Reduction, make
 from gradcomp.reduce.base import Call
-from gradcomp.reduce.costs import Cost, Load, Network, cheapest, cost, load_of, predict
-from gradcomp.reduce.header import Ballot, ByteHeader, Stamp
+from gradcomp.reduce.costs import cheapest, cost, load_of, predict
+from gradcomp.reduce.header import BucketFlags, ByteHeader, HeaderId
+from gradcomp.reduce.model import Cost, Load, Network
 from gradcomp.transport.base import AllGather, AllToAll, Exchange
 from gradcomp.transport.inprocess import World
 
@@ -38,7 +40,7 @@ def flat(world: int) -> Topology:
 
 
 @every_reduction
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(layer_lists, compressors | st.just(Identity()), st.integers(1, 9), st.data())
 def test_what_is_built_says_what_the_formulas_say(reduction: str, layers, compressor, world: int, data):
     if not fits(reduction, world):
@@ -185,7 +187,7 @@ def test_the_page_has_every_reduction():
     page = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
     table = page.split("|---|", 1)[1].split("\n\n", 1)[0]
     rows = [line.split("`")[1].partition(":")[0] for line in table.splitlines() if line.startswith("| `")]
-    assert tuple(rows) == NAMES
+    assert tuple(rows) == names()
 
 
 # --- time ---------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def test_coding_one_after_the_other_is_that_of_the_page(
     assert (one.encoded, one.decoded) == pytest.approx((encoded, decoded))
 
 
-def test_the_thesis_order_of_reductions():
+def test_the_order_of_reductions_in_markov_2024():
     """Table 3.4, for 8 ranks: SRA before ring before tree."""
     seconds = [predict(Scheme(name), Load(D, DENSE), flat(8), NETWORK) for name in ("sra", "ring", "tree")]
     assert seconds == sorted(seconds)
@@ -254,7 +256,7 @@ def test_auto_leaves_out_what_a_codec_does_not_allow():
     assert cheapest(parts_of(1 << 20, Signum(512)), 1, topology, local).name == "sra"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_every_reduction_has_a_price(name: str):
     assert predict(Scheme(name), Load(D, DENSE, 30), flat(6), NETWORK) > 0
 
@@ -267,13 +269,13 @@ LARGE = [LayerSpec("w", (1 << 16,)), LayerSpec("b", (33,))]
 class Nothing:
     """Memory of a step in which no rank has a gradient and nobody waits for a mean."""
 
-    def sources(self, table, layers, group) -> None:
+    def sources(self, *_) -> None:
         pass
 
     def owned(self, table, rows) -> None:
         pass
 
-    def outputs(self, table, layers) -> None:
+    def outputs(self, *_) -> None:
         pass
 
     def span(self, name: str):
@@ -289,9 +291,9 @@ class _Span:
 
 
 def started(reduction: Reduction, rank: int, world: int):
-    call = Call(Stamp(1, 2, 0), Draw(0, 0, rank), np.ones(len(LARGE) + 1, np.uint8), 1, world, 1.0, 1.0)
-    ballot = Ballot(len(LARGE))
-    return reduction.run(call, Nothing(), ballot), ballot
+    call = Call(HeaderId(1, 2, 0), Draw(0, 0, rank), np.ones(len(LARGE) + 1, np.uint8), 1, world, 1.0, 1.0)
+    bucket_flags = BucketFlags(len(LARGE))
+    return reduction.run(call, Nothing(), bucket_flags), bucket_flags
 
 
 def messages(operation, rank: int) -> list[tuple[int, np.ndarray]]:
@@ -321,7 +323,7 @@ def places(operation, rank: int) -> dict[int, np.ndarray]:
     return {r: buffer[end - n : end] for r, (end, n) in enumerate(zip(ends, counts, strict=True))}
 
 
-def deliver(reductions: list[Reduction]) -> tuple[list[int], list[int], list[Ballot]]:
+def deliver(reductions: list[Reduction]) -> tuple[list[int], list[int], list[BucketFlags]]:
     """Run all ranks to the end: messages and bytes of each, counted one by one, and what they know."""
     world = len(reductions)
     running = [started(reduction, rank, world) for rank, reduction in enumerate(reductions)]
@@ -337,7 +339,7 @@ def deliver(reductions: list[Reduction]) -> tuple[list[int], list[int], list[Bal
     for program, _ in running:
         with pytest.raises(StopIteration):
             next(program)
-    return count, nbytes, [ballot for _, ballot in running]
+    return count, nbytes, [bucket_flags for _, bucket_flags in running]
 
 
 def messages_of(reduction: str, world: int, hosts: int) -> list[int]:
@@ -371,11 +373,11 @@ def test_large_worlds_exchange_what_the_formulas_say(reduction: str, world: int)
     parts = one_bucket(LARGE, plan_for(LARGE, Quantize(2, 32)))
     formula = cost(parse(reduction), load_of(parse(reduction), parts, len(LARGE)), topology)
     reductions = [make(reduction, parts, len(LARGE), rank, topology) for rank in range(world)]
-    count, nbytes, ballots = deliver(reductions)
+    count, nbytes, bucket_flags = deliver(reductions)
     assert count == messages_of(reduction, world, hosts)
     assert nbytes == [r.bytes_sent for r in reductions] == bytes_by_rank(formula, world)
-    assert {ballot.ready for ballot in ballots} == {world}
-    assert all(ballot.present.all() for ballot in ballots)
+    assert {bucket_flags.ready for bucket_flags in bucket_flags} == {world}
+    assert all(bucket_flags.present.all() for bucket_flags in bucket_flags)
 
 
 @pytest.mark.parametrize(("reduction", "step"), [("sra", 64), ("ring", 256), ("all_to_all", 256)])

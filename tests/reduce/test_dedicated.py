@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from configurations import ROWS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import Model, compressors, layer_lists, one_bucket, topologies, with_residuals
 from simulation import SPARSE, Simulation, plan_for, random_gradients, same_bytes, true_mean
+from tiers import examples
 
 from gradcomp import (
     Cast,
@@ -27,12 +28,13 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
-from gradcomp.control.menu import sent_bytes
+from gradcomp.control.candidates import sent_bytes
 from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
 from gradcomp.reduce import make
-from gradcomp.reduce.costs import Load, cost, load_of
+from gradcomp.reduce.costs import cost, load_of
 from gradcomp.reduce.header import ByteHeader, padded
+from gradcomp.reduce.model import Load
 
 LAYERS = [
     LayerSpec("empty", (0,)),
@@ -89,7 +91,7 @@ def equal(some, others) -> bool:
 # --- the mean -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     layers=layer_lists,
     compressor=compressors | with_residuals | st.just(Identity()),
@@ -113,7 +115,7 @@ def test_the_mean_is_that_of_the_scheme_among_those_who_train(
     for _ in range(3):
         gradients = ranks.gradients()
         assert equal(ranks.step(gradients).all_means(), model.step(gradients))
-    if compressor.keeps_residual:
+    if compressor.traits.keeps_residual:
         for rank, pipeline in enumerate(ranks.pipelines):
             for i in range(len(layers)):
                 first = pipeline.residuals.first.value(i)
@@ -220,7 +222,7 @@ def test_what_servers_held_goes_to_a_trainer_where_no_server_owns_it_any_more(
 def test_the_first_trainers_order_becomes_that_of_the_buckets(world: int, servers: int, compressor):
     ranks = Served(LAYERS, compressor, world, servers, slice_elements=50)
     ranks.step(order=[2, 4, 0, 1, 3])
-    assert [p.order for p in ranks.pipelines] == [ranks.pipelines[servers].inbox.arrivals] * world
+    assert [p.order for p in ranks.pipelines] == [ranks.pipelines[servers].registry.arrivals] * world
 
 
 @every_size
@@ -442,7 +444,7 @@ def test_the_vote_of_a_server_is_refused():
 
 
 @pytest.mark.parametrize("compressor", [Quantize(4, 50, feedback=True), TopK(0.1), PowerSGD(2)], ids=str)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data())
 def test_random_bytes_are_a_typed_error_or_leave_the_others_alive(compressor, data):
     count = len(damaged(-1, lambda message: message, compressor)[1])

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from gradcomp import PlanMismatchError, WireFormatError
 from gradcomp.reduce.header import (
@@ -17,15 +18,15 @@ from gradcomp.reduce.header import (
     NONFINITE,
     PRESENT,
     SPARSE,
-    Ballot,
+    BucketFlags,
     ByteHeader,
     CountHeader,
-    Stamp,
+    HeaderId,
     check_covers,
 )
 
-STAMP = Stamp(check=0xDEADBEEF, step=41, bucket=3)
-CHECKED = replace(STAMP, checksums=True)
+HEADER_ID = HeaderId(check=0xDEADBEEF, step=41, bucket=3)
+CHECKED = replace(HEADER_ID, checksums=True)
 LAYERS = 5
 STATES = np.array(
     [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED], dtype=np.uint8
@@ -33,9 +34,11 @@ STATES = np.array(
 CHUNK = 1
 
 
-def header(stamp: Stamp = STAMP, ready: int = 1, round_number: int = 0, layers: int = LAYERS) -> ByteHeader:
+def header(
+    header_id: HeaderId = HEADER_ID, ready: int = 1, round_number: int = 0, layers: int = LAYERS
+) -> ByteHeader:
     made = ByteHeader(layers, np.array([10, 20, 30], dtype=np.int64))
-    made.stamp(stamp, round_number, ready)
+    made.identify(header_id, round_number, ready)
     return made
 
 
@@ -95,7 +98,7 @@ class TestByteHeader:
             header().read(buffer, CHUNK, sender=2)
 
     def test_steps_are_compared_modulo_two_to_the_32(self):
-        header(Stamp(1, 2**32 + 5, 0)).read(message(stamp=Stamp(1, 2**32 + 5, 0)), CHUNK, sender=0)
+        header(HeaderId(1, 2**32 + 5, 0)).read(message(header_id=HeaderId(1, 2**32 + 5, 0)), CHUNK, sender=0)
 
     @given(st.binary(max_size=40))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
@@ -104,7 +107,9 @@ class TestByteHeader:
 
     @given(st.integers(0, 79), st.integers(1, 255), st.integers(0, 9))
     def test_a_checksum_finds_a_changed_byte(self, at: int, change: int, extra: int):
-        buffer = np.append(message(stamp=CHECKED), np.zeros(extra, np.uint8))  # what is behind does not count
+        buffer = np.append(
+            message(header_id=CHECKED), np.zeros(extra, np.uint8)
+        )  # what is behind does not count
         header(CHECKED).read(buffer, CHUNK, sender=2)
         buffer[at] ^= change
         with pytest.raises((WireFormatError, PlanMismatchError)):
@@ -122,13 +127,13 @@ class TestByteHeader:
         assert (states < 8).all()
 
 
-def summed(stamps: list[Stamp], readies: list[int], states: list[np.ndarray]) -> np.ndarray:
+def summed(header_ids: list[HeaderId], readies: list[int], states: list[np.ndarray]) -> np.ndarray:
     """What an allreduce makes of the ranks' counts."""
     counts = CountHeader(len(states[0]) - 1)
     total = np.zeros(counts.length, np.float32)
-    for stamp, ready, mine in zip(stamps, readies, states, strict=True):
+    for header_id, ready, mine in zip(header_ids, readies, states, strict=True):
         one = np.full(counts.length, np.nan, np.float32)
-        counts.write(one, stamp, ready, mine)
+        counts.write(one, header_id, ready, mine)
         total += one
     return total
 
@@ -143,73 +148,75 @@ votes = st.lists(
 class TestCountHeader:
     @given(votes, st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.integers(0, 2**16 - 1))
     def test_votes_add_up(self, ranks, check: int, step: int, bucket: int):
-        stamp = Stamp(check, step, bucket)
+        header_id = HeaderId(check, step, bucket)
         states = [np.array(mine, np.uint8) for _, mine in ranks]
-        total = summed([stamp] * len(ranks), [ready for ready, _ in ranks], states)
-        ballot = Ballot(LAYERS)
-        CountHeader(LAYERS).read(total, stamp, len(ranks), ballot)
-        assert ballot.ready == sum(ready for ready, _ in ranks)
-        assert ballot.states.tolist() == np.bitwise_or.reduce(states).tolist()
+        total = summed([header_id] * len(ranks), [ready for ready, _ in ranks], states)
+        bucket_flags = BucketFlags(LAYERS)
+        CountHeader(LAYERS).read(total, header_id, len(ranks), bucket_flags)
+        assert bucket_flags.ready == sum(ready for ready, _ in ranks)
+        assert bucket_flags.states.tolist() == np.bitwise_or.reduce(states).tolist()
 
     @given(
         st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=7)
     )
     def test_every_rank_notices_that_one_is_elsewhere(self, places):
-        stamps = [Stamp(*place) for place in places]
-        total = summed(stamps, [0] * len(stamps), [STATES] * len(stamps))
-        for stamp in stamps:
-            if len(set(stamps)) == 1:
-                CountHeader(LAYERS).read(total, stamp, len(stamps), Ballot(LAYERS))
+        header_ids = [HeaderId(*place) for place in places]
+        total = summed(header_ids, [0] * len(header_ids), [STATES] * len(header_ids))
+        for header_id in header_ids:
+            if len(set(header_ids)) == 1:
+                CountHeader(LAYERS).read(total, header_id, len(header_ids), BucketFlags(LAYERS))
             else:
-                with pytest.raises(PlanMismatchError, match=f"step {stamp.step}, bucket {stamp.bucket}"):
-                    CountHeader(LAYERS).read(total, stamp, len(stamps), Ballot(LAYERS))
+                with pytest.raises(
+                    PlanMismatchError, match=f"step {header_id.step}, bucket {header_id.bucket}"
+                ):
+                    CountHeader(LAYERS).read(total, header_id, len(header_ids), BucketFlags(LAYERS))
 
     @pytest.mark.parametrize("below", [1.0, 2.0])
     def test_differences_that_cancel_in_the_sum_are_noticed(self, below: float):
-        total = summed([STAMP] * 3, [0] * 3, [STATES] * 3)
+        total = summed([HEADER_ID] * 3, [0] * 3, [STATES] * 3)
         # One rank's nibble is lower and another's higher by as much: the sum stays, the squares give it away.
         nibble = total[0] / 3
         total[8] += (nibble - below) ** 2 + (nibble + below) ** 2 - 2 * nibble**2
         with pytest.raises(PlanMismatchError):
-            CountHeader(LAYERS).read(total, STAMP, 3, Ballot(LAYERS))
+            CountHeader(LAYERS).read(total, HEADER_ID, 3, BucketFlags(LAYERS))
 
     def test_the_largest_world_is_counted_exactly(self):
         world = 65_536
         one = np.zeros(CountHeader(LAYERS).length, np.float32)
-        CountHeader(LAYERS).write(one, STAMP, 1, STATES)
-        ballot = Ballot(LAYERS)
-        CountHeader(LAYERS).read(one * np.float32(world), STAMP, world, ballot)
-        assert ballot.ready == world
-        assert ballot.states.tolist() == STATES.tolist()
+        CountHeader(LAYERS).write(one, HEADER_ID, 1, STATES)
+        bucket_flags = BucketFlags(LAYERS)
+        CountHeader(LAYERS).read(one * np.float32(world), HEADER_ID, world, bucket_flags)
+        assert bucket_flags.ready == world
+        assert bucket_flags.states.tolist() == STATES.tolist()
 
     @pytest.mark.parametrize("at", [16, 17, -1])
     @pytest.mark.parametrize("value", [-1.0, 4.0, 0.5, np.nan, np.inf])
     def test_an_impossible_count_is_refused(self, at: int, value: float):
-        total = summed([STAMP] * 3, [0] * 3, [STATES] * 3)
+        total = summed([HEADER_ID] * 3, [0] * 3, [STATES] * 3)
         total[at] = value
         with pytest.raises(WireFormatError, match="counts"):
-            CountHeader(LAYERS).read(total, STAMP, 3, Ballot(LAYERS))
+            CountHeader(LAYERS).read(total, HEADER_ID, 3, BucketFlags(LAYERS))
 
-    @settings(max_examples=50)
+    @examples(50)
     @given(st.binary(min_size=4 * 35, max_size=4 * 35))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
         with pytest.raises((WireFormatError, PlanMismatchError)):
-            CountHeader(LAYERS).read(np.frombuffer(data, np.float32), STAMP, 3, Ballot(LAYERS))
+            CountHeader(LAYERS).read(np.frombuffer(data, np.float32), HEADER_ID, 3, BucketFlags(LAYERS))
 
 
-def test_a_ballot_tells_dense_from_sparse():
-    ballot = Ballot(LAYERS)
-    ballot.states |= STATES
-    assert ballot.present.tolist() == [False, True, True, False, True]
-    assert ballot.nonfinite.tolist() == [False, False, True, False, True]
-    assert ballot.outcomes == APPLIED
+def test_flags_tell_dense_from_sparse():
+    bucket_flags = BucketFlags(LAYERS)
+    bucket_flags.states |= STATES
+    assert bucket_flags.present.tolist() == [False, True, True, False, True]
+    assert bucket_flags.nonfinite.tolist() == [False, False, True, False, True]
+    assert bucket_flags.outcomes == APPLIED
 
 
-def test_a_ballot_holds_the_outcomes_of_all_ranks():
-    ballot = Ballot(LAYERS)
+def test_flags_hold_the_outcomes_of_all_ranks():
+    bucket_flags = BucketFlags(LAYERS)
     for outcome in (APPLIED, DISCARDED):
-        ballot.states |= np.array([0] * LAYERS + [outcome], np.uint8)
-    assert ballot.outcomes == APPLIED | DISCARDED
+        bucket_flags.states |= np.array([0] * LAYERS + [outcome], np.uint8)
+    assert bucket_flags.outcomes == APPLIED | DISCARDED
 
 
 def test_a_result_without_what_this_rank_sent_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import (
     PARTIAL,
@@ -17,10 +17,11 @@ from reduce.schemes import (
     with_residuals,
 )
 from simulation import SPARSE, Simulation, plan_for, same_bytes, true_mean
+from tiers import examples
 
 from gradcomp import Cast, ConfigError, Identity, LayerSpec, OneBit, Quantize, Signum
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.costs import Network
+from gradcomp.reduce.model import Network
 
 WORLDS = (2, 3, 4, 5, 7)
 
@@ -49,7 +50,7 @@ def simulate(reduction: str, compressor, world: int, **options) -> Simulation:
 
 
 @every_reduction
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     layers=layer_lists,
     compressor=compressors | with_residuals | st.just(Identity()),
@@ -80,7 +81,7 @@ def test_the_mean_and_the_residuals_are_those_of_the_scheme(
         gradients = ranks.gradients()
         want, means = model.step(gradients), ranks.step(gradients).all_means()
         assert all(same_bytes(a, b) for a, b in zip(means, want, strict=True))
-    if compressor.keeps_residual:
+    if compressor.traits.keeps_residual:
         for rank, pipeline in enumerate(ranks.pipelines):
             for i in range(len(layers)):
                 assert same_bytes(pipeline.residuals.first.value(i), model.first[rank][i])
@@ -90,7 +91,7 @@ def test_the_mean_and_the_residuals_are_those_of_the_scheme(
 
 
 @every_reduction
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(compressors | with_residuals, st.sampled_from(WORLDS), st.integers(0, 1000), st.integers(20, 400))
 def test_timing_changes_no_byte_and_all_ranks_agree(
     reduction: str, compressor, world: int, seed: int, cap: int
@@ -105,7 +106,7 @@ def test_timing_changes_no_byte_and_all_ranks_agree(
 
 
 @pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r not in ("ring", "hierarchical")])
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(compressors | with_residuals, st.sampled_from(WORLDS), st.sampled_from([20, 50, 100]))
 def test_slices_change_no_byte_where_neither_chunk_nor_bucket_decides(
     reduction: str, compressor, world: int, cap: int

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import compressors, layer_lists, one_bucket, quantizers
 from simulation import DTYPES, Simulation, plan_for, same_bytes
+from tiers import examples
 
 from gradcomp import (
     Cast,
@@ -35,7 +36,7 @@ def owners(layers, compressor, world: int) -> list[ScatterReduceAllgather]:
 # --- cutting ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(layer_lists, quantizers, st.integers(1, 7))
 def test_only_groups_with_feedback_have_second_residuals(layers, compressor, world: int):
     without = owners(layers, compressor, world)
@@ -73,7 +74,7 @@ def plan_table(compressor, layer: LayerSpec) -> np.ndarray:
     return layout.buckets[0].groups[0].table.copy()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(layer_lists, compressors, st.integers(1, 7), st.sampled_from([40, 200, 10**6]), st.booleans())
 def test_the_mean_is_the_codecs(layers, compressor, world: int, cap: int, overlap: bool):
     ranks = Simulation(layers, compressor, world, slice_elements=cap, overlap=overlap, reorder=False)
@@ -210,7 +211,7 @@ def test_a_vote_that_reached_one_owner_only_reaches_all(layer: int):
     assert all(np.isnan(rank.outputs[layer]).all() for rank in ranks.ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.data(), st.sampled_from([Quantize(4, 50), Quantize(2, 50, "linf"), Cast("float16"), Cast("float32")])
 )
@@ -229,7 +230,7 @@ def test_random_bytes_are_a_typed_error_or_one_mean_for_all(data, compressor):
             assert bad or np.isfinite(means[0][layer]).all()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(0, HEADER + 60), st.binary(min_size=1, max_size=40))
 def test_random_bytes_in_the_mean_do_not_crash(at: int, noise: bytes):
     ranks, errors = run(overwritten(at, noise), 1)

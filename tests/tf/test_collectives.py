@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import preloaded
 import pytest
 from launching import run_command, run_ranks
 from transport_engines import mpich, no_mpi
@@ -27,7 +28,7 @@ import gradcomp.tf as gc
 from gradcomp.tf.objects import decode, encode
 
 CASES = [
-    (f"{name} {mode}", world)
+    pytest.param(f"{name} {mode}", world, marks=[pytest.mark.full] if world == 3 else [])
     for world in (2, 3)
     for name, (_, modes) in CHECKS.items()
     for mode in (modes if world == 2 else modes[-1:])
@@ -42,7 +43,9 @@ def outcomes(world: int) -> list[dict[str, str]]:
             launcher = [mpich(), "-n", "2", sys.executable, "-c", PROGRAM, directory, "0"]
             ended = [run_command(launcher, timeout=110)]
         else:
-            ended = run_ranks(PROGRAM, world, timeout=110, arguments=(directory, "1"))
+            ended = run_ranks(
+                PROGRAM, world, timeout=110, arguments=(directory, "1"), imported=preloaded.TENSORFLOW
+            )
         for one in ended:
             assert one.returncode == 0, one.stdout + one.stderr
         return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(world)]

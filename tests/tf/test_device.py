@@ -187,9 +187,9 @@ def test_gradients_are_read_and_means_written_where_they_lie(mode: str) -> None:
         exchanger, seen = inside(exchange), {}
         submit = exchanger.submit
 
-        def watched(layer: int, gradient: int, output: int, keep: Any) -> None:
+        def watched(layer: int, gradient: int, output: int, *rest: Any, **named: Any) -> None:
             seen[layer] = gradient, output
-            submit(layer, gradient, output, keep)
+            submit(layer, gradient, output, *rest, **named)
 
         exchanger.submit = watched
         function = MODES[mode](lambda *given: exchange.exchange(given))
@@ -222,9 +222,9 @@ def test_gradients_that_were_computed_elsewhere_are_brought() -> None:
         exchanger, seen = inside(exchange), []
         submit = exchanger.submit
 
-        def watched(*arguments: Any) -> None:
+        def watched(*arguments: Any, **named: Any) -> None:
             seen.append(arguments[3].backing_device[-5:])
-            submit(*arguments)
+            submit(*arguments, **named)
 
         exchanger.submit = watched
         means = exchange.exchange(draw(0, where="CPU:0"))
@@ -382,7 +382,7 @@ def test_every_mean_has_memory_of_its_own() -> None:
     dtypes = [tf.float32, tf.bfloat16, tf.float32, tf.float16]
     place = Place(tf.zeros(()).backing_device, HOST)
     memory = DeviceMemory(place, shapes, dtypes)
-    rooms = [memory.room(layer) for layer in range(4) for _ in range(3)]
+    rooms = [memory.allocate(layer) for layer in range(4) for _ in range(3)]
     filled = [room for room in rooms if room.shape.num_elements()]
     assert len({memory.address(room) for room in filled}) == 9
     assert [(room.dtype, tuple(room.shape)) for room in rooms[::3]] == list(zip(dtypes, shapes, strict=True))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 from batch import on_ranks
 from launching import run_ranks
@@ -144,13 +145,13 @@ def test_a_value_that_is_not_finite_reaches_all_ranks_and_no_residual() -> None:
     shapes = [(64, 64)]
     exchange = Exchange(variables(shapes), Quantize(bits=4, rounding="nearest"))
     exchange.exchange(tensors(draw(runtime.rank(), 0, shapes)))
-    before = exchange.keeper.snapshot().first["layer0"].copy()
+    before = exchange.checkpoint_manager.snapshot().first["layer0"].copy()
     bad = draw(runtime.rank(), 1, shapes)
     if runtime.rank() == 1:
         bad[0][3, 3] = np.nan
     (mean,) = exchange.exchange(tensors(bad))
     assert np.isnan(mean).all()
-    np.testing.assert_array_equal(exchange.keeper.snapshot().first["layer0"], before)
+    np.testing.assert_array_equal(exchange.checkpoint_manager.snapshot().first["layer0"], before)
     (mean,) = exchange.exchange(tensors(draw(runtime.rank(), 2, shapes)))
     assert np.isfinite(mean).all()
 
@@ -644,8 +645,9 @@ def test_fifty_steps_over_mpi_alone() -> None:
     assert finished.stdout.count("over mpi is done") == 2, finished.stdout
 
 
+@pytest.mark.alone
 def test_a_rank_that_dies_is_an_error_on_the_others_within_seconds() -> None:
-    (survivor, dead) = run_ranks(A_RANK_DIES, 2, env=THREADS, timeout=60)
+    (survivor, dead) = run_ranks(A_RANK_DIES, 2, env=THREADS, timeout=60, imported=preloaded.TENSORFLOW)
     assert dead.returncode == 3
     assert survivor.returncode == 0, survivor.stderr
     assert "a rank has died" in survivor.stdout, survivor.stderr

@@ -141,7 +141,7 @@ def test_a_loaded_model_trains_on() -> None:
     from gradcomp.core.errors import ConfigError
     from gradcomp.job import runtime
     from gradcomp.job.checkpoint import save
-    from gradcomp.job.keeper import keeper_of
+    from gradcomp.job.checkpoint_manager import checkpoint_manager_of
     from gradcomp.tf.objects import broadcast_object
     from gradcomp.tf.optimizer import Distributed
     from gradcomp.tf.saving import load_model
@@ -154,11 +154,11 @@ def test_a_loaded_model_trains_on() -> None:
         bare.save(directory / "bare.keras")
     save(directory / "compression", optimizer)
     without = load_model(directory / "model.keras", compression())
-    keeper = keeper_of(without.optimizer)
-    assert keeper.awaited is True  # the first step says that there is more
+    checkpoint_manager = checkpoint_manager_of(without.optimizer)
+    assert checkpoint_manager.awaited is True  # the first step says that there is more
     again = load_model(directory / "model.keras", compression(), compression_state=directory / "compression")
     assert isinstance(again.optimizer, Distributed)
-    assert keeper_of(again.optimizer).awaited is False
+    assert checkpoint_manager_of(again.optimizer).awaited is False
     x, y, _, _ = data(seed=6)
     for one in (ours, again):
         fit(one, x, y)

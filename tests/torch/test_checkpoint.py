@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 from launching import Finished, run_ranks
 
@@ -146,7 +147,7 @@ if (folder / "other").exists():
 
 
 def ranks(program: str, world: int, folder: Path, **options) -> list[Finished]:
-    finished = run_ranks(program, world, arguments=(str(folder),), **options)
+    finished = run_ranks(program, world, arguments=(str(folder),), imported=preloaded.TORCH, **options)
     assert [one.returncode for one in finished] == [0] * world, finished
     return finished
 
@@ -448,7 +449,7 @@ fails(gc.TransportError, lambda: gc.save(folder, opt))
 
 def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path):
     folder = tmp_path / "checkpoint"
-    first, second = run_ranks(KILLED, 2, arguments=(str(folder),))
+    first, second = run_ranks(KILLED, 2, arguments=(str(folder),), imported=preloaded.TORCH)
     assert second.returncode == -9
     assert first.returncode == 0, first
     assert len(list(folder.iterdir())) == 2  # both saves, of which one has no manifest

@@ -9,6 +9,7 @@ import functools
 import json
 import re
 
+import preloaded
 import pytest
 import torch
 from collective_checks import CHECKS
@@ -19,7 +20,9 @@ import gradcomp.torch as gc
 
 @functools.cache
 def outcomes(world: int) -> list[dict[str, str]]:
-    results = run_ranks("from collective_checks import main\nmain()", world, timeout=110)
+    results = run_ranks(
+        "from collective_checks import main\nmain()", world, timeout=110, imported=preloaded.TORCH
+    )
     for result in results:
         assert result.returncode == 0, result.stderr
     return [json.loads(result.stdout) for result in results]
@@ -133,7 +136,7 @@ except gc.GradcompError as error:
 
 def survivors(fault: str, culprit: int, world: int = 3, timeout: float = 60) -> list[Finished]:
     program = FAULT.format(fault=fault, culprit=culprit, timeout=timeout)
-    results = run_ranks(program, world, timeout=100)
+    results = run_ranks(program, world, timeout=100, imported=preloaded.TORCH)
     return [result for rank, result in enumerate(results) if rank != culprit]
 
 
@@ -171,5 +174,5 @@ def test_mismatch_leaves_the_channel_usable() -> None:
             except gc.PlanMismatchError:
                 print(gc.allreduce(torch.ones(1), op=gc.Sum).item(), end=" ")
     """
-    results = run_ranks(program, 2)
+    results = run_ranks(program, 2, imported=preloaded.TORCH)
     assert [(r.returncode, r.stdout) for r in results] == [(0, "2.0 2.0 2.0 ")] * 2, results[0].stderr

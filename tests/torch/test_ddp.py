@@ -6,6 +6,7 @@ import random
 import time
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 import torch.distributed as dist
@@ -560,10 +561,10 @@ def test_an_error_in_the_engine_is_raised_by_backward_as_what_it_is():
 
 @on_ranks(2, "faults")
 def test_an_error_in_the_first_step_of_a_static_graph_is_raised_with_its_text():
-    def gives_up(scale):
+    def gives_up(*numbers):
         state.exchanger.abort("rank 1 had enough")
         time.sleep(2)
-        type(state.exchanger).open(state.exchanger, scale)
+        type(state.exchanger).open(state.exchanger, *numbers)
 
     model = build()
     state, hook = gc.ddp_comm_hook(model, FOUR_BITS)
@@ -581,7 +582,7 @@ def test_an_error_in_one_ranks_hook_is_raised_on_both():
     ddp, state = hooked(model)
     train(ddp, sgd(ddp), 2)
     if gc.rank() == 1:
-        state._numbers.pop(id(model.norm.weight))
+        state._steps._numbers.pop(id(model.norm.weight))
     expected, text = (
         (gc.StateError, "shape") if gc.rank() == 1 else (gc.TransportError, "rank 1: StateError: .* shape")
     )
@@ -626,7 +627,7 @@ def test_a_rank_that_dies_in_mid_step_is_an_error_on_the_other():
             print("raised:", error)
             raise
 
-    survivor, dead = run_ranks(program, 2, timeout=40)
+    survivor, dead = run_ranks(program, 2, timeout=40, imported=preloaded.TORCH)
     assert dead.returncode == 17
     assert survivor.returncode == 1, survivor
     assert "raised:" in survivor.stdout

@@ -19,8 +19,9 @@ from kernels.standin import FOLDER
 import gradcomp.torch as gc
 from gradcomp.engine.background import in_background
 from gradcomp.kernels import bodies, devices
-from gradcomp.torch import ddp, optimizer, soon, staging, start
+from gradcomp.torch import core, ddp, soon, staging, start
 from gradcomp.torch import devices as torch_devices
+from gradcomp.torch.ddp_steps import BucketSteps
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.streams import streams_of
 from gradcomp.torch.tensors import Form
@@ -58,7 +59,7 @@ def on_device() -> Iterator[_Everything]:
     driver = _Everything(FOLDER, order=2)
     device = devices.on("cuda:0", driver)
     try:
-        with replaced("device_of", lambda named: device, optimizer, ddp):
+        with replaced("device_of", lambda named: device, core, ddp):
             yield driver
     finally:
         bodies.take_away("cuda:0")
@@ -69,7 +70,7 @@ def through_host() -> Iterator[FakeStreams]:
     """Optimizers that are made inside have their gradients on a device without kernels."""
     streams = FakeStreams()
     device = staging.Staged("cuda:0", streams=streams)
-    with replaced("device_of", lambda named: device, optimizer, ddp):
+    with replaced("device_of", lambda named: device, core, ddp):
         yield streams
 
 
@@ -192,7 +193,7 @@ def test_a_hook_notices_that_a_model_has_changed(shape: Any, where: str, complai
         _where=torch.device(where),
     )
     with pytest.raises(gc.StateError, match=complaint):
-        ddp.HookState._contents(state, bucket)
+        BucketSteps._contents(state, bucket)
 
 
 def test_devices_that_cannot_be_used_are_named() -> None:
@@ -270,10 +271,10 @@ def test_means_come_back_in_the_order_of_the_current_stream() -> None:
     streams = FakeStreams()
     script, form = streams.another(), Form.of(torch.zeros(2, 3).t())
     way = staging.ThroughHost(streams)
-    room = way.room(form, None)
+    room = way.allocate(form, None)
     room.tensor.copy_(torch.arange(6.0))
     with streams.on(script):
-        mean = way.settled(room, form)
+        mean = way.finished(room, form)
     assert mean.stride() == (1, 3)
     assert mean.t().flatten().tolist() == list(range(6))
     assert streams.copies == {f"up on {script.handle}": 1}

@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launching import clean_environment, free_port, plain_variables
+from launching import clean_environment, plain_variables
+from ports import free_port
+
+pytestmark = pytest.mark.alone
 
 WORLD = 3
 TIMEOUT = 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.server
 import json
 import os
@@ -11,8 +12,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import preloaded
 import pytest
-from launching import Finished, free_port, plain_variables, run_ranks, run_torchrun
+from launching import Finished, plain_variables, run_ranks, run_torchrun
+from ports import free_port
 
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.job.addresses import listening_socket, own_address
@@ -465,22 +468,26 @@ def test_ranks_meet_by_plain_variables() -> None:
     assert said(run_ranks(join(), 2)) == one_host(2)
 
 
+#: Ranks that are forks: how an interpreter starts is tested above.
+forks = functools.partial(run_ranks, imported=preloaded.TORCH)
+
+
 def test_ranks_meet_under_horovodrun() -> None:
     with rendezvous_server() as (port, content):
-        assert said(run_ranks(join(), 3, env=lambda rank: horovodrun(rank, 3, port))) == one_host(3)
+        assert said(forks(join(), 3, env=lambda rank: horovodrun(rank, 3, port))) == one_host(3)
     assert [path.split("/")[1] for path in content] == ["gradcomp"]
 
 
 def test_ranks_meet_under_mpirun_on_one_host_without_mpi(tmp_path) -> None:
     environ = {"TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "prterun-host-1"}
-    results = run_ranks(join(), 3, env=lambda rank: {**open_mpi(rank, 3), **environ})
+    results = forks(join(), 3, env=lambda rank: {**open_mpi(rank, 3), **environ})
     assert said(results) == one_host(3)
     assert [path for path in tmp_path.iterdir() if path.name.startswith(f"gradcomp-{os.geteuid()}-")] == []
 
 
 def test_ranks_meet_at_master_address_and_learn_their_hosts() -> None:
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    results = run_ranks(join(), 2, env=lambda rank: {**open_mpi(rank, 2, local=False), **environ})
+    results = forks(join(), 2, env=lambda rank: {**open_mpi(rank, 2, local=False), **environ})
     assert said(results) == one_host(2)
 
 
@@ -493,17 +500,17 @@ def test_ranks_meet_again_after_shutdown() -> None:
             gc.shutdown()
     """
     expected = " ".join(str(1.0 + 2 * cycle) for cycle in range(10))
-    results = run_ranks(program, 2, env=lambda rank: open_mpi(rank, 2))
+    results = forks(program, 2, env=lambda rank: open_mpi(rank, 2))
     assert [(r.returncode, r.stdout.strip()) for r in results] == [(0, expected)] * 2, results[0].stderr
 
 
 def test_plain_python_is_one_rank() -> None:
-    assert said(run_ranks(join(), 1, env=lambda rank: {})) == [[0, 1, 0, 1, 1.0]]
+    assert said(forks(join(), 1, env=lambda rank: {})) == [[0, 1, 0, 1, 1.0]]
 
 
 def alone(environ: dict[str, str], timeout: float = 3) -> list[str]:
     """What one rank of several says when the others are not there."""
-    (answer,) = said(run_ranks(join(timeout), 1, env=lambda rank: environ))
+    (answer,) = said(forks(join(timeout), 1, env=lambda rank: environ))
     return answer
 
 
@@ -535,7 +542,7 @@ def test_port_in_use_is_a_transport_error() -> None:
 def test_ranks_with_different_secrets_are_refused(secrets: tuple[str, str]) -> None:
     port = str(free_port())
     ranks = lambda rank: {**plain_variables(rank, 2, port), "GRADCOMP_SECRET": secrets[rank]}  # noqa: E731
-    for kind, message in said(run_ranks(join(), 2, env=ranks)):
+    for kind, message in said(forks(join(), 2, env=ranks)):
         assert kind == "ConfigError"
         assert "GRADCOMP_SECRET" in message
         assert "rank 1" in message
@@ -548,7 +555,7 @@ def test_short_secret_is_refused() -> None:
 
 def test_two_processes_of_one_rank_are_refused() -> None:
     port = str(free_port())
-    answers = said(run_ranks(join(8), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
+    answers = said(forks(join(8), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
     assert {kind for kind, _ in answers} == {"TransportError"}
     assert sum("another process says that it is rank 1" in message for _, message in answers) == 1
 
@@ -556,7 +563,7 @@ def test_two_processes_of_one_rank_are_refused() -> None:
 def test_horovodruns_server_is_believed_with_the_secret_only(caplog: pytest.LogCaptureFixture) -> None:
     environ = {"GRADCOMP_SECRET": "a secret of this job"}
     with rendezvous_server() as (port, content):
-        results = run_ranks(join(), 2, env=lambda rank: {**horovodrun(rank, 2, port), **environ})
+        results = forks(join(), 2, env=lambda rank: {**horovodrun(rank, 2, port), **environ})
         assert said(results) == one_host(2)
         signed = content["/gradcomp/store"]
         content["/gradcomp/store"] = signed[: signed.rindex(b":")] + b":4711"

@@ -6,6 +6,7 @@ import inspect
 import tempfile
 import textwrap
 
+import preloaded
 import pytest
 import torch
 import torch.distributed as dist
@@ -216,7 +217,7 @@ def test_ranks_that_name_other_sets_are_refused():
         sets = [[[0, 1], [1]], [[1, 0]]][int(os.environ["RANK"])]
         gc.init(process_sets=sets, timeout_seconds=20)
 
-    for end in run_ranks(program, 2):
+    for end in run_ranks(program, 2, imported=preloaded.TORCH):
         assert end.returncode != 0
         assert "rank 0 has process_sets=[(0, 1), (1,)], rank 1 has [(0, 1)]" in end.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import preloaded
 import pytest
 from launching import Finished, run_ranks
 
@@ -244,13 +245,15 @@ assert (folder / "kept" / "model.pt").exists()
 def folder(tmp_path_factory) -> Path:
     """What a job of two ranks that was killed has left."""
     made: Path = tmp_path_factory.mktemp("killed")
-    killed = run_ranks(KILLED, 2, arguments=(str(made),))
+    killed = run_ranks(KILLED, 2, arguments=(str(made),), imported=preloaded.TORCH)
     assert [one.returncode for one in killed] == [-9, -9], killed
     return made
 
 
 def ranks(program: str, world: int, folder: Path, **options) -> list[Finished]:
-    finished = run_ranks(COMMON + program, world, arguments=(str(folder),), **options)
+    finished = run_ranks(
+        COMMON + program, world, arguments=(str(folder),), imported=preloaded.TORCH, **options
+    )
     assert [one.returncode for one in finished] == [0] * world, finished
     return finished
 

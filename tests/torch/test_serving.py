@@ -6,6 +6,7 @@ import json
 import signal
 import tempfile
 
+import preloaded
 import pytest
 import torch
 from batch import on_ranks
@@ -287,14 +288,14 @@ import json, os, signal, sys, time
 import torch
 import gradcomp.torch as gc
 
-scenario = "".join(sys.argv[1:])
+scenario, transport = sys.argv[1:] or ("", os.environ["OVER"])
 rank = int(os.environ["RANK"])
 
 def say(**what):
     print(json.dumps(dict(what, at=time.time())) + "\\n", end="", flush=True)  # one write: mpiexec mixes them
 
 gc.init(reduction="parameter_server:dedicated=true", timeout_seconds=20, slice_elements=64, log_level="info",
-        transport=os.environ.get("OVER", "torch"))
+        transport=transport)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
 opt = gc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
@@ -326,11 +327,12 @@ except gc.TransportError as error:
 
 
 def run(scenario: str, transport: str = "torch") -> tuple[list[Finished], list[dict[str, dict]]]:
-    ended = run_ranks(PROGRAM, 3, env={"OVER": transport}, arguments=(scenario,), timeout=50)
+    ended = run_ranks(PROGRAM, 3, arguments=(scenario, transport), timeout=50, imported=preloaded.TORCH)
     said = [{one["event"]: one for one in map(json.loads, end.stdout.splitlines())} for end in ended]
     return ended, said
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["torch", "shm"])
 def test_the_end_of_the_trainers_program_ends_a_servers(transport: str):
     """Nobody calls done(), or shutdown()."""
@@ -354,6 +356,7 @@ def test_under_mpi_servers_hear_of_the_end_before_mpi_ends():
     assert sums == [sums[0]] * 3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("scenario", "victims"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 from batch import on_ranks
@@ -157,7 +158,7 @@ except gc.GradcompError as error:
 
 
 def test_a_rank_that_does_not_call_ends_in_typed_errors_on_all():
-    ends = run_ranks(PROGRAM, 3, timeout=90)
+    ends = run_ranks(PROGRAM, 3, timeout=90, imported=preloaded.TORCH)
     first, second, third = (end.stdout or end.stderr for end in ends)
     for text in (first, third):
         assert text.startswith("PlanMismatchError after 5: ")

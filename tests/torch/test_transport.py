@@ -17,6 +17,8 @@ from gradcomp.job import runtime
 from gradcomp.transport.control import StoreSilentError
 from gradcomp.transport.torch import TorchControl
 
+pytestmark = pytest.mark.alone
+
 
 @on_ranks(2)
 def test_what_one_rank_publishes_the_others_look_up():

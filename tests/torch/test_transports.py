@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import preloaded
 import pytest
 from kernels import gpu
-from launching import free_port, run_ranks
+from launching import run_ranks
+from ports import free_port
 
 
 def train() -> None:
@@ -52,7 +54,13 @@ def variables(transport: str, world: int, hosts: int = 1):
 
 
 def results(transport: str, world: int, hosts: int = 1, compression: str = "quantize:bits=4") -> list[list]:
-    ends = run_ranks(train, world, env=variables(transport, world, hosts), arguments=(compression,))
+    ends = run_ranks(
+        train,
+        world,
+        env=variables(transport, world, hosts),
+        arguments=(compression,),
+        imported=preloaded.TORCH,
+    )
     assert [end.returncode for end in ends] == [0] * world, ends[0].stderr[-2000:] + ends[-1].stderr[-2000:]
     return [json.loads(end.stdout.splitlines()[-1]) for end in ends]
 
@@ -71,7 +79,9 @@ def test_two_levels_train_as_torch_does():
 
 
 def test_shared_memory_of_several_hosts_is_refused():
-    ends = run_ranks(train, 2, env=variables("shm", 2, hosts=2), arguments=("none",))
+    ends = run_ranks(
+        train, 2, env=variables("shm", 2, hosts=2), arguments=("none",), imported=preloaded.TORCH
+    )
     for end in ends:
         assert end.returncode != 0
         assert "transport=shm serves one host, and these ranks are on 2; take shm+torch" in end.stderr
@@ -79,7 +89,7 @@ def test_shared_memory_of_several_hosts_is_refused():
 
 @pytest.mark.skipif(gpu.problem() is None, reason="there is a GPU, and NCCL may work")
 def test_nccl_without_a_gpu_is_refused_on_every_rank():
-    for end in run_ranks(train, 2, env=variables("nccl", 2), arguments=("none",)):
+    for end in run_ranks(train, 2, env=variables("nccl", 2), arguments=("none",), imported=preloaded.TORCH):
         assert end.returncode != 0
         assert "ConfigError: rank 0: the nccl transport needs" in end.stderr
 
@@ -91,6 +101,7 @@ def test_ranks_with_different_transports_are_refused():
         2,
         env=lambda rank: {**of(rank), "GRADCOMP_TRANSPORT": ["torch", "shm"][rank]},
         arguments=("none",),
+        imported=preloaded.TORCH,
     )
     for end in ends:
         assert end.returncode != 0

@@ -7,6 +7,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 
+import preloaded
 import pytest
 from launching import run_ranks
 
@@ -58,7 +59,7 @@ def counts() -> Iterator[dict[str, tuple[int, int]]]:
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
         subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
-        finished = run_ranks(PROGRAM.replace("NAMESPACE", name), 2)
+        finished = run_ranks(PROGRAM.replace("NAMESPACE", name), 2, imported=preloaded.TORCH)
         assert all(end.returncode == 0 for end in finished), finished[0].stderr + finished[1].stderr
         rows = [json.loads(line) for line in finished[0].stdout.splitlines()]
         yield {key: (sent, nbytes - HEADER_BYTES * packets) for key, sent, nbytes, packets in rows}

@@ -314,6 +314,7 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
     assert all("rank 2 has only reached step" in line for line in lines)
 
 
+@pytest.mark.alone
 def test_a_stopped_rank_does_not_keep_the_others_from_ending():
     def body():
         import os

@@ -107,6 +107,7 @@ def test_a_rank_that_goes_while_the_others_connect() -> None:
     assert communicator.released
 
 
+@pytest.mark.alone
 def test_a_rank_that_never_talks() -> None:
     world = World(2)
     communicator = Communicator(world, 0)

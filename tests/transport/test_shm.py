@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shared_memory import join_all, settle, shm_transports, sum_in_rank_order
+from tiers import examples
 
 from gradcomp import ConfigError, PlanMismatchError, TransportError
 from gradcomp.transport.shm import RINGS_BYTES, ShmTransport, ring_bytes_for
@@ -103,7 +104,7 @@ kinds = st.sampled_from(["allreduce32", "allreduce64", "alltoallv", "allgatherv"
 lengths = st.one_of(st.just(0), st.integers(1, 70), st.integers(0, 20_000))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     size=st.sampled_from([2, 3, 5]),
     operations=st.lists(st.tuples(kinds, lengths, st.integers(0, 2**32 - 1)), min_size=1, max_size=12),

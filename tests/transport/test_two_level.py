@@ -6,9 +6,10 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shared_memory import sum_in_rank_order
+from tiers import examples
 
 from gradcomp import ConfigError, TransportError
 from gradcomp.core.topology import Topology
@@ -122,7 +123,7 @@ def test_all_gather_sends_each_part_to_each_rank(hosts: tuple[int, ...]) -> None
         assert rank.bytes_between_hosts == (size - hosts.count(hosts[r])) * counts[r]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.sampled_from(SHAPES),
     st.lists(st.sampled_from(["sum", "message"]), min_size=1, max_size=8),

@@ -9,14 +9,14 @@ import pytest
 from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER
 
-from gradcomp.kernels.cuda.twins import Twin, fill, is_twin, twin
+from gradcomp.kernels.cuda.mirrors import DeviceMirror, fill, is_mirror, mirror
 
 
-def on_device(array: Twin) -> bytes:
+def on_device(array: DeviceMirror) -> bytes:
     return ctypes.string_at(array.address, array.nbytes)
 
 
-def spans(array: Twin) -> list[tuple[int, int]]:
+def spans(array: DeviceMirror) -> list[tuple[int, int]]:
     """Where the parts begin and end that the host holds, as both sides have it."""
     here = [(part.ctypes.data - array.ctypes.data, len(part)) for part, _ in array.host_parts()]
     there = [(address - array.address, len(part)) for part, address in array.host_parts()]
@@ -25,23 +25,23 @@ def spans(array: Twin) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def made() -> Twin:
-    return twin(CpuDriver(FOLDER), 120, [(0, 5), (60, 66), (114, 120)])
+def made() -> DeviceMirror:
+    return mirror(CpuDriver(FOLDER), 120, [(0, 5), (60, 66), (114, 120)])
 
 
-def test_it_begins_as_zeros_on_both_sides(made: Twin) -> None:
+def test_it_begins_as_zeros_on_both_sides(made: DeviceMirror) -> None:
     assert made.tobytes() == on_device(made) == bytes(120)
     assert made.ctypes.data != made.address
 
 
-def test_views_lie_where_they_lie_in_the_whole(made: Twin) -> None:
+def test_views_lie_where_they_lie_in_the_whole(made: DeviceMirror) -> None:
     begin = made.address
     views = [
         (made[7:], 7, 113), (made[60:90][3:5], 63, 2), (made.reshape(2, 60)[1], 60, 60),
         (made[8:24].view(np.float32), 8, 16), (list(made.reshape(3, 40))[2], 80, 40), (made.reshape(-1), 0, 120),
     ]  # fmt: skip
     for view, offset, nbytes in views:
-        assert is_twin(view)
+        assert is_mirror(view)
         assert (view.address - begin, view.nbytes) == (offset, nbytes)
         interface = view.__cuda_array_interface__
         assert interface["data"] == (view.address, False)
@@ -49,7 +49,7 @@ def test_views_lie_where_they_lie_in_the_whole(made: Twin) -> None:
         assert np.dtype(interface["typestr"]) == view.dtype
 
 
-def test_of_views_the_host_holds_their_share(made: Twin) -> None:
+def test_of_views_the_host_holds_their_share(made: DeviceMirror) -> None:
     assert spans(made) == [(0, 5), (60, 66), (114, 120)]
     assert spans(made[3:62]) == [(0, 2), (57, 59)]
     assert spans(made[5:60]) == []
@@ -59,17 +59,17 @@ def test_of_views_the_host_holds_their_share(made: Twin) -> None:
     assert spans(made.reshape(2, 60)) == spans(made)
 
 
-def test_copies_are_the_hosts(made: Twin) -> None:
+def test_copies_are_the_hosts(made: DeviceMirror) -> None:
     for copy in (made.copy(), made + 1, np.empty_like(made), made[[1, 2]]):
-        assert isinstance(copy, Twin)
-        assert not is_twin(copy)
+        assert isinstance(copy, DeviceMirror)
+        assert not is_mirror(copy)
         assert not hasattr(copy, "__cuda_array_interface__")
-        with pytest.raises(AttributeError, match="a copy of a twin"):
+        with pytest.raises(AttributeError, match="a copy of a device mirror"):
             copy.address  # noqa: B018
-    assert not is_twin(np.zeros(3))
+    assert not is_mirror(np.zeros(3))
 
 
-def test_filled_where_it_holds(made: Twin) -> None:
+def test_filled_where_it_holds(made: DeviceMirror) -> None:
     part = made[8:24].view(np.float32)
     fill(part, 2.5)
     assert on_device(part) == np.full(4, 2.5, np.float32).tobytes()
@@ -81,6 +81,6 @@ def test_filled_where_it_holds(made: Twin) -> None:
 
 
 def test_a_twin_of_nothing() -> None:
-    empty = twin(CpuDriver(FOLDER), 0, [])
-    assert is_twin(empty)
+    empty = mirror(CpuDriver(FOLDER), 0, [])
+    assert is_mirror(empty)
     assert empty.host_parts() == []

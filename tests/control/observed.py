@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcomp import Compressor, LayerSpec, Quantize
-from gradcomp.control import Periodic, Seen, Setting
+from gradcomp.control import Environment, Periodic, PeriodObservations
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 
@@ -17,10 +17,10 @@ def specs(sizes: Sequence[int]) -> list[LayerSpec]:
     return [LayerSpec(f"l{i}", (size // 8, 8) if size % 8 == 0 else (size,)) for i, size in enumerate(sizes)]
 
 
-def setting(sizes: Sequence[int], own: Compressor | None = None, world: int = 2) -> Setting:
+def environment(sizes: Sequence[int], own: Compressor | None = None, world: int = 2) -> Environment:
     """All layers under one compressor, 4 bits by default."""
     compressors = [own or Quantize(4, 64)] * len(sizes)
-    return Setting(specs(sizes), compressors, 0, Topology.one_host(world), Scheme("sra"))
+    return Environment(specs(sizes), compressors, 0, Topology.one_host(world), Scheme("sra"))
 
 
 def seen_by(
@@ -35,21 +35,21 @@ def seen_by(
     errors: np.ndarray | None = None,
     own: Compressor | None = None,
     world: int = 2,
-) -> Seen:
+) -> PeriodObservations:
     """The first decision's, unless ``memory`` and ``current`` say otherwise.
 
     Errors by default: norm / 2^level.
     """
-    menu = controller.menu(setting(sizes, own, world))
-    rows = len(menu.layers)
+    candidates = controller.candidate_levels(environment(sizes, own, world))
+    rows = len(candidates.layers)
     norm = np.array(norm, dtype=np.float64)
     if errors is None:
-        errors = np.full(menu.costs.shape, np.inf)
-        for row, choices in enumerate(menu.choices):
+        errors = np.full(candidates.costs.shape, np.inf)
+        for row, choices in enumerate(candidates.choices):
             errors[row, : len(choices)] = [norm[row] * 2.0 ** -float(c.level) for c in choices]
-    return Seen(
+    return PeriodObservations(
         100,
-        menu,
+        candidates,
         norm,
         np.zeros(rows) if mean is None else np.array(mean, dtype=np.float64),
         np.ones(rows) if deviation is None else np.array(deviation, dtype=np.float64),
@@ -57,11 +57,13 @@ def seen_by(
         np.zeros(rows),
         np.zeros(rows),
         np.zeros(rows, dtype=np.int64),
-        menu.reference.copy() if current is None else np.array(current, dtype=np.int64),
-        controller.begin_memory(menu) if memory is None else np.array(memory, dtype=np.float64),
+        candidates.reference.copy() if current is None else np.array(current, dtype=np.int64),
+        controller.begin_memory(candidates) if memory is None else np.array(memory, dtype=np.float64),
     )
 
 
-def chosen(seen: Seen, choices) -> list:
+def chosen(observed: PeriodObservations, choices) -> list:
     """The levels that a decision comes to."""
-    return [options[k].level for options, k in zip(seen.menu.choices, choices.tolist(), strict=True)]
+    return [
+        options[k].level for options, k in zip(observed.candidates.choices, choices.tolist(), strict=True)
+    ]

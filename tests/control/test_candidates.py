@@ -19,7 +19,7 @@ from gradcomp import (
     Warmup,
 )
 from gradcomp.compress import Policy
-from gradcomp.control.menu import choices_of, default_levels, layer_bytes, make_menu
+from gradcomp.control.candidates import choices_of, default_levels, layer_bytes, make_candidates
 from gradcomp.core.layers import Filter
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
@@ -125,11 +125,11 @@ def test_layers_that_are_not_up_for_choice():
     ]
     assert policy.adjustable(layers) == [Quantize(4), None, None, None, TopK(0.01)]
     assert policy.last_change == 10
-    menu = make_menu(layers, policy.adjustable(layers), None, parse("sra"), Topology.one_host(2))
-    assert menu.layers.tolist() == [0, 4]
-    assert [len(c) for c in menu.choices] == [7, 100]
-    assert np.isinf(menu.costs[0, 7:]).all()
-    assert np.isfinite(menu.costs[1]).all()
-    assert menu.reference.tolist() == [2, 9]
-    assert menu.find(0, Quantize(4).family_string(), 5) == 3
-    assert menu.find(0, Quantize(4).family_string(), 99) is None
+    candidates = make_candidates(layers, policy.adjustable(layers), None, parse("sra"), Topology.one_host(2))
+    assert candidates.layers.tolist() == [0, 4]
+    assert [len(c) for c in candidates.choices] == [7, 100]
+    assert np.isinf(candidates.costs[0, 7:]).all()
+    assert np.isfinite(candidates.costs[1]).all()
+    assert candidates.reference.tolist() == [2, 9]
+    assert candidates.find(0, Quantize(4).family_string(), 5) == 3
+    assert candidates.find(0, Quantize(4).family_string(), 99) is None

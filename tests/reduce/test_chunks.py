@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import chunk_numbers, compressors, layer_lists, one_bucket
 from simulation import plan_for
+from tiers import examples
 
 from gradcomp import Assignment, Cast, LayerSpec, Plan, Quantize
+from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.header import ByteHeader
-from gradcomp.reduce.pieces import Chunks
 
 counts = st.integers(1, 9)
 
@@ -37,7 +38,7 @@ def buckets(draw):
     return layers, one_bucket(layers, plan)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(buckets(), counts)
 def test_every_element_is_in_one_chunk_and_chunks_are_in_order(bucket, count: int):
     layers, parts = bucket
@@ -47,31 +48,31 @@ def test_every_element_is_in_one_chunk_and_chunks_are_in_order(bucket, count: in
         assert (np.diff(chunk) >= 0).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(buckets(), counts)
 def test_every_segment_keeps_its_level_and_is_known_by_its_pieces(bucket, count: int):
     layers, parts = bucket
-    for part, pieces in zip(parts, Chunks(parts, len(layers), count).place(), strict=True):
-        whole = part.group.table[pieces.segments]
+    for part, segments in zip(parts, Chunks(parts, len(layers), count).place(), strict=True):
+        whole = part.group.table[segments.cut_from]
         for column in ("bits", "bucket_size", "layer", "dtype"):
-            assert (pieces.table[column] == whole[column]).all()
-        assert (pieces.layers == part.group.layers[pieces.segments]).all()
-        assert (pieces.slots == part.slots[pieces.segments]).all()
-        assert set(pieces.segments.tolist()) == set(range(len(part.group.table)))  # empty ones, too
+            assert (segments.table[column] == whole[column]).all()
+        assert (segments.layers == part.group.layers[segments.cut_from]).all()
+        assert (segments.header_index == part.header_index[segments.cut_from]).all()
+        assert set(segments.cut_from.tolist()) == set(range(len(part.group.table)))  # empty ones, too
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(buckets(), counts)
 def test_borders_fall_on_quantisation_buckets(bucket, count: int):
     layers, parts = bucket
-    for pieces in Chunks(parts, len(layers), count).place():
-        ends = pieces.table["start"] + pieces.table["length"]
-        sizes = np.array([layers[i].size for i in pieces.layers])
-        assert (pieces.table["start"] % pieces.table["bucket_size"] == 0).all()
-        assert ((ends % pieces.table["bucket_size"] == 0) | (ends == sizes)).all()
+    for segments in Chunks(parts, len(layers), count).place():
+        ends = segments.table["start"] + segments.table["length"]
+        sizes = np.array([layers[i].size for i in segments.layers])
+        assert (segments.table["start"] % segments.table["bucket_size"] == 0).all()
+        assert ((ends % segments.table["bucket_size"] == 0) | (ends == sizes)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(buckets(), counts)
 def test_chunks_are_balanced_by_payload_bytes(bucket, count: int):
     layers, parts = bucket
@@ -87,7 +88,7 @@ def test_chunks_are_balanced_by_payload_bytes(bucket, count: int):
     assert all(abs(nbytes - total / count) <= largest + 2 for nbytes in chunks.payload_bytes)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(buckets(), counts, st.data())
 def test_payloads_fill_their_messages_without_gap(bucket, count: int, data):
     """Header, then every piece's payload, part by part, whatever order the messages lie in."""
@@ -100,10 +101,10 @@ def test_payloads_fill_their_messages_without_gap(bucket, count: int, data):
     used = np.zeros(sum(chunks.sizes), np.int64)
     for j in range(count):
         used[bases[j] : bases[j] + ByteHeader.size(len(layers))] += 1
-    for part, pieces in zip(parts, chunks.place(bases), strict=True):
-        sizes = part.codec.wire_bytes(pieces.table)
-        numbers = np.repeat(np.arange(count), np.diff(pieces.bounds))
-        for row, nbytes, j in zip(pieces.table, sizes, numbers, strict=True):
+    for part, segments in zip(parts, chunks.place(bases), strict=True):
+        sizes = part.codec.wire_bytes(segments.table)
+        numbers = np.repeat(np.arange(count), np.diff(segments.bounds))
+        for row, nbytes, j in zip(segments.table, sizes, numbers, strict=True):
             assert bases[j] <= row["payload"]
             assert row["payload"] + nbytes <= bases[j] + chunks.sizes[j]
             used[row["payload"] : row["payload"] + nbytes] += 1
@@ -114,7 +115,7 @@ def test_payloads_fill_their_messages_without_gap(bucket, count: int, data):
     assert (used == 1).all()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(buckets(), counts)
 def test_a_chunk_alone_is_its_part_of_all(bucket, count: int):
     layers, parts = bucket
@@ -125,8 +126,8 @@ def test_a_chunk_alone_is_its_part_of_all(bucket, count: int):
             assert (one.layers == everything.chunk(j).layers).all()
             one.table["length"] = 0  # a copy: what follows does not notice
     assert all(
-        (pieces.table["length"] > 0).any() == (part.group.elements > 0)
-        for part, pieces in zip(parts, chunks.place(), strict=True)
+        (segments.table["length"] > 0).any() == (part.group.elements > 0)
+        for part, segments in zip(parts, chunks.place(), strict=True)
     )
 
 

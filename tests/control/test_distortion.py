@@ -40,14 +40,15 @@ from gradcomp import (
     Warmup,
     kernels,
 )
-from gradcomp.compress import code_errors, magnitudes, spectra
-from gradcomp.compress.budget import Budget
-from gradcomp.compress.errors import errors
-from gradcomp.compress.low_rank import matrix_shape
-from gradcomp.compress.registry import BUILT_IN
-from gradcomp.compress.round_trip import round_trip
-from gradcomp.compress.sparse import elements_at
-from gradcomp.compress.wrapper import Wrapper
+from gradcomp.compress.base import Traits
+from gradcomp.compress.lowrank.base import matrix_shape
+from gradcomp.compress.registry import registered
+from gradcomp.compress.sparse.base import elements_at
+from gradcomp.compress.wrappers.base import Wrapper
+from gradcomp.control.distortion import code_errors, magnitudes, spectra
+from gradcomp.control.distortion.budget import Budget
+from gradcomp.control.distortion.errors import errors
+from gradcomp.control.distortion.round_trip import round_trip
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
@@ -87,7 +88,7 @@ def lost(layer: LayerSpec, values: np.ndarray, *choices, **settings) -> np.ndarr
 
 
 def one_of_each():
-    for kind in BUILT_IN:
+    for kind in registered().values():
         if issubclass(kind, Wrapper):
             yield kind(TopK(0.1))
         else:
@@ -97,20 +98,20 @@ def one_of_each():
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_every_compressor_has_a_finite_error(layer):
     found = errors(list(one_of_each()), layer, gradient(layer), SEED)
-    assert found.shape == (len(BUILT_IN),)
+    assert found.shape == (len(registered()),)
     assert found.dtype == np.float64
     assert np.isfinite(found).all()
     assert (found >= 0).all()
 
 
 def codes(row) -> bool:
-    return row.compressor.bare().reduces
+    return row.compressor.bare().traits.reduces
 
 
 def approximate(row) -> bool:
     """What is not measured by what one rank gets in its first step, or where that is not what is measured."""
     bare = row.compressor.bare()
-    clipped = row.compressor.clip_norm is not None or not row.steady
+    clipped = row.compressor.traits.clip_norm is not None or not row.steady
     return codes(row) or clipped or isinstance(bare, PowerSGD | DGC)
 
 
@@ -120,7 +121,7 @@ def test_an_error_is_that_of_one_rank_in_its_first_step(name, layer):
     values = gradient(layer)
     ranks = Simulation([layer], ROWS[name].compressor, world=1, config_seed=SEED)
     mean = ranks.step([[values.reshape(-1)]]).mean(0)
-    exact = ROWS[name].compressor.is_exact
+    exact = ROWS[name].compressor.traits.exact
     brute = 0.0 if exact else norm(values.reshape(-1).astype(np.float64) - mean)
     assert lost(layer, values, ROWS[name].compressor)[0] == pytest.approx(
         brute, rel=1e-4, abs=1e-6 * norm(values)
@@ -140,7 +141,7 @@ def test_the_error_of_a_code_is_that_of_coding_the_whole_layer(name, piece, monk
     payload, flags = np.empty(codec.wire_bytes(table)[0], np.uint8), np.zeros(1, np.uint8)
     codec.encode(table, payload, flags, Draw(SEED, 0, 0))
     codec.decode(table, payload, flags)
-    brute = 0.0 if compressor.is_exact else norm(values.reshape(-1).astype(np.float64) - decoded)
+    brute = 0.0 if compressor.traits.exact else norm(values.reshape(-1).astype(np.float64) - decoded)
     assert lost(MATRIX, values, ROWS[name].compressor)[0] == pytest.approx(brute, rel=1e-5)
 
 
@@ -368,8 +369,7 @@ def test_a_wrapper_loses_what_is_inside_it(wrapped, inner):
 class Masking(Everyone):
     """A compressor from elsewhere, with momentum that it masks where its gradient lies."""
 
-    momentum = 0.5
-    masks_momentum = True
+    traits = Traits(momentum=0.5, masks_momentum=True)
 
     def exchange(self, group, context):
         flags = yield from super().exchange(group, context)
@@ -414,7 +414,7 @@ def test_values_that_are_not_finite_have_no_errors(bad):
 def test_a_layer_without_elements_loses_nothing():
     layer = LayerSpec("none", (0, 5))
     found = errors(list(one_of_each()), layer, np.zeros((0, 5), np.float32), SEED)
-    assert found.tolist() == [0.0] * len(BUILT_IN)
+    assert found.tolist() == [0.0] * len(registered())
 
 
 def test_no_choices():

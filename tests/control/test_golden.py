@@ -1,0 +1,49 @@
+"""Controllers decide as when ``golden/controllers.json`` was written, and go on from checkpoints of that code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+from control.golden_runs import CASES, GOLDEN, Run, fixed_rates, whole, with_control
+
+from gradcomp.control import rates
+
+SAVED = json.loads(GOLDEN.read_text(encoding="utf-8"))
+HERE = [name for name in CASES if name != "bayes" or importlib.util.find_spec("optuna") is not None]
+
+
+@pytest.fixture(autouse=True)
+def speeds(monkeypatch):
+    monkeypatch.setattr(rates, "measure_rates", fixed_rates)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_plans_are_those_of_before(name):
+    assert whole(name)[0] == SAVED[name]["plans"]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_checkpoints_of_before_have_todays_form_and_lead_to_the_plans_of_before(name):
+    now = whole(name)[1]
+    assert now.keys() == SAVED[name]["checkpoints"].keys()
+    for kind, saved in SAVED[name]["checkpoints"].items():
+        at, states = now[kind]
+        assert at == saved["at"]
+        for state, old in zip(states, saved["ranks"], strict=True):
+            assert form(json.loads(json.dumps(state.shared.control))) == form(old["shared"])
+            assert {k: set(v) for k, v in state.control.items()} == {k: set(v) for k, v in old["own"].items()}
+        again = Run(name)
+        again.resume(with_control(states, saved["ranks"]))
+        assert getattr(again.runs[0], "phase", None) is None or again.runs[0].phase.name == kind
+        assert again.plans(at) == saved["plans"], kind
+
+
+def form(value):
+    """Keys, lengths and types; of a float or an int what it is, and no more."""
+    if isinstance(value, dict):
+        return {key: form(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [form(one) for one in value]
+    return type(value).__name__

@@ -1,0 +1,96 @@
+"""Kernel calls that are put together once: what is asked again, what is repeated, and what an error says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels import standin
+
+from gradcomp.kernels import indices, routines
+from gradcomp.kernels.routines import Routine
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    with standin.device() as (device, _):
+        yield device
+
+
+class Lists:
+    """Two lists of indices, which a routine codes; ``asked``: how often."""
+
+    def __init__(self, device: Any) -> None:
+        self.asked = 0
+        self.counts = np.array([3, 2], np.int64)
+        self.offsets, self.lengths = np.array([0, 3], np.int64), np.array([100, 50], np.int64)
+        self.codings = np.full(2, indices.RAW, np.int32)
+        self.places = np.array([0, 12], np.int64)
+        self.indices = np.array([1, 5, 9, 0, 7], np.uint32)
+        self.payload = device.array(20, np.uint8)
+        self.decoded = np.zeros(5, np.uint32)
+        self.routine = Routine()
+
+    def encode(self, key: int = 0) -> None:
+        with self.routine.collecting():
+            routines.run(
+                key, (self.indices, self.payload), lambda: self._code(indices.encode_indices, self.indices)
+            )
+
+    def decode(self) -> Any:
+        self._code(indices.decode_indices, self.decoded)
+        return self.decoded.tolist()
+
+    def _code(self, kernel: Any, lists: Any) -> None:
+        self.asked += 1
+        kernel(self.codings, self.lengths, self.counts, self.offsets, lists, self.places, self.payload)
+
+
+def test_what_arrays_hold_now_counts_though_nobody_is_asked(gpu: Any) -> None:
+    lists = Lists(gpu)
+    lists.encode()
+    lists.indices[:] = [2, 3, 4, 10, 11]
+    lists.encode()
+    assert lists.asked == 1
+    assert lists.decode() == [2, 3, 4, 10, 11]
+
+
+@pytest.mark.parametrize("change", ["key", "array"])
+def test_another_key_or_array_is_asked_for(change: str, gpu: Any) -> None:
+    lists = Lists(gpu)
+    lists.encode()
+    if change == "array":
+        lists.indices = np.array([6, 7, 8, 1, 2], np.uint32)
+    lists.encode(key=int(change == "key"))
+    assert lists.asked == 2
+    assert lists.decode() == lists.indices.tolist()
+
+
+def test_an_error_of_a_repeated_call_is_that_of_its_part(gpu: Any) -> None:
+    lists = Lists(gpu)
+    lists.encode()
+    lists.indices[2] = 100
+    with pytest.raises(ValueError, match="row 0: an index is not below the length"):
+        lists.encode()
+    assert lists.asked == 2
+    lists.indices[2] = 9
+    lists.encode()
+    assert lists.asked == 3
+    assert lists.decode() == [1, 5, 9, 0, 7]
+
+
+def test_on_the_host_kernels_are_asked_for_every_time() -> None:
+    asked: list[str] = []
+    routine = Routine()
+    for _ in range(2):
+        with routine.collecting():
+            routines.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))
+    assert asked == ["work", "after"] * 2
+
+
+def test_outside_of_a_routine_it_is_done_at_once() -> None:
+    asked: list[str] = []
+    routines.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))
+    assert asked == ["work", "after"]

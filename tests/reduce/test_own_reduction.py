@@ -1,0 +1,96 @@
+"""A reduction in one file outside of the package: named by a setting, with a price, under the compressors' contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compress import test_contract as contract
+from configurations import ROWS
+from simulation import Simulation
+
+from gradcomp import ConfigError
+from gradcomp.core import scheme as schemes
+from gradcomp.core.config import Config
+from gradcomp.core.topology import Topology
+from gradcomp.reduce import Reduction, register, registry
+from gradcomp.reduce.base import HOST_MEMORY
+from gradcomp.reduce.chunks import encode
+from gradcomp.reduce.costs import cost
+from gradcomp.reduce.header import ByteHeader
+from gradcomp.reduce.model import Cost, Load, to
+from gradcomp.reduce.whole import WholeCodes
+from gradcomp.transport import Exchange
+
+
+class Rotation(Reduction):
+    """In round t, every rank sends its whole code to the rank t + 1 further; each adds the N codes in rank order."""
+
+    def __init__(self, parts, layers, rank, world, memory=HOST_MEMORY) -> None:
+        self._rank, self._world = rank, world
+        self._whole = WholeCodes(parts, layers, world, memory.local)
+        codes = self._whole.codes
+        self._header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
+        self._encode, self._messages = codes.inputs(), codes.copies(memory, world)
+        self.rounds = world - 1
+        self.bytes_sent = (world - 1) * codes.sizes[0]
+
+    @staticmethod
+    def cost(load, topology, scheme) -> Cost:
+        world = topology.world
+        sizes = np.repeat(load.chunks(1), world)
+        flows = [to(topology, np.arange(world) + t, sizes) for t in range(1, world)]
+        return Cost(flows, 1, 1, world + 1)
+
+    def run(self, call, binding, bucket_flags):
+        me, world, own = self._rank, self._world, self._messages[self._rank]
+        states = yield from encode(self._whole.codes.parts, self._encode, own, call, binding)
+        self._header.identify(call.header_id, 0, call.ready)
+        self._header.write(own, me, states)
+        for t in range(1, world):
+            source = (me - t) % world
+            yield [Exchange([((me + t) % world, own)], [(source, self._messages[source])])]
+        for sender, message in enumerate(self._messages):
+            ready, states = self._header.read(message, sender, sender)
+            bucket_flags.ready += ready
+            bucket_flags.states |= states
+        yield from self._whole.add(list(self._messages), call, binding)
+        return (yield from self._whole.decode(self._whole.sum, call, binding, bucket_flags))
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "_names", [*schemes._names])
+    monkeypatch.setattr(registry, "_classes", {**registry._classes})
+    register("rotation")(Rotation)
+    monkeypatch.setattr(
+        contract,
+        "Simulation",
+        lambda layers, compression, world=2, **options: Simulation(
+            layers, compression, world, **{"reduction": "rotation"} | options
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", ["minmax-5-feedback", "onebit", "signum-odd"])
+def test_compressors_keep_their_contract(name: str, tmp_path):
+    row = ROWS[name]
+    contract.test_ranks_hold_the_same_bytes(row, 5)
+    contract.test_zeros_give_zeros(row)
+    contract.test_every_byte_that_is_sent_is_counted(row, 4)
+    contract.test_a_discarded_step_leaves_no_trace_in_the_state(row)
+    if row.telescopes and row.steady:
+        contract.test_error_feedback_telescopes(row, 3)
+
+
+def test_a_setting_names_it_and_it_has_a_price():
+    assert Config(reduction="rotation").reduction == "rotation"
+    topology = Topology(tuple(range(4)))
+    assert (
+        cost(schemes.parse("rotation"), Load(1000.0, 8000.0), topology).bytes_sent().tolist() == [3000.0] * 4
+    )
+
+
+@pytest.mark.parametrize("name", ["rotation", "sra", "auto"])
+def test_a_name_is_given_once(name: str):
+    with pytest.raises(ConfigError, match=f"named '{name}' already"):
+        register(name)(Rotation)
