@@ -1,4 +1,4 @@
-"""The step protocol: buckets in an agreed order, one round of each per tick, votes, commit, changes of plan.
+"""The step protocol: buckets in an agreed order, one round of each per tick, flags, commit, changes of plan.
 
 No threads and no sockets: the owner submits layers, polls until the step is done, and commits or discards it. N
 pipelines over an in-process transport run N ranks in one thread.
@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.compress.messages import Context
 from gradcomp.compress.policy import Schedule
 from gradcomp.control.base import ControllerRun
 from gradcomp.control.candidates import sent_bytes
@@ -34,6 +33,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.digests import Digests
@@ -41,14 +41,24 @@ from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
-from gradcomp.pipeline.memory import Allocate, StepMemory
+from gradcomp.pipeline.memory import Allocate, StepMemory, Times
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.switching import Switch
 from gradcomp.reduce import Part, Reduction, make
-from gradcomp.reduce.base import Call, Memory, Step
+from gradcomp.reduce.base import Memory
 from gradcomp.reduce.costs import cheapest
-from gradcomp.reduce.header import APPLIED, DISCARDED, PRESENT, SPARSE, BucketFlags, HeaderId
+from gradcomp.reduce.framing import Framed
+from gradcomp.reduce.header import (
+    APPLIED,
+    DISCARDED,
+    PRESENT,
+    READY,
+    SPARSE,
+    WAITING,
+    BucketFlags,
+    HeaderId,
+)
 from gradcomp.reduce.model import Network
 from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport, host_allocator
 
@@ -175,8 +185,8 @@ class Pipeline:
         self._open_learning_rate = 0.0
         self._opened_at = 0.0
         self._running: Generator[Waiting, None, None] | None = None
-        self._ready = 0  # this rank's vote
-        self._votes: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
+        self._own_state = 0  # what this rank says of itself in this step
+        self._flags: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
         self._in_flight: list[InFlight] = []  # newest first
         self._ahead: InFlight | None = None  # the next bucket, if it was begun while another one waited
         self._position = (0, 0)
@@ -378,12 +388,12 @@ class Pipeline:
     def _run(self) -> Generator[Waiting, None, None]:
         """Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share."""
         count = len(self.layers)
-        self._votes, self._in_flight, self._ahead = [], [], None
+        self._flags, self._in_flight, self._ahead = [], [], None
         self._follow_schedule()
         while self._steering.overdue:
             yield Waiting.BACKGROUND
-        self._ready = 1 if self._next_plan is not None or self._steering.ready else 0
-        self._ready *= not self.serves
+        ready = self._next_plan is not None or self._steering.ready
+        self._own_state = 0 if self.serves else self.outcome | (READY if ready else WAITING)
         if self._handing_over:
             yield from self._hand_over()
         while not self.config.overlap and not self.registry.flushed:
@@ -411,13 +421,13 @@ class Pipeline:
 
         states = np.zeros(count, dtype=np.uint8)
         outcomes = 0
-        for layers, bucket_flags in self._votes:
-            states[layers] |= bucket_flags.states[:-1]
-            outcomes |= bucket_flags.outcomes
-        ready = self._votes[0][1].ready if self._votes else 0
-        if self.switch is not None and self._votes:
-            self.switch.check(self.step, ready, self.trainers, self.transport.rank)
-        yield from self._finish(states, outcomes, bool(self._votes) and ready == self.trainers)
+        for layers, flags in self._flags:
+            states[layers] |= flags.states[:-1]
+            outcomes |= flags.outcomes
+        ready = bool(self._flags) and self._flags[0][1].ready
+        if self.switch is not None and self._flags:
+            self.switch.check(self.step, ready, self.transport.rank)
+        yield from self._finish(states, outcomes, ready)
 
     def _complete(self, bucket: Bucket) -> Generator[Waiting, None, None]:
         """Until a bucket can be encoded."""
@@ -450,7 +460,7 @@ class Pipeline:
         """Beside a device, begin the next bucket if it is complete: one, since it takes memory."""
         if not self.device.is_late:
             return
-        number = len(self._votes)
+        number = len(self._flags)
         if self._ahead is not None:
             self._ahead.prepare()
         elif number < len(self._programs) and self.config.overlap and self.registry.ready(number):
@@ -506,61 +516,30 @@ class Pipeline:
         complete = self.registry.completed[number]
         self.trace.add("ready", self.step, number, self._opened_at, complete)
         self.trace.add("queue", self.step, number, complete, perf_counter())
-        bucket_flags = BucketFlags(len(program.bucket.layers))
-        self._votes.append((program.bucket.layers, bucket_flags))
-        return InFlight(number, self._exchange(program, bucket_flags), self._completed)
+        states = np.append(self.registry.states[program.bucket.layers], np.uint8(self._own_state))
+        flags = BucketFlags(states)
+        self._flags.append((program.bucket.layers, flags))
+        return InFlight(number, self._exchange(program, flags), self._completed)
 
-    def _exchange(self, program: BucketProgram, bucket_flags: BucketFlags) -> Generator[Step, None, None]:
-        draw = self._draw(self.step)
-        header_id = HeaderId(self._check, self.step, program.bucket.number, self._checksums)
-        outcome = 0 if self.serves else self.outcome
-        states = np.append(self.registry.states[program.bucket.layers], np.uint8(outcome))
-        world = self.trainers
-        scale = 1.0 / self._scale
-        ratio = (
-            self.learning_rate / self._open_learning_rate
-            if self.learning_rate and self._open_learning_rate
-            else 1.0
-        )
-        divisor = float(world) if self._average else 1.0
-        memory = StepMemory(
-            program.bucket,
-            self.step,
-            bucket_flags,
-            self.registry,
-            self.residuals,
-            self.fields,
-            scale,
-            world,
-            divisor,
-            self._allocate,
-            self.trace,
-            self.statistics,
-        )
-        self._steering.start(program.bucket.groups, memory, scale)
-        # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
-        call = Call(
-            header_id,
-            draw,
-            states,
-            self._ready,
-            self.transport.size,
-            scale,
-            self._scale * (1 if self._average else world),
-            ratio,
-        )
-        context = Context(
-            draw,
-            world,
-            scale,
-            self._scale,
-            divisor,
-            rate_ratio=ratio,
+    def _exchange(self, program: BucketProgram, flags: BucketFlags) -> Generator[Framed, None, None]:
+        bucket, old, new = program.bucket, self.learning_rate, self._open_learning_rate
+        context = StepContext(
+            self._draw(self.step),
+            self.trainers,
+            self.servers,
+            scale=1.0 / self._scale,
+            unscale=self._scale,
+            average=self._average,
+            rate_ratio=old / new if old and new else 1.0,
             fields=self.fields,
             observations=self._steering.observations,
-            servers=self.servers,
+            number=self.step,
         )
-        return program.run(call, context, memory, bucket_flags)
+        times = Times(self.trace, self.statistics)
+        memory = StepMemory(bucket, context, flags, self.registry, self.residuals, self._allocate, times)
+        self._steering.start(bucket.groups, memory, context.scale)
+        header_id = HeaderId(self._check, self.step, bucket.number, self._checksums)
+        return program.run(header_id, context, memory, flags)
 
     def _completed(self, bucket: int, begin: float, end: float) -> None:
         """A round has come."""
@@ -584,7 +563,7 @@ class Pipeline:
     def _finish(
         self, states: npt.NDArray[np.uint8], outcomes: int, all_ready: bool
     ) -> Generator[Waiting, None, None]:
-        """Draw the conclusions that every rank draws from the same votes."""
+        """Draw the conclusions that every rank draws from the same flags."""
         present = (states & PRESENT) != 0
         sparse = (states & SPARSE) != 0
         nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
@@ -718,9 +697,9 @@ class Pipeline:
             self.layers, self.plan, order, self.cold, self.config.slice_elements, self.device
         )
         rank, world = self.transport.rank, self.transport.size
-        context = Context(self._draw(0), self.trainers, servers=self.servers)
+        context = StepContext(self._draw(0), self.trainers, self.servers)
         programs = [
-            BucketProgram(bucket, rank, world, context, self._reduction, self._memory.messages)
+            BucketProgram(bucket, rank, context, self._reduction, self._memory.messages)
             for bucket in layout.buckets
         ]
         compressors = compressors_of(self.layers, self.plan)

@@ -110,7 +110,7 @@ def test_buckets_of_more_and_of_fewer_rounds_begin_once(gpu: Any) -> None:
     ranks = Simulation(layers, policy, 2, devices=[gpu, HOST], slice_elements=ONE_LAYER, shuffle=True)
     for _ in range(2):
         ranks.step(during=during)
-        assert [len(p._votes) for p in ranks.pipelines] == [3, 3]
+        assert [len(p._flags) for p in ranks.pipelines] == [3, 3]
         assert [p._ahead for p in ranks.pipelines] == [None, None]
 
 
