@@ -57,7 +57,7 @@ class CheckpointManager:
     """Where the compression state of an exchanger is.
 
     Without an exchanger, in a world of one, it keeps for a later job what a checkpoint holds, and applies nothing.
-    ``unit``: see :class:`gradcomp.pipeline.snapshot.Shared`. ``ranks``: those that exchange. ``digests``: of the
+    ``unit``: see :class:`gradcomp.pipeline.shared_state.Shared`. ``ranks``: those that exchange. ``digests``: of the
     parameters.
     """
 

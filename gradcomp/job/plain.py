@@ -9,7 +9,8 @@ import numpy as np
 
 from gradcomp.core.errors import StateError
 from gradcomp.core.state import Range
-from gradcomp.pipeline.snapshot import Shared, Snapshot
+from gradcomp.pipeline.shared_state import Shared
+from gradcomp.pipeline.snapshot import Snapshot
 
 Array = np.ndarray[Any, Any]
 

@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from gradcomp.core.errors import StateError
 from gradcomp.core.state import Range
 from gradcomp.pipeline.digests import Digests
-from gradcomp.pipeline.snapshot import Shared, Snapshot
+from gradcomp.pipeline.shared_state import Shared
+from gradcomp.pipeline.snapshot import Snapshot
 from gradcomp.version import __version__
 
 FORMAT = 2

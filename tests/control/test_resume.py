@@ -14,7 +14,8 @@ from gradcomp import Quantize
 from gradcomp.control.periodic_run import PeriodicRun
 from gradcomp.control.phased import Phase
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
-from gradcomp.pipeline.snapshot import Shared, merge, restore, snapshot
+from gradcomp.pipeline.shared_state import Shared
+from gradcomp.pipeline.snapshot import merge, restore, snapshot
 
 NEAREST = Quantize(4, 32, rounding="nearest")
 

@@ -15,7 +15,8 @@ from gradcomp.compress import registry
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.core.errors import StateError
 from gradcomp.pipeline import checkpoint
-from gradcomp.pipeline.snapshot import Shared, check, inherit, merge, restore, snapshot
+from gradcomp.pipeline.shared_state import Shared
+from gradcomp.pipeline.snapshot import check, inherit, merge, restore, snapshot
 
 LAYERS = [
     LayerSpec("w", (13, 7)),

@@ -14,7 +14,7 @@ from gradcomp.core.plan import Assignment, Plan
 from gradcomp.pipeline import checkpoint, history
 from gradcomp.pipeline.checkpoint import MANIFEST, Manifest
 from gradcomp.pipeline.digests import Digests
-from gradcomp.pipeline.snapshot import Shared
+from gradcomp.pipeline.shared_state import Shared
 
 SHARED = Shared(
     step=3,

@@ -13,7 +13,8 @@ from gradcomp import Cast, Config, Identity, LayerSpec, Plan, Quantize
 from gradcomp.core.errors import StateError
 from gradcomp.core.state import Range
 from gradcomp.pipeline import Pipeline
-from gradcomp.pipeline.snapshot import Shared, check, inherit, merge, restore, snapshot
+from gradcomp.pipeline.shared_state import Shared
+from gradcomp.pipeline.snapshot import check, inherit, merge, restore, snapshot
 from gradcomp.transport.inprocess import World
 
 LAYERS = [

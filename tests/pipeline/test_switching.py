@@ -26,7 +26,8 @@ from gradcomp import (
 )
 from gradcomp.control.base import at_once
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.snapshot import Shared, inherit, merge, restore, snapshot
+from gradcomp.pipeline.shared_state import Shared
+from gradcomp.pipeline.snapshot import inherit, merge, restore, snapshot
 
 LAYERS = [
     LayerSpec("a", (30, 30)),
