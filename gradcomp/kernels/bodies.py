@@ -1,14 +1,17 @@
 """Which body runs a kernel: the NumPy one, which defines it, or the compiled one where it was built.
 
-A table of memory on a GPU goes to that device's body, once there is one.
+A table of memory on a GPU goes to that device's body, once there is one. Names, arguments and types of kernels stand in
+their definitions, the modules `reference` and `reference_*`; :func:`kernel` makes of each what callers see, and every
+other body has the same names and arguments (`tests/kernels/test_signatures.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from types import ModuleType, TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -25,7 +28,22 @@ from gradcomp.kernels import (
 from gradcomp.kernels.cuda.mirrors import DeviceMirror, is_mirror
 from gradcomp.kernels.segments import SEGMENT, check_array
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 BodyName: TypeAlias = Literal["reference", "native"]
+
+DEFINITIONS: Final = (
+    reference,
+    reference_adacomp,
+    reference_checksum,
+    reference_draws,
+    reference_indices,
+    reference_lowrank,
+    reference_program,
+    reference_selection,
+)
+"""The modules that define the kernels."""
 
 _COLUMNS = SEGMENT.names or ()
 _ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
@@ -113,17 +131,7 @@ def _plain(argument: Any) -> Any:
 
 
 def _installed() -> dict[str, Body]:
-    references = (
-        reference,
-        reference_adacomp,
-        reference_checksum,
-        reference_draws,
-        reference_indices,
-        reference_lowrank,
-        reference_program,
-        reference_selection,
-    )
-    found = {"reference": Body(*references)}
+    found = {"reference": Body(*DEFINITIONS)}
     # Absent is a choice of the build; present but broken must not pass for absent.
     if importlib.util.find_spec("gradcomp._native") is not None:
         from gradcomp import _native
@@ -147,6 +155,18 @@ def named(name: str) -> Body:
 def active() -> Body:
     """The body in use."""
     return _routed if _routed.devices else _bodies[_active]
+
+
+def kernel(definition: Callable[P, R]) -> Callable[P, R]:
+    """The kernel that a function defines, as callers see it: with the same signature, run by the body in use."""
+    name = definition.__name__
+
+    @wraps(definition)
+    def call(*arguments: P.args, **settings: P.kwargs) -> R:
+        found: R = getattr(active(), name)(*arguments, **settings)
+        return found
+
+    return call
 
 
 def bring(name: str, body: Any, reaches: Reaches) -> None:

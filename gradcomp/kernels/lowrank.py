@@ -85,8 +85,6 @@ def back_project(
     p_at: Int64s,
     q: Floats,
     q_at: Int64s,
-    *,
-    copy: Floats | None = None,
 ) -> None:
     """Q <- M^T P, with M in the next residual.
 
@@ -99,15 +97,8 @@ def back_project(
         p_at: int64, where each P begins.
         q: float32; written.
         q_at: int64, where each Q begins.
-        copy: as ``q``; written too.
     """
-    device = bodies.of(table)
-    if device is not None:
-        device.back_project(table, rows, columns, ranks, p, p_at, q, q_at, copy=copy)
-        return
-    _multiplier(ranks).back_project(table, rows, columns, ranks, p, p_at, q, q_at)
-    if copy is not None:
-        copy[:] = q
+    (bodies.of(table) or _multiplier(ranks)).back_project(table, rows, columns, ranks, p, p_at, q, q_at)
 
 
 def orthogonalise(

@@ -167,7 +167,8 @@ def iterate(
         flags[exact] |= found
     # A sum of M Q is the mean but for a factor, which the basis does not know.
     lowrank.orthogonalise(layers.rows, layers.ranks, total, layers.p_at)
-    lowrank.back_project(table[low], *layers.shape, total, layers.p_at, message, layers.q_at, copy=own)
+    lowrank.back_project(table[low], *layers.shape, total, layers.p_at, message, layers.q_at)
+    own[:] = message
 
 
 def finish(

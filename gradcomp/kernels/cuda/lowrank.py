@@ -90,14 +90,11 @@ class LowRankKernels:
         p_at: Int64s,
         q: Floats,
         q_at: Int64s,
-        *,
-        copy: Floats | None = None,
     ) -> None:
         """See `lowrank.back_project`."""
         shapes = (rows, columns, ranks, p_at, q_at)
-        outputs = tuple(_factor("q", each, writable=True) for each in ((q,) if copy is None else (q, copy)))
-        arrays = (table, p, q, copy)
-        key = ("back_project", _key(table, shapes), _factor("p", p), *outputs)
+        arrays = (table, p, q, None)
+        key = ("back_project", _key(table, shapes), _factor("p", p), _factor("q", q, writable=True))
         check_next_residuals(table)
         self._plans.run(key, lambda call: write_back_project(call, arrays, shapes), arrays)
 
