@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels import philox
+from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.quantisers import QUANTISER, Codes, Floats, Level
 from gradcomp.kernels.segments import (
     BF16,
@@ -28,7 +29,6 @@ from gradcomp.kernels.segments import (
     FP16,
     FP32,
     FP64,
-    OWNER_RANK,
     QUANTISERS,
     SEGMENT,
     STOCHASTIC,
@@ -49,10 +49,7 @@ def encode(
     payload: Bytes,
     flags: Bytes,
     *,
-    stochastic: bool,
-    seed: int,
-    step: int,
-    rank: int,
+    draw: Draw | None,
     scale: float,
     decay: float,
     magnitudes: Magnitudes | None = None,
@@ -67,10 +64,7 @@ def encode(
         table: SEGMENT rows; reads gradient, residual; writes next residual.
         payload: uint8, written at each row's offset.
         flags: uint8, one per row; only ORed into.
-        stochastic: round stochastically instead of to nearest (codecs in `segments.STOCHASTIC` only).
-        seed: 64 bits, the key of the random stream (see `philox.uniform`).
-        step: 32 bits, a word of the random counter.
-        rank: 32 bits, a word of the random counter.
+        draw: rounds stochastically (codecs in `segments.STOCHASTIC` only); None: to nearest.
         scale: factor of the gradient.
         decay: factor of the residual.
         magnitudes: what a codebook codec needs, and no other takes (see `segments.Magnitudes`).
@@ -87,7 +81,7 @@ def encode(
             contribution = number(scale) * _gradient(segment, number)
             if segment["residual"]:
                 contribution = contribution + number(decay) * _residual(segment).astype(number)
-        draws = _draws(segment, codec, stochastic, seed, step, rank)
+        draws = _draws(segment, codec, draw)
         target = payload[segment["payload"] : segment["payload"] + sizes[i]]
         flags[i] |= _encode_segment(codec, segment, contribution, draws, magnitudes, target)
 
@@ -183,19 +177,16 @@ def reduce(
     out: Bytes,
     flags: Bytes,
     *,
-    stochastic: bool,
-    seed: int,
-    step: int,
+    draw: Draw | None,
     divisor: float,
     decay: float,
-    rank: int = OWNER_RANK,
     magnitudes: Magnitudes | None = None,
 ) -> None:
     """Encode the mean of several payloads: c = (value_0 + value_1 + ...) / divisor + decay * residual.
 
-    A chunk's owner draws with rank 2**32 - 1, so that it does not matter who owns what; a rank that adds to what
-    others sent, and passes it on, draws with its own. Shadow and flags are as in `encode`; gradient and output are
-    not used.
+    A chunk's owner draws with rank `segments.OWNER_RANK`, so that it does not matter who owns what; a rank that adds to
+    what others sent, and passes it on, draws with its own. Next residual and flags are as in `encode`; gradient and
+    output are not used.
 
     Args:
         codec: as in `encode`.
@@ -203,12 +194,9 @@ def reduce(
         payloads: at least one, all of the table's layout; added in this order.
         out: uint8, written at the same offsets; must not overlap a payload.
         flags: uint8, one per row; only ORed into.
-        stochastic: as in `encode`.
-        seed: as in `encode`.
-        step: as in `encode`.
+        draw: as in `encode`.
         divisor: number of ranks, or 1 to encode the sum.
         decay: factor of the residual.
-        rank: as in `encode`.
         magnitudes: as in `encode`.
 
     Raises:
@@ -231,7 +219,7 @@ def reduce(
             contribution = total / number(divisor)
             if segment["residual"]:
                 contribution = contribution + number(decay) * _residual(segment).astype(number)
-        draws = _draws(segment, codec, stochastic, seed, step, rank)
+        draws = _draws(segment, codec, draw)
         flags[i] |= _encode_segment(codec, segment, contribution, draws, magnitudes, out[place])
 
 
@@ -442,16 +430,16 @@ def _number_type(codec: int) -> Any:
     return np.float64 if codec == FP64 else np.float32
 
 
-def _draws(segment: np.void, codec: int, stochastic: bool, seed: int, step: int, rank: int) -> Floats | None:
-    if not stochastic or codec not in STOCHASTIC:
+def _draws(segment: np.void, codec: int, draw: Draw | None) -> Floats | None:
+    if draw is None or codec not in STOCHASTIC:
         return None
     return philox.uniform(
         int(segment["start"]),
         int(segment["length"]),
-        seed=seed,
+        seed=draw.seed,
         layer=int(segment["layer"]),
-        step=step,
-        rank=rank,
+        step=draw.step,
+        rank=draw.rank,
     )
 
 

@@ -142,6 +142,11 @@ _WIRE_FORMAT: Final = {
 }
 
 
+def is_table(argument: Any) -> bool:
+    """Whether it is an array of SEGMENT rows."""
+    return isinstance(argument, np.ndarray) and argument.dtype == SEGMENT
+
+
 def byte_offsets(table: SegmentTable) -> npt.NDArray[np.uint64]:
     """Of every row's first element, in an array that begins with element 0."""
     offsets: npt.NDArray[np.uint64] = table["start"].astype(np.uint64) * _ITEM_BYTES[table["dtype"]]

@@ -351,7 +351,7 @@ def test_residual_may_be_overwritten_by_the_next_one(codec: int) -> None:
         payload = np.zeros(group.size, np.uint8)
         kernels.encode(
             codec, table, payload, np.zeros(1, np.uint8),
-            stochastic=False, seed=0, step=0, rank=0, scale=1.0, decay=1.0, magnitudes=magnitudes_of(codec),
+            draw=None, scale=1.0, decay=1.0, magnitudes=magnitudes_of(codec),
         )  # fmt: skip
         assert (payload.tobytes(), in_place.tobytes()) == (expected.payload, expected.arrays[0])
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, groups, places_of, tiles
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Integer, Real, Source
@@ -31,7 +32,6 @@ from gradcomp.kernels.segments import (
     LINF,
     MINMAX,
     ONEBIT,
-    OWNER_RANK,
     SEGMENT,
     SIGN,
     STOCHASTIC,
@@ -43,6 +43,7 @@ from gradcomp.kernels.segments import (
     check_elements,
     check_magnitudes,
     check_table,
+    is_table,
     wire_bytes_table,
 )
 
@@ -94,17 +95,14 @@ class CodecKernels:
         payload: Bytes,
         flags: Bytes,
         *,
-        stochastic: bool,
-        seed: int,
-        step: int,
-        rank: int,
+        draw: Draw | None,
         scale: float,
         decay: float,
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.encode`."""
-        numbers = (seed & _WORD, step & _WORD, rank & _WORD, float(scale), float(decay), 1.0)
-        self._encode(codec, table, payload, flags, (), stochastic, numbers, magnitudes)
+        factors = (float(scale), float(decay), 1.0)
+        self._encode(codec, table, payload, flags, (), draw, factors, magnitudes)
 
     def reduce(
         self,
@@ -114,19 +112,16 @@ class CodecKernels:
         out: Bytes,
         flags: Bytes,
         *,
-        stochastic: bool,
-        seed: int,
-        step: int,
+        draw: Draw | None,
         divisor: float,
         decay: float,
-        rank: int = OWNER_RANK,
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.reduce`."""
         if not payloads:
             raise ValueError("reduce needs at least one payload")
-        numbers = (seed & _WORD, step & _WORD, rank & _WORD, 1.0, float(decay), float(divisor))
-        self._encode(codec, table, out, flags, payloads, stochastic, numbers, magnitudes)
+        factors = (1.0, float(decay), float(divisor))
+        self._encode(codec, table, out, flags, payloads, draw, factors, magnitudes)
 
     def _encode(
         self,
@@ -135,18 +130,19 @@ class CodecKernels:
         payload: Bytes,
         flags: Bytes,
         payloads: Sequence[Bytes],
-        stochastic: bool,
-        numbers: tuple[int | float, ...],
+        draw: Draw | None,
+        factors: tuple[float, float, float],
         magnitudes: Magnitudes | None,
     ) -> None:
         """Encode gradients or, if there are any, payloads."""
         given = (table, payload, magnitudes, *payloads)
-        if self._plans.repeats(("encode", codec, stochastic), given, numbers, flags):
+        numbers = (*_words(draw), *factors)
+        if self._plans.repeats(("encode", codec, draw is None), given, numbers, flags):
             return
         if overlap_any(payload, payloads):
             raise ValueError("out overlaps a payload")
         _check_rows(codec, table, flags, magnitudes)
-        drawn = stochastic and codec in STOCHASTIC
+        drawn = draw is not None and codec in STOCHASTIC
         bad = np.zeros(len(table), dtype=np.uint8)
         arrays = (table, payload, bad, magnitudes, *payloads)
         key = ("encode", codec, drawn, fixed_columns(table), *map(place_of, (payload, *payloads)))
@@ -166,7 +162,7 @@ class CodecKernels:
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.decode`."""
-        with_output = table["output"] != 0 if _is_table(table) else np.zeros(0, dtype=np.bool_)
+        with_output = table["output"] != 0 if is_table(table) else np.zeros(0, dtype=np.bool_)
         numbers = (float(scale), float(divisor))
         given = (table, payload, magnitudes, flags)
         if self._plans.repeats(("decode", codec, with_output.tobytes()), given, numbers, flags):
@@ -189,7 +185,7 @@ class CodecKernels:
         magnitudes: Magnitudes | None = None,
     ) -> None:
         """See `reference.decode_add`."""
-        with_output = table["output"] != 0 if _is_table(table) else np.zeros(0, dtype=np.bool_)
+        with_output = table["output"] != 0 if is_table(table) else np.zeros(0, dtype=np.bool_)
         _check_rows(codec, table, None, magnitudes, with_output)
         arrays = (table, payload, None, magnitudes)
         key = ("add", codec, fixed_columns(table), with_output.tobytes(), place_of(payload))
@@ -280,6 +276,10 @@ def _write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_]
         blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
         parameters = (*rows, given, 0, 0, _magnitudes(call, arrays), 1.0, Real(0))
         call.launch("decode.cu", "decode_add", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
+
+
+def _words(draw: Draw | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if draw is None else (draw.seed & _WORD, draw.step & _WORD, draw.rank & _WORD)
 
 
 def _collect(call: Call, job: _Job, members: Rows, found: Ref) -> None:
@@ -395,10 +395,6 @@ def _addresses(call: Call, payloads: Sequence[Ref]) -> tuple[Parameter, int]:
 def _magnitudes(call: Call, arrays: Arrays) -> Parameter:
     given = arrays[_MAGNITUDES]
     return 0 if given is None else call.give(given, Source(_MAGNITUDES))
-
-
-def _is_table(table: Any) -> bool:
-    return isinstance(table, np.ndarray) and table.dtype == SEGMENT
 
 
 def _check_rows(
