@@ -10,7 +10,8 @@ from typing import Any
 
 from gradcomp.kernels import bodies, reference, reference_checksum
 from gradcomp.kernels.bodies import body, use
-from gradcomp.kernels.pending import DONE, Again, Pending
+from gradcomp.kernels.pending import DONE, Pending
+from gradcomp.kernels.routines import Routine
 from gradcomp.kernels.segments import (
     BF16,
     BFLOAT16,
@@ -70,10 +71,10 @@ __all__ = [
     "SIGN",
     "STOCHASTIC",
     "VOTE",
-    "Again",
     "Bytes",
     "Magnitudes",
     "Pending",
+    "Routine",
     "SegmentTable",
     "body",
     "crc32c",
@@ -97,20 +98,20 @@ nonzero = bodies.kernel(reference.nonzero)
 crc32c = bodies.kernel(reference_checksum.crc32c)
 
 
-def together(*arguments: Any, again: Again | None = None) -> AbstractContextManager[Pending]:
+def together(*arguments: Any, routine: Routine | None = None) -> AbstractContextManager[Pending]:
     """encode, decode, decode_add and reduce of a device become one call, which is started at the end of the block.
 
     ``arguments``: tables with their addresses, and messages; the device is that of the first that lies on one. The
     results are there once what the block is given is finished. On the host each kernel runs at once. Codecs that are
-    told ``on=`` the block's ``kernels`` need not look again where their arguments lie. ``again``: of the same block, if
-    it comes in every step; then tables are checked once.
+    told ``on=`` the block's ``kernels`` need not look again where their arguments lie. ``routine``: of the same block,
+    if it comes in every step; then tables are checked once.
     """
-    device = None if again is None else again.device
+    device = None if routine is None else routine.device
     if device is None:
         device = bodies.device_of(arguments)
         if device is None:
             return nullcontext(DONE)
-        if again is not None:
-            again.device = device
-    found: AbstractContextManager[Pending] = device.together(device, again)
+        if routine is not None:
+            routine.device = device
+    found: AbstractContextManager[Pending] = device.together(device, routine)
     return found
