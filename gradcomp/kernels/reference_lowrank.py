@@ -22,11 +22,16 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
-from gradcomp.kernels.reference import _all_finite, _gradient, _residual, _view
+from gradcomp.kernels.reference_memory import (
+    all_finite,
+    gradient_of,
+    memory_at,
+    next_residual_of,
+    residual_of,
+)
 from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     DTYPES,
-    FLOAT32,
     FLOAT64,
     MAX_ELEMENTS,
     SEGMENT,
@@ -53,7 +58,7 @@ class _Matrix:
 
     @property
     def next_residual(self) -> Floats:
-        return _view(self.segment["next_residual"], self.n * self.m, DTYPES[FLOAT32]).reshape(self.n, self.m)
+        return next_residual_of(self.segment).reshape(self.n, self.m)
 
     def product(self) -> Floats:
         """P Q^T, summed over the columns of both from the first to the last."""
@@ -93,12 +98,12 @@ def project(
     for matrix in _matrices(table, shapes, p, q):
         segment = matrix.segment
         with np.errstate(all="ignore"):
-            c = factors[matrix.index] * _gradient(segment, np.float32)
+            c = factors[matrix.index] * gradient_of(segment, np.float32)
             if segment["residual"]:
-                c = c + np.float32(decay) * _residual(segment)
+                c = c + np.float32(decay) * residual_of(segment)
             matrix.next_residual.reshape(-1)[:] = c
             matrix.p[:] = np.matmul(matrix.next_residual, matrix.q.T).T
-        if not _all_finite(c):
+        if not all_finite(c):
             matrix.p[:] = np.nan
             flags[matrix.index] |= 1
 
@@ -146,7 +151,7 @@ def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor) -> None:
     numbers = zip(p.at.tolist(), rows.tolist(), ranks.tolist(), strict=True)
     places = [_columns(index, "P", p.values, *row) for index, row in enumerate(numbers)]
     for columns in places:
-        if not _all_finite(columns):
+        if not all_finite(columns):
             columns[:] = np.nan
             continue
         for k, column in enumerate(columns if columns.size else ()):
@@ -181,14 +186,14 @@ def expand(
     check_array("flags", flags, np.uint8, len(table), writable=True)
     for matrix in _matrices(table, shapes, p, q, outputs=True):
         segment = matrix.segment
-        output = _view(segment["output"], segment["length"], DTYPES[segment["dtype"]])
+        output = memory_at(segment["output"], segment["length"], DTYPES[segment["dtype"]])
         if flags[matrix.index]:
             output[:] = np.nan
             continue
         with np.errstate(all="ignore"):
             mean = matrix.product() / np.float32(divisor) * np.float32(scale)
             output[:] = mean.reshape(-1).astype(output.dtype)
-        flags[matrix.index] |= not _all_finite(output)
+        flags[matrix.index] |= not all_finite(output)
 
 
 def subtract(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:

@@ -12,7 +12,7 @@ from kernels.lent import shared
 from kernels.standin import ORDERS, cuda_body, device
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, lowrank, reference, segments
+from gradcomp.kernels import bodies, lowrank, philox, segments
 from gradcomp.kernels.arguments import Factor, Shapes
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (7, 1), (100, 1), (3, 5), (64, 65), (300, 7), (5, 16), (37, 33), (2, 48)]
@@ -553,7 +553,7 @@ def test_random_factors_are_standard_normal() -> None:
 
 def test_numbers_follow_box_and_muller() -> None:
     counter = np.array([[0xFFFFFFFF - i, 77, 5, segments.OWNER_RANK] for i in range(8)], np.uint32)
-    words = reference.philox.philox4x32(counter, (0x89ABCDEF, 0x1234567)).reshape(-1, 2)
+    words = philox.philox4x32(counter, (0x89ABCDEF, 0x1234567)).reshape(-1, 2)
     u, v = ((words + 0.5) / 2**32).T
     expected = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
     np.testing.assert_allclose(lowrank.random_q(16, 1, **WHERE, step=5)[0], expected, rtol=1e-6, atol=1e-7)

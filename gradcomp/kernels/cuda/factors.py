@@ -14,8 +14,8 @@ import numpy.typing as npt
 from gradcomp.kernels.arguments import Floats, Int64s
 from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, tiles
 from gradcomp.kernels.cuda.layout import Real, Source
+from gradcomp.kernels.cuda.places import spans, to_read, to_write
 from gradcomp.kernels.cuda.prepared import source_of
-from gradcomp.kernels.cuda.spans import ends, spans
 from gradcomp.kernels.reference_sums import CHUNK
 from gradcomp.kernels.segments import FLOAT64, MAX_ELEMENTS, SegmentTable, check_elements
 
@@ -45,8 +45,8 @@ def write_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | No
     layers = _checked(table, low, columns, len(p), len(q))
     bad = call.result(found, Source(_FOUND), zero=True)
     scales = call.give(factors, Source(_OTHER))
-    given = _read(call, q, _Q, layers.q_at, layers.columns * layers.ranks)
-    written = _written(call, p, _P, layers.p_at, layers.rows * layers.ranks)
+    given = to_read(call, q, _Q, layers.q_at, layers.columns * layers.ranks)
+    written = to_write(call, p, _P, layers.p_at, layers.rows * layers.ranks)
     chunks = -(-layers.columns // _CHUNK_COLUMNS)
     sums = _Sums(call, layers, layers.rows, layers.p_at, chunks)
     lanes = _lanes(layers.columns, 4)
@@ -69,10 +69,10 @@ def write_back_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s
     """back_project, of all rows of a table or of some."""
     table, p, q, copy = arrays
     layers = _checked(table, low, columns, len(p), len(q) if copy is None else min(len(q), len(copy)))
-    given = _read(call, p, _P, layers.p_at, layers.rows * layers.ranks)
+    given = to_read(call, p, _P, layers.p_at, layers.rows * layers.ranks)
     sizes = layers.columns * layers.ranks
-    written = _written(call, q, _Q, layers.q_at, sizes)
-    copied = 0 if copy is None else _written(call, copy, _COPY, layers.q_at, sizes)
+    written = to_write(call, q, _Q, layers.q_at, sizes)
+    copied = 0 if copy is None else to_write(call, copy, _COPY, layers.q_at, sizes)
     classes = _by_rank(layers)
     chunks = np.zeros(len(layers.index), dtype=np.int64)
     for most, members in classes:
@@ -145,8 +145,8 @@ def write_keep(call: Call, arrays: Arrays, columns: Columns) -> None:
         _check_factor(name, begins, sides, ranks, len(array))
     sizes = sides * ranks
     written = call.change(kept, 1, spans(4 * after, 4 * sizes))
-    _read(call, kept, 1, before, sizes)
-    given = _read(call, factor, 0, at, sizes)
+    to_read(call, kept, 1, before, sizes)
+    given = to_read(call, factor, 0, at, sizes)
     blocks, tiling, largest = _largest(call, given, sides, ranks, at)
     places, lengths = _columns(sides, ranks, at, before, after)
     work = call.give(np.stack((*places, lengths), axis=1))
@@ -219,22 +219,11 @@ def _launch_product(call: Call, name: str, layers: _Layers, arrays: Arrays, *par
     stacked = _WARPS * (32 // lanes) * _ROWS
     blocks, tiling = _tiling(call, -(-layers.rows // stacked) * chunks)
     factors = (
-        _read(call, p, _P, layers.p_at, layers.rows * layers.ranks),
-        _read(call, q, _Q, layers.q_at, layers.columns * layers.ranks),
+        to_read(call, p, _P, layers.p_at, layers.rows * layers.ranks),
+        to_read(call, q, _Q, layers.q_at, layers.columns * layers.ranks),
     )
     work = layers.give(call, table, lanes, chunks, np.zeros_like(chunks))
     call.launch("expand.cu", name, blocks, *work, *tiling, *factors, *parameters)
-
-
-def _read(call: Call, array: Any, number: int, begins: Int64s, sizes: Int64s) -> Parameter:
-    """An array of floats, of which kernels read these elements."""
-    first, end = ends(begins, sizes)
-    return call.read(array, number, 4 * first, 4 * end) if end > first else 0
-
-
-def _written(call: Call, array: Any, number: int, begins: Int64s, sizes: Int64s) -> Parameter:
-    """The same for elements that kernels write."""
-    return call.write(array, number, spans(4 * begins, 4 * sizes))
 
 
 def _tiling(call: Call, counts: Int64s) -> tuple[int, tuple[Parameter, int]]:

@@ -22,8 +22,8 @@ from gradcomp.kernels.cuda.factors import (
     write_project,
     write_subtract,
 )
+from gradcomp.kernels.cuda.places import described
 from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of
-from gradcomp.kernels.cuda.spans import described
 from gradcomp.kernels.cuda.vectors import DeviceVector
 from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array, is_table
 

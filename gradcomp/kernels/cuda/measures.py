@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
-from gradcomp.kernels.cuda.codec import encoders_of, rounding
+from gradcomp.kernels.cuda.codes import encoders_of, rounding
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.segments import STOCHASTIC, Magnitudes, SegmentTable
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels.arguments import Factor, Floats, Int64s
-from gradcomp.kernels.cuda import codec
 from gradcomp.kernels.cuda.call import Call
+from gradcomp.kernels.cuda.codes import write_decode, write_encode
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.factors import (
     write_back_project,
@@ -51,7 +51,7 @@ class SubspaceKernels:
             write_project(call, arrays[:5], (*layers.shapes, layers.p_at, q.at), layers.low)
             call.renumber((0, 1, 5), 1)
             payload = message.view(np.uint8)
-            codec.write_encode(call, FP32, False, (table, payload, found[1], None), layers.exact)
+            write_encode(call, FP32, False, (table, payload, found[1], None), layers.exact)
 
         key = ("subspace_project", layers, q.at.tobytes(), place_of(q.values), place_of(message))
         self._plans.run(key, write_down, arrays, numbers)
@@ -82,7 +82,7 @@ class SubspaceKernels:
             call.renumber((4, 1, 5, 5, 6), 0)
             chosen = np.zeros(len(table), dtype=np.bool_)
             chosen[layers.exact] = outputs["output"][layers.exact] != 0
-            codec.write_decode(call, FP32, chosen, (outputs, total.view(np.uint8), found, None, flags))
+            write_decode(call, FP32, chosen, (outputs, total.view(np.uint8), found, None, flags))
             call.renumber((0, 1, 2, 3), 2)
             write_back_project(call, arrays[:4], _columns(layers), layers.low)
 
