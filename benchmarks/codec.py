@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp import _native, kernels
+from gradcomp.kernels.arguments import Draw
 
 Floats = npt.NDArray[np.float32]
 
@@ -126,10 +127,7 @@ class Workload:
             self.table(bits, gradient=self.gradient, **feedback),
             self.payloads[payload],
             self.flags,
-            stochastic=stochastic,
-            seed=1,
-            step=1,
-            rank=payload,
+            draw=Draw(1, 1, payload) if stochastic else None,
             scale=1.0,
             decay=1.0,
             magnitudes=magnitudes_of(codec),
@@ -163,9 +161,7 @@ class Workload:
             self.payloads,
             self.mean,
             self.flags,
-            stochastic=False,
-            seed=1,
-            step=1,
+            draw=None,
             divisor=2.0,
             decay=1.0,
             magnitudes=magnitudes_of(codec),

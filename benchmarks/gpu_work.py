@@ -10,6 +10,7 @@ from gpu_machine import Array, Machine
 from gradcomp import kernels
 from gradcomp.core.config import DEVICE_SLICE
 from gradcomp.kernels import bodies
+from gradcomp.kernels.arguments import Draw, Factor, Shapes
 from gradcomp.reduce.header import ByteHeader
 
 SETS = 3  # of inputs that take turns
@@ -95,10 +96,10 @@ class Codes:
         rows: int | None = None,
     ) -> None:
         names = ("gradient", "residual", "next_residual") if residual else ("gradient",)
-        draws: dict[str, Any] = {"stochastic": stochastic, "seed": 1, "step": 2, "rank": 3}
+        draw = Draw(1, 2, 3) if stochastic else None
         table = self._filled(arrays, *names)[:rows]
         body.encode(
-            kernels.MINMAX, table, arrays["payload"], self._flags[:rows], **draws, scale=1.0, decay=1.0
+            kernels.MINMAX, table, arrays["payload"], self._flags[:rows], draw=draw, scale=1.0, decay=1.0
         )
 
     def encode(self, number: int, *, stochastic: bool, residual: bool) -> None:
@@ -114,9 +115,9 @@ class Codes:
         self._reduce(self._body, payloads, self._mean)
 
     def _reduce(self, body: Any, payloads: list[Any], mean: Any, rows: int | None = None) -> None:
-        draws: dict[str, Any] = {"stochastic": True, "seed": 1, "step": 2, "divisor": float(len(payloads))}
-        table = self._table[:rows]
-        body.reduce(kernels.MINMAX, table, payloads, mean, self._flags[:rows], **draws, decay=1.0)
+        draw, divisor = Draw(1, 2, kernels.OWNER_RANK), float(len(payloads))
+        table, flags = self._table[:rows], self._flags[:rows]
+        body.reduce(kernels.MINMAX, table, payloads, mean, flags, draw=draw, divisor=divisor, decay=1.0)
 
     # -- the same on the host ------------------------------------------------------------------------------------
 
@@ -266,12 +267,12 @@ class LowRank:
         for name, address in zip(("gradient", "next_residual", "output"), addresses, strict=True):
             table[name] = address + 4 * self._table["start"]
         table["start"] = 0
-        sizes = (self._rows, self._columns, self._ranks)
-        factors = (p, self._p_at, q, self._q_at)
-        body.project(table, self._flags, self._factors, *sizes, q, self._q_at, p, self._p_at, decay=1.0)
-        body.orthogonalise(self._rows, self._ranks, p, self._p_at)
-        body.back_project(table, *sizes, *factors)
-        body.expand(table, self._flags, *sizes, *factors, divisor=1.0, scale=1.0)
+        shapes = Shapes(self._rows, self._columns, self._ranks)
+        factors = Factor(p, self._p_at), Factor(q, self._q_at)
+        body.project(table, self._flags, self._factors, shapes, *factors[::-1], decay=1.0)
+        body.orthogonalise(self._rows, self._ranks, factors[0])
+        body.back_project(table, shapes, *factors)
+        body.expand(table, self._flags, shapes, *factors, divisor=1.0, scale=1.0)
 
     def right(self) -> bool:
         """Products may be added up in another order, so the outputs are close and not equal."""
@@ -300,18 +301,17 @@ def launches(machine: Machine, layers: int) -> int:
     factors, offsets = np.ones(layers, np.float32), np.arange(layers)
     indices, values = machine.array(layers, np.uint32), machine.array(layers)
     eight, one = np.full(layers, 8), np.ones(layers, np.int64)
-    p_at = q_at = 8 * offsets
-    p, q = machine.array(8 * layers), machine.array(8 * layers, values=_normal(8 * layers, 1))
+    p = Factor(machine.array(8 * layers), 8 * offsets)
+    q = Factor(machine.array(8 * layers, values=_normal(8 * layers, 1)), 8 * offsets)
     before = machine.driver.launched
-    draws: dict[str, Any] = {"stochastic": True, "seed": 0, "step": 0, "rank": 0, "scale": 1.0, "decay": 1.0}
-    body.encode(kernels.MINMAX, table, payload, flags, **draws)
+    body.encode(kernels.MINMAX, table, payload, flags, draw=Draw(0, 0, 0), scale=1.0, decay=1.0)
     body.decode(kernels.MINMAX, table, payload, flags, divisor=1.0, scale=1.0)
     body.select_top(table, flags, factors, one, offsets, indices, values, decay=1.0)
     lists = offsets.reshape(1, -1), one.reshape(1, -1), indices, values
     body.scatter_mean(table, flags, *lists, divisor=1.0, scale=1.0)
-    sizes = (eight, eight, one)
-    body.project(table, flags, factors, *sizes, q, q_at, p, p_at, decay=1.0)
-    body.orthogonalise(eight, one, p, p_at)
-    body.back_project(table, *sizes, p, p_at, q, q_at)
-    body.expand(table, flags, *sizes, p, p_at, q, q_at, divisor=1.0, scale=1.0)
+    shapes = Shapes(eight, eight, one)
+    body.project(table, flags, factors, shapes, q, p, decay=1.0)
+    body.orthogonalise(eight, one, p)
+    body.back_project(table, shapes, p, q)
+    body.expand(table, flags, shapes, p, q, divisor=1.0, scale=1.0)
     return int(machine.driver.launched - before)

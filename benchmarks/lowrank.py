@@ -77,23 +77,20 @@ class Work:
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """Everything that is measured; names that begin with "NumPy" are what a kernel is compared with."""
-        sizes = (self.rows, self.columns, self.ranks)
-        factors = (self.p, self.p_at, self.q, self.q_at)
+        shapes = lowrank.Shapes(self.rows, self.columns, self.ranks)
+        p, q = lowrank.Factor(self.p, self.p_at), lowrank.Factor(self.q, self.q_at)
         one: dict[str, Any] = {"divisor": 1.0, "scale": 1.0}
         return {
             "sum": self.sum,
             "NumPy project": self.numpy_project,
-            "project": lambda: lowrank.project(
-                *(self.table, self.flags, self.factors, *sizes, self.q, self.q_at, self.p, self.p_at),
-                decay=1.0,
-            ),
-            "orthogonalise": lambda: lowrank.orthogonalise(self.rows, self.ranks, self.p, self.p_at),
+            "project": lambda: lowrank.project(self.table, self.flags, self.factors, shapes, q, p, decay=1.0),
+            "orthogonalise": lambda: lowrank.orthogonalise(self.rows, self.ranks, p),
             "NumPy back_project": lambda: [p @ m for p, m in zip(self.P, self.M, strict=True)],
-            "back_project": lambda: lowrank.back_project(self.table, *sizes, *factors),
+            "back_project": lambda: lowrank.back_project(self.table, shapes, p, q),
             "NumPy expand": self.numpy_expand,
-            "expand": lambda: lowrank.expand(self.table, self.flags, *sizes, *factors, **one),
+            "expand": lambda: lowrank.expand(self.table, self.flags, shapes, p, q, **one),
             "NumPy subtract": self.numpy_subtract,
-            "subtract": lambda: lowrank.subtract(self.table, *sizes, *factors),
+            "subtract": lambda: lowrank.subtract(self.table, shapes, p, q),
         }
 
     def sum(self) -> None:

@@ -1,18 +1,17 @@
-"""One function per kernel; `reference` defines them, the compiled body is used where it was built.
+"""One function per kernel: `reference` defines and documents them, the compiled body is used where it was built.
 
-The functions take a segment table (see `segments`) and serve a whole group per call; `reference` documents
-each.
+The functions take a segment table (see `segments`) and serve a whole group per call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from gradcomp.kernels import bodies
+from gradcomp.kernels import bodies, reference, reference_checksum
 from gradcomp.kernels.bodies import body, use
-from gradcomp.kernels.pending import DONE, Again, Pending
+from gradcomp.kernels.pending import DONE, Pending
+from gradcomp.kernels.routines import Routine
 from gradcomp.kernels.segments import (
     BF16,
     BFLOAT16,
@@ -72,10 +71,10 @@ __all__ = [
     "SIGN",
     "STOCHASTIC",
     "VOTE",
-    "Again",
     "Bytes",
     "Magnitudes",
     "Pending",
+    "Routine",
     "SegmentTable",
     "body",
     "crc32c",
@@ -91,119 +90,28 @@ __all__ = [
 ]
 
 
-def encode(
-    codec: int,
-    table: SegmentTable,
-    payload: Bytes,
-    flags: Bytes,
-    *,
-    stochastic: bool,
-    seed: int,
-    step: int,
-    rank: int,
-    scale: float,
-    decay: float,
-    magnitudes: Magnitudes | None = None,
-) -> None:
-    """Encode contributions; see `reference.encode`."""
-    bodies.active().encode(
-        codec,
-        table,
-        payload,
-        flags,
-        stochastic=stochastic,
-        seed=seed,
-        step=step,
-        rank=rank,
-        scale=scale,
-        decay=decay,
-        magnitudes=magnitudes,
-    )
+encode = bodies.kernel(reference.encode)
+decode = bodies.kernel(reference.decode)
+decode_add = bodies.kernel(reference.decode_add)
+reduce = bodies.kernel(reference.reduce)
+nonzero = bodies.kernel(reference.nonzero)
+crc32c = bodies.kernel(reference_checksum.crc32c)
 
 
-def decode(
-    codec: int,
-    table: SegmentTable,
-    payload: Bytes,
-    flags: Bytes,
-    *,
-    divisor: float,
-    scale: float,
-    magnitudes: Magnitudes | None = None,
-) -> None:
-    """Decode into the outputs; see `reference.decode`."""
-    bodies.active().decode(codec, table, payload, flags, divisor=divisor, scale=scale, magnitudes=magnitudes)
-
-
-def decode_add(
-    codec: int,
-    table: SegmentTable,
-    payload: Bytes,
-    *,
-    scale: float,
-    magnitudes: Magnitudes | None = None,
-) -> None:
-    """Decode and add to the outputs; see `reference.decode_add`."""
-    bodies.active().decode_add(codec, table, payload, scale=scale, magnitudes=magnitudes)
-
-
-def reduce(
-    codec: int,
-    table: SegmentTable,
-    payloads: Sequence[Bytes],
-    out: Bytes,
-    flags: Bytes,
-    *,
-    stochastic: bool,
-    seed: int,
-    step: int,
-    divisor: float,
-    decay: float,
-    rank: int = OWNER_RANK,
-    magnitudes: Magnitudes | None = None,
-) -> None:
-    """Encode the mean of payloads; see `reference.reduce`."""
-    bodies.active().reduce(
-        codec,
-        table,
-        payloads,
-        out,
-        flags,
-        stochastic=stochastic,
-        seed=seed,
-        step=step,
-        divisor=divisor,
-        decay=decay,
-        rank=rank,
-        magnitudes=magnitudes,
-    )
-
-
-def together(*arguments: Any, again: Again | None = None) -> AbstractContextManager[Pending]:
+def together(*arguments: Any, routine: Routine | None = None) -> AbstractContextManager[Pending]:
     """encode, decode, decode_add and reduce of a device become one call, which is started at the end of the block.
 
     ``arguments``: tables with their addresses, and messages; the device is that of the first that lies on one. The
     results are there once what the block is given is finished. On the host each kernel runs at once. Codecs that are
-    told ``on=`` the block's ``kernels`` need not look again where their arguments lie. ``again``: of the same block, if
-    it comes in every step; then tables are checked once.
+    told ``on=`` the block's ``kernels`` need not look again where their arguments lie. ``routine``: of the same block,
+    if it comes in every step; then tables are checked once.
     """
-    device = None if again is None else again.device
+    device = None if routine is None else routine.device
     if device is None:
         device = bodies.device_of(arguments)
         if device is None:
             return nullcontext(DONE)
-        if again is not None:
-            again.device = device
-    found: AbstractContextManager[Pending] = device.together(device, again)
+        if routine is not None:
+            routine.device = device
+    found: AbstractContextManager[Pending] = device.together(device, routine)
     return found
-
-
-def nonzero(table: SegmentTable, out: Bytes) -> None:
-    """Which gradients have a nonzero element; see `reference.nonzero`."""
-    bodies.active().nonzero(table, out)
-
-
-def crc32c(data: Bytes, value: int = 0) -> int:
-    """The checksum of bytes that follow those with the checksum ``value``; see `reference_checksum.crc32c`."""
-    checksum: int = bodies.active().crc32c(data, value)
-    return checksum

@@ -1,14 +1,17 @@
 """Which body runs a kernel: the NumPy one, which defines it, or the compiled one where it was built.
 
-A table of memory on a GPU goes to that device's body, once there is one.
+A table of memory on a GPU goes to that device's body, once there is one. Names, arguments and types of kernels stand in
+their definitions, the modules `reference` and `reference_*`; :func:`kernel` makes of each what callers see, and every
+other body has the same names and arguments (`tests/kernels/test_signatures.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from types import ModuleType, TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,10 +25,26 @@ from gradcomp.kernels import (
     reference_program,
     reference_selection,
 )
+from gradcomp.kernels.arguments import Draw, Factor, Shapes
 from gradcomp.kernels.cuda.mirrors import DeviceMirror, is_mirror
-from gradcomp.kernels.segments import SEGMENT, check_array
+from gradcomp.kernels.segments import SEGMENT, check_array, is_table
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BodyName: TypeAlias = Literal["reference", "native"]
+
+DEFINITIONS: Final = (
+    reference,
+    reference_adacomp,
+    reference_checksum,
+    reference_draws,
+    reference_indices,
+    reference_lowrank,
+    reference_program,
+    reference_selection,
+)
+"""The modules that define the kernels."""
 
 _COLUMNS = SEGMENT.names or ()
 _ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
@@ -70,10 +89,6 @@ class _Routed(Body):
         return _bodies[_active] if device is None else device
 
 
-def _is_table(argument: Any) -> bool:
-    return isinstance(argument, np.ndarray) and argument.dtype == SEGMENT
-
-
 def _messages(argument: Any) -> Iterator[DeviceMirror]:
     """What lies on a device: the argument, or members of it."""
     if type(argument) is np.ndarray:
@@ -96,34 +111,36 @@ def _an_address(table: Any) -> int:
 
 
 class _Compiled(Body):
-    """The extension does its own checks; only the table changes its type: the boundary knows no structured arrays."""
+    """The extension does its own checks. The boundary knows no structured arrays and no records."""
 
     def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **settings: Any) -> Any:
-            return kernel(*map(_plain, arguments), **settings)
+            if "draw" in settings:
+                settings |= _drawn(settings.pop("draw"))
+            return kernel(*_plain(arguments), **settings)
 
         return call
 
 
-def _plain(argument: Any) -> Any:
-    if _is_table(argument):
-        check_array("table", argument, SEGMENT)
-        return argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
-    return argument
+def _plain(arguments: Iterable[Any]) -> Iterator[Any]:
+    for argument in arguments:
+        if is_table(argument):
+            check_array("table", argument, SEGMENT)
+            yield argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
+        elif isinstance(argument, Shapes | Factor):
+            yield from argument
+        else:
+            yield argument
+
+
+def _drawn(draw: Draw | None) -> dict[str, int]:
+    if draw is None:
+        return {"stochastic": False, "seed": 0, "step": 0, "rank": 0}
+    return {"stochastic": True, "seed": draw.seed, "step": draw.step, "rank": draw.rank}
 
 
 def _installed() -> dict[str, Body]:
-    references = (
-        reference,
-        reference_adacomp,
-        reference_checksum,
-        reference_draws,
-        reference_indices,
-        reference_lowrank,
-        reference_program,
-        reference_selection,
-    )
-    found = {"reference": Body(*references)}
+    found = {"reference": Body(*DEFINITIONS)}
     # Absent is a choice of the build; present but broken must not pass for absent.
     if importlib.util.find_spec("gradcomp._native") is not None:
         from gradcomp import _native
@@ -147,6 +164,24 @@ def named(name: str) -> Body:
 def active() -> Body:
     """The body in use."""
     return _routed if _routed.devices else _bodies[_active]
+
+
+def kernel(
+    definition: Callable[P, R], on_host: Callable[[Sequence[Any]], Body] | None = None
+) -> Callable[P, R]:
+    """The kernel that a function defines, as callers see it: with the same signature, run by the body in use.
+
+    ``on_host``: chooses the host's body by the arguments.
+    """
+    name = definition.__name__
+
+    @wraps(definition)
+    def call(*arguments: P.args, **settings: P.kwargs) -> R:
+        body = active() if on_host is None else device_of(arguments) or on_host(arguments)
+        found: R = getattr(body, name)(*arguments, **settings)
+        return found
+
+    return call
 
 
 def bring(name: str, body: Any, reaches: Reaches) -> None:
@@ -177,7 +212,7 @@ def device_of(arguments: Iterable[Any]) -> Any:
     for argument in given:
         for each in _messages(argument):
             return on_device(each.address)
-    return next((body for each in given if _is_table(each) and (body := of(each)) is not None), None)
+    return next((body for each in given if is_table(each) and (body := of(each)) is not None), None)
 
 
 def take_away(name: str) -> None:

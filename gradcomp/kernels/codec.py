@@ -13,22 +13,16 @@ import numpy.typing as npt
 from gradcomp import kernels
 from gradcomp.core.vectors import Vector
 from gradcomp.kernels import segments
+from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.devices import HOST, Device
+
+__all__ = ["Bytes", "Codec", "Draw", "Group", "Scratch", "Sizes", "Table"]
 
 Bytes = npt.NDArray[np.uint8]
 Table = npt.NDArray[np.void]
 Sizes = npt.NDArray[np.int64]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Coordinates of the random numbers of one step: counter-based, so nothing random is saved or sent."""
-
-    seed: int
-    step: int
-    rank: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +59,7 @@ class Codec:
             table,
             payload,
             flags,
-            stochastic=self.stochastic,
-            seed=draw.seed,
-            step=draw.step,
-            rank=draw.rank,
+            draw=draw if self.stochastic else None,
             scale=scale,
             decay=decay,
             magnitudes=self.magnitudes,
@@ -110,10 +101,7 @@ class Codec:
             payloads,
             out,
             flags,
-            stochastic=self.stochastic,
-            seed=draw.seed,
-            step=draw.step,
-            rank=draw.rank,
+            draw=draw if self.stochastic else None,
             divisor=divisor,
             decay=decay,
             magnitudes=self.magnitudes,

@@ -1,18 +1,21 @@
-"""Sparse contributions: the coding of index lists, and the mean of lists scattered over dense outputs."""
+"""Sparse contributions: the coding of index lists, and the mean of lists scattered over dense outputs.
+
+`reference_indices` defines and documents the kernels.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels import bodies
+from gradcomp.kernels import reference_indices as reference
+from gradcomp.kernels.bodies import kernel
 from gradcomp.kernels.codings import (
     ALL,
     BITMAP,
     MAX_INDEXED,
     PACKED,
     RAW,
-    Codings,
     Indices,
     Sizes,
     index_bytes,
@@ -34,46 +37,9 @@ __all__ = [
     "smallest_coding",
 ]
 
-
-def encode_indices(
-    codings: Codings,
-    lengths: Sizes,
-    counts: Sizes,
-    offsets: Sizes,
-    indices: Indices,
-    places: Sizes,
-    payload: Bytes,
-) -> None:
-    """Encode index lists; see `reference_indices.encode_indices`."""
-    bodies.active().encode_indices(codings, lengths, counts, offsets, indices, places, payload)
-
-
-def decode_indices(
-    codings: Codings,
-    lengths: Sizes,
-    counts: Sizes,
-    offsets: Sizes,
-    indices: Indices,
-    places: Sizes,
-    payload: Bytes,
-) -> None:
-    """Decode index lists that came from the network; see `reference_indices.decode_indices`."""
-    bodies.active().decode_indices(codings, lengths, counts, offsets, indices, places, payload)
-
-
-def scatter_mean(
-    table: SegmentTable,
-    flags: Bytes,
-    offsets: Sizes,
-    counts: Sizes,
-    indices: Indices,
-    values: npt.NDArray[np.float32],
-    *,
-    divisor: float,
-    scale: float,
-) -> None:
-    """Write the mean of each rank's sparse values; see `reference_indices.scatter_mean`."""
-    bodies.active().scatter_mean(table, flags, offsets, counts, indices, values, divisor=divisor, scale=scale)
+encode_indices = kernel(reference.encode_indices)
+decode_indices = kernel(reference.decode_indices)
+scatter_mean = kernel(reference.scatter_mean)
 
 
 def scatter_values(

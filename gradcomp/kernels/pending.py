@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -21,21 +20,6 @@ class Pending(Protocol):
     def finish(self) -> None:
         """Put the results into the caller's arrays; waits for the device if need be. Once is enough."""
         ...
-
-
-class Again:
-    """What a device remembers of a call that comes again with the same arrays; nothing on the host.
-
-    Between two times only the contents of the arrays change, of tables only the columns of addresses.
-    """
-
-    __slots__ = ("arrays", "device", "prepared", "runs")
-
-    def __init__(self) -> None:
-        self.device: Any = None  # its kernels
-        self.runs: list[Any] = []
-        self.prepared: Any = None
-        self.arrays: Sequence[Any] = ()
 
 
 class _Done:

@@ -15,13 +15,16 @@ import sys
 
 import numpy as np
 
-from gradcomp.kernels import bodies
+from gradcomp.kernels import reference_program as reference
+from gradcomp.kernels.bodies import kernel
 from gradcomp.kernels.reference_program import MAX_CHOICES, MAX_REACH, NEVER, Doubles, Steps, check_choices
 from gradcomp.kernels.segments import check_array
 
 __all__ = ["MAX_CHOICES", "MAX_REACH", "NEVER", "cheapest", "discretise", "step_size"]
 
 _STEP_BITS = 22
+
+_cheapest = kernel(reference.cheapest)
 
 
 def discretise(errors: Doubles, reference: Doubles, buckets: int, alpha: float = 1.0) -> tuple[Steps, int]:
@@ -136,5 +139,5 @@ def cheapest(steps: Steps, costs: Doubles, budget: int) -> Steps | None:
     """
     check_choices("steps", steps, np.int32)
     chosen = np.empty(len(steps), np.int32)
-    found = bodies.active().cheapest(steps, costs, chosen, budget=operator.index(budget))
+    found = _cheapest(steps, costs, chosen, budget=operator.index(budget))
     return chosen if found else None

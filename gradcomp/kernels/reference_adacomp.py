@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradcomp.kernels.reference import _gradient
+from gradcomp.kernels.reference_memory import gradient_of, next_residual_of
 from gradcomp.kernels.reference_selection import (
     Floats,
     Indices,
     Numbers,
-    _check_narrow,
-    _check_next_residuals,
-    _check_places,
-    _check_rows,
-    _largest,
-    _next_residual,
+    check_narrow,
+    check_next_residuals,
+    check_places,
+    check_vectors,
+    largest_of,
 )
 from gradcomp.kernels.segments import SegmentTable
 
@@ -52,29 +51,29 @@ def select_adacomp(
 
     Source: AdaComp (Chen et al., AAAI 2018), Algorithm 2.
     """
-    _check_rows(
+    check_vectors(
         table,
         factors=(factors, np.float32, False),
         limits=(limits, np.int64, False),
         offsets=(offsets, np.int64, False),
         found=(found, np.int64, True),
     )
-    _check_narrow(table)
-    _check_next_residuals(table)
-    _check_places(table, offsets, limits, indices, values, writable=True)
+    check_narrow(table)
+    check_next_residuals(table)
+    check_places(table, offsets, limits, indices, values, writable=True)
     if bin_size < 1:
         raise ValueError(f"bin_size {bin_size} is not positive")
     for i, segment in enumerate(table):
         found[i] = 0
         if segment["length"] == 0:
             continue
-        c = _next_residual(segment)
+        c = next_residual_of(segment)
         with np.errstate(all="ignore"):
-            ahead = np.abs(c + factors[i] * _gradient(segment, np.float32))
+            ahead = np.abs(c + factors[i] * gradient_of(segment, np.float32))
         begins = np.arange(0, len(c), bin_size)
         largest = np.fmax.reduceat(np.abs(c), begins).repeat(np.diff(begins, append=len(c)))
         candidates = np.flatnonzero((ahead >= largest) & (largest > 0))
-        chosen = _largest(c, candidates, int(limits[i]))
+        chosen = largest_of(c, candidates, int(limits[i]))
         place = slice(int(offsets[i]), int(offsets[i]) + len(chosen))
         indices[place], values[place] = chosen, c[chosen]
         found[i] = len(chosen)

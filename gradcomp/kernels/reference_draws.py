@@ -50,7 +50,7 @@ def draw_indices(
         TypeError: an array of the wrong dtype, or not contiguous.
         ValueError: a number out of range, or a row that does not lie inside `indices`. Nothing was written then.
     """
-    _check(lengths, counts, layers, offsets, indices)
+    check_draws(lengths, counts, layers, offsets, indices)
     ends = np.cumsum(counts)
     begins = ends - counts
     blocks = -(-counts // 4)
@@ -76,7 +76,8 @@ def strata(lengths: Sizes, counts: Sizes) -> tuple[Words, Words]:
     return first, (j + np.uint64(1)) * n // k - first
 
 
-def _check(lengths: Sizes, counts: Sizes, layers: Indices, offsets: Sizes, indices: Indices) -> None:
+def check_draws(lengths: Sizes, counts: Sizes, layers: Indices, offsets: Sizes, indices: Indices) -> None:
+    """Raise TypeError or ValueError for arguments that no body takes."""
     for name, column in (("lengths", lengths), ("counts", counts), ("offsets", offsets)):
         check_array(name, column, np.int64, len(lengths))
     check_array("layers", layers, np.uint32, len(lengths))

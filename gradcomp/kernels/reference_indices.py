@@ -5,7 +5,6 @@ Read `codings` first for the layout of coded indices.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from gradcomp.kernels.codings import (
     require,
     upper_bits,
 )
+from gradcomp.kernels.reference_memory import memory_at
 from gradcomp.kernels.segments import (
     DTYPES,
     FLOAT64,
@@ -62,7 +62,7 @@ def encode_indices(
         ValueError: a row, named, that is malformed or does not lie inside an array, or whose indices are out of
             range or not ascending. What was written before is unspecified.
     """
-    sizes = _check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=True)
+    sizes = check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=True)
     for i in range(len(codings)):
         own = indices[offsets[i] : offsets[i] + counts[i]]
         require_ascending(i, own, int(lengths[i]))
@@ -97,7 +97,7 @@ def decode_indices(
             another number of indices than its count, or padding bits that are set. What was written to `indices`
             is unspecified then.
     """
-    sizes = _check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=False)
+    sizes = check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=False)
     for i in range(len(codings)):
         if counts[i]:
             stream = payload[places[i] : places[i] + sizes[i]]
@@ -194,7 +194,7 @@ def scatter_mean(
     for i in np.flatnonzero(table["output"] != 0):
         segment = table[i]
         dtype = DTYPES[segment["dtype"]]
-        output = _view(int(segment["output"]), int(segment["length"]), dtype)
+        output = memory_at(int(segment["output"]), int(segment["length"]), dtype)
         if flags[i]:
             output[:] = np.nan
             continue
@@ -204,14 +204,6 @@ def scatter_mean(
                 total[indices[offset : offset + count]] += values[offset : offset + count]
             output[:] = (total / np.float32(divisor) * np.float32(scale)).astype(dtype)
         flags[i] |= not np.isfinite(output).all()
-
-
-def _view(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    if length == 0:
-        return np.empty(0, dtype)
-    memory = (ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)
-    view: npt.NDArray[Any] = np.frombuffer(memoryview(memory).cast("B"), np.uint8).view(dtype)
-    return view
 
 
 # --- checks -------------------------------------------------------------------------------------------------
@@ -225,7 +217,7 @@ def require_ascending(row: int, indices: npt.NDArray[Any], length: int) -> None:
         raise ValueError(f"row {row}: an index is not below the length of {length}")
 
 
-def _check_coding(
+def check_coding(
     codings: Codings,
     lengths: Sizes,
     counts: Sizes,
@@ -243,7 +235,7 @@ def _check_coding(
         check_array(name, column, np.int64, len(codings))
     check_array("indices", indices, np.uint32, writable=not encoding)
     check_array("payload", payload, np.uint8, writable=encoding)
-    _check_aligned(codings=codings, indices=indices, **columns)
+    check_aligned(codings=codings, indices=indices, **columns)
     if np.may_share_memory(indices, payload):
         raise ValueError("indices overlap the payload")
     check_rows(codings, lengths, counts)
@@ -266,8 +258,8 @@ def _check_scatter(
 ) -> None:
     check_array("indices", indices, np.uint32)
     check_array("values", values, np.float32)
-    _check_aligned(indices=indices, values=values)
-    _check_targets(table, flags, offsets, counts, divisor, scale)
+    check_aligned(indices=indices, values=values)
+    check_targets(table, flags, offsets, counts, divisor, scale)
     read = np.flatnonzero((table["output"] != 0) & (flags == 0))
     capacity = min(len(indices), len(values))
     for i in read:
@@ -277,7 +269,7 @@ def _check_scatter(
             require_ascending(int(i), indices[offset : offset + count], int(table["length"][i]))
 
 
-def _check_targets(
+def check_targets(
     table: SegmentTable, flags: Bytes, offsets: Sizes, counts: Sizes, divisor: float, scale: float
 ) -> None:
     """All but the lists."""
@@ -287,7 +279,7 @@ def _check_targets(
         if not (isinstance(matrix, np.ndarray) and matrix.ndim == 2 and matrix.flags.c_contiguous):
             raise TypeError(f"{name} must be a contiguous two-dimensional NumPy array of int64")
         check_array(name, matrix.reshape(-1), np.int64)
-    _check_aligned(offsets=offsets, counts=counts)
+    check_aligned(offsets=offsets, counts=counts)
     if offsets.shape != counts.shape or offsets.shape[1] != len(table):
         raise ValueError(f"offsets {offsets.shape} and counts {counts.shape} for {len(table)} segments")
     with np.errstate(all="ignore"):
@@ -301,7 +293,8 @@ def _check_targets(
         raise ValueError("scatter_mean writes no float64 outputs")
 
 
-def _check_aligned(**arrays: npt.NDArray[Any]) -> None:
+def check_aligned(**arrays: npt.NDArray[Any]) -> None:
+    """Raise TypeError for the first array that is not aligned to its items."""
     for name, array in arrays.items():
         if not array.flags.aligned:
             raise TypeError(f"{name} must be aligned to its items")

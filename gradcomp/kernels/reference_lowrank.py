@@ -1,8 +1,15 @@
 """The low-rank kernels in NumPy, which define them: layers as matrices M, and their factors P and Q.
 
+Row i of a table is a whole layer, seen as the matrix M_i with n_i rows and m_i columns, row-major: n_i m_i is the
+row's length. Its factors P_i (n_i x r_i) and Q_i (m_i x r_i) lie in flat arrays, see
+:class:`gradcomp.kernels.arguments.Factor`. M lives in the rows' next residuals, which hold the new residual in the end.
+
 `orthogonalise`, `expand` and `subtract` work on what all ranks hold alike and give the same bytes in every body:
 each product and sum is rounded on its own, in the order written here. `project` and `back_project` come before the
 last reply of the network; bodies agree on M, but sum P and Q in an order of their own.
+
+Each call raises TypeError for an array that is not a contiguous vector of its dtype, and ValueError for a row whose
+numbers do not fit together, that is float64, or whose factors do not lie inside their arrays.
 """
 
 from __future__ import annotations
@@ -13,13 +20,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.kernels.reference import _all_finite, _gradient, _residual, _view
+from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
+from gradcomp.kernels.reference_memory import (
+    all_finite,
+    gradient_of,
+    memory_at,
+    next_residual_of,
+    residual_of,
+)
 from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     DTYPES,
-    FLOAT32,
     FLOAT64,
     MAX_ELEMENTS,
     SEGMENT,
@@ -28,9 +40,6 @@ from gradcomp.kernels.segments import (
     check_array,
     check_elements,
 )
-
-Floats = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
 
 DEPENDENT = 2.0**-20
 """A column whose norm falls below this part of what it was depends on those before it."""
@@ -49,7 +58,7 @@ class _Matrix:
 
     @property
     def next_residual(self) -> Floats:
-        return _view(self.segment["next_residual"], self.n * self.m, DTYPES[FLOAT32]).reshape(self.n, self.m)
+        return next_residual_of(self.segment).reshape(self.n, self.m)
 
     def product(self) -> Floats:
         """P Q^T, summed over the columns of both from the first to the last."""
@@ -64,59 +73,85 @@ def project(
     table: SegmentTable,
     flags: Bytes,
     factors: Floats,
-    rows: Int64s,
-    columns: Int64s,
-    ranks: Int64s,
-    q: Floats,
-    q_at: Int64s,
-    p: Floats,
-    p_at: Int64s,
+    shapes: Shapes,
+    q: Factor,
+    p: Factor,
     *,
     decay: float,
 ) -> None:
-    """See `lowrank.project`."""
+    """next residual <- M = factor * gradient + decay * residual, and P <- M Q.
+
+    A layer with a non-finite element of M gets its flag set and a P of NaN; its next residual is unspecified then.
+
+    Args:
+        table: SEGMENT rows; reads gradient (0: absent, zero), residual (0: none); writes next residual.
+        flags: uint8, one per row; only ORed into.
+        factors: float32, one per row; factor of the gradient.
+        shapes: n, m and r of each row.
+        q: read.
+        p: written.
+        decay: factor of the residual.
+    """
     check_array("flags", flags, np.uint8, len(table), writable=True)
     check_array("factors", factors, np.float32, len(table))
-    check_array("p", p, np.float32, writable=True)
-    for matrix in _matrices(table, rows, columns, ranks, p, p_at, q, q_at):
+    check_array("p", p.values, np.float32, writable=True)
+    for matrix in _matrices(table, shapes, p, q):
         segment = matrix.segment
         with np.errstate(all="ignore"):
-            c = factors[matrix.index] * _gradient(segment, np.float32)
+            c = factors[matrix.index] * gradient_of(segment, np.float32)
             if segment["residual"]:
-                c = c + np.float32(decay) * _residual(segment)
+                c = c + np.float32(decay) * residual_of(segment)
             matrix.next_residual.reshape(-1)[:] = c
             matrix.p[:] = np.matmul(matrix.next_residual, matrix.q.T).T
-        if not _all_finite(c):
+        if not all_finite(c):
             matrix.p[:] = np.nan
             flags[matrix.index] |= 1
 
 
-def back_project(
-    table: SegmentTable,
-    rows: Int64s,
-    columns: Int64s,
-    ranks: Int64s,
-    p: Floats,
-    p_at: Int64s,
-    q: Floats,
-    q_at: Int64s,
-) -> None:
-    """See `lowrank.back_project`."""
-    check_array("q", q, np.float32, writable=True)
-    for matrix in _matrices(table, rows, columns, ranks, p, p_at, q, q_at):
+def back_project(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
+    """Q <- M^T P, with M in the next residual.
+
+    Args:
+        table: SEGMENT rows; reads next residual.
+        shapes: n, m and r of each row.
+        p: read.
+        q: written.
+    """
+    check_array("q", q.values, np.float32, writable=True)
+    for matrix in _matrices(table, shapes, p, q):
         with np.errstate(all="ignore"):
             matrix.q[:] = np.matmul(matrix.p, matrix.next_residual)
 
 
-def orthogonalise(rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
-    """See `lowrank.orthogonalise`."""
-    check_array("p", p, np.float32, writable=True)
-    for name, array in (("rows", rows), ("ranks", ranks), ("p_at", p_at)):
+def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor) -> None:
+    """Make the columns of each P orthonormal, in place, or zero where they depend on those before them.
+
+    For each column x, from the first to the last:
+
+        x <- 2^e x, so that its largest magnitude is in [1, 2)
+        twice, for each column u before: x <- x - (u . x) u
+        x <- x / |x| if |x| > 2^-20 of what it was before the subtractions, else 0
+
+    Scalar products are float64, in the order of `reference_sums`; vectors are float32. The columns that are not zero
+    satisfy |P^T P - I| < 1e-6, nearly dependent ones included. A P that is not finite becomes NaN.
+
+    Source: Vogels et al. 2019, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, so that no
+    magnitude under- or overflows; in the second pass, without which nearly dependent columns are far from orthogonal;
+    and in the zeros, where dividing by a norm of rounding errors, or of nothing, would put noise or NaN: P P^T is an
+    orthogonal projection all the same, and a layer of zeros gets a mean of exactly zero.
+
+    Args:
+        rows: int64, n of each layer.
+        ranks: int64, r of each layer.
+        p: read and written.
+    """
+    check_array("p", p.values, np.float32, writable=True)
+    for name, array in (("rows", rows), ("ranks", ranks), ("p_at", p.at)):
         check_array(name, array, np.int64, len(rows))
-    numbers = zip(p_at.tolist(), rows.tolist(), ranks.tolist(), strict=True)
-    places = [_columns(index, "P", p, *row) for index, row in enumerate(numbers)]
+    numbers = zip(p.at.tolist(), rows.tolist(), ranks.tolist(), strict=True)
+    places = [_columns(index, "P", p.values, *row) for index, row in enumerate(numbers)]
     for columns in places:
-        if not _all_finite(columns):
+        if not all_finite(columns):
             columns[:] = np.nan
             continue
         for k, column in enumerate(columns if columns.size else ()):
@@ -126,57 +161,75 @@ def orthogonalise(rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
 def expand(
     table: SegmentTable,
     flags: Bytes,
-    rows: Int64s,
-    columns: Int64s,
-    ranks: Int64s,
-    p: Floats,
-    p_at: Int64s,
-    q: Floats,
-    q_at: Int64s,
+    shapes: Shapes,
+    p: Factor,
+    q: Factor,
     *,
     divisor: float,
     scale: float,
 ) -> None:
-    """See `lowrank.expand`."""
+    """output <- scale * ((P Q^T) / divisor), rounded to the row's dtype.
+
+    (P Q^T)[a, b] = ((P[a, 0] Q[b, 0]) + P[a, 1] Q[b, 1]) + ..., each product and sum rounded to float32. A layer whose
+    flag is set on entry is filled with NaN; one with a non-finite output gets its flag set. Rows without an output
+    are skipped, unchecked.
+
+    Args:
+        table: SEGMENT rows; writes output.
+        flags: uint8, one per row; read, and ORed into.
+        shapes: n, m and r of each row.
+        p: read.
+        q: read.
+        divisor: number of ranks, or 1 for factors that are means already.
+        scale: factor of the result.
+    """
     check_array("flags", flags, np.uint8, len(table), writable=True)
-    for matrix in _matrices(table, rows, columns, ranks, p, p_at, q, q_at, outputs=True):
+    for matrix in _matrices(table, shapes, p, q, outputs=True):
         segment = matrix.segment
-        output = _view(segment["output"], segment["length"], DTYPES[segment["dtype"]])
+        output = memory_at(segment["output"], segment["length"], DTYPES[segment["dtype"]])
         if flags[matrix.index]:
             output[:] = np.nan
             continue
         with np.errstate(all="ignore"):
             mean = matrix.product() / np.float32(divisor) * np.float32(scale)
             output[:] = mean.reshape(-1).astype(output.dtype)
-        flags[matrix.index] |= not _all_finite(output)
+        flags[matrix.index] |= not all_finite(output)
 
 
-def subtract(
-    table: SegmentTable,
-    rows: Int64s,
-    columns: Int64s,
-    ranks: Int64s,
-    p: Floats,
-    p_at: Int64s,
-    q: Floats,
-    q_at: Int64s,
-) -> None:
-    """See `lowrank.subtract`."""
-    for matrix in _matrices(table, rows, columns, ranks, p, p_at, q, q_at):
+def subtract(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
+    """next residual <- next residual - P Q^T, the product as in `expand`.
+
+    Args:
+        table: SEGMENT rows; reads and writes next residual.
+        shapes: n, m and r of each row.
+        p: read.
+        q: read.
+    """
+    for matrix in _matrices(table, shapes, p, q):
         with np.errstate(all="ignore"):
             matrix.next_residual[:] = matrix.next_residual - matrix.product()
 
 
-def keep(
-    sides: Int64s, ranks: Int64s, factor: Floats, at: Int64s, kept: Floats, before: Int64s, after: Int64s
-) -> None:
-    """See `lowrank.keep`."""
+def keep(sides: Int64s, ranks: Int64s, factor: Factor, kept: Floats, before: Int64s, after: Int64s) -> None:
+    """Keep each factor, column by column, for another step.
+
+    For each column x of a factor, and the one y that was kept before: y <- y if x is zero, else x scaled by the power
+    of two that brings its largest magnitude into [1/2, 1). What is not finite stays as it is.
+
+    Args:
+        sides: int64, elements of a column of each layer.
+        ranks: int64, r of each layer.
+        factor: read.
+        kept: float32; read and written.
+        before: int64, where what was kept of each begins.
+        after: int64, where what is kept now begins: nowhere where something is read.
+    """
     sizes = sides * ranks
     if not sizes.any():
         return
     lengths = np.repeat(sides, ranks)[np.repeat(sides, ranks) > 0]
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    x = factor[np.repeat(at, sizes) + within]
+    x = factor.values[np.repeat(factor.at, sizes) + within]
     with np.errstate(all="ignore"):
         largest = np.maximum.reduceat(np.abs(x), np.cumsum(lengths) - lengths)
         exponents = np.where(np.isfinite(largest), -np.frexp(largest)[1], 0)
@@ -215,22 +268,13 @@ def dot(x: Floats, y: Floats) -> np.float64:
 
 
 def _matrices(
-    table: SegmentTable,
-    rows: Int64s,
-    columns: Int64s,
-    ranks: Int64s,
-    p: Floats,
-    p_at: Int64s,
-    q: Floats,
-    q_at: Int64s,
-    *,
-    outputs: bool = False,
+    table: SegmentTable, shapes: Shapes, p: Factor, q: Factor, *, outputs: bool = False
 ) -> Iterator[_Matrix]:
     """The layers of a call, or those with an output, all checked before the first is given out."""
     check_array("table", table, SEGMENT)
-    check_array("p", p, np.float32)
-    check_array("q", q, np.float32)
-    vectors = {"rows": rows, "columns": columns, "ranks": ranks, "p_at": p_at, "q_at": q_at}
+    check_array("p", p.values, np.float32)
+    check_array("q", q.values, np.float32)
+    vectors = {**shapes._asdict(), "p_at": p.at, "q_at": q.at}
     for name, vector in vectors.items():
         check_array(name, vector, np.int64, len(table))
     found = []
@@ -238,37 +282,23 @@ def _matrices(
         segment = table[index]
         if not outputs or segment["output"]:
             check_elements(table[index : index + 1])
-            found.append(_matrix(index, segment, p, q, *numbers, needs_next_residual=not outputs))
+            n, m, rank, p_at, q_at = numbers
+            _check_matrix(index, segment, n, m, needs_next_residual=not outputs)
+            columns = (
+                _columns(index, "P", p.values, p_at, n, rank),
+                _columns(index, "Q", q.values, q_at, m, rank),
+            )
+            found.append(_Matrix(index, segment, n, m, *columns))
     return iter(found)
 
 
-def _matrix(
-    index: int,
-    segment: np.void,
-    p: Floats,
-    q: Floats,
-    n: int,
-    m: int,
-    rank: int,
-    p_at: int,
-    q_at: int,
-    *,
-    needs_next_residual: bool,
-) -> _Matrix:
+def _check_matrix(index: int, segment: np.void, n: int, m: int, *, needs_next_residual: bool) -> None:
     if segment["dtype"] == FLOAT64:
         raise ValueError(f"segment {index}: low rank has no float64")
     if needs_next_residual and segment["length"] and not segment["next_residual"]:
         raise ValueError(f"segment {index}: no next residual to hold the matrix")
     if not (0 <= n <= MAX_ELEMENTS and 0 <= m <= MAX_ELEMENTS and n * m == segment["length"]):
         raise ValueError(f"segment {index}: rows times columns is not the length of the segment")
-    return _Matrix(
-        index,
-        segment,
-        n,
-        m,
-        _columns(index, "P", p, p_at, n, rank),
-        _columns(index, "Q", q, q_at, m, rank),
-    )
 
 
 def _columns(index: int, name: str, array: Floats, at: int, length: int, count: int) -> Any:

@@ -21,19 +21,17 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.reference import _gradient, _residual, _view
-from gradcomp.kernels.reference_indices import _check_aligned
+from gradcomp.kernels.reference_indices import check_aligned
+from gradcomp.kernels.reference_memory import gradient_of, next_residual_of, residual_of
 from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
-    DTYPES,
-    FLOAT32,
     FLOAT64,
     SEGMENT,
     Bytes,
     SegmentTable,
-    _require,
     check_array,
     check_elements,
+    require_rows,
 )
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -57,9 +55,9 @@ def contribute(table: SegmentTable, flags: Bytes, factors: Floats, *, decay: flo
     Raises:
         ValueError: also for a float64 gradient.
     """
-    _check_rows(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
-    _check_narrow(table)
-    _check_next_residuals(table)
+    check_vectors(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
+    check_narrow(table)
+    check_next_residuals(table)
     for i, segment in enumerate(table):
         flags[i] |= _contribute(segment, factors[i], decay)
 
@@ -71,10 +69,10 @@ def squares(table: SegmentTable, out: Doubles) -> None:
         table: SEGMENT rows; reads gradient, of any dtype.
         out: float64, one per row.
     """
-    _check_rows(table, out=(out, np.float64, True))
+    check_vectors(table, out=(out, np.float64, True))
     for i, segment in enumerate(table):
         with np.errstate(all="ignore"):
-            (out[i],) = ordered_sum(np.square(_gradient(segment, np.float64))[None])
+            (out[i],) = ordered_sum(np.square(gradient_of(segment, np.float64))[None])
 
 
 def select_top(
@@ -105,17 +103,17 @@ def select_top(
     Raises:
         ValueError: also for a float64 gradient.
     """
-    _check_rows(
+    check_vectors(
         table,
         flags=(flags, np.uint8, True),
         factors=(factors, np.float32, False),
         counts=(counts, np.int64, False),
         offsets=(offsets, np.int64, False),
     )
-    _check_narrow(table)
-    _check_next_residuals(table)
-    _check_counts(table, counts)
-    _check_places(table, offsets, counts, indices, values, writable=True)
+    check_narrow(table)
+    check_next_residuals(table)
+    check_counts(table, counts)
+    check_places(table, offsets, counts, indices, values, writable=True)
     for i, segment in enumerate(table):
         place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
         if _contribute(segment, factors[i], decay):
@@ -123,8 +121,8 @@ def select_top(
             indices[place] = np.arange(counts[i])
             values[place] = 0
             continue
-        c = _next_residual(segment)
-        chosen = _largest(c, np.arange(len(c)), int(counts[i]))
+        c = next_residual_of(segment)
+        chosen = largest_of(c, np.arange(len(c)), int(counts[i]))
         indices[place], values[place] = chosen, c[chosen]
 
 
@@ -148,18 +146,18 @@ def select_above(
         values: float32, written: c of the selected elements.
         found: int64, one per row, written.
     """
-    _check_rows(
+    check_vectors(
         table,
         thresholds=(thresholds, np.float32, False),
         limits=(limits, np.int64, False),
         offsets=(offsets, np.int64, False),
         found=(found, np.int64, True),
     )
-    _check_next_residuals(table)
-    _check_places(table, offsets, limits, indices, values, writable=True)
+    check_next_residuals(table)
+    check_places(table, offsets, limits, indices, values, writable=True)
     for i, segment in enumerate(table):
-        c = _next_residual(segment)
-        chosen = _largest(c, np.flatnonzero(np.abs(c) >= thresholds[i]), int(limits[i]))
+        c = next_residual_of(segment)
+        chosen = largest_of(c, np.flatnonzero(np.abs(c) >= thresholds[i]), int(limits[i]))
         place = slice(int(offsets[i]), int(offsets[i]) + len(chosen))
         indices[place], values[place] = chosen, c[chosen]
         found[i] = len(chosen)
@@ -185,13 +183,13 @@ def sample_thresholds(
     Source: Deep Gradient Compression (Lin et al., ICLR 2018), section 3.1, which samples at random; a stride
     with a random phase reads as little and needs no random numbers per element.
     """
-    _check_rows(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
-    _check_next_residuals(table)
-    _check_counts(table, counts)
+    check_vectors(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
+    check_next_residuals(table)
+    check_counts(table, counts)
     if stride < 1 or phase < 0:
         raise ValueError(f"stride {stride} is not positive, or phase {phase} is negative")
     for i, segment in enumerate(table):
-        magnitudes = np.abs(_next_residual(segment))
+        magnitudes = np.abs(next_residual_of(segment))
         if counts[i] == 0:
             thresholds[i] = np.inf
             continue
@@ -223,7 +221,7 @@ def tail(
         squares_out: float64, one per row, written.
         maxima: float32, one per row, written.
     """
-    _check_rows(
+    check_vectors(
         table,
         thresholds=(thresholds, np.float32, False),
         counts=(counts, np.int64, True),
@@ -231,9 +229,9 @@ def tail(
         squares_out=(squares_out, np.float64, True),
         maxima=(maxima, np.float32, True),
     )
-    _check_next_residuals(table)
+    check_next_residuals(table)
     for i, segment in enumerate(table):
-        magnitudes = np.abs(_next_residual(segment))
+        magnitudes = np.abs(next_residual_of(segment))
         chosen = magnitudes >= thresholds[i]
         x = np.where(chosen, magnitudes, np.float32(0)).astype(np.float64)
         counts[i] = np.count_nonzero(chosen)
@@ -257,7 +255,7 @@ def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indice
     _check_selections(table, offsets, counts, indices, values, writable=True)
     for i, segment in enumerate(table):
         place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
-        values[place] = _next_residual(segment)[indices[place]]
+        values[place] = next_residual_of(segment)[indices[place]]
 
 
 def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
@@ -276,7 +274,7 @@ def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices
     _check_selections(table, offsets, counts, indices, values, writable=False)
     for i, segment in enumerate(table):
         place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
-        _next_residual(segment)[indices[place]] = values[place]
+        next_residual_of(segment)[indices[place]] = values[place]
 
 
 # --- one row ------------------------------------------------------------------------------------------------
@@ -285,18 +283,14 @@ def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices
 def _contribute(segment: np.void, factor: np.float32, decay: float) -> bool:
     """Write c to the next residual; return whether some of it is not finite."""
     with np.errstate(all="ignore"):
-        c = factor * _gradient(segment, np.float32)
+        c = factor * gradient_of(segment, np.float32)
         if segment["residual"]:
-            c = c + np.float32(decay) * _residual(segment)
-    _next_residual(segment)[:] = c
+            c = c + np.float32(decay) * residual_of(segment)
+    next_residual_of(segment)[:] = c
     return not np.isfinite(c).all()
 
 
-def _next_residual(segment: np.void) -> Floats:
-    return _view(segment["next_residual"], segment["length"], DTYPES[FLOAT32])
-
-
-def _largest(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
+def largest_of(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
     """The `count` candidates of largest |c|, ties by lower index; candidates and result ascend."""
     if count >= len(candidates):
         return candidates
@@ -307,33 +301,38 @@ def _largest(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.NDA
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _check_rows(table: SegmentTable, **vectors: tuple[Any, Any, bool]) -> None:
+def check_vectors(table: SegmentTable, **vectors: tuple[Any, Any, bool]) -> None:
     """The table, and vectors (array, dtype, written to) with one item per row."""
     check_array("table", table, SEGMENT)
     for name, (array, dtype, writable) in vectors.items():
         check_array(name, array, dtype, writable=writable)
-        _check_aligned(**{name: array})
+        check_aligned(**{name: array})
     for name, (array, dtype, _) in vectors.items():
         check_array(name, array, dtype, len(table))
     check_elements(table)
-    _require(
+    require_rows(
         table, table["length"] <= MAX_LAYER_ELEMENTS, f"a layer has more than {MAX_LAYER_ELEMENTS} elements"
     )
 
 
-def _check_narrow(table: SegmentTable) -> None:
-    _require(table, table["dtype"] != FLOAT64, "selections are made from float32 and half precision")
+def check_narrow(table: SegmentTable) -> None:
+    """Raise ValueError for the first float64 row."""
+    require_rows(table, table["dtype"] != FLOAT64, "selections are made from float32 and half precision")
 
 
-def _check_next_residuals(table: SegmentTable) -> None:
-    _require(table, (table["next_residual"] != 0) | (table["length"] == 0), "the row has no next residual")
+def check_next_residuals(table: SegmentTable) -> None:
+    """Raise ValueError for the first row with elements and no next residual."""
+    require_rows(
+        table, (table["next_residual"] != 0) | (table["length"] == 0), "the row has no next residual"
+    )
 
 
-def _check_counts(table: SegmentTable, counts: Numbers) -> None:
-    _require(table, (counts >= 0) & (counts <= table["length"]), "the count is not in 0..length")
+def check_counts(table: SegmentTable, counts: Numbers) -> None:
+    """Raise ValueError for the first row with fewer elements than its count."""
+    require_rows(table, (counts >= 0) & (counts <= table["length"]), "the count is not in 0..length")
 
 
-def _check_places(
+def check_places(
     table: SegmentTable,
     offsets: Numbers,
     counts: Numbers,
@@ -342,15 +341,17 @@ def _check_places(
     *,
     writable: bool,
 ) -> None:
+    """The flat arrays, and that all selections lie inside them."""
     check_array("indices", indices, np.uint32, writable=writable)
     check_array("values", values, np.float32, writable=writable)
-    _check_aligned(indices=indices, values=values)
-    _check_inside(table, offsets, counts, min(len(indices), len(values)))
+    check_aligned(indices=indices, values=values)
+    check_inside(table, offsets, counts, min(len(indices), len(values)))
 
 
-def _check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, capacity: int) -> None:
+def check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, capacity: int) -> None:
+    """Raise ValueError for the first row whose selection does not lie inside arrays of so many items."""
     # Written as a difference: the sum of a hostile offset and a count could wrap.
-    _require(
+    require_rows(
         table,
         (offsets >= 0) & (counts >= 0) & (counts <= capacity) & (offsets <= capacity - counts),
         f"the selection does not lie inside arrays of {capacity} items",
@@ -368,9 +369,9 @@ def _check_selections(
 ) -> None:
     check_array("indices", indices, np.uint32)
     check_array("values", values, np.float32, writable=writable)
-    _check_rows(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
-    _check_next_residuals(table)
-    _check_places(table, offsets, counts, indices, values, writable=False)
+    check_vectors(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
+    check_next_residuals(table)
+    check_places(table, offsets, counts, indices, values, writable=False)
     for i, segment in enumerate(table):
         chosen = indices[int(offsets[i]) : int(offsets[i] + counts[i])]
         if (chosen >= segment["length"]).any():

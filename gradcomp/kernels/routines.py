@@ -25,16 +25,24 @@ class _Part:
 
 
 class Routine:
-    """Kernel calls that follow each other: on a device they are one call, which is kept from step to step.
+    """Kernel calls that follow each other, over the same arrays in every step: a device keeps them as one call.
 
-    On the host the kernels run one by one, every time.
+    Between two times only the contents of the arrays change, of tables only the columns of addresses. A routine goes
+    through one of two doors. :func:`gradcomp.kernels.together` runs its block every time, with numbers of its own;
+    what the device has checked once it does not check again. :meth:`collecting` takes parts that say by a key whether
+    anything is new; if nothing is, none of them is asked. On the host the kernels run one by one, every time.
     """
 
+    __slots__ = ("_given", "_keys", "arrays", "device", "prepared", "runs")
+
     def __init__(self) -> None:
+        self.device: Any = None  # its kernels; None on the host, or as long as nobody knows
+        # What the device keeps: the call, its arrays, and what it was put together from.
+        self.prepared: Any = None
+        self.arrays: Sequence[Any] = ()
+        self.runs: list[Any] = []
         self._keys: list[Hashable] = []
-        self._arrays: list[Any] = []
-        self._device: Any = None
-        self._made: Any = None
+        self._given: list[Any] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -54,39 +62,36 @@ class Routine:
 
     def _run(self, parts: Sequence[_Part]) -> None:
         keys = [part.key for part in parts]
-        arrays = [array for part in parts for array in part.arrays]
-        device = self._device
-        if self._made is None or keys != self._keys or not all(map(is_, arrays, self._arrays)):
-            self._made, device = None, bodies.device_of(arrays)
-        if device is None:
+        given = [array for part in parts for array in part.arrays]
+        if self.prepared is None or keys != self._keys or not all(map(is_, given, self._given)):
+            self.prepared, self.runs, self.device = None, [], bodies.device_of(given)
+        if self.device is None:
             for part in parts:
                 part.work()
         else:
             try:
-                self._run_on(device, parts)
+                if self.prepared is not None:
+                    self.device.run_again(self)
+                else:
+                    self._put_together(parts, given)
             except BaseException as error:
-                self._made = None
+                self.prepared = None
                 if isinstance(error, ValueError):  # one by one they say where the fault is
                     for part in parts:
                         part.work()
                 raise
-        self._device, self._keys, self._arrays = device, keys, arrays
+        self._keys, self._given = keys, given
         for part in parts:
             if part.after is not None:
                 part.after()
 
-    def _run_on(self, device: Any, parts: Sequence[_Part]) -> None:
-        if self._made is not None:
-            self._made.run()
-            return
-
-        def keep(made: Any) -> None:
-            made.finalise([array for part in parts for array in part.arrays])
-            self._made = made
-
-        with device.together(recorded=keep):
+    def _put_together(self, parts: Sequence[_Part], given: Sequence[Any]) -> None:
+        with self.device.together(self.device, self) as started:
             for part in parts:
                 part.work()
+        started.finish()
+        if self.prepared is not None:
+            self.device.finalise(self, given)
 
 
 @contextmanager

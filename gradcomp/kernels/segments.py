@@ -142,6 +142,11 @@ _WIRE_FORMAT: Final = {
 }
 
 
+def is_table(argument: Any) -> bool:
+    """Whether it is an array of SEGMENT rows."""
+    return isinstance(argument, np.ndarray) and argument.dtype == SEGMENT
+
+
 def byte_offsets(table: SegmentTable) -> npt.NDArray[np.uint64]:
     """Of every row's first element, in an array that begins with element 0."""
     offsets: npt.NDArray[np.uint64] = table["start"].astype(np.uint64) * _ITEM_BYTES[table["dtype"]]
@@ -153,15 +158,15 @@ def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
     if codec not in _WIRE_FORMAT:
         raise ValueError(f"unknown codec {codec}")
     check_elements(table)
-    _require(table, table["bucket_size"] >= 1, "bucket_size is not positive")
-    _require(
+    require_rows(table, table["bucket_size"] >= 1, "bucket_size is not positive")
+    require_rows(
         table,
         (table["dtype"] == FLOAT64) == (codec == FP64),
         "dtype float64 goes with codec FP64, and FP64 with nothing else",
     )
     if codec in LEVELS:
         levels = LEVELS[codec]
-        _require(
+        require_rows(
             table,
             (table["bits"] >= levels.start) & (table["bits"] < levels.stop),
             f"bits is not in {_words(levels)}",
@@ -169,7 +174,7 @@ def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
     size = wire_bytes_table(codec, table)
     for payload_size in payload_sizes:
         # Written as a difference: the sum of a hostile offset and a size could wrap.
-        _require(
+        require_rows(
             table,
             (table["payload"] >= 0) & (table["payload"] <= payload_size - size),
             f"the segment does not lie inside the payload of {payload_size} bytes",
@@ -178,8 +183,8 @@ def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
 
 def check_elements(table: SegmentTable) -> None:
     """Raise ValueError for the first row whose dtype or element numbers are out of range."""
-    _require(table, (table["dtype"] >= 0) & (table["dtype"] < len(DTYPES)), "unknown dtype")
-    _require(
+    require_rows(table, (table["dtype"] >= 0) & (table["dtype"] < len(DTYPES)), "unknown dtype")
+    require_rows(
         table,
         (table["length"] >= 0)
         & (table["length"] <= MAX_ELEMENTS)
@@ -219,7 +224,8 @@ def _words(levels: range) -> str:
     return f"{levels.start}..{levels.stop - 1}"
 
 
-def _require(table: SegmentTable, condition: npt.NDArray[np.bool_], complaint: str) -> None:
+def require_rows(table: SegmentTable, condition: npt.NDArray[np.bool_], complaint: str) -> None:
+    """Raise ValueError for the first row that does not fulfil a condition."""
     if not condition.all():
         raise ValueError(f"{complaint}: {table[int(np.argmin(condition))]}")
 

@@ -7,37 +7,41 @@ message holds the factors P of the former, then the latter, or the factors Q.
     iterate    exact layers <- their mean;  P <- orthonormal P;  Q <- M^T P    between the two
     finish     M <- M - P Q^T of this rank;  mean <- P Q^T;  keep Q            after the second
 
-Flags are uint8, one for each row of the table; they are ORed into. Rows' payloads begin where :attr:`Layers.exact_at`
+Flags are uint8, one for each row of the tables; they are ORed into. Rows' payloads begin where :attr:`Layers.exact_at`
 says; approximated layers have none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, lowrank
+from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.segments import FP32, Bytes, SegmentTable
 
-Floats = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """What stays from step to step of a table whose rows keep all but their addresses.
+    """What stays from step to step of tables whose rows keep all but their addresses.
 
-    ``low``, ``exact``: rows of the table. ``rows``, ``columns``, ``ranks``: n, m and r of the ``low`` ones; their
-    factors P (r x n) and Q (r x m) begin at ``p_at`` and ``q_at`` of flat arrays of ``p_size`` and ``q_size``. The
-    ``exact`` ones have ``exact_lengths`` elements, ``exact_size`` in all, and begin at the bytes ``exact_at`` of the
-    first message. A device keeps its calls by the object, whose arrays nobody may change.
+    ``inputs``: the table whose gradients and residuals are read and whose next residuals are written; ``outputs``: the
+    one for means. ``low``, ``exact``: rows of both. ``rows``, ``columns``, ``ranks``: n, m and r of the ``low`` ones;
+    their factors P (r x n) and Q (r x m) begin at ``p_at`` and ``q_at`` of flat arrays of ``p_size`` and ``q_size``.
+    The ``exact`` ones have ``exact_lengths`` elements, ``exact_size`` in all, and begin at the bytes ``exact_at`` of
+    the first message. A device keeps its calls by the object, whose arrays nobody may change.
     """
 
+    inputs: SegmentTable
+    outputs: SegmentTable
     low: Int64s
     exact: Int64s
     rows: Int64s
@@ -51,14 +55,22 @@ class Layers:
     exact_at: Int64s
     exact_lengths: Int64s
 
-    @property
-    def shape(self) -> tuple[Int64s, Int64s, Int64s]:
+    @cached_property
+    def shapes(self) -> Shapes:
         """n, m, r: what every kernel asks for."""
-        return self.rows, self.columns, self.ranks
+        return Shapes(self.rows, self.columns, self.ranks)
 
-    def place(self, *tables: SegmentTable) -> None:
-        """Tell tables where the exact layers are in the first message."""
-        for table in tables:
+    def p(self, values: Floats) -> Factor:
+        """P of the approximated layers in a flat array, or what has its shape."""
+        return Factor(values, self.p_at)
+
+    def q(self, values: Floats) -> Factor:
+        """The same for Q."""
+        return Factor(values, self.q_at)
+
+    def place(self) -> None:
+        """Tell the tables where the exact layers are in the first message."""
+        for table in (self.inputs, self.outputs):
             table["payload"][self.exact] = self.exact_at
 
     def spoil(self, exact: Floats, flags: Bytes) -> None:
@@ -77,76 +89,52 @@ class Kept:
     after: Int64s
 
 
+def _one_call(on_host: Callable[Concatenate[Layers, P], None]) -> Callable[Concatenate[Layers, P], None]:
+    """Several kernels of the host; where the layers are on a device, one of that, named ``subspace_...``."""
+    name = f"subspace_{on_host.__name__}"
+
+    @wraps(on_host)
+    def call(layers: Layers, /, *arguments: P.args, **settings: P.kwargs) -> None:
+        device = bodies.of(layers.inputs)
+        (on_host if device is None else getattr(device, name))(layers, *arguments, **settings)
+
+    return call
+
+
+@_one_call
 def project(
-    layers: Layers,
-    table: SegmentTable,
-    flags: Bytes,
-    factors: Floats,
-    q: Floats,
-    q_at: Int64s,
-    message: Floats,
-    *,
-    scale: float,
-    decay: float,
+    layers: Layers, flags: Bytes, factors: Floats, q: Factor, message: Floats, *, scale: float, decay: float
 ) -> None:
     """Fill the first message; NaN for a layer that is not finite.
 
     Args:
-        layers: what stays.
-        table: reads gradients and residuals, writes next residuals.
+        layers: reads gradients and residuals, writes next residuals.
         flags: ORed into.
         factors: float32, one per row; factor of the gradient.
-        q: float32; read.
-        q_at: int64, where in it each Q begins.
+        q: read.
         message: float32; written.
         scale: the factor once more, for the exact layers.
         decay: factor of the residuals.
     """
-    device = bodies.of(table)
-    if device is not None:
-        device.subspace_project(layers, table, flags, factors, q, q_at, message, scale=scale, decay=decay)
-        if flags.any():
-            layers.spoil(message[layers.p_size :], flags)
-        return
-    low, exact = layers.low, layers.exact
+    table, low, exact = layers.inputs, layers.low, layers.exact
     found = np.zeros(len(low), dtype=np.uint8)
-    lowrank.project(
-        table[low], found, factors[low], *layers.shape, q, q_at, message, layers.p_at, decay=decay
-    )
+    lowrank.project(table[low], found, factors[low], layers.shapes, q, layers.p(message), decay=decay)
     flags[low] |= found
     if len(exact):
         found = np.zeros(len(exact), dtype=np.uint8)
-        kernels.encode(
-            *(FP32, table[exact], message.view(np.uint8), found),
-            stochastic=False,
-            seed=0,
-            step=0,
-            rank=0,
-            scale=scale,
-            decay=decay,
-        )
+        kernels.encode(FP32, table[exact], message.view(np.uint8), found, draw=None, scale=scale, decay=decay)
         flags[exact] |= found
         layers.spoil(message[layers.p_size :], flags)
 
 
+@_one_call
 def iterate(
-    layers: Layers,
-    table: SegmentTable,
-    outputs: SegmentTable,
-    flags: Bytes,
-    total: Floats,
-    message: Floats,
-    own: Floats,
-    *,
-    divisor: float,
-    scale: float,
+    layers: Layers, flags: Bytes, total: Floats, message: Floats, own: Floats, *, divisor: float, scale: float
 ) -> None:
     """From the sum of the first message to the second.
 
     Args:
-        layers: what stays.
-        table: reads next residuals.
-        outputs: writes outputs of the exact layers; read where flags are set, NaN then.
+        layers: reads next residuals; writes outputs of the exact layers, NaN where flags are set.
         flags: read, and ORed into.
         total: float32; the sum; its P becomes orthonormal.
         message: float32; written.
@@ -154,66 +142,49 @@ def iterate(
         divisor: number of ranks, or 1 for sums.
         scale: factor of the means.
     """
-    device = bodies.of(table)
-    if device is not None:
-        device.subspace_iterate(
-            *(layers, table, outputs, flags, total, message, own), divisor=divisor, scale=scale
-        )
-        return
     low, exact = layers.low, layers.exact
     if len(exact):
         found = flags[exact]
-        kernels.decode(FP32, outputs[exact], total.view(np.uint8), found, divisor=divisor, scale=scale)
+        kernels.decode(FP32, layers.outputs[exact], total.view(np.uint8), found, divisor=divisor, scale=scale)
         flags[exact] |= found
     # A sum of M Q is the mean but for a factor, which the basis does not know.
-    lowrank.orthogonalise(layers.rows, layers.ranks, total, layers.p_at)
-    lowrank.back_project(table[low], *layers.shape, total, layers.p_at, message, layers.q_at, copy=own)
+    lowrank.orthogonalise(layers.rows, layers.ranks, layers.p(total))
+    lowrank.back_project(layers.inputs[low], layers.shapes, layers.p(total), layers.q(message))
+    own[:] = message
 
 
+@_one_call
 def finish(
     layers: Layers,
-    table: SegmentTable,
-    outputs: SegmentTable,
     flags: Bytes,
     p: Floats,
-    own: Floats,
+    own: Floats | None,
     q: Floats,
     kept: Kept | None,
     *,
-    feedback: bool,
     divisor: float,
     scale: float,
 ) -> None:
     """From the sum of the second message to means, residuals and the next step's Q.
 
     Args:
-        layers: what stays.
-        table: reads and, with ``feedback``, writes next residuals.
-        outputs: writes outputs of the approximated layers; NaN where flags are set.
+        layers: reads and, with ``own``, writes next residuals; writes outputs of the approximated layers, NaN where
+            flags are set.
         flags: read, and ORed into.
         p: float32; orthonormal.
-        own: float32; this rank's Q.
+        own: float32; this rank's Q, of which the next residual is what it leaves; None: next residuals are none.
         q: float32; the sum over ranks.
         kept: where Q is kept; None: nowhere.
-        feedback: whether the next residual is a residual.
         divisor: number of ranks, or 1 for sums.
         scale: factor of the means.
     """
-    device = bodies.of(table)
-    if device is not None:
-        device.subspace_finish(
-            *(layers, table, outputs, flags, p, own, q, kept),
-            feedback=feedback,
-            divisor=divisor,
-            scale=scale,
-        )
-        return
-    low, p_at, q_at = layers.low, layers.p_at, layers.q_at
-    if feedback:
-        lowrank.subtract(table[low], *layers.shape, p, p_at, own, q_at)
+    low, table = layers.low, layers.inputs
+    if own is not None:
+        lowrank.subtract(table[low], layers.shapes, layers.p(p), layers.q(own))
     found = flags[low]
-    lowrank.expand(outputs[low], found, *layers.shape, p, p_at, q, q_at, divisor=divisor, scale=scale)
+    factors = layers.p(p), layers.q(q)
+    lowrank.expand(layers.outputs[low], found, layers.shapes, *factors, divisor=divisor, scale=scale)
     flags[low] |= found
     if kept is not None:
         places: Any = kept.memory, kept.before, kept.after
-        lowrank.keep(layers.columns, layers.ranks, q, q_at, *places, beside=table)
+        lowrank.keep(layers.columns, layers.ranks, layers.q(q), *places, beside=table)

@@ -32,7 +32,7 @@ class ChunkSegments:
     cut_from: Sizes
     bounds: Sizes
     rows: Sizes = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    again: kernels.Again = field(default_factory=kernels.Again)
+    routine: kernels.Routine = field(default_factory=kernels.Routine)
 
     @cached_property
     def offsets(self) -> Addresses:
@@ -165,7 +165,7 @@ def encode(
         for part, mine in zip(parts, segments, strict=True):
             binding.sources(mine.table, mine.layers, part.group, mine.offsets)
         noted = [mine.flags() for mine in segments]
-        with kernels.together(*(mine.table for mine in segments), again=segments[0].again) as started:
+        with kernels.together(*(mine.table for mine in segments), routine=segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):
                 scale, decay = part.group.scale(context.scale), part.group.decay_at(context.rate_ratio)
                 part.codec.encode(mine.table, target, found, context.draw, scale, decay, started.kernels)
@@ -192,7 +192,7 @@ def decode(
         for mine in segments:
             binding.outputs(mine.table, mine.layers, mine.offsets)
         noted = [nonfinite.take(mine.header_index, 0, mine.noted, "clip") for mine in segments]
-        with kernels.together(*(mine.table for mine in segments), again=segments[0].again) as started:
+        with kernels.together(*(mine.table for mine in segments), routine=segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):
                 part.codec.decode(mine.table, source, found, divisor, context.unscale_mean, started.kernels)
     if not started.done():

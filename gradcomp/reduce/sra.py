@@ -177,8 +177,8 @@ class ScatterReduceAllgather(Reduction):
                     binding.owned(segments.table, segments.rows)
             noted = [segments.flags() for segments in self._reduce]
             divisor = float(self._roles.contributions)
-            tables, again = [segments.table for segments in self._reduce], self._reduce[0].again
-            with kernels.together(*tables, own, again=again) as started:
+            tables, routine = [segments.table for segments in self._reduce], self._reduce[0].routine
+            with kernels.together(*tables, own, routine=routine) as started:
                 for part, segments, found in zip(self._parts, self._reduce, noted, strict=True):
                     decay = part.group.decay_at(context.rate_ratio)
                     part.codec.reduce(

@@ -135,8 +135,7 @@ def test_a_twin_holds_on_the_device_what_kernels_write(driver: Any) -> None:
     message = mirror(driver, 4030, [(0, 30)])
     message[:30] = 9
     flags = np.zeros(1, np.uint8)
-    settings: Any = {"stochastic": False, "seed": 0, "step": 0, "rank": 0, "scale": 1.0, "decay": 1.0}
-    CudaKernels(driver).encode(segments.FP32, table, message, flags, **settings)
+    CudaKernels(driver).encode(segments.FP32, table, message, flags, draw=None, scale=1.0, decay=1.0)
     there = cupy.asarray(message).get()
     assert there[30:].view(np.float32).tolist() == values.tolist()
     assert not there[:30].any()

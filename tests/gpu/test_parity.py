@@ -12,6 +12,7 @@ from kernels.layers import Layers as Selections
 from kernels.lent import back, there
 
 from gradcomp.kernels import bodies, indices, reference, segments, wire_bytes
+from gradcomp.kernels.arguments import Draw, Factor, Shapes
 from gradcomp.kernels.indices import index_bytes
 
 # The compiled body is quicker, and gives the reference's bytes: tests/kernels shows it.
@@ -97,15 +98,15 @@ def test_payloads_that_lie_on_the_device(codec: int, body: Any) -> None:
     flags, magnitudes = np.zeros(1, np.uint8), magnitudes_of(codec)
     payload = np.zeros(wire_bytes(codec, len(gradient), 4, 512), np.uint8)
     sent = [there(payload), there(payload)]
-    draws: dict[str, Any] = {"stochastic": True, "seed": 3, "step": 4, "magnitudes": magnitudes}
-    QUICK.encode(codec, table, payload, flags, rank=0, scale=1.0, decay=1.0, **draws)
+    drawn: dict[str, Any] = {"draw": Draw(3, 4, 0), "decay": 1.0, "magnitudes": magnitudes}
+    QUICK.encode(codec, table, payload, flags, scale=1.0, **drawn)
     for each in sent:
-        body.encode(codec, table, each, flags, rank=0, scale=1.0, decay=1.0, **draws)
+        body.encode(codec, table, each, flags, scale=1.0, **drawn)
         assert back(each).tobytes() == payload.tobytes()
     mean, mean_there = np.zeros_like(payload), there(np.zeros_like(payload))
     table["gradient"] = 0
-    QUICK.reduce(codec, table, [payload] * 2, mean, flags, divisor=2.0, decay=1.0, **draws)
-    body.reduce(codec, table, sent, mean_there, flags, divisor=2.0, decay=1.0, **draws)
+    QUICK.reduce(codec, table, [payload] * 2, mean, flags, divisor=2.0, **drawn)
+    body.reduce(codec, table, sent, mean_there, flags, divisor=2.0, **drawn)
     assert back(mean_there).tobytes() == mean.tobytes()
     body.decode(codec, table, mean_there, flags, divisor=1.0, scale=1.0, magnitudes=magnitudes)
     found = output.tobytes()
@@ -235,7 +236,7 @@ class Factors:
         self.p = rng.standard_normal(int((self.rows * self.ranks).sum()), np.float32)
         self.q = rng.standard_normal(int((self.columns * self.ranks).sum()), np.float32)
         self.flags = np.zeros(len(MATRICES), np.uint8)
-        self.sizes = (self.rows, self.columns, self.ranks)
+        self.shapes = Shapes(self.rows, self.columns, self.ranks)
 
     def bytes(self) -> list[bytes]:
         return [self.arrays["next_residual"].tobytes(), self.arrays["output"].tobytes(), self.flags.tobytes()]
@@ -248,10 +249,10 @@ def test_what_follows_the_last_reply_of_low_rank(dtype: int, rank: int, body: An
     for each in (QUICK, body):
         work = Factors(dtype, rank)
         p, q = (there(work.p), there(work.q)) if each is body else (work.p, work.q)
-        each.orthogonalise(work.rows, work.ranks, p, work.p_at)
-        factors = (p, work.p_at, q, work.q_at)
-        each.expand(work.table, work.flags, *work.sizes, *factors, divisor=3.0, scale=0.5)
-        each.subtract(work.table, *work.sizes, *factors)
+        factors = Factor(p, work.p_at), Factor(q, work.q_at)
+        each.orthogonalise(work.rows, work.ranks, factors[0])
+        each.expand(work.table, work.flags, work.shapes, *factors, divisor=3.0, scale=0.5)
+        each.subtract(work.table, work.shapes, *factors)
         results.append([(back(p) if each is body else p).tobytes(), *work.bytes()])
     assert results[0] == results[1]
 
@@ -263,9 +264,10 @@ def test_products_are_close(dtype: int, body: Any) -> None:
         work = Factors(dtype, 4)
         p, q = (there(work.p), there(work.q)) if each is body else (work.p, work.q)
         factors = np.ones(len(MATRICES), np.float32)
-        each.project(work.table, work.flags, factors, *work.sizes, q, work.q_at, p, work.p_at, decay=0.9)
+        columns = Factor(p, work.p_at), Factor(q, work.q_at)
+        each.project(work.table, work.flags, factors, work.shapes, *columns[::-1], decay=0.9)
         next_residual = work.arrays["next_residual"].tobytes()
-        each.back_project(work.table, *work.sizes, p, work.p_at, q, work.q_at)
+        each.back_project(work.table, work.shapes, *columns)
         results.append((*((back(p), back(q)) if each is body else (p, q)), next_residual))
     (p, q, next_residual), (p_there, q_there, next_residual_there) = results
     assert next_residual_there == next_residual

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcomp import kernels
 from gradcomp.kernels import segments
+from gradcomp.kernels.arguments import Draw
 
 CODECS = {
     "minmax": segments.MINMAX,
@@ -113,7 +114,7 @@ class Group:
 
     def encode(self, body: Any, **options: Any) -> Result:
         """Encode with a body of the kernels: `reference`, `native` or the package itself."""
-        options = {"stochastic": False, "seed": 1, "step": 2, "rank": 3, "scale": 1.0, "decay": 1.0} | options
+        options = {"scale": 1.0, "decay": 1.0} | _with_draw(options, rank=3)
         table, next_residuals = self._with_arrays(
             "next_residual", [np.dtype(np.float32) if row.next_residual else None for row in self.rows]
         )
@@ -124,13 +125,8 @@ class Group:
 
     def reduce(self, body: Any, payloads: Sequence[bytes], **options: Any) -> Result:
         """Encode the mean of payloads."""
-        options = {
-            "stochastic": False,
-            "seed": 1,
-            "step": 2,
-            "divisor": float(len(payloads)),
-            "decay": 1.0,
-        } | options
+        options = _with_draw(options, rank=segments.OWNER_RANK)
+        options = {"divisor": float(len(payloads)), "decay": 1.0} | options
         table, next_residuals = self._with_arrays(
             "next_residual", [np.dtype(np.float32) if row.next_residual else None for row in self.rows]
         )
@@ -184,6 +180,14 @@ class GuardedArray:
     def __init__(self, length: int, dtype: Any) -> None:
         self.memory = np.full(length + 2, np.nan, dtype)
         self.array = self.memory[1 : length + 1]
+
+
+def _with_draw(options: dict[str, Any], rank: int) -> dict[str, Any]:
+    """``stochastic``, ``seed``, ``step`` and ``rank``, all of which may be left out, as a draw or None."""
+    words = {"seed": 1, "step": 2, "rank": rank}
+    draw = Draw(**{name: options.get(name, word) for name, word in words.items()})
+    rest = {name: each for name, each in options.items() if name not in words and name != "stochastic"}
+    return {"draw": draw if options.get("stochastic") else None} | rest
 
 
 def _result(payload: Any, flags: Any, next_residuals: list[Any]) -> Result:

@@ -16,7 +16,7 @@ from kernels.carried import Carried
 from gradcomp.kernels import bodies, devices
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.devices import Device
-from gradcomp.kernels.segments import SEGMENT
+from gradcomp.kernels.segments import is_table
 
 GPU = -1
 """Stands for the order of threads that a GPU chooses."""
@@ -66,7 +66,7 @@ class _Strict:
         def call(*arguments: Any, **settings: Any) -> Any:
             self.called.add(name)
             for table in arguments:
-                if isinstance(table, np.ndarray) and table.dtype == SEGMENT:
+                if is_table(table):
                     for column in ADDRESSES:
                         for address in table[column][table["length"] > 0].tolist():
                             assert not address or self._driver.reaches(address), (
@@ -88,7 +88,7 @@ class _Unmixed(bodies._Routed):
         self._driver = driver
 
     def _body_of(self, arguments: tuple[Any, ...]) -> Any:
-        for table in filter(bodies._is_table, arguments):
+        for table in filter(is_table, arguments):
             sides = {
                 (column, self._driver.reaches(address))
                 for column in ADDRESSES

@@ -62,10 +62,7 @@ def test_a_table_that_is_refused_is_refused_with_its_memory_as_it_was() -> None:
                 wrong,
                 np.zeros(13, np.uint8),
                 np.zeros(1, np.uint8),
-                stochastic=False,
-                seed=0,
-                step=0,
-                rank=0,
+                draw=None,
                 scale=1.0,
                 decay=1.0,
             )

@@ -12,7 +12,7 @@ import pytest
 from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of, magnitudes_of, nearest_level
 
 from gradcomp import kernels
-from gradcomp.kernels import philox, quantisers, reference, segments
+from gradcomp.kernels import philox, quantisers, reference_codes, segments
 
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -111,10 +111,10 @@ def test_codebook_payload_by_hand() -> None:
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_bit_stream(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 1 << bits, 45).astype(np.uint8)
-    stream = reference.pack_bits(codes, bits)
+    stream = reference_codes.pack_bits(codes, bits)
     as_one_integer = sum(int(code) << (i * bits) for i, code in enumerate(codes))
     assert stream.tobytes() == as_one_integer.to_bytes(-(-45 * bits // 8), "little")
-    np.testing.assert_array_equal(reference.unpack_bits(stream, bits, 45), codes)
+    np.testing.assert_array_equal(reference_codes.unpack_bits(stream, bits, 45), codes)
 
 
 @CODEC
@@ -351,7 +351,7 @@ def test_residual_may_be_overwritten_by_the_next_one(codec: int) -> None:
         payload = np.zeros(group.size, np.uint8)
         kernels.encode(
             codec, table, payload, np.zeros(1, np.uint8),
-            stochastic=False, seed=0, step=0, rank=0, scale=1.0, decay=1.0, magnitudes=magnitudes_of(codec),
+            draw=None, scale=1.0, decay=1.0, magnitudes=magnitudes_of(codec),
         )  # fmt: skip
         assert (payload.tobytes(), in_place.tobytes()) == (expected.payload, expected.arrays[0])
 

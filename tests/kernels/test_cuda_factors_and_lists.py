@@ -13,7 +13,7 @@ from kernels.test_lowrank import DTYPES, Layers, assert_close
 from gradcomp.kernels import bodies, reference_indices
 from gradcomp.kernels.codings import ALL, BITMAP, PACKED, RAW, index_bytes
 from gradcomp.kernels.cuda.body import CudaKernels
-from gradcomp.kernels.cuda.spans import described
+from gradcomp.kernels.cuda.places import described
 
 CALLS = ("project", "back_project", "orthogonalise", "expand", "subtract")
 

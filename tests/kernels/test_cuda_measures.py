@@ -93,6 +93,4 @@ def test_buckets_beyond_a_team_are_refused(device: Any) -> None:
     table = np.zeros(1, segments.SEGMENT)
     table["length"] = table["bucket_size"] = 8193
     with pytest.raises(ValueError, match="more than 8192"):
-        kernels.losses(
-            segments.MINMAX, table, np.array([4], np.int32), stochastic=False, seed=0, step=0, rank=0
-        )
+        kernels.losses(segments.MINMAX, table, np.array([4], np.int32), draw=None)

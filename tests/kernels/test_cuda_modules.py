@@ -12,6 +12,7 @@ from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
 from kernels.standin import FOLDER
 
 from gradcomp.kernels import segments
+from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.codec import CodecKernels
 from gradcomp.kernels.cuda.measures import MeasureKernels
 from gradcomp.kernels.cuda.modules import Module, holding, modules
@@ -50,9 +51,9 @@ def asked_by(codec: int) -> set[Module]:
             group.encode(body, stochastic=stochastic)
             group.reduce(body, [payload, payload], stochastic=stochastic)
             if size == 512:
-                draws: Any = {"stochastic": stochastic, "seed": 0, "step": 0, "rank": 0}
+                draw = Draw(0, 0, 0) if stochastic else None
                 MeasureKernels(driver).losses(
-                    codec, group.table[:1], levels, magnitudes=group.magnitudes, **draws
+                    codec, group.table[:1], levels, draw=draw, magnitudes=group.magnitudes
                 )
         group.decode(body, payload)
         group.decode_add(body, payload)

@@ -14,6 +14,7 @@ from simulation import Simulation
 
 from gradcomp import LayerSpec, PowerSGD
 from gradcomp.kernels import bodies
+from gradcomp.kernels.arguments import Factor
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import HOST
@@ -32,7 +33,7 @@ def columns_of(sides: list[int], rank: int, seed: int = 0) -> tuple[Any, Any, An
 def orthonormal(body: Any, given: tuple[Any, Any, Any, Any]) -> bytes:
     rows, ranks, p, p_at = given
     p = p.copy()
-    body.orthogonalise(rows, ranks, p, p_at)
+    body.orthogonalise(rows, ranks, Factor(p, p_at))
     return np.where(np.isnan(p), np.float32(np.nan), p).tobytes()
 
 
@@ -87,7 +88,7 @@ def kept_by(body: Any, factor: Any, kept: Any) -> Any:
     sides, ranks = np.array([5, 2500], np.int64), np.array([3, 2], np.int64)
     at, before, after = (np.array(places, np.int64) for places in ([1, 16], [0, 20], [10100, 5100]))
     kept = kept.copy()
-    body.keep(sides, ranks, factor, at, kept, before, after)
+    body.keep(sides, ranks, Factor(factor, at), kept, before, after)
     return kept
 
 

@@ -28,22 +28,22 @@ def table(**columns: Any) -> Any:
 
 
 def calls(body: Any, codec: int, rows: Any, payload: Any, flags: Any) -> dict[str, Callable[[], None]]:
-    draw: dict[str, Any] = {"stochastic": False, "seed": 0, "step": 0}
-    draw["magnitudes"] = magnitudes = magnitudes_of(codec)
+    magnitudes = magnitudes_of(codec)
+    nearest: dict[str, Any] = {"draw": None, "magnitudes": magnitudes}
     outputs = rows.copy()
     outputs["output"] = OUTPUT.ctypes.data
     other = np.zeros(1000, np.uint8)
     return {
-        "encode": lambda: body.encode(codec, rows, payload, flags, **draw, rank=0, scale=1.0, decay=1.0),
+        "encode": lambda: body.encode(codec, rows, payload, flags, **nearest, scale=1.0, decay=1.0),
         "decode": lambda: body.decode(
             codec, outputs, payload, flags, divisor=1.0, scale=1.0, magnitudes=magnitudes
         ),
         "decode_add": lambda: body.decode_add(codec, outputs, payload, scale=1.0, magnitudes=magnitudes),
         "reduce out": lambda: body.reduce(
-            codec, rows, [other], payload, flags, **draw, divisor=1.0, decay=1.0
+            codec, rows, [other], payload, flags, **nearest, divisor=1.0, decay=1.0
         ),
         "reduce in": lambda: body.reduce(
-            codec, rows, [other, payload], other.copy(), flags, **draw, divisor=1.0, decay=1.0
+            codec, rows, [other, payload], other.copy(), flags, **nearest, divisor=1.0, decay=1.0
         ),
     }
 
@@ -113,12 +113,12 @@ BAD_MAGNITUDES = {
 def test_wrong_magnitudes(body: Any, wrong: Any, error: type[Exception]) -> None:
     rows, payload, flags = table(bits=3), np.full(100, 0xA5, np.uint8), np.zeros(1, np.uint8)
     outputs = table(bits=3, output=OUTPUT.ctypes.data)
-    draw = {"stochastic": False, "seed": 0, "step": 0, "decay": 1.0, "magnitudes": wrong}
+    nearest = {"draw": None, "decay": 1.0, "magnitudes": wrong}
     codec = segments.CODEBOOK_L2
     with pytest.raises(error):
-        body.encode(codec, rows, payload, flags, **draw, rank=0, scale=1.0)
+        body.encode(codec, rows, payload, flags, **nearest, scale=1.0)
     with pytest.raises(error):
-        body.reduce(codec, rows, [payload.copy()], payload, flags, **draw, divisor=1.0)
+        body.reduce(codec, rows, [payload.copy()], payload, flags, **nearest, divisor=1.0)
     with pytest.raises(error):
         body.decode(codec, outputs, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong)
     with pytest.raises(error):
@@ -206,7 +206,7 @@ def test_flags_of_another_length(body: Any) -> None:
 
 @BODY
 def test_reduce_of_nothing_or_onto_itself(body: Any) -> None:
-    options = {"stochastic": False, "seed": 0, "step": 0, "divisor": 1.0, "decay": 1.0}
+    options = {"draw": None, "divisor": 1.0, "decay": 1.0}
     out, flags = np.zeros(100, np.uint8), np.zeros(1, np.uint8)
     with pytest.raises(ValueError, match="at least one"):
         body.reduce(segments.MINMAX, table(), [], out, flags, **options)

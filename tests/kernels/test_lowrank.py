@@ -12,7 +12,8 @@ from kernels.lent import shared
 from kernels.standin import ORDERS, cuda_body, device
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, lowrank, reference, segments
+from gradcomp.kernels import bodies, lowrank, philox, segments
+from gradcomp.kernels.arguments import Factor, Shapes
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (7, 1), (100, 1), (3, 5), (64, 65), (300, 7), (5, 16), (37, 33), (2, 48)]
 LARGE = [(5, 1025), (3, 9000), (70, 1000)]  # wider than a tile, or long enough to pass the cache by
@@ -133,30 +134,25 @@ class Layers:
         return [*same_nan, self.flags.tobytes()]
 
     @property
-    def sizes(self) -> tuple[Any, Any, Any]:
-        return self.rows, self.columns, self.ranks
+    def arguments(self) -> tuple[Shapes, Factor, Factor]:
+        shapes = Shapes(self.rows, self.columns, self.ranks)
+        return shapes, Factor(self.p, self.p_at), Factor(self.q, self.q_at)
 
     def project(self, body: Any, decay: float = 0.9) -> None:
-        body.project(
-            *(self.table, self.flags, self.factors, *self.sizes, self.q, self.q_at, self.p, self.p_at),
-            decay=decay,
-        )
+        shapes, p, q = self.arguments
+        body.project(self.table, self.flags, self.factors, shapes, q, p, decay=decay)
 
     def back_project(self, body: Any) -> None:
-        body.back_project(self.table, *self.sizes, self.p, self.p_at, self.q, self.q_at)
+        body.back_project(self.table, *self.arguments)
 
     def orthogonalise(self, body: Any) -> None:
-        body.orthogonalise(self.rows, self.ranks, self.p, self.p_at)
+        body.orthogonalise(self.rows, self.ranks, Factor(self.p, self.p_at))
 
     def expand(self, body: Any, divisor: float = 1.0, scale: float = 1.0) -> None:
-        body.expand(
-            *(self.table, self.flags, *self.sizes, self.p, self.p_at, self.q, self.q_at),
-            divisor=divisor,
-            scale=scale,
-        )
+        body.expand(self.table, self.flags, *self.arguments, divisor=divisor, scale=scale)
 
     def subtract(self, body: Any) -> None:
-        body.subtract(self.table, *self.sizes, self.p, self.p_at, self.q, self.q_at)
+        body.subtract(self.table, *self.arguments)
 
 
 def assert_close(found: Any, left: Any, right: Any) -> None:
@@ -295,7 +291,7 @@ def orthonormal(body: Any, columns: Any) -> Any:
     """The columns of a matrix, given as rows, after orthogonalisation."""
     p = np.array(columns, np.float32)
     count, n = p.shape
-    body.orthogonalise(np.array([n]), np.array([count]), p.reshape(-1), np.array([0]))
+    body.orthogonalise(np.array([n]), np.array([count]), Factor(p.reshape(-1), np.array([0])))
     return p
 
 
@@ -557,7 +553,7 @@ def test_random_factors_are_standard_normal() -> None:
 
 def test_numbers_follow_box_and_muller() -> None:
     counter = np.array([[0xFFFFFFFF - i, 77, 5, segments.OWNER_RANK] for i in range(8)], np.uint32)
-    words = reference.philox.philox4x32(counter, (0x89ABCDEF, 0x1234567)).reshape(-1, 2)
+    words = philox.philox4x32(counter, (0x89ABCDEF, 0x1234567)).reshape(-1, 2)
     u, v = ((words + 0.5) / 2**32).T
     expected = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
     np.testing.assert_allclose(lowrank.random_q(16, 1, **WHERE, step=5)[0], expected, rtol=1e-6, atol=1e-7)
@@ -616,13 +612,15 @@ def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
         gradient[:] = np.arange(n * m)
         table["gradient"], table["next_residual"] = gradient.ctypes.data, next_residual.ctypes.data
         table["length"], table["dtype"] = n * m, segments.FLOAT32
-        shape = np.array([n]), np.array([m]), np.array([r])
-        p, q, begin = np.zeros(n * r, np.float32), np.ones(m * r, np.float32), np.zeros(1, np.int64)
+        shapes, begin = Shapes(np.array([n]), np.array([m]), np.array([r])), np.zeros(1, np.int64)
+        p, q = Factor(np.zeros(n * r, np.float32), begin), Factor(np.ones(m * r, np.float32), begin)
         flags, ones = np.zeros(1, np.uint8), np.ones(1, np.float32)
-        lowrank.project(table, flags, ones, *shape, q, begin, p, begin, decay=1.0)
-        lowrank.back_project(table, *shape, p, begin, q, begin)
+        lowrank.project(table, flags, ones, shapes, q, p, decay=1.0)
+        lowrank.back_project(table, shapes, p, q)
         assert {"project", "back_project"} <= called.called
-    np.testing.assert_array_equal(p.reshape(r, n), np.tile(np.arange(n * m).reshape(n, m).sum(1), (r, 1)))
+    np.testing.assert_array_equal(
+        p.values.reshape(r, n), np.tile(np.arange(n * m).reshape(n, m).sum(1), (r, 1))
+    )
 
 
 def test_numpy_multiplies_where_it_is_faster() -> None:

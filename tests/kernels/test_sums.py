@@ -13,6 +13,7 @@ from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 
 from gradcomp.kernels import bodies, reference, segments
+from gradcomp.kernels.arguments import Factor
 from gradcomp.kernels.reference_sums import CHUNK, ordered_sum
 
 extension = pytest.importorskip("gradcomp._native")
@@ -152,6 +153,6 @@ def test_columns_of_many_chunks(body: Any, small: int, minus: int) -> None:
     u[small * CHUNK :][:CHUNK:16] = x[small * CHUNK :][:CHUNK:16] = 2.0**-27
     found, expected = np.stack((u, x)), np.stack((u, x))
     for each, p in ((body, found), (reference_body(), expected)):
-        each.orthogonalise(np.array([rows]), np.array([2]), p.reshape(-1), np.array([0]))
+        each.orthogonalise(np.array([rows]), np.array([2]), Factor(p.reshape(-1), np.array([0])))
     assert expected[1, 5] != 0
     assert found.tobytes() == expected.tobytes()

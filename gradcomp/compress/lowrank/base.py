@@ -88,6 +88,8 @@ class Matrices(Layers):
         p_sizes, q_sizes = ranks * rows, ranks * columns
         exact_lengths = group.table["length"][exact].astype(np.int64)
         return Matrices(
+            group.inputs,
+            group.table,
             low,
             exact,
             rows,
@@ -112,35 +114,22 @@ class Matrices(Layers):
         flags[self.low], flags[self.exact] = low, exact
         return flags
 
-    def project(
-        self, table: Table, context: StepContext, q: Floats, q_at: Sizes, p: Floats, flags: Bytes
-    ) -> None:
+    def project(self, table: Table, context: StepContext, q: lowrank.Factor, p: Floats, flags: Bytes) -> None:
         """M to the next residuals and M Q to ``p``: NaN for a layer that is not finite, and so for all ranks' sum.
 
         ``table``, ``flags``: of the approximated layers.
         """
-        lowrank.project(
-            table,
-            flags,
-            context.factors(len(self.low)),
-            *self.shape,
-            q,
-            q_at,
-            p,
-            self.p_at,
-            decay=context.decay,
-        )
+        factors = context.factors(len(self.low))
+        lowrank.project(table, flags, factors, self.shapes, q, self.p(p), decay=context.decay)
 
     def expand(self, group: Group, context: StepContext, p: Floats, q: Floats, flags: Bytes) -> None:
         """Means to the outputs, from factors of which one is a sum over ranks. ``flags``: of the approximated ones."""
         lowrank.expand(
             group.table[self.low],
             flags,
-            *self.shape,
-            p,
-            self.p_at,
-            q,
-            self.q_at,
+            self.shapes,
+            self.p(p),
+            self.q(q),
             divisor=context.divisor,
             scale=context.unscale,
         )

@@ -88,49 +88,31 @@ class PowerSGD(LowRank):
         return (yield from (self._half if self.alternate else self._whole)(group, context, matrices))
 
     def _whole(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
-        scratch, inputs, outputs = group.scratch, group.inputs, group.table
-        scratch.once("placed", lambda: matrices.place(inputs, outputs))
+        scratch = group.scratch
+        scratch.once("placed", matrices.place)
         own = scratch.array("own_q", matrices.q_size, device=scratch.device)
         divisor, scale = context.divisor, context.unscale
-        flags = np.zeros(len(outputs), dtype=np.uint8)
+        flags = np.zeros(len(group.table), dtype=np.uint8)
 
         def write_p(view: Floats) -> Bytes:
-            subspace.project(
-                *(matrices, inputs, flags, context.factors(len(inputs))),
-                *(*self._q(group, context, matrices), view),
-                scale=context.scale,
-                decay=context.decay,
-            )
+            factors, q = context.factors(len(flags)), self._q(group, context, matrices)
+            subspace.project(matrices, flags, factors, q, view, scale=context.scale, decay=context.decay)
             return flags
 
         p = yield Sum(matrices.p_size + matrices.exact_size, write_p, by_kernels=True)
         found = p.flags.copy()
 
         def write_q(view: Floats) -> Bytes:
-            subspace.iterate(
-                matrices, inputs, outputs, found, p.data, view, own, divisor=divisor, scale=scale
-            )
+            subspace.iterate(matrices, found, p.data, view, own, divisor=divisor, scale=scale)
             return np.zeros_like(flags)
 
         q = yield Sum(matrices.q_size, write_q, by_kernels=True)
         kept = self._kept(group, context, matrices) if self.warm_start else None
-        subspace.finish(
-            matrices,
-            inputs,
-            outputs,
-            found,
-            p.data,
-            own,
-            q.data,
-            kept,
-            feedback=group.feedback,
-            divisor=divisor,
-            scale=scale,
-        )
+        left = own if group.feedback else None
+        subspace.finish(matrices, found, p.data, left, q.data, kept, divisor=divisor, scale=scale)
         return found
 
     def _half(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
-        shape, p_at, q_at = matrices.shape, matrices.p_at, matrices.q_at
         even = context.draw.step % 2 == 0
         size, basis_size = (matrices.p_size, matrices.q_size)[:: 1 if even else -1]
         own = group.scratch.array("own", size)
@@ -141,12 +123,14 @@ class PowerSGD(LowRank):
             basis[:] = context.load(_Q if even else _P, group.layers[matrices.low])
             table, rest = group.inputs[matrices.low], view[size:]
             if even:
-                lowrank.orthogonalise(matrices.columns, matrices.ranks, basis, q_at, beside=table)
-                matrices.project(table, context, basis, q_at, view[:size], low)
+                q = matrices.q(basis)
+                lowrank.orthogonalise(matrices.columns, matrices.ranks, q, beside=table)
+                matrices.project(table, context, q, view[:size], low)
             else:
-                lowrank.orthogonalise(matrices.rows, matrices.ranks, basis, p_at, beside=table)
+                p = matrices.p(basis)
+                lowrank.orthogonalise(matrices.rows, matrices.ranks, p, beside=table)
                 contribute(table, low, context.factors(len(table)), decay=context.decay)
-                lowrank.back_project(table, *shape, basis, p_at, view[:size], q_at)
+                lowrank.back_project(table, matrices.shapes, p, matrices.q(view[:size]))
             own[:] = view[:size]
             matrices.write_exact(group, context, rest, exact)
             flags = matrices.join(low, exact)
@@ -159,7 +143,8 @@ class PowerSGD(LowRank):
         total = reply.data[:size]
         if group.feedback:
             p, q = (own, basis) if even else (basis, own)
-            lowrank.subtract(group.inputs[matrices.low], *shape, p, p_at, q, q_at)
+            sent = matrices.p(p), matrices.q(q)
+            lowrank.subtract(group.inputs[matrices.low], matrices.shapes, *sent)
         p, q = (total, basis) if even else (basis, total)
         matrices.expand(group, context, p, q, low)
         _remember(_P, group, context, p, matrices)
@@ -171,16 +156,16 @@ class PowerSGD(LowRank):
         field = context.field(_Q)
         return subspace.Kept(field.memory, *field.places(layers))
 
-    def _q(self, group: Group, context: StepContext, matrices: Matrices) -> tuple[Floats, Sizes]:
-        """An array, and where in it each Q begins."""
+    def _q(self, group: Group, context: StepContext, matrices: Matrices) -> lowrank.Factor:
+        """The Q that this step begins with."""
         if self.warm_start:
             kept = self._kept(group, context, matrices)
-            return kept.memory, kept.before
+            return lowrank.Factor(kept.memory, kept.before)
         hashes = group.table["layer"][matrices.low]
         fresh = lowrank.random_factors(
             matrices.columns, matrices.ranks, hashes, seed=context.draw.seed, step=context.draw.step
         )
-        return fresh, matrices.q_at
+        return matrices.q(fresh)
 
 
 def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange:
@@ -215,7 +200,9 @@ def _remember(name: str, group: Group, context: StepContext, factor: Floats, mat
     would stay zero for ever: the one that was there before goes on instead.
     """
     kept = context.field(name)
-    sides, at = (matrices.rows, matrices.p_at) if name == _P else (matrices.columns, matrices.q_at)
+    sides, columns = (
+        (matrices.rows, matrices.p(factor)) if name == _P else (matrices.columns, matrices.q(factor))
+    )
     places = kept.places(group.layers[matrices.low])
     beside = group.inputs[matrices.low]
-    lowrank.keep(sides, matrices.ranks, factor, at, kept.memory, *places, beside=beside)
+    lowrank.keep(sides, matrices.ranks, columns, kept.memory, *places, beside=beside)

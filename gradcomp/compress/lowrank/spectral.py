@@ -148,7 +148,7 @@ class SpectralFormat:
 
     def __init__(self, compressor: Spectral, group: Group) -> None:
         self.matrices = matrices = Matrices.of(group)
-        shapes = np.stack(matrices.shape, axis=1)
+        shapes = np.stack(matrices.shapes, axis=1)
         self._fixed = compressor.fixed
         self._most = np.array([compressor.most_atoms(*shape) for shape in shapes.tolist()], dtype=np.int64)
         self.max_bytes = self._size(self._most)
@@ -223,36 +223,35 @@ def _keep_rest(group: Group, context: StepContext, matrices: Matrices, atoms: At
     table = group.inputs[matrices.low]
     ignored = np.zeros(len(table), dtype=np.uint8)
     contribute(table, ignored, context.factors(len(table)), decay=context.decay)
-    p_at, q_at = _begins(atoms.counts * matrices.rows), _begins(atoms.counts * matrices.columns)
-    lowrank.subtract(table, matrices.rows, matrices.columns, atoms.counts, atoms.p, p_at, atoms.q, q_at)
+    shapes = matrices.shapes._replace(ranks=atoms.counts)
+    p = lowrank.Factor(atoms.p, _begins(atoms.counts * matrices.rows))
+    q = lowrank.Factor(atoms.q, _begins(atoms.counts * matrices.columns))
+    lowrank.subtract(table, shapes, p, q)
 
 
 def _expand(group: Group, context: StepContext, matrices: Matrices, sent: list[Atoms], flags: Bytes) -> None:
     """Means to the outputs: each layer's atoms are added up in the order of the ranks."""
     counts = np.stack([atoms.counts for atoms in sent])
-    p, p_at = _merge([atoms.p for atoms in sent], counts * matrices.rows)
-    q, q_at = _merge([atoms.q for atoms in sent], counts * matrices.columns)
+    shapes = matrices.shapes._replace(ranks=counts.sum(axis=0))
+    p = _merge([atoms.p for atoms in sent], counts * matrices.rows)
+    q = _merge([atoms.q for atoms in sent], counts * matrices.columns)
     found = flags[matrices.low]
     lowrank.expand(
         group.table[matrices.low],
         found,
-        matrices.rows,
-        matrices.columns,
-        counts.sum(axis=0),
+        shapes,
         p,
-        p_at,
         q,
-        q_at,
         divisor=context.divisor,
         scale=context.unscale,
     )
     flags[matrices.low] |= found
 
 
-def _merge(parts: list[Floats], sizes: Sizes) -> tuple[Floats, Sizes]:
-    """All ranks' columns of a row side by side; ``sizes[rank, row]`` elements each. Also where each row begins."""
+def _merge(parts: list[Floats], sizes: Sizes) -> lowrank.Factor:
+    """All ranks' columns of a row side by side; ``sizes[rank, row]`` elements each."""
     begins = _begins(sizes.sum(axis=0))
     merged = np.empty(int(sizes.sum()), dtype=np.float32)
     for part, size, at in zip(parts, sizes, begins + np.cumsum(sizes, axis=0) - sizes, strict=True):
         merged[np.arange(len(part)) + np.repeat(at - _begins(size), size)] = part
-    return merged, begins
+    return lowrank.Factor(merged, begins)

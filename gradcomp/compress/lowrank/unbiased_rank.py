@@ -64,7 +64,7 @@ class UnbiasedRank(LowRank):
             rest = view[matrices.p_size :]
             table = group.inputs[matrices.low]
             with kernels.together(table) as started:
-                matrices.project(table, context, u, matrices.q_at, view[: matrices.p_size], low)
+                matrices.project(table, context, matrices.q(u), view[: matrices.p_size], low)
                 matrices.write_exact(group, context, rest, exact)
             started.finish()
             own[:] = view[: matrices.p_size]
@@ -78,7 +78,7 @@ class UnbiasedRank(LowRank):
         with kernels.together(table) as started:
             matrices.read_exact(group, context, reply.data[matrices.p_size :], exact)
             if group.feedback:
-                lowrank.subtract(table, *matrices.shape, own, matrices.p_at, u, matrices.q_at)
+                lowrank.subtract(table, matrices.shapes, matrices.p(own), matrices.q(u))
             matrices.expand(group, context, p, u, low)
         started.finish()
         return matrices.join(low, exact)

@@ -13,7 +13,7 @@ from gradcomp.compress.sparse.estimated_threshold import is_number
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
-from gradcomp.kernels import adacomp, selection
+from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
@@ -68,7 +68,7 @@ class AdaComp(Sparse):
         table, by = group.inputs, context.factors(len(group.inputs))
         selection.contribute(table, flags, by, decay=context.decay)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
-        adacomp.select_adacomp(
+        selection.select_adacomp(
             table,
             by,
             np.where(flags == 0, limits, 0),

@@ -68,10 +68,7 @@ def _lost_on(device: Any, codec: Codec, table: Table, values: Vector, draw: Draw
         codec.kind,
         whole,
         table["bits"],
-        stochastic=codec.stochastic,
-        seed=draw.seed,
-        step=draw.step,
-        rank=draw.rank,
+        draw=draw if codec.stochastic else None,
         magnitudes=codec.magnitudes,
     )[0]
     return np.sqrt(energies)

@@ -162,17 +162,17 @@ def by_power_steps(matrix: Floats, ranks: Sizes, *, seed: int, layer: int) -> Do
     scale = 2.0 ** min(max(exponent, -126), 126)
     factor = np.array([1.0 / scale], dtype=np.float32)
 
-    shape = np.array([n]), np.array([m]), np.array([b])
+    shapes = lowrank.Shapes(np.array([n]), np.array([m]), np.array([b]))
     begin, flags = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint8)
-    p = np.empty(n * b, dtype=np.float32)
-    q = lowrank.initial_q(m, b, seed=seed, layer=layer).reshape(-1)
+    p = lowrank.Factor(np.empty(n * b, dtype=np.float32), begin)
+    q = lowrank.Factor(lowrank.initial_q(m, b, seed=seed, layer=layer).reshape(-1), begin)
     for _ in range(POWER_STEPS):
-        lowrank.project(table, flags, factor, *shape, q, begin, p, begin, decay=1.0)
-        lowrank.orthogonalise(shape[0], shape[2], p, begin)
-        lowrank.back_project(table, *shape, p, begin, q, begin)
-    lowrank.subtract(table, *shape, p, begin, q, begin)
+        lowrank.project(table, flags, factor, shapes, q, p, decay=1.0)
+        lowrank.orthogonalise(shapes.rows, shapes.ranks, p)
+        lowrank.back_project(table, shapes, p, q)
+    lowrank.subtract(table, shapes, p, q)
     table["gradient"] = rest.ctypes.data
-    norms: Doubles = scale * _rest(squared_singular_values(q.reshape(b, m)), _energy(table), ranks)
+    norms: Doubles = scale * _rest(squared_singular_values(q.values.reshape(b, m)), _energy(table), ranks)
     return norms
 
 

@@ -35,7 +35,7 @@ class CudaKernels:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         plans = Plans(driver)
-        self.together = plans.together
+        self.together, self.finalise, self.run_again = plans.together, plans.finalise, plans.run_again
         self._parts = (*(part(driver, plans) for part in _PREPARED), *(part(driver) for part in _OTHERS))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

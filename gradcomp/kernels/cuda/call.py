@@ -20,7 +20,6 @@ from gradcomp.kernels.cuda.layout import (
     Launch,
     Layout,
     Parameter,
-    Part,
     Real,
     Ref,
     Source,
@@ -50,7 +49,7 @@ class Call:
         self.driver = driver
         self.kinds: dict[str, list[Ref]] = {kind: [] for kind in KINDS}
         self.launches: list[Launch] = []
-        self.lists: list[tuple[Ref, Sequence[Ref | Part]]] = []
+        self.lists: list[tuple[Ref, Sequence[Parameter]]] = []
         self._arrays: Sequence[int] = ()
         self._numbers = 0
         self._shared: dict[tuple[str, int], Ref] = {}
@@ -141,7 +140,7 @@ class Call:
         source = self._renumbered(source)
         return Ref(array.nbytes, None, int(interface["data"][0]), source, on_device=True)
 
-    def addresses(self, refs: Sequence[Ref | Part]) -> Ref:
+    def addresses(self, refs: Sequence[Parameter]) -> Ref:
         """An array of the addresses of other memory."""
         ref = self._add("inputs", 8 * len(refs), None)
         self.lists.append((ref, refs))

@@ -7,7 +7,7 @@ call: what was written before is unspecified then, but inside the rows.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,10 @@ from gradcomp.kernels.codings import (
 from gradcomp.kernels.cuda.call import THREADS, Call, Parameter, Ref, tiles
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Integer, Source
-from gradcomp.kernels.cuda.places import check_flat, lists_to_read, lists_to_write, overlap
+from gradcomp.kernels.cuda.places import check_flat, described, overlap, to_read, to_write
 from gradcomp.kernels.cuda.prepared import Plans, place_of
-from gradcomp.kernels.cuda.spans import described
-from gradcomp.kernels.reference_draws import _check as _check_draws
-from gradcomp.kernels.reference_indices import _check_coding
+from gradcomp.kernels.reference_draws import check_draws
+from gradcomp.kernels.reference_indices import check_coding
 from gradcomp.kernels.segments import Bytes, check_array
 
 _TILE_BITS = 8192  # of a stream, as in indices.cu
@@ -45,6 +44,16 @@ _COMPLAINTS: Final = {
     4: "indices are not ascending",
     8: "an index is not below the length",
 }
+
+
+class _Rows(NamedTuple):
+    """The columns of a call: an item for each list."""
+
+    codings: Codings
+    lengths: Sizes
+    counts: Sizes
+    offsets: Sizes
+    places: Sizes
 
 
 class IndexKernels:
@@ -64,7 +73,7 @@ class IndexKernels:
         payload: Bytes,
     ) -> None:
         """See `reference_indices.encode_indices`."""
-        self._code("encode", codings, lengths, counts, offsets, indices, places, payload)
+        self._code(_Rows(codings, lengths, counts, offsets, places), indices, payload, encoding=True)
 
     def decode_indices(
         self,
@@ -77,41 +86,29 @@ class IndexKernels:
         payload: Bytes,
     ) -> None:
         """See `reference_indices.decode_indices`."""
-        self._code("decode", codings, lengths, counts, offsets, indices, places, payload)
+        self._code(_Rows(codings, lengths, counts, offsets, places), indices, payload, encoding=False)
 
-    def _code(
-        self,
-        name: str,
-        codings: Codings,
-        lengths: Sizes,
-        counts: Sizes,
-        offsets: Sizes,
-        indices: Indices,
-        places: Sizes,
-        payload: Bytes,
-    ) -> None:
+    def _code(self, rows: _Rows, indices: Indices, payload: Bytes, *, encoding: bool) -> None:
         """Of all that is checked, only types and addresses in every run; the rest is part of the key."""
-        encoding = name == "encode"
-        check_array("codings", codings, np.int32)
-        columns = (lengths, counts, offsets, places)
-        for column_name, column in zip(("lengths", "counts", "offsets", "places"), columns, strict=True):
-            check_array(column_name, column, np.int64, len(codings))
+        count = len(rows.codings)
+        check_array("codings", rows.codings, np.int32)
+        for name, column in rows._asdict().items():
+            if name != "codings":
+                check_array(name, column, np.int64, count)
         check_flat("indices", indices, np.uint32, writable=not encoding)
         check_flat("payload", payload, np.uint8, writable=encoding)
         if overlap(indices, payload):
             raise ValueError("indices overlap the payload")
-        found = np.zeros(len(codings), dtype=np.uint32)
-        rows = (codings, lengths, counts, offsets, indices, places, payload)
+        found = np.zeros(count, dtype=np.uint32)
 
         def write_down(call: Call) -> None:
-            sizes = _check_coding(
-                *rows[:4], described(indices), places, described(payload), encoding=encoding
-            )
+            lists, bytes_ = described(indices), described(payload)
+            sizes = check_coding(*rows[:4], lists, rows.places, bytes_, encoding=encoding)
             write = _write_encode if encoding else _write_decode
-            write(call, *rows, sizes, call.result(found, Source(2), zero=True))
+            write(call, rows, indices, payload, sizes, call.result(found, Source(2), zero=True))
 
         key: tuple[Hashable, ...] = (
-            *(f"{name}_indices", codings.tobytes(), *(column.tobytes() for column in columns)),
+            *("encode_indices" if encoding else "decode_indices", *(column.tobytes() for column in rows)),
             *(place_of(indices), place_of(payload)),
         )
         self._plans.run(key, write_down, (indices, payload, found), after=lambda: _refuse(found))
@@ -129,10 +126,10 @@ class IndexKernels:
         rank: int,
     ) -> None:
         """See `reference_draws.draw_indices`."""
-        _check_draws(lengths, counts, layers, offsets, described(indices))
+        check_draws(lengths, counts, layers, offsets, described(indices))
 
         def write_down(call: Call) -> None:
-            written = lists_to_write(call, indices, 0, offsets, counts)
+            written = to_write(call, indices, 0, offsets, counts)
             begins = tiles(-(-counts // (_COUNTER * THREADS)))
             strata = np.divmod(lengths, np.maximum(counts, 1))
             rows = call.give(np.stack((counts, offsets, layers.astype(np.int64), *strata), axis=1))
@@ -151,53 +148,34 @@ class IndexKernels:
 
 
 def _write_encode(
-    call: Call,
-    codings: Codings,
-    lengths: Sizes,
-    counts: Sizes,
-    offsets: Sizes,
-    indices: Indices,
-    places: Sizes,
-    payload: Bytes,
-    sizes: Sizes,
-    wrong: Ref,
+    call: Call, rows: _Rows, indices: Indices, payload: Bytes, sizes: Sizes, wrong: Ref
 ) -> None:
-    rows = (codings, lengths, counts, offsets, places)
-    given = lists_to_read(call, indices, 0, offsets, counts)
-    written = lists_to_write(call, payload, 1, places, sizes)
-    _over_lists(call, "check_lists", _lists(*rows, counts > 0), given, 0, wrong)
-    blocks, work = _over_streams(call, np.concatenate((_fields(*rows), _positions(*rows))))
+    given = to_read(call, indices, 0, rows.offsets, rows.counts)
+    written = to_write(call, payload, 1, rows.places, sizes)
+    _over_lists(call, "check_lists", _lists(rows, rows.counts > 0), given, 0, wrong)
+    blocks, work = _over_streams(call, np.concatenate((_fields(rows), _positions(rows))))
     call.launch("indices.cu", "encode_streams", blocks, *work, given, written, wrong, 0)
 
 
 def _write_decode(
-    call: Call,
-    codings: Codings,
-    lengths: Sizes,
-    counts: Sizes,
-    offsets: Sizes,
-    indices: Indices,
-    places: Sizes,
-    payload: Bytes,
-    sizes: Sizes,
-    wrong: Ref,
+    call: Call, rows: _Rows, indices: Indices, payload: Bytes, sizes: Sizes, wrong: Ref
 ) -> None:
-    rows = (codings, lengths, counts, offsets, places)
-    given = lists_to_read(call, payload, 1, places, sizes)
-    written = lists_to_write(call, indices, 0, offsets, counts)
-    copied = (codings == RAW) | (codings == ALL)
-    _over_lists(call, "copy_lists", _lists(*rows, copied), written, given, wrong)
-    streams = _positions(*rows)
+    given = to_read(call, payload, 1, rows.places, sizes)
+    written = to_write(call, indices, 0, rows.offsets, rows.counts)
+    copied = (rows.codings == RAW) | (rows.codings == ALL)
+    _over_lists(call, "copy_lists", _lists(rows, copied), written, given, wrong)
+    streams = _positions(rows)
     blocks, work = _over_streams(call, streams)
     parameters = (*work, written, given, wrong, call.workspace(8 * blocks))
     call.launch("indices.cu", "count_positions", blocks, *parameters)
     call.launch("indices.cu", "add_counts", len(streams), *parameters)
     call.launch("indices.cu", "decode_positions", blocks, *parameters)
-    _over_lists(call, "check_lists", _lists(*rows, codings != ALL), written, 0, wrong)
+    _over_lists(call, "check_lists", _lists(rows, rows.codings != ALL), written, 0, wrong)
 
 
-def _fields(codings: Codings, lengths: Sizes, counts: Sizes, offsets: Sizes, places: Sizes) -> Sizes:
+def _fields(rows: _Rows) -> Sizes:
     """The streams of whole indices, or of their low bits; see Stream in indices.cu."""
+    codings, lengths, counts, offsets, places = rows
     width = np.where(codings == RAW, 32, low_bits(lengths, counts))
     chosen = np.flatnonzero((counts > 0) & (width > 0) & ((codings == RAW) | (codings == PACKED)))
     none = np.zeros_like(counts)
@@ -207,8 +185,9 @@ def _fields(codings: Codings, lengths: Sizes, counts: Sizes, offsets: Sizes, pla
     return streams
 
 
-def _positions(codings: Codings, lengths: Sizes, counts: Sizes, offsets: Sizes, places: Sizes) -> Sizes:
+def _positions(rows: _Rows) -> Sizes:
     """The streams in which the place of a bit says what an index is."""
+    codings, lengths, counts, offsets, places = rows
     packed = codings == PACKED
     chosen = np.flatnonzero((counts > 0) & (packed | (codings == BITMAP)))
     width = np.where(packed, low_bits(lengths, counts), 0)
@@ -221,15 +200,9 @@ def _positions(codings: Codings, lengths: Sizes, counts: Sizes, offsets: Sizes, 
     return streams
 
 
-def _lists(
-    codings: Codings,
-    lengths: Sizes,
-    counts: Sizes,
-    offsets: Sizes,
-    places: Sizes,
-    chosen: npt.NDArray[np.bool_],
-) -> Sizes:
+def _lists(rows: _Rows, chosen: npt.NDArray[np.bool_]) -> Sizes:
     """Lists of indices as such; see List in indices.cu."""
+    codings, lengths, counts, offsets, places = rows
     begins = np.where(codings == ALL, -1, places)
     lists: Sizes = np.stack((np.arange(len(counts)), counts, lengths, offsets, begins), axis=1)[chosen]
     return lists

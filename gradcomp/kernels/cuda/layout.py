@@ -160,7 +160,7 @@ class Layout:
         driver: Driver,
         kinds: Mapping[str, Sequence[Ref]],
         launches: Sequence[Launch],
-        lists: Sequence[tuple[Ref, Sequence[Ref | Part]]],
+        lists: Sequence[tuple[Ref, Sequence[Parameter]]],
     ) -> None:
         self._driver = driver
         self._kinds = kinds

@@ -6,51 +6,32 @@ run; the rest gives the reference's bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, tiles
+from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
 from gradcomp.kernels.cuda.driver import Driver
-from gradcomp.kernels.cuda.layout import Real, Source
-from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
-from gradcomp.kernels.cuda.spans import described, ends, spans
-from gradcomp.kernels.cuda.vectors import DeviceVector
-from gradcomp.kernels.reference_sums import CHUNK
-from gradcomp.kernels.segments import (
-    FLOAT64,
-    MAX_ELEMENTS,
-    SEGMENT,
-    Bytes,
-    SegmentTable,
-    check_array,
-    check_elements,
+from gradcomp.kernels.cuda.factors import (
+    require,
+    write_back_project,
+    write_expand,
+    write_keep,
+    write_orthogonalise,
+    write_project,
+    write_subtract,
 )
-
-Floats = npt.NDArray[np.float32]
-Int64s = npt.NDArray[np.int64]
-
-RANKS = (4, 8, 16, 32)
-"""What project.cu is compiled for: so many columns of P and Q at a time."""
-
-_WARPS = THREADS // 32
-_CHUNK_COLUMNS = 1024  # of a tile, as in matrices.cuh
-_ROWS = 4  # that a thread takes at a time, of P Q^T
-_PROJECT_ROWS = {4: 4, 8: 4, 16: 2, 32: 2}  # and of M Q
-_BACK_COLUMNS = {4: 4, 8: 4, 16: 2, 32: 2}  # columns that a lane takes of M^T P
-_BACK_ROWS = {4: 256, 8: 256, 16: 512, 32: 512}  # and rows that a warp does; the more, the smaller the parts
-_MANY_PARTS = 64
-_ORTHOGONALISERS = 512  # threads of a block of orthogonalise.cu
-_BLOCKS_OF_A_MATRIX = 64  # at most so many take its chunks
+from gradcomp.kernels.cuda.places import described
+from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of
+from gradcomp.kernels.cuda.vectors import DeviceVector
+from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array, is_table
 
 
 class LowRankKernels:
     """project, back_project, orthogonalise, expand and subtract; written down once for layers that stay alike."""
 
     def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._driver = driver
         self._plans = plans
 
     def project(
@@ -58,401 +39,104 @@ class LowRankKernels:
         table: SegmentTable,
         flags: Bytes,
         factors: Floats,
-        rows: Int64s,
-        columns: Int64s,
-        ranks: Int64s,
-        q: Floats,
-        q_at: Int64s,
-        p: Floats,
-        p_at: Int64s,
+        shapes: Shapes,
+        q: Factor,
+        p: Factor,
         *,
         decay: float,
     ) -> None:
-        """See `lowrank.project`."""
+        """See `reference_lowrank.project`."""
         check_array("flags", flags, np.uint8, len(table), writable=True)
         check_array("factors", factors, np.float32, len(table))
-        shapes = (rows, columns, ranks, p_at, q_at)
+        columns = (*shapes, p.at, q.at)
         found = np.zeros(len(table), dtype=np.uint8)
-        arrays = (table, p, q, found, factors)
-        key = ("project", _key(table, shapes), _factor("p", p, writable=True), _factor("q", q))
+        arrays = (table, p.values, q.values, found, factors)
+        key = ("project", _key(table, columns), _factor("p", p.values, writable=True), _factor("q", q.values))
         check_next_residuals(table)
         self._plans.run(
-            key, lambda call: write_project(call, arrays, shapes), arrays, (float(decay),), (flags, found)
+            key, lambda call: write_project(call, arrays, columns), arrays, (float(decay),), (flags, found)
         )
 
-    def back_project(
-        self,
-        table: SegmentTable,
-        rows: Int64s,
-        columns: Int64s,
-        ranks: Int64s,
-        p: Floats,
-        p_at: Int64s,
-        q: Floats,
-        q_at: Int64s,
-        *,
-        copy: Floats | None = None,
-    ) -> None:
-        """See `lowrank.back_project`."""
-        shapes = (rows, columns, ranks, p_at, q_at)
-        outputs = tuple(_factor("q", each, writable=True) for each in ((q,) if copy is None else (q, copy)))
-        arrays = (table, p, q, copy)
-        key = ("back_project", _key(table, shapes), _factor("p", p), *outputs)
+    def back_project(self, table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
+        """See `reference_lowrank.back_project`."""
+        columns = (*shapes, p.at, q.at)
+        arrays = (table, p.values, q.values, None)
+        factors = _factor("p", p.values), _factor("q", q.values, writable=True)
+        key = ("back_project", _key(table, columns), *factors)
         check_next_residuals(table)
-        self._plans.run(key, lambda call: write_back_project(call, arrays, shapes), arrays)
+        self._plans.run(key, lambda call: write_back_project(call, arrays, columns), arrays)
 
-    def orthogonalise(self, rows: Int64s, ranks: Int64s, p: Floats, p_at: Int64s) -> None:
-        """See `lowrank.orthogonalise`."""
-        shapes = (rows, ranks, p_at)
-        key = ("orthogonalise", *_bytes(len(rows), shapes), _factor("p", p, writable=True))
-        self._plans.run(key, lambda call: write_orthogonalise(call, p, shapes), (p,))
+    def orthogonalise(self, rows: Int64s, ranks: Int64s, p: Factor) -> None:
+        """See `reference_lowrank.orthogonalise`."""
+        columns = (rows, ranks, p.at)
+        key = ("orthogonalise", *_bytes(len(rows), columns), _factor("p", p.values, writable=True))
+        self._plans.run(key, lambda call: write_orthogonalise(call, p.values, columns), (p.values,))
 
     def expand(
         self,
         table: SegmentTable,
         flags: Bytes,
-        rows: Int64s,
-        columns: Int64s,
-        ranks: Int64s,
-        p: Floats,
-        p_at: Int64s,
-        q: Floats,
-        q_at: Int64s,
+        shapes: Shapes,
+        p: Factor,
+        q: Factor,
         *,
         divisor: float,
         scale: float,
     ) -> None:
-        """See `lowrank.expand`."""
+        """See `reference_lowrank.expand`."""
         check_array("flags", flags, np.uint8, len(table), writable=True)
-        shapes = (rows, columns, ranks, p_at, q_at)
+        columns = (*shapes, p.at, q.at)
         found = np.zeros(len(table), dtype=np.uint8)
-        arrays = (table, p, q, found, flags)
-        with_output = table["output"] != 0 if _is_table(table) else None
+        arrays = (table, p.values, q.values, found, flags)
+        with_output = table["output"] != 0 if is_table(table) else None
         key = (
-            *("expand", _key(table, shapes), _factor("p", p), _factor("q", q)),
+            *("expand", _key(table, columns), _factor("p", p.values), _factor("q", q.values)),
             None if with_output is None or with_output.all() else with_output.tobytes(),
         )
         numbers = (float(divisor), float(scale))
-        self._plans.run(key, lambda call: write_expand(call, arrays, shapes), arrays, numbers, (flags, found))
+        self._plans.run(
+            key, lambda call: write_expand(call, arrays, columns), arrays, numbers, (flags, found)
+        )
 
-    def subtract(
-        self,
-        table: SegmentTable,
-        rows: Int64s,
-        columns: Int64s,
-        ranks: Int64s,
-        p: Floats,
-        p_at: Int64s,
-        q: Floats,
-        q_at: Int64s,
-    ) -> None:
-        """See `lowrank.subtract`."""
-        shapes = (rows, columns, ranks, p_at, q_at)
-        arrays = (table, p, q)
-        key = ("subtract", _key(table, shapes), _factor("p", p), _factor("q", q))
+    def subtract(self, table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
+        """See `reference_lowrank.subtract`."""
+        columns = (*shapes, p.at, q.at)
+        arrays = (table, p.values, q.values)
+        key = ("subtract", _key(table, columns), _factor("p", p.values), _factor("q", q.values))
         check_next_residuals(table)
-        self._plans.run(key, lambda call: write_subtract(call, arrays, shapes), arrays)
+        self._plans.run(key, lambda call: write_subtract(call, arrays, columns), arrays)
 
     def keep(
         self,
         sides: Int64s,
         ranks: Int64s,
-        factor: Floats,
-        at: Int64s,
+        factor: Factor,
         kept: Floats,
         before: Int64s,
         after: Int64s,
     ) -> None:
-        """See `lowrank.keep`."""
-        shapes = (sides, ranks, at, before, after)
-        key = (
-            "keep",
-            *_bytes(len(sides), shapes),
-            _factor("factor", factor),
-            _factor("kept", kept, writable=True),
-        )
-        arrays = (factor, kept)
-        self._plans.run(key, lambda call: write_keep(call, arrays, shapes), arrays)
-
-
-# --- calls, written down: places of a run's arrays; numbers are those that the callers above name -----------------
-
-_TABLE, _P, _Q, _FOUND, _OTHER = range(5)
-_COPY = _FOUND
-
-Arrays = tuple[Any, ...]
-Shapes = tuple[Int64s, ...]
-
-
-def write_project(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
-    """project, of all rows of a table or of some."""
-    table, p, q, found, factors = arrays
-    layers = _checked(table, low, shapes, len(p), len(q))
-    bad = call.result(found, Source(_FOUND), zero=True)
-    scales = call.give(factors, Source(_OTHER))
-    given = _read(call, q, _Q, layers.q_at, layers.columns * layers.ranks)
-    written = _written(call, p, _P, layers.p_at, layers.rows * layers.ranks)
-    chunks = -(-layers.columns // _CHUNK_COLUMNS)
-    sums = _Sums(call, layers, layers.rows, layers.p_at, chunks)
-    lanes = _lanes(layers.columns, 4)
-    for most, members in _by_rank(layers):
-        part = layers.only(members)
-        stacked = _WARPS * (32 // lanes[members]) * _PROJECT_ROWS[most]
-        work = part.give(call, table, lanes[members], chunks[members], sums.begins[members])
-        blocks, tiling = _tiling(call, -(-part.rows // stacked) * chunks[members])
-        call.launch(
-            "project.cu",
-            "project",
-            blocks,
-            *(*work, *tiling, scales, bad, given, sums.workspace, Real(0)),
-            defines={"GRADCOMP_RANKS": most},
-        )
-    sums.add(written, 0, bad)
-
-
-def write_back_project(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
-    """back_project, of all rows of a table or of some."""
-    table, p, q, copy = arrays
-    layers = _checked(table, low, shapes, len(p), len(q) if copy is None else min(len(q), len(copy)))
-    given = _read(call, p, _P, layers.p_at, layers.rows * layers.ranks)
-    sizes = layers.columns * layers.ranks
-    written = _written(call, q, _Q, layers.q_at, sizes)
-    copied = 0 if copy is None else _written(call, copy, _COPY, layers.q_at, sizes)
-    classes = _by_rank(layers)
-    chunks = np.zeros(len(layers.index), dtype=np.int64)
-    for most, members in classes:
-        chunks[members] = -(-layers.rows[members] // _BACK_ROWS[most])
-    sums = _Sums(call, layers, layers.columns, layers.q_at, chunks)
-    for most, members in classes:
-        part = layers.only(members)
-        lanes = _lanes(part.columns, _BACK_COLUMNS[most])
-        work = part.give(call, table, lanes, chunks[members], sums.begins[members])
-        units = -(-part.columns // (lanes * _BACK_COLUMNS[most])) * chunks[members]
-        blocks, tiling = _tiling(call, -(-units // _WARPS))
-        call.launch(
-            "project.cu",
-            "back_project",
-            blocks,
-            *(*work, *tiling, _BACK_ROWS[most], given, sums.workspace),
-            defines={"GRADCOMP_RANKS": most},
-        )
-    sums.add(written, copied, 0)
-
-
-def write_orthogonalise(call: Call, p: Floats, shapes: Shapes) -> None:
-    """orthogonalise, of a run's first array."""
-    rows, ranks, p_at = shapes
-    _check_factor("P", p_at, rows, ranks, len(p))
-    chosen = np.flatnonzero((rows > 0) & (ranks > 0))
-    rows, ranks, p_at = rows[chosen], ranks[chosen], p_at[chosen]
-    written = call.change(p, 0, spans(4 * p_at, 4 * rows * ranks))
-    begins = np.cumsum(ranks) - ranks  # of the columns of each, among all
-    _, _, largest = _largest(call, written, rows, ranks, p_at)
-    chunks = -(-rows // CHUNK)
-    sizes = np.where(chunks > 1, (2 + 2 * ranks) * chunks, 0)
-    sums, turns = call.workspace(8 * int(sizes.sum())), call.workspace(16 * len(rows), zero=True)
-    matrices = call.give(np.stack((p_at, rows, ranks, begins, np.cumsum(sizes) - sizes), axis=1))
-    blocks, tiling = _tiling(call, np.minimum(chunks, _BLOCKS_OF_A_MATRIX))
-    call.launch(
-        "orthogonalise.cu",
-        "orthogonalise",
-        blocks,
-        *(matrices, *tiling, written, largest, sums, turns),
-        threads=_ORTHOGONALISERS,
-    )
-
-
-def _largest(
-    call: Call, factor: Parameter, sides: Int64s, ranks: Int64s, at: Int64s
-) -> tuple[int, tuple[Parameter, int], Ref]:
-    """The largest magnitude of each column; and blocks for all columns."""
-    (places,), lengths = _columns(sides, ranks, at)
-    blocks, tiling = _tiling(call, -(-lengths // (THREADS * GROUP)))
-    largest = call.workspace(4 * len(lengths), zero=True)
-    columns = call.give(np.stack((places, lengths), axis=1))
-    call.launch("orthogonalise.cu", "largest_magnitudes", blocks, columns, *tiling, factor, largest)
-    return blocks, tiling, largest
-
-
-def _columns(sides: Int64s, ranks: Int64s, *at: Int64s) -> tuple[list[Int64s], Int64s]:
-    """Where the columns of factors begin in each array, and how long they are."""
-    owners = np.repeat(np.arange(len(sides)), ranks)
-    lengths = sides[owners]
-    within = (np.arange(len(owners)) - (np.cumsum(ranks) - ranks)[owners]) * lengths
-    return [each[owners] + within for each in at], lengths
-
-
-def write_keep(call: Call, arrays: Arrays, shapes: Shapes) -> None:
-    """keep, from a run's first array to its second."""
-    factor, kept = arrays
-    sides, ranks, at, before, after = shapes
-    for name, begins, array in (("factor", at, factor), ("before", before, kept), ("after", after, kept)):
-        _check_factor(name, begins, sides, ranks, len(array))
-    sizes = sides * ranks
-    written = call.change(kept, 1, spans(4 * after, 4 * sizes))
-    _read(call, kept, 1, before, sizes)
-    given = _read(call, factor, 0, at, sizes)
-    blocks, tiling, largest = _largest(call, given, sides, ranks, at)
-    places, lengths = _columns(sides, ranks, at, before, after)
-    columns = call.give(np.stack((*places, lengths), axis=1))
-    call.launch("orthogonalise.cu", "keep", blocks, columns, *tiling, given, written, largest)
-
-
-def write_expand(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
-    """expand, of all rows of a table or of some."""
-    table, p, q, found, flags = arrays
-    layers = _checked(table, low, shapes, len(p), len(q), outputs=True)
-    marks = call.give(flags, Source(_OTHER)), call.result(found, Source(_FOUND), zero=True)
-    _launch_product(call, "expand", layers, arrays, *marks, Real(0), Real(1))
-
-
-def write_subtract(call: Call, arrays: Arrays, shapes: Shapes, low: Int64s | None = None) -> None:
-    """subtract, of all rows of a table or of some."""
-    table, p, q = arrays
-    _launch_product(call, "subtract", _checked(table, low, shapes, len(p), len(q)), arrays, 0, 0, 1.0, 1.0)
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """The rows that a call works on, column by column; `index` is their place in the whole table."""
-
-    index: Int64s
-    table: SegmentTable
-    rows: Int64s
-    columns: Int64s
-    ranks: Int64s
-    p_at: Int64s
-    q_at: Int64s
-
-    def only(self, members: Int64s) -> _Layers:
-        return _Layers(*(column[members] for column in vars(self).values()))
-
-    def give(
-        self, call: Call, table: SegmentTable, lanes: Int64s, chunks: Int64s, parts_at: Int64s
-    ) -> tuple[Parameter, Parameter]:
-        """The segments, and what matrices.cuh calls a Layer of each."""
-        numbers = (self.index, self.rows, self.columns, self.ranks, self.p_at, self.q_at)
-        columns = np.stack((*numbers, lanes, chunks, parts_at), axis=1).astype(np.int64)
-        return call.give(self.table, source_of(_TABLE, self.index, len(table))), call.give(columns)
-
-
-class _Sums:
-    """Room for what blocks have summed up, and its sum."""
-
-    def __init__(self, call: Call, layers: _Layers, lengths: Int64s, places: Int64s, parts: Int64s) -> None:
-        sizes = lengths * layers.ranks
-        ends = np.cumsum(sizes * parts)
-        self.begins: Int64s = ends - sizes * parts
-        self.workspace = call.workspace(4 * int(ends[-1]) if len(ends) else 0)
-        self._call = call
-        self._per_element = np.where(parts > _MANY_PARTS, 32, 1)
-        self._sizes = sizes
-        self._table = np.stack((layers.index, sizes, places, parts, self.begins, self._per_element), axis=1)
-
-    def add(self, result: Parameter, copy: Parameter, bad: Parameter) -> None:
-        blocks, tiling = _tiling(self._call, -(-self._sizes * self._per_element // THREADS))
-        table = self._call.give(self._table)
-        self._call.launch(
-            "project.cu", "add_parts", blocks, table, *tiling, self.workspace, result, copy, bad
-        )
-
-
-def _launch_product(call: Call, name: str, layers: _Layers, arrays: Arrays, *parameters: Parameter) -> None:
-    table, p, q = arrays[:3]
-    lanes = _lanes(layers.columns, 4)
-    chunks = -(-layers.columns // _CHUNK_COLUMNS)
-    stacked = _WARPS * (32 // lanes) * _ROWS
-    blocks, tiling = _tiling(call, -(-layers.rows // stacked) * chunks)
-    factors = (
-        _read(call, p, _P, layers.p_at, layers.rows * layers.ranks),
-        _read(call, q, _Q, layers.q_at, layers.columns * layers.ranks),
-    )
-    work = layers.give(call, table, lanes, chunks, np.zeros_like(chunks))
-    call.launch("expand.cu", name, blocks, *work, *tiling, *factors, *parameters)
-
-
-def _read(call: Call, array: Any, number: int, begins: Int64s, sizes: Int64s) -> Parameter:
-    """An array of floats, of which kernels read these elements."""
-    first, end = ends(begins, sizes)
-    return call.read(array, number, 4 * first, 4 * end) if end > first else 0
-
-
-def _written(call: Call, array: Any, number: int, begins: Int64s, sizes: Int64s) -> Parameter:
-    """The same for elements that kernels write."""
-    return call.write(array, number, spans(4 * begins, 4 * sizes))
-
-
-def _tiling(call: Call, counts: Int64s) -> tuple[int, tuple[Parameter, int]]:
-    """Blocks for so many tiles per row, and how kernels find a block's row."""
-    begins = tiles(counts)
-    return int(begins[-1]), (call.give(begins), len(counts))
-
-
-def _lanes(columns: Int64s, width: int) -> Int64s:
-    """Lanes of a warp, a power of two, that take so many columns each."""
-    lanes: Int64s = np.int64(1) << np.searchsorted(width * 2 ** np.arange(5), columns)
-    return lanes
-
-
-def _by_rank(layers: _Layers) -> list[tuple[int, Int64s]]:
-    """The rows for each of RANKS."""
-    kinds = np.minimum(np.searchsorted(RANKS, layers.ranks), len(RANKS) - 1)
-    found = [(most, np.flatnonzero(kinds == kind)) for kind, most in enumerate(RANKS)]
-    return [(most, members) for most, members in found if len(members)]
-
-
-# --- checks -------------------------------------------------------------------------------------------------
-
-
-def _checked(
-    table: SegmentTable,
-    low: Int64s | None,
-    shapes: Shapes,
-    p_size: int,
-    q_size: int,
-    *,
-    outputs: bool = False,
-) -> _Layers:
-    """The layers of a call, ``low`` or all rows, or of them those with an output; all of them fit together."""
-    index = np.arange(len(table)) if low is None else low
-    vectors = [index, *shapes]
-    if outputs:
-        chosen = table["output"][index] != 0
-        vectors = [vector[chosen] for vector in vectors]
-    index = vectors[0]
-    layers = _Layers(index, table[index], *vectors[1:])
-    length, n, m = layers.table["length"], layers.rows, layers.columns
-    check_elements(layers.table)
-    _require(layers.table["dtype"] != FLOAT64, index, "low rank has no float64")
-    # A quotient first: the product of hostile numbers could wrap.
-    sensible = (n >= 0) & (m >= 0) & (n <= MAX_ELEMENTS) & (m <= MAX_ELEMENTS)
-    sensible &= n <= MAX_ELEMENTS // np.maximum(m, 1)
-    product = np.where(sensible, n, 0) * np.where(sensible, m, 0)
-    complaint = "rows times columns is not the length of the segment"
-    _require(sensible & (product == length), index, complaint)
-    _check_factor("P", layers.p_at, n, layers.ranks, p_size, index)
-    _check_factor("Q", layers.q_at, m, layers.ranks, q_size, index)
-    return layers
-
-
-def _is_table(table: Any) -> bool:
-    return isinstance(table, np.ndarray) and table.dtype == SEGMENT
+        """See `reference_lowrank.keep`."""
+        columns = (sides, ranks, factor.at, before, after)
+        given = _factor("factor", factor.values), _factor("kept", kept, writable=True)
+        arrays = (factor.values, kept)
+        key = ("keep", *_bytes(len(sides), columns), *given)
+        self._plans.run(key, lambda call: write_keep(call, arrays, columns), arrays)
 
 
 def check_next_residuals(table: SegmentTable) -> None:
     """Addresses are other ones in every run."""
     if not table["next_residual"].all():
         held = (table["length"] == 0) | (table["next_residual"] != 0)
-        _require(held, np.arange(len(table)), "no next residual to hold the matrix")
+        require(held, np.arange(len(table)), "no next residual to hold the matrix")
 
 
-def _key(table: SegmentTable, shapes: Shapes) -> tuple[Any, ...]:
+def _key(table: SegmentTable, columns: Sequence[Int64s]) -> tuple[Any, ...]:
     """All of the layers that stays."""
     check_array("table", table, SEGMENT)
-    return fixed_columns(table), *_bytes(len(table), shapes)
+    return fixed_columns(table), *_bytes(len(table), columns)
 
 
-def _bytes(count: int, vectors: Shapes) -> list[bytes]:
+def _bytes(count: int, vectors: Sequence[Int64s]) -> list[bytes]:
     for vector in vectors:
         if not (
             type(vector) is np.ndarray
@@ -471,17 +155,3 @@ def _factor(name: str, array: Any, *, writable: bool = False) -> tuple[int, bool
             name, array if isinstance(array, np.ndarray) else described(array), np.float32, writable=writable
         )
     return place_of(array)
-
-
-def _check_factor(
-    name: str, at: Int64s, lengths: Int64s, counts: Int64s, size: int, index: Int64s | None = None
-) -> None:
-    inside = (at >= 0) & (at <= size) & (lengths >= 0) & (counts >= 0)
-    capacity = (size - np.where(inside, at, 0)) // np.maximum(lengths, 1)
-    inside &= (lengths == 0) | (counts <= capacity)
-    _require(inside, np.arange(len(at)) if index is None else index, f"{name} does not lie inside its array")
-
-
-def _require(condition: npt.NDArray[np.bool_], index: Int64s, complaint: str) -> None:
-    if not condition.all():
-        raise ValueError(f"segment {index[np.argmin(condition)]}: {complaint}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
-from gradcomp.kernels.cuda.codec import encoders_of
+from gradcomp.kernels.cuda.codes import encoders_of, rounding
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.segments import STOCHASTIC, Magnitudes, SegmentTable
 
@@ -32,16 +33,13 @@ class MeasureKernels:
         table: SegmentTable,
         bits: npt.NDArray[np.int32],
         *,
-        stochastic: bool,
-        seed: int,
-        step: int,
-        rank: int,
+        draw: Draw | None,
         magnitudes: Magnitudes | None = None,
     ) -> Doubles:
         """(rows, levels): sums of (g - decode(encode(g)))^2, inf where a scale would not be finite.
 
         One read of the gradients for up to 32 levels, buckets of at most LARGEST_BUCKET elements. ``bits`` stands for
-        the table's; draws are those of :func:`gradcomp.kernels.reference.encode`.
+        the table's; ``draw`` is that of :func:`gradcomp.kernels.reference.encode`.
         """
         size = np.minimum(table["bucket_size"], np.maximum(table["length"], 1))
         if size.max(initial=1) > LARGEST_BUCKET:
@@ -52,7 +50,8 @@ class MeasureKernels:
         call = Call(self._driver)
         rows, where = call.give(table), call.give(begins)
         scales = 0 if magnitudes is None else call.give(magnitudes)
-        drawn = stochastic and codec in STOCHASTIC
+        drawn = draw is not None and codec in STOCHASTIC
+        words = (0, 0, 0) if draw is None else (draw.seed, draw.step, draw.rank)
         parts = []
         for name, members in encoders_of(codec, bits, drawn):
             for first in range(0, len(members), _MOST_LEVELS):
@@ -61,11 +60,11 @@ class MeasureKernels:
                 parts.append((levels, partial))
                 call.launch(
                     "losses.cu",
-                    f"losses_{'stochastic' if drawn else 'nearest'}",
+                    f"losses_{rounding(drawn)}",
                     int(begins[-1]),
                     *(rows, where, len(table)),
                     *(call.give(bits[levels]), len(levels), call.result(partial), scales),
-                    *(seed, step, rank, 1.0, 1.0),
+                    *(*words, 1.0, 1.0),
                     defines={"GRADCOMP_CLASS": name},
                 )
         call.run()

@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 
 from gradcomp.kernels.cuda.call import THREADS
-from gradcomp.kernels.cuda.codec import CODED, classes_of, encoders_of, has_buckets, rounding
-from gradcomp.kernels.cuda.lowrank import RANKS
+from gradcomp.kernels.cuda.codes import CODED, classes_of, encoders_of, has_buckets, rounding
+from gradcomp.kernels.cuda.factors import RANKS
 from gradcomp.kernels.cuda.source import PRELUDE, flat, options
 from gradcomp.kernels.segments import LEVELS, STOCHASTIC
 

@@ -1,20 +1,37 @@
-"""Lists that lie in flat arrays, on either side: whether they may be touched, and which part of an array travels."""
+"""What a kernel call reads and writes of flat arrays, on either side: whether it may, and which part of them travels.
+
+Arrays of the host travel only as far as rows, lists or factors reach into them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.kernels.cuda.call import Call, Parameter
+from gradcomp.kernels.cuda.call import Call, Parameter, Sizes
 from gradcomp.kernels.cuda.mirrors import is_mirror
-from gradcomp.kernels.cuda.spans import ends, spans
-from gradcomp.kernels.reference_indices import _check_aligned
+from gradcomp.kernels.reference_indices import check_aligned
 from gradcomp.kernels.segments import check_array
 
-Numbers = npt.NDArray[np.int64]
+
+def described(array: Any) -> Any:
+    """A device array as a NumPy array of its address, for checks only: nobody may look into it. Others as they are."""
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        return array
+    address, read_only = interface["data"]
+    dtype = np.dtype(interface["typestr"])
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides")
+    memory = (ctypes.c_uint8 * (int(np.prod(shape)) * dtype.itemsize)).from_address(address or 1)
+    view = np.ndarray(shape, dtype, buffer=memory)
+    if strides is not None and tuple(strides) != view.strides:
+        raise TypeError("arrays on a device must be contiguous")
+    view.flags.writeable = not read_only
+    return view
 
 
 def check_flat(name: str, array: Any, dtype: Any, *, writable: bool = False) -> None:
@@ -22,7 +39,7 @@ def check_flat(name: str, array: Any, dtype: Any, *, writable: bool = False) -> 
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         check_array(name, array, dtype, writable=writable)
-        _check_aligned(**{name: array})
+        check_aligned(**{name: array})
         return
     dtype = np.dtype(dtype)
     address, read_only = interface["data"]
@@ -56,14 +73,32 @@ def _bounds(array: Any) -> tuple[int, int]:
     return begin, begin + array.nbytes
 
 
-def lists_to_read(call: Call, array: Any, number: int, begins: Numbers, sizes: Numbers) -> Parameter:
+def ends(begins: Sizes, sizes: Sizes) -> tuple[int, int]:
+    """Where the first of some items begins, and where the last one ends."""
+    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+    return (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
+
+
+def spans(begins: Sizes, sizes: Sizes) -> list[tuple[int, int]]:
+    """Where rows lie, ascending; neighbours are one."""
+    begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+    if not len(begins):
+        return []
+    order = np.argsort(begins, kind="stable")
+    begins, behind = begins[order], (begins + sizes)[order]
+    first = np.flatnonzero(np.append(True, begins[1:] != behind[:-1]))
+    last = np.append(first[1:], len(begins)) - 1
+    return list(zip(begins[first].tolist(), behind[last].tolist(), strict=True))
+
+
+def to_read(call: Call, array: Any, number: int, begins: Sizes, sizes: Sizes) -> Parameter:
     """Where kernels find the first item of a run's array; of the host's only what the lists lie in goes up."""
     first, end = ends(begins, sizes)
     return call.read(array, number, first * array.itemsize, end * array.itemsize) if end > first else 0
 
 
-def lists_to_write(
-    call: Call, array: Any, number: int, begins: Numbers, sizes: Numbers, *, all_of_it: bool = True
+def to_write(
+    call: Call, array: Any, number: int, begins: Sizes, sizes: Sizes, *, all_of_it: bool = True
 ) -> Parameter:
     """The same for lists that are written; they go up as well if not ``all_of_it`` is."""
     first, end = ends(begins, sizes)

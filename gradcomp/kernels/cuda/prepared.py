@@ -15,7 +15,7 @@ from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.driver import Bytes, Driver
 from gradcomp.kernels.cuda.layout import Layout, Source, Staging, Started
 from gradcomp.kernels.cuda.mirrors import is_mirror
-from gradcomp.kernels.pending import Again
+from gradcomp.kernels.routines import Routine
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
 _FIXED_FROM = SEGMENT.fields["payload"][1] if SEGMENT.fields is not None else 0
@@ -90,36 +90,6 @@ def _conclude(runs: Sequence[_Run]) -> None:
             run.after()
 
 
-class Recording:
-    """A call and the arrays and numbers that it ran with, to be run with the same ones when their contents are new."""
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        staging: Staging,
-        arrays: Sequence[Any],
-        numbers: Sequence[int | float],
-        runs: Sequence[_Run],
-    ) -> None:
-        self._prepared, self._staging = prepared, staging
-        self._arrays, self._numbers = arrays, numbers
-        self._runs = [run for run in runs if run.found is not None or run.after is not None]
-
-    def finalise(self, changing: Sequence[Any]) -> None:
-        """From now on what these arrays hold changes, and views of them too; nothing else that is read."""
-        chosen = {
-            number
-            for number, array in enumerate(self._arrays)
-            if isinstance(array, np.ndarray) and any(np.may_share_memory(array, each) for each in changing)
-        }
-        self._prepared = self._prepared.finalised(self._arrays, self._numbers, chosen)
-
-    def run(self) -> None:
-        """Do all of it, and wait until results are in their arrays."""
-        self._prepared.run(self._staging, self._arrays, self._numbers)
-        _conclude(self._runs)
-
-
 class Together:
     """What a thread runs inside of it becomes one call, which is started at the end; see :meth:`Plans.together`.
 
@@ -128,21 +98,14 @@ class Together:
     """
 
     __slots__ = (
-        *("_again", "_arrays", "_asked", "_given", "_hits", "_layout", "_plans", "_reached", "_recorded"),
-        *("_runs", "_staged", "_started", "kernels"),
+        *("_arrays", "_asked", "_given", "_hits", "_layout", "_plans", "_reached", "_routine", "_runs"),
+        *("_staged", "_started", "kernels"),
     )
 
-    def __init__(
-        self,
-        plans: Plans,
-        kernels: Any,
-        again: Again | None,
-        recorded: Callable[[Recording], None] | None = None,
-    ) -> None:
+    def __init__(self, plans: Plans, kernels: Any, routine: Routine | None) -> None:
         self.kernels = kernels
         self._plans = plans
-        self._again = again
-        self._recorded = recorded
+        self._routine = routine
         self._asked: Any = None
         self._given: list[Any] = []  # by run, what it was asked for with
         self._hits = 0
@@ -160,11 +123,6 @@ class Together:
         if kind is not None or not self._runs:
             return
         prepared, self._arrays, numbers = self._prepare()
-        if self._recorded is not None:
-            recording = Recording(prepared, plans.staging, self._arrays, numbers, self._runs)
-            self._recorded(recording)
-            recording.run()
-            return
         if prepared.layout is None:
             prepared.skip(self._arrays)
             _conclude(self._runs)
@@ -177,16 +135,21 @@ class Together:
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
     ) -> bool:
         """Add the run that was added at this place the last time, if it was asked for alike; False if not."""
-        again = self._again
-        if again is None:
+        routine = self._routine
+        if routine is None:
             return False
         place = len(self._runs)
-        if place < len(again.runs):
-            (last_token, last_given), run = again.runs[place]
-            if last_token == token and len(given) == len(last_given) and all(map(is_, given, last_given)):
+        if place < len(routine.runs):
+            asked, run = routine.runs[place]
+            if (
+                asked is not None
+                and asked[0] == token
+                and len(given) == len(asked[1])
+                and all(map(is_, given, asked[1]))
+            ):
                 found = flags, run.found[1]
                 self._runs.append(_Run(run.key, run.write_down, run.arrays, numbers, found, run.after))
-                self._given.append(again.runs[place][0])
+                self._given.append(asked)
                 self._hits += 1
                 return True
         self._asked = token, given
@@ -200,16 +163,15 @@ class Together:
 
     def _prepare(self) -> tuple[Prepared, Sequence[Any], Sequence[int | float]]:
         """All runs as one call."""
-        again, runs = self._again, self._runs
-        if again is None:
+        routine, runs = self._routine, self._runs
+        if routine is None:
             return self._plans.prepare(runs)
-        if self._hits == len(runs) == len(again.runs):
+        if self._hits == len(runs) == len(routine.runs):
             numbers = [number for run in runs for number in run.numbers]
-            return again.prepared, again.arrays, numbers
+            return routine.prepared, routine.arrays, numbers
         found = self._plans.prepare(runs)
-        again.prepared, again.arrays, _ = found
-        known = all(given is not None for given in self._given)
-        again.runs = list(zip(self._given, runs, strict=True)) if known else []
+        routine.prepared, routine.arrays, _ = found
+        routine.runs = list(zip(self._given, runs, strict=True))
         return found
 
     def done(self) -> bool:
@@ -274,7 +236,7 @@ class Plans:
     def repeats(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
     ) -> bool:
-        """Whether a call that comes again knows this run; then it is added, and nothing is left to do.
+        """Whether the routine under way knows this run; then it is added, and nothing is left to do.
 
         ``token`` and the identity of what is ``given`` decide. ``flags``: what this time's notes are merged with.
         """
@@ -282,19 +244,32 @@ class Plans:
         return together is not None and together.repeat(token, given, numbers, flags)
 
     def together(
-        self,
-        kernels: Any = None,
-        again: Again | None = None,
-        recorded: Callable[[Recording], None] | None = None,
+        self, kernels: Any = None, routine: Routine | None = None
     ) -> AbstractContextManager[Together]:
         """What this thread runs meanwhile becomes one call, started at the end; results are there once it is finished.
 
         So neither may a run read what another one leaves on the host, nor may an array that it reads change inside.
-        ``kernels``: of the device, for those who run something inside. ``again``: see :class:`Again`.
-        ``recorded``: given the call before it runs, to be repeated; then results are there when the block ends.
+        ``kernels``: of the device, for those who run something inside. ``routine``: keeps the call.
         """
         outer: Together | None = getattr(self.thread, "together", None)
-        return Together(self, kernels, again, recorded) if outer is None else nullcontext(outer)
+        return Together(self, kernels, routine) if outer is None else nullcontext(outer)
+
+    def finalise(self, routine: Routine, changing: Sequence[Any]) -> None:
+        """From now on what these arrays and views of them hold changes; nothing else that is read, and no number."""
+        arrays, runs = routine.arrays, [run for _, run in routine.runs]
+        chosen = {
+            number
+            for number, array in enumerate(arrays)
+            if isinstance(array, np.ndarray) and any(np.may_share_memory(array, each) for each in changing)
+        }
+        numbers = [number for run in runs for number in run.numbers]
+        routine.prepared = routine.prepared.finalised(arrays, numbers, chosen)
+        routine.runs = [(None, run) for run in runs if run.found is not None or run.after is not None]
+
+    def run_again(self, routine: Routine) -> None:
+        """Do all of what was finalised, and wait until results are in their arrays."""
+        routine.prepared.run(self.staging, routine.arrays, ())
+        _conclude([run for _, run in routine.runs])
 
     def prepare(self, runs: Sequence[_Run]) -> tuple[Prepared, Sequence[Any], Sequence[int | float]]:
         """Runs as one call, and its arrays and numbers."""

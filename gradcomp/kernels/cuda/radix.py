@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gradcomp.kernels.cuda.call import THREADS, Call, Parameter, Ref, tiles
 from gradcomp.kernels.cuda.layout import Source
 from gradcomp.kernels.segments import SegmentTable
@@ -19,6 +21,14 @@ class Marks:
         self.bits, self.begins = call.workspace(int(begins[-1])), call.give(begins)
 
 
+class Contribution(NamedTuple):
+    """What c is made of, and where rows are noted that are not finite; by default c is there already."""
+
+    factors: Parameter = 0
+    decay: Parameter = 0.0
+    bad: Parameter = 0
+
+
 class RadixSelect:
     """The launches of select.cu for a run's first array, a table; keys.cuh says what the parameters mean.
 
@@ -29,10 +39,8 @@ class RadixSelect:
         self,
         call: Call,
         table: SegmentTable,
+        contribution: Contribution | None = None,
         *,
-        factors: Parameter = 0,
-        decay: Parameter = 0.0,
-        bad: Parameter = 0,
         wanted: Parameter = 0,
         cuts: Parameter = 0,
         strides: Parameter = 0,
@@ -44,7 +52,8 @@ class RadixSelect:
         self._rows, self._blocks = len(table), int(begins[-1])
         self._elements: tuple[Parameter, ...] = (
             *(call.give(table, Source(0)), call.give(begins), len(table)),
-            *(factors, decay, bad, wanted, cuts, strides, int(nan_is_infinite)),
+            *(contribution or Contribution()),
+            *(wanted, cuts, strides, int(nan_is_infinite)),
         )
         self._has_cuts = isinstance(cuts, Ref)
         self._marks = candidates

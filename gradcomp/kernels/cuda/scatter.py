@@ -13,9 +13,9 @@ from gradcomp.kernels.codings import Indices, Sizes
 from gradcomp.kernels.cuda.call import Call, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Real, Source
-from gradcomp.kernels.cuda.places import check_flat, lists_to_read
+from gradcomp.kernels.cuda.places import check_flat, to_read
 from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
-from gradcomp.kernels.reference_indices import _check_targets
+from gradcomp.kernels.reference_indices import check_targets
 from gradcomp.kernels.reference_selection import Floats
 from gradcomp.kernels.segments import Bytes, SegmentTable
 
@@ -43,7 +43,7 @@ class ScatterKernels:
         """See `reference_indices.scatter_mean`; lists outside the arrays are complained of before all others."""
         check_flat("indices", indices, np.uint32)
         check_flat("values", values, np.float32)
-        _check_targets(table, flags, offsets, counts, divisor, scale)
+        check_targets(table, flags, offsets, counts, divisor, scale)
         with_output = table["output"] != 0
         rows = np.flatnonzero(with_output)
         bad, refused = np.zeros(len(rows), dtype=np.uint8), np.zeros(1, dtype=np.uint32)
@@ -93,7 +93,7 @@ def _write_scatter(
         *(call.give(skipped), call.result(bad, Source(1), zero=True)),
         *(call.give(list_tiles), len(offsets), call.give(offsets), call.give(counts)),
         *(
-            lists_to_read(call, each, number, offsets.reshape(-1), counts.reshape(-1))
+            to_read(call, each, number, offsets.reshape(-1), counts.reshape(-1))
             for number, each in enumerate(lists, 3)
         ),
         *(call.result(refused, Source(2), zero=True), Real(0), Real(1)),

@@ -13,22 +13,22 @@ import numpy as np
 from gradcomp.kernels.cuda.call import Call, Parameter, groups, tiles
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Real, Source
-from gradcomp.kernels.cuda.places import check_flat, lists_to_read, lists_to_write
+from gradcomp.kernels.cuda.places import check_flat, to_read, to_write
 from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of
-from gradcomp.kernels.cuda.radix import Marks, RadixSelect
+from gradcomp.kernels.cuda.radix import Contribution, Marks, RadixSelect
 from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.reference_selection import (
     Doubles,
     Floats,
     Indices,
     Numbers,
-    _check_counts,
-    _check_inside,
-    _check_narrow,
-    _check_next_residuals,
-    _check_rows,
+    check_counts,
+    check_inside,
+    check_narrow,
+    check_next_residuals,
+    check_vectors,
 )
-from gradcomp.kernels.segments import Bytes, SegmentTable, _require
+from gradcomp.kernels.segments import Bytes, SegmentTable, require_rows
 
 _ITEMS = 2048  # items of a list that a block of lists.cu serves
 
@@ -41,22 +41,22 @@ class SelectionKernels:
 
     def contribute(self, table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
         """See `reference_selection.contribute`."""
-        _check_rows(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
-        _check_narrow(table)
-        _check_next_residuals(table)
+        check_vectors(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
+        check_narrow(table)
+        check_next_residuals(table)
         bad = np.zeros(len(table), dtype=np.uint8)
 
         def write_down(call: Call) -> None:
             given = call.give(factors, Source(1))
             found = call.result(bad, Source(2), zero=True)
-            RadixSelect(call, table, factors=given, decay=Real(0), bad=found).contribute()
+            RadixSelect(call, table, Contribution(given, Real(0), found)).contribute()
 
         key = ("contribute", fixed_columns(table))
         self._plans.run(key, write_down, (table, factors, bad), (float(decay),), (flags, bad))
 
     def squares(self, table: SegmentTable, out: Doubles) -> None:
         """See `reference_selection.squares`."""
-        _check_rows(table, out=(out, np.float64, True))
+        check_vectors(table, out=(out, np.float64, True))
 
         def write_down(call: Call) -> None:
             sums = RowSums(call, table, 1, Source(0))
@@ -78,32 +78,27 @@ class SelectionKernels:
         decay: float,
     ) -> None:
         """See `reference_selection.select_top`."""
-        _check_rows(
+        check_vectors(
             table,
             flags=(flags, np.uint8, True),
             factors=(factors, np.float32, False),
             counts=(counts, np.int64, False),
             offsets=(offsets, np.int64, False),
         )
-        _check_narrow(table)
-        _check_next_residuals(table)
+        check_narrow(table)
+        check_next_residuals(table)
         _check_flat(indices, values, selecting=True)
         bad = np.zeros(len(table), dtype=np.uint8)
 
         def write_down(call: Call) -> None:
-            _check_counts(table, counts)
-            _check_inside(table, offsets, counts, min(len(indices), len(values)))
-            selection = RadixSelect(
-                call,
-                table,
-                factors=call.give(factors, Source(1)),
-                decay=Real(0),
-                bad=call.result(bad, Source(2), zero=True),
-                wanted=call.give(counts),
-            )
+            check_counts(table, counts)
+            check_inside(table, offsets, counts, min(len(indices), len(values)))
+            found = call.result(bad, Source(2), zero=True)
+            contribution = Contribution(call.give(factors, Source(1)), Real(0), found)
+            selection = RadixSelect(call, table, contribution, wanted=call.give(counts))
             selection.find(contributing=True)
             index_list, value_list = (
-                lists_to_write(call, each, i, offsets, counts) for i, each in ((3, indices), (4, values))
+                to_write(call, each, i, offsets, counts) for i, each in ((3, indices), (4, values))
             )
             selection.write(call.give(offsets), index_list, value_list)
 
@@ -122,21 +117,21 @@ class SelectionKernels:
         found: Numbers,
     ) -> None:
         """See `reference_selection.select_above`."""
-        _check_rows(
+        check_vectors(
             table,
             thresholds=(thresholds, np.float32, False),
             limits=(limits, np.int64, False),
             offsets=(offsets, np.int64, False),
             found=(found, np.int64, True),
         )
-        _check_next_residuals(table)
+        check_next_residuals(table)
         _check_flat(indices, values, selecting=True)
         # Nothing has the key of NaN, and everything has one of at least 0.
         cuts = np.where(thresholds > 0, thresholds, np.float32(0)).view(np.int32)
         cuts[np.isnan(thresholds)] = np.iinfo(np.int32).max
 
         def write_down(call: Call) -> None:
-            _check_inside(table, offsets, limits, min(len(indices), len(values)))
+            check_inside(table, offsets, limits, min(len(indices), len(values)))
             given = call.give(cuts, Source(1))
             selection = RadixSelect(call, table, wanted=call.give(limits), cuts=given)
             selection.find()
@@ -158,22 +153,22 @@ class SelectionKernels:
         bin_size: int,
     ) -> None:
         """See `reference_adacomp.select_adacomp`."""
-        _check_rows(
+        check_vectors(
             table,
             factors=(factors, np.float32, False),
             limits=(limits, np.int64, False),
             offsets=(offsets, np.int64, False),
             found=(found, np.int64, True),
         )
-        _check_narrow(table)
-        _check_next_residuals(table)
+        check_narrow(table)
+        check_next_residuals(table)
         _check_flat(indices, values, selecting=True)
         if bin_size < 1:
             raise ValueError(f"bin_size {bin_size} is not positive")
         bin_size = min(bin_size, max(int(table["length"].max(initial=0)), 1))
 
         def write_down(call: Call) -> None:
-            _check_inside(table, offsets, limits, min(len(indices), len(values)))
+            check_inside(table, offsets, limits, min(len(indices), len(values)))
             marks = _mark_bins(call, table, call.give(factors, Source(1)), bin_size)
             selection = RadixSelect(call, table, wanted=call.give(limits), candidates=marks)
             selection.find()
@@ -186,9 +181,9 @@ class SelectionKernels:
         self, table: SegmentTable, counts: Numbers, thresholds: Floats, *, stride: int, phase: int
     ) -> None:
         """See `reference_selection.sample_thresholds`."""
-        _check_rows(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
-        _check_next_residuals(table)
-        _check_counts(table, counts)
+        check_vectors(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
+        check_next_residuals(table)
+        check_counts(table, counts)
         if stride < 1 or phase < 0:
             raise ValueError(f"stride {stride} is not positive, or phase {phase} is negative")
         length = table["length"].astype(np.int64)
@@ -229,7 +224,7 @@ class SelectionKernels:
         maxima: Floats,
     ) -> None:
         """See `reference_selection.tail`."""
-        _check_rows(
+        check_vectors(
             table,
             thresholds=(thresholds, np.float32, False),
             counts=(counts, np.int64, True),
@@ -237,7 +232,7 @@ class SelectionKernels:
             squares_out=(squares_out, np.float64, True),
             maxima=(maxima, np.float32, True),
         )
-        _check_next_residuals(table)
+        check_next_residuals(table)
 
         def write_down(call: Call) -> None:
             parts = RowSums(call, table, 2, Source(0))
@@ -273,17 +268,17 @@ class SelectionKernels:
     ) -> None:
         """All is checked but the indices themselves, which kernels check."""
         _check_flat(indices, values, selecting=False, taking=taking)
-        _check_rows(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
-        _check_next_residuals(table)
+        check_vectors(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
+        check_next_residuals(table)
         bad = np.zeros(1, dtype=np.uint32)
 
         def write_down(call: Call) -> None:
-            _check_inside(table, offsets, counts, min(len(indices), len(values)))
+            check_inside(table, offsets, counts, min(len(indices), len(values)))
             lists = _Lists(call, table, offsets, counts, indices, bad)
             if taking:
                 lists.take(values)
             else:
-                _require(table, counts < 1 << 32, "the selection has more than 2**32 - 1 items")
+                require_rows(table, counts < 1 << 32, "the selection has more than 2**32 - 1 items")
                 lists.put(values)
 
         def after() -> None:
@@ -319,13 +314,13 @@ class _Lists:
                 call.give(offsets),
                 call.give(counts),
             ),
-            lists_to_read(call, indices, 2, offsets, counts),
+            to_read(call, indices, 2, offsets, counts),
         )
         self._found = call.result(bad, Source(1), zero=True)
 
     def take(self, values: Floats) -> None:
         # What is there stays if an index is refused.
-        into = lists_to_write(self._call, values, 3, self._offsets, self._counts, all_of_it=False)
+        into = to_write(self._call, values, 3, self._offsets, self._counts, all_of_it=False)
         for name in ("check", "take"):
             self._call.launch("lists.cu", name, self._blocks, *self._lists, into, self._found, 0, 0)
 
@@ -335,7 +330,7 @@ class _Lists:
         repeated = call.workspace(self._rows, zero=True)
         first = int(self._offsets.min(initial=0))
         last = call.workspace(int((self._offsets + self._counts).max(initial=0)) - first).part(-first)
-        source = lists_to_read(call, values, 3, self._offsets, self._counts)
+        source = to_read(call, values, 3, self._offsets, self._counts)
         for name in ("check", "clear", "claim", "decide", "put"):
             call.launch("lists.cu", name, self._blocks, *self._lists, source, self._found, repeated, last)
 
@@ -365,8 +360,7 @@ def _write_some(
 ) -> None:
     """Up to so many elements of each row, and how many, into a run's arrays 2 to 4."""
     index_list, value_list = (
-        lists_to_write(call, each, i, offsets, limits, all_of_it=False)
-        for i, each in ((3, indices), (4, values))
+        to_write(call, each, i, offsets, limits, all_of_it=False) for i, each in ((3, indices), (4, values))
     )
     selection.write(call.give(offsets), index_list, value_list, call.result(found, Source(2)))
 

@@ -41,6 +41,11 @@ class DeviceVector(Vector):
         return self.size
 
     @property
+    def itemsize(self) -> int:
+        """Of an element."""
+        return 4
+
+    @property
     def nbytes(self) -> int:
         """Of all elements."""
         return 4 * self.size

@@ -1,0 +1,43 @@
+"""Arguments of kernels that belong together. The compiled module takes the members of each, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Coordinates of the random numbers of one step: counter-based, so nothing random is saved or sent.
+
+    ``seed``: 64 bits, the key of the random stream (see :func:`gradcomp.kernels.philox.uniform`). ``step``, ``rank``:
+    32 bits, words of the random counter.
+    """
+
+    seed: int
+    step: int
+    rank: int
+
+
+class Shapes(NamedTuple):
+    """Layers as matrices: int64, n, m and r of each."""
+
+    rows: Int64s
+    columns: Int64s
+    ranks: Int64s
+
+
+class Factor(NamedTuple):
+    """P, n x r, or Q, m x r, of every layer: *column by column*, each column contiguous.
+
+    ``values``: float32, flat. ``at``: int64, where in it each layer's begins.
+    """
+
+    values: Floats
+    at: Int64s

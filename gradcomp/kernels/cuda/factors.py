@@ -1,0 +1,294 @@
+"""The calls of the low-rank kernels, written down; the numbers of a run are those that :mod:`.lowrank` names.
+
+A call is given the arrays of a run, and columns of numbers: n, m and r of every layer, and where P and Q begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.arguments import Floats, Int64s
+from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, tiles
+from gradcomp.kernels.cuda.layout import Real, Source
+from gradcomp.kernels.cuda.places import spans, to_read, to_write
+from gradcomp.kernels.cuda.prepared import source_of
+from gradcomp.kernels.reference_sums import CHUNK
+from gradcomp.kernels.segments import FLOAT64, MAX_ELEMENTS, SegmentTable, check_elements
+
+RANKS = (4, 8, 16, 32)
+"""What project.cu is compiled for: so many columns of P and Q at a time."""
+
+_WARPS = THREADS // 32
+_CHUNK_COLUMNS = 1024  # of a tile, as in matrices.cuh
+_ROWS = 4  # that a thread takes at a time, of P Q^T
+_PROJECT_ROWS = {4: 4, 8: 4, 16: 2, 32: 2}  # and of M Q
+_BACK_COLUMNS = {4: 4, 8: 4, 16: 2, 32: 2}  # columns that a lane takes of M^T P
+_BACK_ROWS = {4: 256, 8: 256, 16: 512, 32: 512}  # and rows that a warp does; the more, the smaller the parts
+_MANY_PARTS = 64
+_ORTHOGONALISERS = 512  # threads of a block of orthogonalise.cu
+_BLOCKS_OF_A_MATRIX = 64  # at most so many take its chunks
+
+_TABLE, _P, _Q, _FOUND, _OTHER = range(5)
+_COPY = _FOUND
+
+Arrays = tuple[Any, ...]
+Columns = tuple[Int64s, ...]
+
+
+def write_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+    """project, of all rows of a table or of some."""
+    table, p, q, found, factors = arrays
+    layers = _checked(table, low, columns, len(p), len(q))
+    bad = call.result(found, Source(_FOUND), zero=True)
+    scales = call.give(factors, Source(_OTHER))
+    given = to_read(call, q, _Q, layers.q_at, layers.columns * layers.ranks)
+    written = to_write(call, p, _P, layers.p_at, layers.rows * layers.ranks)
+    chunks = -(-layers.columns // _CHUNK_COLUMNS)
+    sums = _Sums(call, layers, layers.rows, layers.p_at, chunks)
+    lanes = _lanes(layers.columns, 4)
+    for most, members in _by_rank(layers):
+        part = layers.only(members)
+        stacked = _WARPS * (32 // lanes[members]) * _PROJECT_ROWS[most]
+        work = part.give(call, table, lanes[members], chunks[members], sums.begins[members])
+        blocks, tiling = _tiling(call, -(-part.rows // stacked) * chunks[members])
+        call.launch(
+            "project.cu",
+            "project",
+            blocks,
+            *(*work, *tiling, scales, bad, given, sums.workspace, Real(0)),
+            defines={"GRADCOMP_RANKS": most},
+        )
+    sums.add(written, 0, bad)
+
+
+def write_back_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+    """back_project, of all rows of a table or of some."""
+    table, p, q, copy = arrays
+    layers = _checked(table, low, columns, len(p), len(q) if copy is None else min(len(q), len(copy)))
+    given = to_read(call, p, _P, layers.p_at, layers.rows * layers.ranks)
+    sizes = layers.columns * layers.ranks
+    written = to_write(call, q, _Q, layers.q_at, sizes)
+    copied = 0 if copy is None else to_write(call, copy, _COPY, layers.q_at, sizes)
+    classes = _by_rank(layers)
+    chunks = np.zeros(len(layers.index), dtype=np.int64)
+    for most, members in classes:
+        chunks[members] = -(-layers.rows[members] // _BACK_ROWS[most])
+    sums = _Sums(call, layers, layers.columns, layers.q_at, chunks)
+    for most, members in classes:
+        part = layers.only(members)
+        lanes = _lanes(part.columns, _BACK_COLUMNS[most])
+        work = part.give(call, table, lanes, chunks[members], sums.begins[members])
+        units = -(-part.columns // (lanes * _BACK_COLUMNS[most])) * chunks[members]
+        blocks, tiling = _tiling(call, -(-units // _WARPS))
+        call.launch(
+            "project.cu",
+            "back_project",
+            blocks,
+            *(*work, *tiling, _BACK_ROWS[most], given, sums.workspace),
+            defines={"GRADCOMP_RANKS": most},
+        )
+    sums.add(written, copied, 0)
+
+
+def write_orthogonalise(call: Call, p: Floats, columns: Columns) -> None:
+    """orthogonalise, of a run's first array."""
+    rows, ranks, p_at = columns
+    _check_factor("P", p_at, rows, ranks, len(p))
+    chosen = np.flatnonzero((rows > 0) & (ranks > 0))
+    rows, ranks, p_at = rows[chosen], ranks[chosen], p_at[chosen]
+    written = call.change(p, 0, spans(4 * p_at, 4 * rows * ranks))
+    begins = np.cumsum(ranks) - ranks  # of the columns of each, among all
+    _, _, largest = _largest(call, written, rows, ranks, p_at)
+    chunks = -(-rows // CHUNK)
+    sizes = np.where(chunks > 1, (2 + 2 * ranks) * chunks, 0)
+    sums, turns = call.workspace(8 * int(sizes.sum())), call.workspace(16 * len(rows), zero=True)
+    matrices = call.give(np.stack((p_at, rows, ranks, begins, np.cumsum(sizes) - sizes), axis=1))
+    blocks, tiling = _tiling(call, np.minimum(chunks, _BLOCKS_OF_A_MATRIX))
+    call.launch(
+        "orthogonalise.cu",
+        "orthogonalise",
+        blocks,
+        *(matrices, *tiling, written, largest, sums, turns),
+        threads=_ORTHOGONALISERS,
+    )
+
+
+def _largest(
+    call: Call, factor: Parameter, sides: Int64s, ranks: Int64s, at: Int64s
+) -> tuple[int, tuple[Parameter, int], Ref]:
+    """The largest magnitude of each column; and blocks for all columns."""
+    (places,), lengths = _columns(sides, ranks, at)
+    blocks, tiling = _tiling(call, -(-lengths // (THREADS * GROUP)))
+    largest = call.workspace(4 * len(lengths), zero=True)
+    work = call.give(np.stack((places, lengths), axis=1))
+    call.launch("orthogonalise.cu", "largest_magnitudes", blocks, work, *tiling, factor, largest)
+    return blocks, tiling, largest
+
+
+def _columns(sides: Int64s, ranks: Int64s, *at: Int64s) -> tuple[list[Int64s], Int64s]:
+    """Where the columns of factors begin in each array, and how long they are."""
+    owners = np.repeat(np.arange(len(sides)), ranks)
+    lengths = sides[owners]
+    within = (np.arange(len(owners)) - (np.cumsum(ranks) - ranks)[owners]) * lengths
+    return [each[owners] + within for each in at], lengths
+
+
+def write_keep(call: Call, arrays: Arrays, columns: Columns) -> None:
+    """keep, from a run's first array to its second."""
+    factor, kept = arrays
+    sides, ranks, at, before, after = columns
+    for name, begins, array in (("factor", at, factor), ("before", before, kept), ("after", after, kept)):
+        _check_factor(name, begins, sides, ranks, len(array))
+    sizes = sides * ranks
+    written = call.change(kept, 1, spans(4 * after, 4 * sizes))
+    to_read(call, kept, 1, before, sizes)
+    given = to_read(call, factor, 0, at, sizes)
+    blocks, tiling, largest = _largest(call, given, sides, ranks, at)
+    places, lengths = _columns(sides, ranks, at, before, after)
+    work = call.give(np.stack((*places, lengths), axis=1))
+    call.launch("orthogonalise.cu", "keep", blocks, work, *tiling, given, written, largest)
+
+
+def write_expand(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+    """expand, of all rows of a table or of some."""
+    table, p, q, found, flags = arrays
+    layers = _checked(table, low, columns, len(p), len(q), outputs=True)
+    marks = call.give(flags, Source(_OTHER)), call.result(found, Source(_FOUND), zero=True)
+    _launch_product(call, "expand", layers, arrays, *marks, Real(0), Real(1))
+
+
+def write_subtract(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+    """subtract, of all rows of a table or of some."""
+    table, p, q = arrays
+    _launch_product(call, "subtract", _checked(table, low, columns, len(p), len(q)), arrays, 0, 0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The rows that a call works on, column by column; `index` is their place in the whole table."""
+
+    index: Int64s
+    table: SegmentTable
+    rows: Int64s
+    columns: Int64s
+    ranks: Int64s
+    p_at: Int64s
+    q_at: Int64s
+
+    def only(self, members: Int64s) -> _Layers:
+        return _Layers(*(column[members] for column in vars(self).values()))
+
+    def give(
+        self, call: Call, table: SegmentTable, lanes: Int64s, chunks: Int64s, parts_at: Int64s
+    ) -> tuple[Parameter, Parameter]:
+        """The segments, and what matrices.cuh calls a Layer of each."""
+        numbers = (self.index, self.rows, self.columns, self.ranks, self.p_at, self.q_at)
+        columns = np.stack((*numbers, lanes, chunks, parts_at), axis=1).astype(np.int64)
+        return call.give(self.table, source_of(_TABLE, self.index, len(table))), call.give(columns)
+
+
+class _Sums:
+    """Room for what blocks have summed up, and its sum."""
+
+    def __init__(self, call: Call, layers: _Layers, lengths: Int64s, places: Int64s, parts: Int64s) -> None:
+        sizes = lengths * layers.ranks
+        ends = np.cumsum(sizes * parts)
+        self.begins: Int64s = ends - sizes * parts
+        self.workspace = call.workspace(4 * int(ends[-1]) if len(ends) else 0)
+        self._call = call
+        self._per_element = np.where(parts > _MANY_PARTS, 32, 1)
+        self._sizes = sizes
+        self._table = np.stack((layers.index, sizes, places, parts, self.begins, self._per_element), axis=1)
+
+    def add(self, result: Parameter, copy: Parameter, bad: Parameter) -> None:
+        blocks, tiling = _tiling(self._call, -(-self._sizes * self._per_element // THREADS))
+        table = self._call.give(self._table)
+        self._call.launch(
+            "project.cu", "add_parts", blocks, table, *tiling, self.workspace, result, copy, bad
+        )
+
+
+def _launch_product(call: Call, name: str, layers: _Layers, arrays: Arrays, *parameters: Parameter) -> None:
+    table, p, q = arrays[:3]
+    lanes = _lanes(layers.columns, 4)
+    chunks = -(-layers.columns // _CHUNK_COLUMNS)
+    stacked = _WARPS * (32 // lanes) * _ROWS
+    blocks, tiling = _tiling(call, -(-layers.rows // stacked) * chunks)
+    factors = (
+        to_read(call, p, _P, layers.p_at, layers.rows * layers.ranks),
+        to_read(call, q, _Q, layers.q_at, layers.columns * layers.ranks),
+    )
+    work = layers.give(call, table, lanes, chunks, np.zeros_like(chunks))
+    call.launch("expand.cu", name, blocks, *work, *tiling, *factors, *parameters)
+
+
+def _tiling(call: Call, counts: Int64s) -> tuple[int, tuple[Parameter, int]]:
+    """Blocks for so many tiles per row, and how kernels find a block's row."""
+    begins = tiles(counts)
+    return int(begins[-1]), (call.give(begins), len(counts))
+
+
+def _lanes(columns: Int64s, width: int) -> Int64s:
+    """Lanes of a warp, a power of two, that take so many columns each."""
+    lanes: Int64s = np.int64(1) << np.searchsorted(width * 2 ** np.arange(5), columns)
+    return lanes
+
+
+def _by_rank(layers: _Layers) -> list[tuple[int, Int64s]]:
+    """The rows for each of RANKS."""
+    kinds = np.minimum(np.searchsorted(RANKS, layers.ranks), len(RANKS) - 1)
+    found = [(most, np.flatnonzero(kinds == kind)) for kind, most in enumerate(RANKS)]
+    return [(most, members) for most, members in found if len(members)]
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def _checked(
+    table: SegmentTable,
+    low: Int64s | None,
+    columns: Columns,
+    p_size: int,
+    q_size: int,
+    *,
+    outputs: bool = False,
+) -> _Layers:
+    """The layers of a call, ``low`` or all rows, or of them those with an output; all of them fit together."""
+    index = np.arange(len(table)) if low is None else low
+    vectors = [index, *columns]
+    if outputs:
+        chosen = table["output"][index] != 0
+        vectors = [vector[chosen] for vector in vectors]
+    index = vectors[0]
+    layers = _Layers(index, table[index], *vectors[1:])
+    length, n, m = layers.table["length"], layers.rows, layers.columns
+    check_elements(layers.table)
+    require(layers.table["dtype"] != FLOAT64, index, "low rank has no float64")
+    # A quotient first: the product of hostile numbers could wrap.
+    sensible = (n >= 0) & (m >= 0) & (n <= MAX_ELEMENTS) & (m <= MAX_ELEMENTS)
+    sensible &= n <= MAX_ELEMENTS // np.maximum(m, 1)
+    product = np.where(sensible, n, 0) * np.where(sensible, m, 0)
+    complaint = "rows times columns is not the length of the segment"
+    require(sensible & (product == length), index, complaint)
+    _check_factor("P", layers.p_at, n, layers.ranks, p_size, index)
+    _check_factor("Q", layers.q_at, m, layers.ranks, q_size, index)
+    return layers
+
+
+def _check_factor(
+    name: str, at: Int64s, lengths: Int64s, counts: Int64s, size: int, index: Int64s | None = None
+) -> None:
+    inside = (at >= 0) & (at <= size) & (lengths >= 0) & (counts >= 0)
+    capacity = (size - np.where(inside, at, 0)) // np.maximum(lengths, 1)
+    inside &= (lengths == 0) | (counts <= capacity)
+    require(inside, np.arange(len(at)) if index is None else index, f"{name} does not lie inside its array")
+
+
+def require(condition: npt.NDArray[np.bool_], index: Int64s, complaint: str) -> None:
+    """Raise ValueError for the first layer, by its index, that does not fulfil a condition."""
+    if not condition.all():
+        raise ValueError(f"segment {index[np.argmin(condition)]}: {complaint}")

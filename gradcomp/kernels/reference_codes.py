@@ -1,0 +1,189 @@
+"""One segment in NumPy: its payload from contributions, and values from its payload; part of `reference`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.kernels.quantisers import QUANTISER, Codes, Floats, Level
+from gradcomp.kernels.reference_memory import all_finite, next_residual_of
+from gradcomp.kernels.segments import (
+    BF16,
+    BFLOAT16,
+    DTYPES,
+    FLOAT32,
+    FLOAT64,
+    FP16,
+    FP32,
+    FP64,
+    QUANTISERS,
+    Bytes,
+    Magnitudes,
+)
+
+
+def encode_segment(
+    codec: int,
+    segment: np.void,
+    contribution: npt.NDArray[Any],
+    draws: Floats | None,
+    magnitudes: Magnitudes | None,
+    target: Bytes,
+) -> bool:
+    """Write a segment's payload and next residual; return whether it is non-finite."""
+    with np.errstate(all="ignore"):
+        if codec in QUANTISERS:
+            encoded = _encode_quantised(codec, segment, contribution, draws, magnitudes)
+        elif codec == FP16:
+            encoded = _encode_fp16(segment, contribution)
+        else:
+            encoded = _encode_cast(codec, contribution)
+        if encoded is None or not all_finite(contribution):
+            target[:] = 0
+            return True
+        target[:], value = encoded
+        if segment["next_residual"]:
+            next_residual_of(segment)[:] = contribution - value
+    return False
+
+
+def decode_segment(
+    codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None
+) -> npt.NDArray[Any]:
+    """Values of a segment: float32, or float64 for FP64."""
+    with np.errstate(all="ignore"):
+        if codec in QUANTISERS:
+            scales, codes = _split_quantised(codec, segment, source)
+            lengths = _bucket_lengths(segment)
+            per_element = [np.repeat(column, lengths) for column in scales]
+            return QUANTISER[codec].dequantise(codes, per_element, Level.of(segment, magnitudes))
+        if codec == FP16:
+            factors, halves = _split_fp16(segment, source)
+            return halves.astype(np.float32) * np.repeat(factors, _bucket_lengths(segment))
+        return source.view(_CAST[codec]).astype(number_type(codec))
+
+
+def extremes(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None) -> Floats:
+    """Per bucket, values that are all finite only if every code of the bucket decodes to something finite."""
+    scales, _ = _split_quantised(codec, segment, source)
+    with np.errstate(all="ignore"):
+        return QUANTISER[codec].extremes(scales, Level.of(segment, magnitudes))
+
+
+def _encode_quantised(
+    codec: int,
+    segment: np.void,
+    contribution: Floats,
+    draws: Floats | None,
+    magnitudes: Magnitudes | None,
+) -> tuple[Bytes, Floats] | None:
+    """Payload and decoded values of a segment, or None if a bucket's scale record is not finite."""
+    level = Level.of(segment, magnitudes)
+    quantiser = QUANTISER[codec]
+    scales: list[Floats] = []
+    codes: list[Codes] = []
+    values: list[Floats] = []
+    for bucket in _equal_buckets(segment):
+        c = contribution[bucket].reshape(-1, _bucket_size(segment, bucket))
+        u = None if draws is None else draws[bucket].reshape(c.shape)
+        record, code = quantiser.quantise(c, u, level)
+        scales.append(np.stack(record, axis=-1).reshape(-1))
+        codes.append(code.reshape(-1))
+        values.append(quantiser.dequantise(code, [column[:, None] for column in record], level).reshape(-1))
+    if not scales:
+        return np.empty(0, np.uint8), np.empty(0, np.float32)
+    all_scales = np.concatenate(scales)
+    if not all_finite(all_scales):
+        return None
+    payload = np.concatenate((all_scales.view(np.uint8), pack_bits(np.concatenate(codes), level.bits)))
+    return payload, np.concatenate(values)
+
+
+def _encode_fp16(segment: np.void, contribution: Floats) -> tuple[Bytes, Floats]:
+    factors: list[Floats] = []
+    halves: list[npt.NDArray[np.float16]] = []
+    values: list[Floats] = []
+    for bucket in _equal_buckets(segment):
+        c = contribution[bucket].reshape(-1, _bucket_size(segment, bucket))
+        factor, inverse = _fp16_factors(np.abs(c).max(axis=1))
+        half = (c * inverse[:, None]).astype(np.float16)
+        factors.append(factor)
+        halves.append(half.reshape(-1))
+        values.append((half.astype(np.float32) * factor[:, None]).reshape(-1))
+    if not factors:
+        return np.empty(0, np.uint8), np.empty(0, np.float32)
+    payload = np.concatenate((np.concatenate(factors).view(np.uint8), np.concatenate(halves).view(np.uint8)))
+    return payload, np.concatenate(values)
+
+
+def _fp16_factors(largest: Floats) -> tuple[Floats, Floats]:
+    """Normal powers of two 2**e and 2**-e with largest * 2**-e in [2**14, 2**15); 1 where it is 0."""
+    exponent = (largest.view(np.uint32) >> np.uint32(23)).astype(np.int32) - 127
+    e = np.maximum(exponent - 14, -126)
+    e[largest == 0] = 0
+    return np.ldexp(np.float32(1), e), np.ldexp(np.float32(1), -e)
+
+
+def _encode_cast(codec: int, contribution: npt.NDArray[Any]) -> tuple[Bytes, npt.NDArray[Any]] | None:
+    cast = contribution.astype(_CAST[codec])
+    if not all_finite(cast):
+        return None
+    return cast.view(np.uint8), cast.astype(contribution.dtype)
+
+
+# --- payloads -----------------------------------------------------------------------------------------------
+
+
+def pack_bits(codes: Codes, bits: int) -> Bytes:
+    """The bit stream of codes below 2**bits, padded with zero bits to whole bytes."""
+    return np.packbits(
+        np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little"), bitorder="little"
+    )
+
+
+def unpack_bits(stream: Bytes, bits: int, length: int) -> Codes:
+    """The first `length` codes of a bit stream."""
+    code_bits = np.unpackbits(stream, count=length * bits, bitorder="little").reshape(length, bits)
+    return np.packbits(code_bits, axis=1, bitorder="little")[:, 0]
+
+
+def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[Floats], Codes]:
+    columns = QUANTISER[codec].columns
+    buckets = len(_bucket_lengths(segment))
+    records = source[: 4 * columns * buckets].view("<f4").reshape(buckets, columns)
+    codes = unpack_bits(source[4 * columns * buckets :], int(segment["bits"]), int(segment["length"]))
+    return [records[:, k] for k in range(columns)], codes
+
+
+def _split_fp16(segment: np.void, source: Bytes) -> tuple[Floats, npt.NDArray[np.float16]]:
+    buckets = len(_bucket_lengths(segment))
+    return source[: 4 * buckets].view("<f4"), source[4 * buckets :].view("<f2")
+
+
+_CAST: dict[int, np.dtype[Any]] = {FP32: DTYPES[FLOAT32], BF16: DTYPES[BFLOAT16], FP64: DTYPES[FLOAT64]}
+
+
+def _bucket_lengths(segment: np.void) -> npt.NDArray[np.int64]:
+    length, bucket_size = int(segment["length"]), int(segment["bucket_size"])
+    lengths = np.full(-(-length // bucket_size), bucket_size, np.int64)
+    if length % bucket_size:
+        lengths[-1] = length % bucket_size
+    return lengths
+
+
+def _equal_buckets(segment: np.void) -> list[slice]:
+    """The whole buckets of a segment, and the shorter last one, as far as they exist."""
+    length, bucket_size = int(segment["length"]), int(segment["bucket_size"])
+    border = length - length % bucket_size
+    return [part for part in (slice(0, border), slice(border, length)) if part.start < part.stop]
+
+
+def _bucket_size(segment: np.void, part: slice) -> int:
+    return min(int(segment["bucket_size"]), int(part.stop - part.start))
+
+
+def number_type(codec: int) -> Any:
+    """What contributions are computed in."""
+    return np.float64 if codec == FP64 else np.float32

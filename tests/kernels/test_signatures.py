@@ -1,0 +1,142 @@
+"""Names and arguments of a kernel stand in its definition: the compiled module and a device's kernels have the same."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradcomp
+from gradcomp.kernels import bodies, reference
+from gradcomp.kernels.cuda import body as cuda_body
+
+STUB = Path(gradcomp.__file__).parent / "_native.pyi"
+
+#: What a type of a definition is to the compiled module: the dtype of an array, or what is no array.
+COMPILED_TYPES = {
+    **dict.fromkeys(("SegmentTable", "Bytes"), "uint8"),
+    **dict.fromkeys(("Codings", "Steps"), "int32"),
+    **dict.fromkeys(("Sizes", "Numbers", "Int64s"), "int64"),
+    **dict.fromkeys(("Floats", "Magnitudes"), "float32"),
+    "Doubles": "float64",
+    "Indices": "uint32",
+}
+
+
+#: What the compiled module takes for a record that has a name: names and types.
+RECORDS = {
+    "Draw | None": [("stochastic", "bool"), ("seed", "int"), ("step", "int"), ("rank", "int")],
+    "Factor": [("{}", "float32"), ("{}_at", "int64")],
+    "Shapes": [("rows", "int64"), ("columns", "int64"), ("ranks", "int64")],
+}
+
+DEFINED: dict[str, Callable[..., Any]] = {
+    name: member
+    for module in bodies.DEFINITIONS
+    for name, member in vars(module).items()
+    if inspect.isfunction(member) and member.__module__ == module.__name__
+}
+"""The functions of the modules that define kernels: what another body has of them is a kernel."""
+
+CUDA = {
+    name: getattr(part, name)
+    for part in (*cuda_body._PREPARED, *cuda_body._OTHERS)
+    for name in vars(part)
+    if name in DEFINED and not name.startswith("_")
+}
+
+
+def _parameters(definition: str) -> tuple[list[str], list[str]]:
+    (function,) = ast.parse(definition).body
+    assert isinstance(function, ast.FunctionDef)
+    return [a.arg for a in function.args.args], [a.arg for a in function.args.kwonlyargs]
+
+
+def _stubbed(body: list[ast.stmt], prefix: str = "") -> dict[str, tuple[list[str], list[str]]]:
+    found = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = []
+            found[prefix + node.name] = _parameters(ast.unparse(node))
+        elif isinstance(node, ast.ClassDef):
+            found |= _stubbed(node.body, f"{node.name}.")
+    return found
+
+
+def _signature(function: Any) -> str:
+    """As the compiled module states it, with types that Python can read."""
+    signature, _, defaults = function.__nb_signature__[0]
+    signature = re.sub(r"numpy\.ndarray\[(?:dtype=)?(\w+).*?\]", r"\1", signature)
+    signature = re.sub(r"-> gradcomp\S*", "", signature).replace("collections.abc.", "")
+    return re.sub(r"\\(\d+)", lambda place: repr(defaults[int(place[1])]), signature) + ": ..."
+
+
+def _compiled(owner: Any, prefix: str = "") -> dict[str, Any]:
+    """The functions and methods of the module, by name."""
+    found: dict[str, Any] = {}
+    for name in dir(owner):
+        member = getattr(owner, name)
+        if not name.startswith("_"):
+            more = _compiled(member, f"{name}.") if isinstance(member, type) else {prefix + name: member}
+            found |= more
+    return found
+
+
+def _flat(definition: Callable[..., Any]) -> Iterator[tuple[str, bool, str]]:
+    """Name, whether it goes by its name alone, and compiled type of every argument; records member by member."""
+    for name, each in inspect.signature(definition).parameters.items():
+        named = each.kind is each.KEYWORD_ONLY
+        if each.annotation in RECORDS:
+            yield from ((member.format(name), named, kind) for member, kind in RECORDS[each.annotation])
+        else:
+            words = re.sub(r"npt\.NDArray\[np\.(\w+)\]", r"\1", each.annotation)
+            yield name, named, re.sub(r"\w+", lambda word: COMPILED_TYPES.get(word[0], word[0]), words)
+
+
+COMPILED = (
+    {}
+    if importlib.util.find_spec("gradcomp._native") is None
+    else _compiled(import_module("gradcomp._native"))
+)
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs the compiled module")
+def test_the_stub_has_what_is_no_kernel() -> None:
+    others = {name: each for name, each in COMPILED.items() if name not in DEFINED}
+    stated = {name: _parameters(_signature(each)) for name, each in others.items()}
+    assert _stubbed(ast.parse(STUB.read_text()).body) == stated
+
+
+@pytest.mark.parametrize("name", sorted(DEFINED.keys() & COMPILED))
+def test_the_compiled_kernel_has_the_arguments_of_its_definition(name: str) -> None:
+    (function,) = ast.parse(_signature(COMPILED[name])).body
+    assert isinstance(function, ast.FunctionDef)
+    by_place, by_name = (
+        [(each.arg, ast.unparse(each.annotation or each)) for each in arguments]
+        for arguments in (function.args.args, function.args.kwonlyargs)
+    )
+    wanted = list(_flat(DEFINED[name]))
+    assert by_place == [(name, kind) for name, named, kind in wanted if not named]
+    assert sorted(by_name) == sorted((name, kind) for name, named, kind in wanted if named)
+
+
+@pytest.mark.parametrize("name", sorted(CUDA))
+def test_the_device_kernel_has_the_arguments_of_its_definition(name: str) -> None:
+    wanted = inspect.signature(DEFINED[name]).parameters.values()
+    found = list(inspect.signature(CUDA[name]).parameters.values())[1:]
+    assert [each.replace(annotation=None) for each in found] == [
+        each.replace(annotation=None) for each in wanted
+    ]
+
+
+def test_what_callers_see_is_the_definition() -> None:
+    seen = bodies.kernel(reference.encode)
+    assert inspect.signature(seen) == inspect.signature(reference.encode)
+    assert seen.__doc__ == reference.encode.__doc__
