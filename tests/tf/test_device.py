@@ -8,6 +8,7 @@ TensorFlow shares memory between the two and does not copy. What a test sees of 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -109,11 +110,20 @@ def bytes_of(arrays: Any) -> bytes:
     return b"".join(np.asarray(array).tobytes() for array in arrays)
 
 
+def in_one_mode(values: list[str]) -> list[Any]:
+    """Each value with one mode, in turns, and with the others under ``--full``."""
+    turns = zip(values, itertools.cycle(reversed(MODES)))
+    return [
+        pytest.param(value, mode, marks=[] if mode == taken else pytest.mark.full)
+        for value, taken in turns
+        for mode in MODES
+    ]
+
+
 # ------------------------------------------------------------------------- means
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(("compression", "mode"), in_one_mode(COMPRESSIONS))
 @on_ranks(2, env=ENV)
 def test_a_device_gives_the_bytes_of_the_host(compression: str, mode: str) -> None:
     alone, ours, mixed = (
@@ -122,8 +132,7 @@ def test_a_device_gives_the_bytes_of_the_host(compression: str, mode: str) -> No
     assert ours == mixed == alone
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(("dtype", "mode"), in_one_mode(["float16", "bfloat16", "float64"]))
 @on_ranks(2, env=ENV)
 def test_other_dtypes(dtype: str, mode: str) -> None:
     alone, ours = (bytes_of(means_after(2, COMPRESSIONS[0], mode, dtype, here)) for here in (False, True))
