@@ -20,6 +20,7 @@ import pytest
 from batch import on_ranks
 from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER
+from tiers import every_value
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
@@ -110,20 +111,10 @@ def bytes_of(arrays: Any) -> bytes:
     return b"".join(np.asarray(array).tobytes() for array in arrays)
 
 
-def in_one_mode(values: list[str]) -> list[Any]:
-    """Each value with one mode, in turns, and with the others under ``--full``."""
-    turns = zip(values, itertools.cycle(reversed(MODES)))
-    return [
-        pytest.param(value, mode, marks=[] if mode == taken else pytest.mark.full)
-        for value, taken in turns
-        for mode in MODES
-    ]
-
-
 # ------------------------------------------------------------------------- means
 
 
-@pytest.mark.parametrize(("compression", "mode"), in_one_mode(COMPRESSIONS))
+@pytest.mark.parametrize(("compression", "mode"), every_value(itertools.product(COMPRESSIONS, MODES)))
 @on_ranks(2, env=ENV)
 def test_a_device_gives_the_bytes_of_the_host(compression: str, mode: str) -> None:
     alone, ours, mixed = (
@@ -132,7 +123,9 @@ def test_a_device_gives_the_bytes_of_the_host(compression: str, mode: str) -> No
     assert ours == mixed == alone
 
 
-@pytest.mark.parametrize(("dtype", "mode"), in_one_mode(["float16", "bfloat16", "float64"]))
+@pytest.mark.parametrize(
+    ("dtype", "mode"), every_value(itertools.product(["float16", "bfloat16", "float64"], MODES))
+)
 @on_ranks(2, env=ENV)
 def test_other_dtypes(dtype: str, mode: str) -> None:
     alone, ours = (bytes_of(means_after(2, COMPRESSIONS[0], mode, dtype, here)) for here in (False, True))
