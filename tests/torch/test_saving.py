@@ -342,10 +342,14 @@ changing = [call for call in range(1, len(seen)) if seen[call] != seen[call - 1]
 assert len(seen) > 100 and len(changing) > 15, (len(seen), changing)
 outcomes = []
 for count, last in enumerate(changing, 1):
-    fresh(20)
-    calls = iter(range(len(seen)))
-    assert traced(lambda: save(work, 20), lambda: next(calls) == last) == -signal.SIGKILL
-    assert [what[1] for what in contents()] == [what[1] for what in seen[last]], last
+    for attempt in range(3):  # an allocator's or a lock's calls come as they like, and shift the others
+        fresh(20)
+        calls = iter(range(2 * len(seen)))
+        killed = traced(lambda: save(work, 20), lambda: next(calls) == last)
+        if killed == -signal.SIGKILL and [what[1] for what in contents()] == [what[1] for what in seen[last]]:
+            break
+    else:
+        raise AssertionError(f"{last}: {killed}")
     put(1)
     found = held(gc.load(work, opt, model=model))
     assert found in ({10}, {20}), (last, found)
