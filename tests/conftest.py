@@ -127,7 +127,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {problem}"))
     _choose_tier(config, items)
-    items.sort(key=lambda item: _computes(item.nodeid))  # the shortest last, so that workers end together
+    items.sort(key=lambda item: _turn(item.nodeid))
 
 
 def _choose_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -164,19 +164,38 @@ def _computes(nodeid: str) -> bool:
     return file.split("/")[1] in _COMPUTE and not _on_ranks(file)
 
 
-@functools.cache
 def _on_ranks(file: str) -> bool:
-    return "from batch import" in (ROOT / file).read_text(encoding="utf-8")
+    return "from batch import" in _text(file)
+
+
+@functools.cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def _turn(nodeid: str) -> int:
+    """Short tests last, so that workers end together; behind them what is alone: the other worker is done by then."""
+    if "pytestmark = pytest.mark.alone" in _text(nodeid.split("::", maxsplit=1)[0]):
+        return 2
+    return int(_computes(nodeid))
+
+
+def _group(nodeid: str) -> str:
+    """What one worker runs: the cases of a test that computes, a file, all of TensorFlow's, the longest import."""
+    if _computes(nodeid):
+        return nodeid.split("[", maxsplit=1)[0]
+    file = nodeid.split("::", maxsplit=1)[0]
+    return "tests/tf" if file.startswith("tests/tf/") else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A scheduler by which one worker runs the cases of a test that computes, or a file, whose tests share launches."""
+    """A scheduler that gives workers groups of tests: those of a group may share launches, and what ranks import."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.split("[" if _computes(nodeid) else "::", maxsplit=1)[0]
+            return _group(nodeid)
 
     config.option.loadscopereorder = False
     return Groups(config, log)

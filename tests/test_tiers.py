@@ -51,6 +51,16 @@ def test_pairs_that_no_case_has_are_not_asked_for():
     assert tiers.pairwise(cases)
 
 
+def test_every_value_occurs_in_few_cases_and_the_others_are_full():
+    cases = list(itertools.product("abc", range(4)))
+    params = tiers.every_value(cases)
+    assert [param.values for param in params] == cases
+    taken = [param.values for param in params if not param.marks]
+    assert len(taken) == 4
+    assert [set(column) for column in zip(*taken, strict=True)] == [set("abc"), set(range(4))]
+    assert {mark.name for param in params for mark in param.marks} == {"full"}
+
+
 def test_worlds_are_2_and_3_or_the_smallest():
     found = kept([case("t", world=w, engine=e) for e in ("one", "two") for w in (1, 2, 3, 4)])
     assert [one["world"] for one in found] == [2, 3, 2, 3]

@@ -11,13 +11,14 @@ The default run takes cases by five rules:
 5. *Launches.* A test marked ``full`` is left out. It starts processes of its own, and what it checks is checked by
    another launch of the default run in another world, under another launcher, or in one process; or it runs a whole
    program of benchmarks/ or examples/.
+6. *Values.* Of a list of cases that is given to :func:`every_value`, few in which every value occurs.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import pytest
@@ -115,11 +116,30 @@ def pairwise(cases: Sequence[tuple[Hashable, ...]]) -> list[int]:
     """
     if len(cases[0]) < 3:
         return list(range(len(cases)))
-    pairs = [set(itertools.combinations(enumerate(case), 2)) for case in cases]
-    missing = set().union(*pairs)
+    return _cover([set(itertools.combinations(enumerate(case), 2)) for case in cases])
+
+
+def every_value(cases: Iterable[Any], values_of: Callable[[Any], Iterable[Hashable]] = tuple) -> list[Any]:
+    """The cases, for ``parametrize``: all but few, in which every value of any of them occurs, are marked ``full``.
+
+    ``values_of`` gives what a case has, in places of its own; by default the case is a tuple of values.
+    """
+    listed = list(cases)
+    taken = _cover([set(enumerate(values_of(case))) for case in listed])
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=[] if i in taken else pytest.mark.full
+        )
+        for i, case in enumerate(listed)
+    ]
+
+
+def _cover(sets: Sequence[Set[Any]]) -> list[int]:
+    """The places, in order, of few sets whose union is that of all. The next taken has most that is still missing."""
+    missing = set().union(*sets)
     taken = []
     while missing:
-        best = max(range(len(cases)), key=lambda i: len(missing & pairs[i]))
-        missing -= pairs[best]
+        best = max(range(len(sets)), key=lambda i: len(missing & sets[i]))
+        missing -= sets[best]
         taken.append(best)
     return sorted(taken)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import preloaded
 from contract import PATIENCE_SECONDS, Engine, Rank
 from kernels import gpu
 from launching import Finished, clean_environment, run_ranks
@@ -33,6 +34,11 @@ def rank_of_process() -> int:
 def by_hand(source: str, world: int) -> list[Finished]:
     """Processes without a launcher."""
     return run_ranks(source, world, timeout=_LAUNCH_SECONDS)
+
+
+def with_torch(source: str, world: int) -> list[Finished]:
+    """Processes without a launcher that have imported PyTorch."""
+    return run_ranks(source, world, timeout=_LAUNCH_SECONDS, imported=preloaded.TORCH)
 
 
 def under(*command: str, env: Mapping[str, str] | None = None) -> Finished:
@@ -244,11 +250,11 @@ def fewer_gpus_than(world: int) -> str:
 
 ENGINES = [
     Engine("inprocess", inprocess, launch=None, worlds=(1, 2, 3, 5), leave=leave_world),
-    Engine("torch", torch, by_hand, worlds=(2, 3, 4), begin=begin_torch),
+    Engine("torch", torch, with_torch, worlds=(2, 3, 4), begin=begin_torch),
     Engine("mpich", mpi, lambda *job: [under_mpiexec(*job)], leave=None, missing=no_mpi),
     Engine("openmpi", mpi, under_mpirun, worlds=(2, 3), leave=None, missing=no_open_mpi),
     Engine("shm", shm, by_hand, worlds=(1, 2, 3, 4)),
-    Engine("shm+torch", over(torch), by_hand, worlds=(3,), begin=begin_torch, flat=False),
+    Engine("shm+torch", over(torch), with_torch, worlds=(3,), begin=begin_torch, flat=False),
     Engine(
         "shm+mpich",
         over(mpi),

@@ -24,6 +24,7 @@ def test_the_layers_are_those_of_resnet18():
     assert sum(len(layer.shape) == 4 for layer in layers) == 20
 
 
+@pytest.mark.full
 def test_uniform_ratios_are_those_of_the_paper(found):
     rows = found[100]
     for title, ratio in (
@@ -36,6 +37,7 @@ def test_uniform_ratios_are_those_of_the_paper(found):
     assert rows["TopK 1%, our index coding"]["ratio"] > 70
 
 
+@pytest.mark.full
 def test_low_rank_ratios_are_those_of_the_papers(found):
     for rank, ratio in ((1, 243.26), (2, 135.84), (4, 72.13)):
         row = found[10][f"PowerSGD, rank {rank}"]
@@ -44,6 +46,7 @@ def test_low_rank_ratios_are_those_of_the_papers(found):
     assert found[100]["PowerSGD, rank 4"]["ratio"] == pytest.approx(72.22, rel=1e-3)
 
 
+@pytest.mark.full
 def test_headers_are_counted_apart_and_small(found):
     for rows in found.values():
         for row in rows.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from loudest import Loudest
 from simulation import SPARSE, Simulation, true_mean
+from tiers import every_value
 
 from gradcomp import (
     DGC,
@@ -509,8 +511,7 @@ def through_files(states, directory):
     return [read_rank(directory, manifest, rank) for rank in range(len(states))]
 
 
-@pytest.mark.parametrize("per_layer", [False, True], ids=["model", "layers"])
-@pytest.mark.parametrize("at", [0, 1, 2, 7, 13])
+@pytest.mark.parametrize(("at", "per_layer"), every_value(itertools.product([0, 1, 2, 7, 13], [False, True])))
 def test_resumed_is_uninterrupted_bit_for_bit(at: int, per_layer: bool, tmp_path, monkeypatch):
     scripted(monkeypatch, wild)
     monkeypatch.setattr(Search, "_average", heavy(Search._average))

@@ -21,6 +21,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_plain_process_is_a_world_of_one(tmp_path):
     path = tmp_path / "result.json"
     run("--compression=quantize:bits=4", "--epochs=2", f"--json={path}")
@@ -39,6 +40,7 @@ def test_the_demo_compares_uncompressed_with_4_bits():
     assert ratios["4 bits"] > 7
 
 
+@pytest.mark.full
 def test_a_wrong_compression_says_what_exists():
     environment = dict(os.environ)
     command = [sys.executable, str(SCRIPT), "--compression=zip", "--epochs=1"]

@@ -46,6 +46,7 @@ def results(ended: Finished, world: int = 2) -> tuple[float, str]:
     return said[0]
 
 
+@pytest.mark.full
 @needs_mpi
 def test_keras_fit_learns_digits() -> None:
     accuracy, _ = results(mpiexec("tf_keras_digits.py", "--epochs=5"))

@@ -48,8 +48,10 @@ def test_the_page_has_its_files_and_the_compressor_at_most_60_lines():
 
 
 def forked(source: str, world: int, *, env: dict[str, str]) -> list[Finished]:
-    """As under torchrun, by ranks that start sooner."""
-    return run_ranks(source, world, env=env, imported=preloaded.TORCH)
+    """As under torchrun, by ranks that start sooner: of a process that knows no directory of a reader's."""
+    directory = env["PYTHONPATH"].split(os.pathsep)[0]
+    source = f"import sys\nsys.path.insert(0, {directory!r})\n{source}"
+    return run_ranks(source, world, imported=preloaded.TORCH)
 
 
 @pytest.mark.parametrize("launch", [forked, pytest.param(run_torchrun, marks=pytest.mark.full)])

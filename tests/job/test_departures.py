@@ -54,14 +54,14 @@ patience(60.0)
 train(3 if rank == 1 else 6)
 """,
     "a metric at the end": """
-patience(4.0)
+patience(2.5)
 train(3 if rank == 1 else 6)
 gc.allreduce(torch.ones(1))
 """,
     "never built": """
-patience(4.0)
+patience(2.5)
 if rank == 1:
-    time.sleep(8)
+    time.sleep(5)
 else:
     optimizer()
 """,
@@ -73,15 +73,15 @@ if rank == 0:
     "a silent store": """
 class SlowEnd:
     def __del__(self, sleep=time.sleep):
-        sleep(7)
+        sleep(4)
 
 patience(20.0)
 gc.barrier()
 if rank == 0:
-    stop_for(5)
+    stop_for(4)
 attempt(lambda: gc.allreduce(torch.ones(1)))
 if rank == 0:
-    stop_for(10)
+    stop_for(6)
 else:
     slow = SlowEnd()  # the store answers while the interpreter ends
     time.sleep(0.2)
@@ -101,7 +101,7 @@ mpi_process.FAREWELL_SECONDS = runtime.FAREWELL_SECONDS = 1.0
 runtime.begin(lambda config: over_mpi.join(config.timeout_seconds), (), {"timeout_seconds": 60.0,
               "stall_warning_seconds": 1.0})
 if runtime.rank() == 0:
-    time.sleep(5)  # it saves its model
+    time.sleep(3)  # it saves its model
     print("saved", flush=True)
 """
 
@@ -116,7 +116,7 @@ def launch(name: str) -> list[Finished]:
 def ended() -> Callable[[str], list[Finished]]:
     """How the ranks of a program ended; all programs run beside each other, for they mostly wait."""
     names = [*PROGRAMS, *([] if no_mpi() else ["over MPI"])]
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(len(names)) as pool:
         running: dict[str, Future[list[Finished]]] = {name: pool.submit(launch, name) for name in names}
         yield lambda name: running[name].result()
 

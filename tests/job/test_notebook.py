@@ -30,6 +30,7 @@ opt.step()
 PEER = TRAIN + "time.sleep(3)\nprint(runtime.current().exchangers[0].error)\n"
 
 
+@pytest.mark.full
 def test_an_old_typo_in_a_notebook_does_not_abort_the_other_ranks(tmp_path):
     program = tmp_path / "peer.py"
     program.write_text(PEER)

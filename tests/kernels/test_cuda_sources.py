@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from kernels import nvrtc
+from tiers import every_value
 
 from gradcomp.kernels.cuda import source
 from gradcomp.kernels.cuda.modules import Module, holding, modules
@@ -16,7 +17,12 @@ ARCHITECTURE = 75
 """The oldest that gradcomp is for. What differs between architectures is not in our sources."""
 
 
-@pytest.mark.parametrize("module", modules(), ids=str)
+def parts(module: Module) -> tuple[str, ...]:
+    """Its source with what it is compiled for, and the class of the codec."""
+    return f"{module.source} {module.family}", module.defines[0][1] if module.defines else ""
+
+
+@pytest.mark.parametrize("module", every_value(modules(), parts), ids=str)
 def test_compiles(module: Module) -> None:
     text = nvrtc.ptx(module, ARCHITECTURE)
     assert f".target sm_{ARCHITECTURE}" in text

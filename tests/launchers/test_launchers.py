@@ -19,6 +19,7 @@ def said(reports, what: str) -> list[str]:
     return [report[what] for report in reports]
 
 
+@pytest.mark.full
 def test_torchrun(train) -> None:
     launcher = [
         sys.executable,
@@ -49,6 +50,7 @@ def test_open_mpi(train, open_mpi) -> None:
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
 
 
+@pytest.mark.full
 def test_horovodrun(train, horovodrun) -> None:
     reports = train([*horovodrun, "--gloo", "-np", "2"], 2)
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["horovodrun"] * 2)
@@ -60,6 +62,7 @@ def test_horovod_carries_the_gradients_too(train, horovodrun) -> None:
     assert said(reports, "transports") == [["HorovodTransport"]] * 2
 
 
+@pytest.mark.full
 def test_horovodrun_by_mpi(train, horovodrun_mpi, open_mpi) -> None:
     path = f"{open_mpi.parent}:{os.environ['PATH']}"
     # The options that horovodrun would pass for this are spelled as Open MPI 5 no longer understands them.

@@ -10,6 +10,7 @@ import pytest
 from configurations import ROWS
 from kernels import standin
 from simulation import Simulation, plan_for
+from tiers import every_value
 
 from gradcomp import (
     DGC,
@@ -141,7 +142,12 @@ def assert_alike(
         assert ranks.state() == alone.state()
 
 
-@pytest.mark.parametrize(("name", "reduction"), CASES)
+def class_and_reduction(case: tuple[str, str]) -> tuple[type, str]:
+    """What a default run has each of."""
+    return type(COMPRESSORS[case[0]]), case[1]
+
+
+@pytest.mark.parametrize(("name", "reduction"), every_value(CASES, class_and_reduction))
 def test_ranks_of_both_kinds_hold_the_bytes_of_the_host(name: str, reduction: str, gpu: Any) -> None:
     device, kernels = gpu
     settings: dict[str, Any] = {"slice_elements": 512, "reduction": reduction, "topology": TOPOLOGY}

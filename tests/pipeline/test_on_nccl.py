@@ -13,6 +13,7 @@ from cuda_on_cpu.nccl import nccl_ranks
 from kernels import standin
 from pipeline.test_devices import LAYERS, TOPOLOGY, assert_alike
 from simulation import Simulation
+from tiers import every_value
 
 from gradcomp import (
     DGC,
@@ -110,7 +111,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("name", "reduction"), CASES)
+@pytest.mark.parametrize(("name", "reduction"), every_value(CASES))
 def test_the_same_bytes_as_on_the_host(
     name: str, reduction: str, gpu: Device, made: list[DeviceMirror]
 ) -> None:

@@ -1,7 +1,7 @@
 """TensorFlow's collectives: Horovod's meanings, and a typed error on every rank where there is no meaning.
 
-All checks of a world run in one job, see ``tf_collective_checks``: two ranks met through MPI, three through
-torch.distributed, with one thread for ops; these check in tf.function only what can be checked there.
+All checks of a world run in one job, see ``tf_collective_checks``: two and three ranks met through torch.distributed,
+with one thread for ops, and two through MPI. Three check in tf.function only what can be checked there.
 """
 
 from __future__ import annotations
@@ -27,37 +27,45 @@ from tf_collective_checks import CHECKS
 import gradcomp.tf as gc
 from gradcomp.tf.objects import decode, encode
 
+#: By where ranks meet, and their number.
+JOBS = [("torch", 2), ("torch", 3), ("mpi", 2)]
 CASES = [
-    pytest.param(f"{name} {mode}", world, marks=[pytest.mark.full] if world == 3 else [])
-    for world in (2, 3)
+    pytest.param(f"{name} {mode}", *job, marks=[] if job == JOBS[0] else pytest.mark.full)
+    for job in JOBS
     for name, (_, modes) in CHECKS.items()
-    for mode in (modes if world == 2 else modes[-1:])
+    for mode in (modes if job[1] == 2 else modes[-1:])
 ]
 PROGRAM = "import sys\nfrom tf_collective_checks import main\nmain(*sys.argv[1:])"
 
 
 @functools.cache
-def outcomes(world: int) -> list[dict[str, str]]:
+def outcomes(meet: str, world: int) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as directory:
-        if world == 2:
-            launcher = [mpich(), "-n", "2", sys.executable, "-c", PROGRAM, directory, "0"]
+        if meet == "mpi":
+            launcher = [mpich(), "-n", str(world), sys.executable, "-c", PROGRAM, directory, "0"]
             ended = [run_command(launcher, timeout=110)]
         else:
             ended = run_ranks(
-                PROGRAM, world, timeout=110, arguments=(directory, "1"), imported=preloaded.TENSORFLOW
+                PROGRAM,
+                world,
+                env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+                timeout=110,
+                arguments=(directory, "1"),
+                imported=preloaded.TENSORFLOW,
             )
         for one in ended:
             assert one.returncode == 0, one.stdout + one.stderr
         return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize(("name", "world"), CASES)
-def test_in_a_world(name: str, world: int) -> None:
-    if world == 2 and (missing := no_mpi()):
+@pytest.mark.parametrize(("name", "meet", "world"), CASES)
+def test_in_a_world(name: str, meet: str, world: int) -> None:
+    if meet == "mpi" and (missing := no_mpi()):
         pytest.skip(missing)
-    if world == 3 and importlib.util.find_spec("torch") is None:
+    if meet == "torch" and importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch: pip install gradcomp[torch]")
-    wrong = [f"rank {rank}: {outcome[name]}" for rank, outcome in enumerate(outcomes(world)) if outcome[name]]
+    found = enumerate(outcomes(meet, world))
+    wrong = [f"rank {rank}: {outcome[name]}" for rank, outcome in found if outcome[name]]
     assert not wrong, "\n".join(wrong)
 
 

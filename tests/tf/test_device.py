@@ -8,6 +8,7 @@ TensorFlow shares memory between the two and does not copy. What a test sees of 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 from batch import on_ranks
 from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER
+from tiers import every_value
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
@@ -112,8 +114,7 @@ def bytes_of(arrays: Any) -> bytes:
 # ------------------------------------------------------------------------- means
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(("compression", "mode"), every_value(itertools.product(COMPRESSIONS, MODES)))
 @on_ranks(2, env=ENV)
 def test_a_device_gives_the_bytes_of_the_host(compression: str, mode: str) -> None:
     alone, ours, mixed = (
@@ -122,8 +123,9 @@ def test_a_device_gives_the_bytes_of_the_host(compression: str, mode: str) -> No
     assert ours == mixed == alone
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "mode"), every_value(itertools.product(["float16", "bfloat16", "float64"], MODES))
+)
 @on_ranks(2, env=ENV)
 def test_other_dtypes(dtype: str, mode: str) -> None:
     alone, ours = (bytes_of(means_after(2, COMPRESSIONS[0], mode, dtype, here)) for here in (False, True))

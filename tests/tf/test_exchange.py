@@ -638,6 +638,7 @@ for number in range(10):
 )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(no_mpi()), reason=no_mpi() or "there is MPI")
 def test_fifty_steps_over_mpi_alone() -> None:
     finished = under_mpiexec(OVER_MPI, 2, THREADS)

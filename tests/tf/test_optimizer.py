@@ -12,8 +12,31 @@ pytest.importorskip("tensorflow")
 
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
-#: By name: the optimizer and its arguments, those of ``compile``.
+#: By name: the optimizer and its arguments, those of ``compile``. The first three have all that the others have.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "together": (
+        "SGD",
+        {
+            "learning_rate": "schedule",
+            "momentum": 0.9,
+            "nesterov": True,
+            "global_clipnorm": 0.05,
+            "use_ema": True,
+            "ema_overwrite_frequency": 3,
+            "loss_scale_factor": 256.0,
+        },
+        {},
+    ),
+    "steps_per_execution": (
+        "AdamW",
+        {"weight_decay": 0.1, "epsilon": 1e-3},
+        {"steps_per_execution": 4},
+    ),
+    "eager": (
+        "SGD",
+        {"momentum": 0.9, "gradient_accumulation_steps": 2, "clipnorm": 0.05},
+        {"run_eagerly": True},
+    ),
     "sgd": ("SGD", {"momentum": 0.9, "nesterov": True}, {}),
     "adam": ("Adam", {"epsilon": 1e-3}, {}),
     "global_clipnorm": ("SGD", {"global_clipnorm": 0.05}, {}),
@@ -21,12 +44,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "accumulation": ("SGD", {"gradient_accumulation_steps": 2, "clipnorm": 0.05}, {}),
     "loss_scale_factor": ("SGD", {"loss_scale_factor": 256.0}, {}),
     "schedule": ("SGD", {"learning_rate": "schedule"}, {}),
-    "steps_per_execution": (
-        "AdamW",
-        {"weight_decay": 0.1, "epsilon": 1e-3},
-        {"steps_per_execution": 4},
-    ),
-    "eager": ("SGD", {"momentum": 0.9, "gradient_accumulation_steps": 2}, {"run_eagerly": True}),
 }
 
 
@@ -39,8 +56,10 @@ def _optimizer(kind: str, arguments: dict[str, Any]) -> Any:
     return getattr(keras.optimizers, kind)(**arguments)
 
 
-@pytest.mark.parametrize("name", CASES)
-@on_ranks(2, "fit", env=ENV)
+@pytest.mark.parametrize(
+    "name", [*list(CASES)[:3], *(pytest.param(name, marks=pytest.mark.full) for name in list(CASES)[3:])]
+)
+@on_ranks(2, env=ENV)
 def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
     from keras_checks import assert_alike, data, fit, model
 
@@ -62,8 +81,15 @@ def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
         assert np.abs(mine - before).max() > 1e-4  # there was something to agree about
 
 
-@pytest.mark.parametrize("name", ["rows", "dense", "accumulated", "clipped", "scaled"])
-@on_ranks(2, "fit", env=ENV)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulated",
+        "scaled",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("rows", "dense", "clipped")),
+    ],
+)
+@on_ranks(2, env=ENV)
 def test_embeddings(name: str) -> None:
     import keras
     from keras_checks import assert_alike, fit
@@ -109,7 +135,7 @@ def test_embeddings(name: str) -> None:
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.full)])
 @on_ranks(2, env=ENV)
 def test_mixed_precision_with_compression(policy: str) -> None:
     import keras
@@ -331,6 +357,7 @@ def test_ranks_that_start_from_different_weights_say_so_by_name() -> None:
         fit(ours, x, y)
 
 
+@pytest.mark.full
 @on_ranks(2, batch="torch", env={**ENV, "KERAS_BACKEND": "torch"})
 def test_keras_on_torch_goes_through_the_other_frontend() -> None:
     import keras
@@ -363,6 +390,22 @@ def test_keras_on_torch_goes_through_the_other_frontend() -> None:
         first = gc.broadcast_object(parameter.detach())
         assert torch.equal(first, parameter.detach()), name
     assert optimizer.buckets()[0][0][0].startswith("dense") or "/" in optimizer.buckets()[0][0][0]
+
+
+def test_another_backend_of_keras_has_another_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    import keras
+
+    import gradcomp.tf as gc
+    from gradcomp.core.errors import ConfigError
+
+    optimizer = keras.optimizers.SGD(0.1)
+    gc.init(log_level="warning")
+    try:
+        monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+        with pytest.raises(ConfigError, match=r"gradcomp\.torch"):
+            gc.DistributedOptimizer(optimizer)
+    finally:
+        gc.shutdown()
 
 
 def test_before_init() -> None:

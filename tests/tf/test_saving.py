@@ -99,6 +99,7 @@ def test_it_serialises_as_the_plain_optimizer() -> None:
     )
 
 
+@pytest.mark.full
 @on_ranks(2, env=ENV)
 def test_a_saved_model_loads_without_gradcomp() -> None:
     import pickle

@@ -157,7 +157,7 @@ def test_lost_rank_is_a_transport_error_on_all_others(fault: str, culprit: int) 
 
 
 def test_rank_that_stays_away_is_named_by_all_others() -> None:
-    for result in survivors("time.sleep(12)", 1, timeout=4):
+    for result in survivors("time.sleep(4)", 1, timeout=2):
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("TransportError"), result.stdout
         for said in (result.stdout, result.stderr):  # the warning before

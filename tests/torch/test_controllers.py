@@ -100,7 +100,13 @@ CONTROLLERS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
+#: What a plan is made of here: levels by measurement, several families, steps, a file. All of them: tests/control.
+BRIEFLY = {"lgreco", "hybrid", "schedule", "fixed plan"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BRIEFLY else pytest.mark.full) for name in CONTROLLERS]
+)
 @on_ranks(2)
 def test_plans_change_and_agree(name):
     model, optimizer = make(CONTROLLERS[name])

@@ -538,6 +538,7 @@ def test_three_ranks_of_which_some_use_a_branch_and_all_are_late_at_times():
     assert state.statistics().steps == 8
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_four_ranks():
     assert_equal_to_distributed_optimizer(FOUR_BITS)

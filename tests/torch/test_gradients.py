@@ -89,9 +89,7 @@ def parameters_after(bits: int, steps: int, slow: int | None = None) -> list[tor
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "bits", [1, 4, *(pytest.param(b, marks=pytest.mark.full) for b in (2, 3, 5, 6, 7, 8))]
-)
+@pytest.mark.parametrize("bits", [1, *(pytest.param(b, marks=pytest.mark.full) for b in range(2, 9))])
 @on_ranks(2, "small buckets", slice_elements=64)
 def test_parameters_are_equal_on_all_ranks_after_200_steps(bits):
     assert_same_on_all_ranks(parameters_after(bits, 200))
@@ -144,16 +142,19 @@ def test_three_ranks_agree_bit_for_bit():
     assert_same_on_all_ranks(parameters_after(3, 50, slow=gc.rank()))
 
 
+@pytest.mark.full
 @on_ranks(4, slice_elements=48)
 def test_four_ranks_with_unused_layers_and_delays_agree_bit_for_bit():
     assert_same_on_all_ranks(_train_with_unused_layers())
 
 
+@pytest.mark.full
 @on_ranks(4, slice_elements=48)
 def test_four_ranks_agree_bit_for_bit():
     assert_same_on_all_ranks(parameters_after(5, 50, slow=gc.rank()))
 
 
+@pytest.mark.full
 @on_ranks(4, slice_elements=48)
 def test_uncompressed_is_close_to_the_mean_of_four_ranks():
     model = net()

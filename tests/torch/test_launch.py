@@ -460,15 +460,17 @@ def rendezvous_server(
         server.server_close()
 
 
+@pytest.mark.full
 def test_ranks_meet_under_torchrun() -> None:
     assert said(run_torchrun(join(), 2)) == one_host(2)
 
 
+@pytest.mark.full
 def test_ranks_meet_by_plain_variables() -> None:
     assert said(run_ranks(join(), 2)) == one_host(2)
 
 
-#: Ranks that are forks: how an interpreter starts is tested above.
+#: Ranks that are forks: how an interpreter starts is tested above, and in test_life.py.
 forks = functools.partial(run_ranks, imported=preloaded.TORCH)
 
 
@@ -508,7 +510,7 @@ def test_plain_python_is_one_rank() -> None:
     assert said(forks(join(), 1, env=lambda rank: {})) == [[0, 1, 0, 1, 1.0]]
 
 
-def alone(environ: dict[str, str], timeout: float = 3) -> list[str]:
+def alone(environ: dict[str, str], timeout: float = 1) -> list[str]:
     """What one rank of several says when the others are not there."""
     (answer,) = said(forks(join(timeout), 1, env=lambda rank: environ))
     return answer
@@ -555,7 +557,7 @@ def test_short_secret_is_refused() -> None:
 
 def test_two_processes_of_one_rank_are_refused() -> None:
     port = str(free_port())
-    answers = said(forks(join(8), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
+    answers = said(forks(join(4), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
     assert {kind for kind, _ in answers} == {"TransportError"}
     assert sum("another process says that it is rank 1" in message for _, message in answers) == 1
 
@@ -614,7 +616,7 @@ def test_gloo_uses_the_interface_that_horovodrun_found() -> None:
     program = join() + 'import os; print(os.environ["GLOO_SOCKET_IFNAME"], file=sys.stderr)'
     with rendezvous_server() as (port, _):
         ranks = lambda rank: {**horovodrun(rank, 2, port), "HOROVOD_GLOO_IFACE": "lo"}  # noqa: E731
-        results = run_ranks("import sys\n" + program, 2, env=ranks)
+        results = forks("import sys\n" + program, 2, env=ranks)
     assert said(results) == one_host(2)
     assert all(result.stderr.splitlines()[-1] == "lo" for result in results)
 

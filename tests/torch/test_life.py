@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import preloaded
 import pytest
 from launching import run_ranks, run_torchrun
 
@@ -21,6 +24,15 @@ for step in range(12):
     optimizer.step()
 print(gc.rank(), gc.size(), gc.local_rank(), gc.local_size(), float(model.weight.detach().sum()))
 """
+
+
+either = pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(functools.partial(run_ranks, imported=preloaded.TORCH), id="forks"),
+        pytest.param(run_ranks, id="interpreters", marks=pytest.mark.full),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +56,20 @@ def test_the_banner_is_rank_0s_alone(under_torchrun):
     assert "gradcomp" not in under_torchrun[1].stderr
 
 
-def test_a_plain_python_is_a_world_of_one_and_says_so():
-    (end,) = run_ranks(TRAIN, 1, env=lambda _: {})
+@either
+def test_a_plain_python_is_a_world_of_one_and_says_so(launch):
+    (end,) = launch(TRAIN, 1, env=lambda _: {})
     assert end.returncode == 0, end.stderr
     assert end.stdout.split()[:4] == ["0", "1", "0", "1"]
     assert "nothing is exchanged, compression is bypassed" in end.stderr
 
 
+@either
 @pytest.mark.parametrize(
     "ending", ["gc.shutdown()", "model(torch.ones(1, 64)).sum().backward(); sys.exit(0)"]
 )
-def test_every_ending_is_clean(ending):
-    for end in run_ranks(TRAIN + ending + "\n", 2):
+def test_every_ending_is_clean(launch, ending):
+    for end in launch(TRAIN + ending + "\n", 2):
         assert end.returncode == 0, end.stderr
         assert "Traceback" not in end.stderr
         assert "terminate" not in end.stderr

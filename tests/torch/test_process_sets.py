@@ -222,6 +222,7 @@ def test_ranks_that_name_other_sets_are_refused():
         assert "rank 0 has process_sets=[(0, 1), (1,)], rank 1 has [(0, 1)]" in end.stderr
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(no_horovod()), reason=no_horovod())
 def test_over_horovod_the_sets_that_init_was_told_of_train():
     def program():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import preloaded
 import pytest
 from launching import Finished, run_ranks, run_torchrun
 from torch.distributed import PrefixStore, TCPStore
@@ -62,7 +64,7 @@ while hasattr(store, "underlying_store"):
 (directory / f"ready-{rank}").write_text(str(store.port))
 wait_for("attacked")
 if rank == 1:
-    time.sleep(2.5)  # long enough for the other rank to look, to warn, and to ask where this one is
+    time.sleep(2)  # long enough for the other rank to look, to warn, and to ask where this one is
 step()
 if rank == 1:
     time.sleep(1.5)
@@ -120,7 +122,8 @@ def attacked(
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory: pytest.TempPathFactory) -> list[Finished]:
-    return attacked(run_ranks, tmp_path_factory.mktemp("by-hand"), lambda value: value, "hostile")
+    forks = functools.partial(run_ranks, imported=preloaded.TORCH)
+    return attacked(forks, tmp_path_factory.mktemp("by-hand"), lambda value: value, "hostile")
 
 
 def said(result: Finished) -> dict:
@@ -159,6 +162,7 @@ def test_what_peers_say_is_shown_escaped_and_bounded(by_hand: list[Finished]) ->
     assert len(message) < 5000
 
 
+@pytest.mark.full
 def test_torchruns_store_is_read_with_a_secret_too(tmp_path: Path) -> None:
     """Its ranks share a host, so a file of rank 0's carries one. The stranger's values have the form of signed ones."""
     results = attacked(run_torchrun, tmp_path, lambda value: 64 * "0" + ":" + value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import Finished, run_ranks
+from tiers import every_value
 
 #: What every rank starts with; ``rank``, ``size`` and ``transport`` are for the body.
 _START = """
@@ -38,7 +40,7 @@ def nothing_is_left() -> Iterator[None]:
     assert not [file for file in Path("/dev/shm").iterdir() if "gradcomp" in file.name]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_ranks_that_end_without_a_word_have_correct_sums(size: int) -> None:
     """Nobody closes anything; several steps of several collectives under way."""
     finished = run(
@@ -70,7 +72,7 @@ except TransportError as error:
 """
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_a_killed_rank_is_named_by_every_other_within_a_second(size: int) -> None:
     finished = run(
         f"""
@@ -111,8 +113,7 @@ def test_a_rank_that_ends_by_an_exception_is_named() -> None:
         assert "rank 2" in finished[rank].stdout.splitlines()[0]
 
 
-@pytest.mark.parametrize("when", [0, 1, 2], ids=["before", "between", "after"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("when", "victim"), every_value(itertools.product([0, 1, 2], [0, 1])))
 def test_a_rank_killed_while_joining_leaves_nothing(when: int, victim: int) -> None:
     """There is no name by which a segment could stay; whoever waits for the rank goes on by its own deadline."""
     finished = run(
