@@ -111,7 +111,7 @@ class StepDriver:
     def refuse_dense(self, layer: int) -> None:
         """StateError if the layer has had sparse gradients, on any rank: it is about to have a dense one."""
         pipeline = self.exchanger.pipeline
-        if layer in pipeline.sparse:
+        if layer in pipeline.ordering.sparse:
             name = pipeline.layers[layer].name
             raise StateError(f"layer {name!r} had sparse gradients before and has a dense one now")
 
@@ -191,7 +191,7 @@ class StepDriver:
                 f"layer {layers[mixed[0]].name!r} has a sparse gradient on one rank and a dense one on another"
             )
         means: dict[int, Rows | None] = {}
-        for layer in sorted(self.exchanger.pipeline.sparse):
+        for layer in sorted(self.exchanger.pipeline.ordering.sparse):
             wire = np.dtype("<f8" if layers[layer].dtype == "float64" else "<f4")
             rows = self._rows.pop(layer, None)
             with self.telling():  # the others wait for this rank's rows

@@ -3,7 +3,8 @@
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout
-from gradcomp.pipeline.pipeline import Pipeline, StepResult
+from gradcomp.pipeline.pipeline import Pipeline
+from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number, Soon
 
 __all__ = [

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter, sleep
 
@@ -37,10 +37,13 @@ from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
-from gradcomp.pipeline.layout import Bucket, Layout, compressors_of
+from gradcomp.pipeline.layout import Bucket, Layout
 from gradcomp.pipeline.memory import Allocate, StepMemory, Times
+from gradcomp.pipeline.ordering import Ordering
+from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
+from gradcomp.pipeline.succession import Succession
 from gradcomp.pipeline.switching import Switch
 from gradcomp.pipeline.ticks import Ticks
 from gradcomp.reduce.base import Memory
@@ -62,31 +65,6 @@ Mask = npt.NDArray[np.bool_]
 
 #: What kernels of a bucket take is far below it.
 _LONGEST_FAREWELL_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What all ranks know of a finished exchange. One boolean per layer; equal on all ranks.
-
-    ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank had a
-    NaN or an infinity, or the mean overflowed. ``outcomes``: what became of the exchange before, as bits of all ranks.
-    """
-
-    step: int
-    present: Mask
-    sparse: Mask
-    nonfinite: Mask
-    outcomes: int = 0
-
-    @property
-    def finite(self) -> bool:
-        """Whether the step may be committed."""
-        return not self.nonfinite.any()
-
-    @property
-    def parted(self) -> bool:
-        """Whether some ranks applied the means of the exchange before, and others did something else."""
-        return self.outcomes & (self.outcomes - 1) != 0
 
 
 class Pipeline:
@@ -131,9 +109,7 @@ class Pipeline:
         # Whoever makes pipelines for several ranks has chosen for all of them.
         self.config = config if config.slice_elements else replace(config, slice_elements=HOST_SLICE)
         self.step = 0
-        self.order: list[int] = list(range(len(layers)))
-        self.cold: frozenset[int] = frozenset()
-        self.sparse: frozenset[int] = frozenset()
+        self.ordering = Ordering(len(layers), config.cold_after_steps)
         self.registry = GradientRegistry(self.layers)
         self.device = device
         topology = topology or Topology.one_host(transport.size)
@@ -162,16 +138,12 @@ class Pipeline:
         self._average = average
         self._on_complete = on_complete
         self._order_step = order_step
-        self._schedule = schedule
+        self.plans = Succession(self.layers, schedule)
         self._discards = Discards()
         self._handing_over = False  # servers have to tell each other what they no longer own
         self._steering = Steering(controller, len(layers))
-        self._due: int | None = None  # the step of the schedule whose plan has not been proposed yet
         self.advances = 0  # rounds completed, for whoever watches over progress
-        self._next_plan: Plan | None = None
         self._checksums = config.checksums and transport.checksums
-        self.switch: Switch | None = None  # a change of compression that is not through
-        self.streak = np.zeros(len(layers), dtype=np.int64)  # steps present (> 0) or absent (< 0) in a row
         self._numbers: tuple[Number, Number] | None = None  # the scale and the rate, until they are known
         self._scale = 1.0
         self._open_learning_rate = 0.0
@@ -294,8 +266,8 @@ class Pipeline:
             self.fields.commit(result.present)
             self.learning_rate = self._open_learning_rate
             self._steering.commit(result.present)
-            if self.switch is not None:
-                self.switch.commit(self.laid_out_plan, result.present)
+            if self.plans.switch is not None:
+                self.plans.switch.commit(self.laid_out_plan, result.present)
         else:
             self.statistics.skipped_steps += 1
         return result.finite
@@ -316,11 +288,7 @@ class Pipeline:
         """
         if self._steering.decides(self.step):
             raise StateError("a controller decides about plans here")
-        plan.check_covers(self.layers)
-        if plan.version != self.plan.version + 1:
-            raise ConfigError(f"the next plan must have version {self.plan.version + 1}, not {plan.version}")
-        compressors_of(self.layers, plan)
-        self._next_plan = plan
+        self.plans.propose(plan, self.plan)
 
     def set_compression(self, target: Plan, later: Mapping[int, Plan]) -> None:
         """Go over to another plan, and to those in ``later`` at their steps; see :class:`Switch`.
@@ -332,9 +300,7 @@ class Pipeline:
         if self.is_open or self.result is not None:
             raise StateError("a step is open: the compression can be changed between steps only")
         self.lay_out()
-        self.switch = Switch.ask(self.layers, target, later, self.residuals.first.lengths > 0, self.step)
-        self._schedule, self._due = self.switch.schedule, None
-        self._next_plan = self.switch.plan(self.plan.version + 1, self.plan)
+        self.plans.ask(target, later, self.residuals.first.lengths > 0, self.step, self.plan)
 
     def lay_out(self) -> None:
         """Lay out for the next step now, if the last one changed what that depends on; second residuals move along."""
@@ -364,13 +330,11 @@ class Pipeline:
         if self.is_open:
             raise StateError("an exchange is open")
         plan.check_covers(self.layers)
-        self.step, self.order, self.plan = step, list(order), plan
-        self.cold, self.sparse = cold, sparse
-        self._next_plan, self.switch = None, switch
+        self.step, self.plan = step, plan
+        self.ordering.restore(order, cold, sparse, streak)
+        self.plans.restore(switch, plan)
         if switch is not None:
             self._steering.stop()
-            self._next_plan = None if switch.asked is None else switch.plan(plan.version + 1, plan)
-        self.streak[:] = 0 if streak is None else streak
         if residuals is not None:
             self.residuals = residuals
         if fields is not None:
@@ -386,10 +350,10 @@ class Pipeline:
     def _run(self) -> Generator[Waiting, None, None]:
         assert self._ticks is not None, "made when the step was opened"
         self._flags = []
-        self._follow_schedule()
+        self.plans.follow(self.step, self.plan, self.ordering.cold | self.ordering.sparse)
         while self._steering.overdue:
             yield Waiting.BACKGROUND
-        ready = self._next_plan is not None or self._steering.ready
+        ready = self.plans.next is not None or self._steering.ready
         self._own_state = 0 if self.serves else self.outcome | (READY if ready else WAITING)
         if self._handing_over:
             yield from self._hand_over()
@@ -402,27 +366,9 @@ class Pipeline:
             states[layers] |= flags.states[:-1]
             outcomes |= flags.outcomes
         ready = bool(self._flags) and self._flags[0][1].ready
-        if self.switch is not None and self._flags:
-            self.switch.check(self.step, ready, self.transport.rank)
+        if self.plans.switch is not None and self._flags:
+            self.plans.switch.check(self.step, ready, self.transport.rank)
         yield from self._finish(states, outcomes, ready)
-
-    def _follow_schedule(self) -> None:
-        """Propose what is to begin at the next step: all ranks do, in the same step.
-
-        If another plan is under way, the schedule's comes after it: as soon as it has taken over.
-        """
-        if self._schedule is not None and self._schedule(self.step + 1, 0) is not None:
-            self._due = self.step + 1
-        if self._next_plan is not None:
-            return
-        if self._schedule is not None and self._due is not None:
-            plan, self._due = self._schedule(self._due, self.plan.version + 1), None
-            if plan is not None and self.switch is not None:
-                self.switch.target = plan
-            elif plan is not None and plan.assignments != self.plan.assignments:
-                self.propose(plan)
-        if self.switch is not None:
-            self._next_plan = self.switch.follow(self.plan, self.cold | self.sparse)
 
     def _start(self, program: BucketProgram) -> InFlight:
         """A bucket that can be encoded begins."""
@@ -473,11 +419,7 @@ class Pipeline:
         nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
         if self.step == self._order_step and self.config.reorder:
             yield from self._take_order()
-        self._mark_cold(present)
-        newly_sparse = frozenset(np.flatnonzero(sparse).tolist()) - self.sparse
-        if newly_sparse:
-            self.sparse |= newly_sparse
-            self._stale = True
+        self._stale |= self.ordering.seen(present, sparse)
         if all_ready:
             all_ready = not (yield from self._swap_plan())
         if self._steering.sums is not None:
@@ -505,48 +447,30 @@ class Pipeline:
         """Everyone takes the order in which the first trainer's gradients arrived."""
         arrived = self.registry.arrivals
         order = yield from agree_on_order(self.transport, len(self.layers), self.servers, arrived)
-        if order != self.order:
-            self.order = order
-            self._stale = True
+        self._stale |= self.ordering.take(order)
 
     def _swap_plan(self) -> Generator[Waiting, None, bool]:
         """All ranks are ready: make sure that it is for the same plan, since message sizes follow from it.
 
         Whether there is a new plan; if not, all were ready for what their controllers do next.
         """
-        mine = bytes(32)
-        if self._next_plan is not None:
-            mine = self._next_plan.digest(self.layers)
-            mine = mine if self.switch is None else self.switch.digest(mine)
-        yield from check_same_plan(self.transport, mine, self.plan.version + 1)
-        if self._next_plan is None:
+        yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
+        plan = self.plans.take()
+        if plan is None:
             return False
-        self.plan, self._next_plan = self._next_plan, None
-        if self.switch is not None:
-            self.switch.accept(self.plan)
+        self.plan = plan
+        if self.plans.switch is not None:
             self._steering.stop()
         self._stale = True
         return True
-
-    def _mark_cold(self, present: Mask) -> None:
-        """Layers absent everywhere move behind the others, so that they hold nobody up; present ones come back."""
-        streak = self.streak
-        streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)
-        limit = self.config.cold_after_steps
-        cold = {i for i in self.cold if streak[i] < limit} | set(np.flatnonzero(streak <= -limit).tolist())
-        if cold != self.cold:
-            self.cold = frozenset(cold)
-            self._stale = True
 
     # -- layout -------------------------------------------------------------------------------------------------
 
     def _relayout(self) -> Layout:
         """Buckets and their programs for the current plan, order, cold and sparse layers; state moves along."""
-        order = tuple(i for i in self.order if i not in self.sparse)
-        key = (self.plan.assignments, order, self.cold)
-        found = self._arrangements.get(
-            key, self.step, lambda: self._arranger.arrange(self.plan, order, self.cold)
-        )
+        order, cold = self.ordering.travelling, self.ordering.cold
+        key = (self.plan.assignments, order, cold)
+        found = self._arrangements.get(key, self.step, lambda: self._arranger.arrange(self.plan, order, cold))
         self._programs = found.programs
         self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
         self.residuals.grow(found.sizes)
@@ -554,10 +478,9 @@ class Pipeline:
         # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
         self._keeps_residual = np.array(found.sizes) > 0
         self.residuals.own(found.ranges, self.trainers)
-        if self.switch is not None and self.switch.asked is None:
+        if self.plans.switch is not None and self.plans.switch.asked is None:
             self.fields.forget(MOMENTUM)  # it began with another compressor
-            if self.switch.is_over(self.plan):
-                self.switch = None
+        self.plans.laid_out(self.plan)
         self._handing_over = self.servers > 0 and self.step > 0 and bool(self._keeps_residual.any())
         self._laid_out = found
         self._dense_bytes = found.dense_bytes

@@ -107,18 +107,18 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
         Shared(
             pipeline.step,
             {layer.name: (layer.shape, layer.dtype) for layer in pipeline.layers},
-            tuple(names[i] for i in pipeline.order),
+            tuple(names[i] for i in pipeline.ordering.order),
             pipeline.plan,
-            frozenset(names[i] for i in pipeline.cold),
-            frozenset(names[i] for i in pipeline.sparse),
-            dict(zip(names, pipeline.streak.tolist(), strict=True)),
+            frozenset(names[i] for i in pipeline.ordering.cold),
+            frozenset(names[i] for i in pipeline.ordering.sparse),
+            dict(zip(names, pipeline.ordering.streak.tolist(), strict=True)),
             {name: shared[name] for name in SETTINGS},
             unit,
             pipeline.learning_rate,
             None
             if pipeline.controller is None
             else {"controller": pipeline.controller.name, "state": pipeline.controller.shared_state()},
-            None if pipeline.switch is None else pipeline.switch.to_plain(),
+            None if pipeline.plans.switch is None else pipeline.plans.switch.to_plain(),
         ),
         {
             layer.name: residuals.first.value(i).reshape(layer.shape).copy()

@@ -142,7 +142,7 @@ class GradientExchange:
         if self.driver.means is None:
             return
         kept = [i for i, mean in self._means.items() if self._gradients.parameters[i].grad is mean]
-        if kept and layer not in self._means and layer not in self.exchanger.pipeline.sparse:
+        if kept and layer not in self._means and layer not in self.exchanger.pipeline.ordering.sparse:
             raise self.driver.late(layer)
         if kept:
             self.driver.keep()

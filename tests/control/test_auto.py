@@ -256,7 +256,7 @@ def test_buckets_that_change_while_it_observes_make_it_begin_anew(times):
     absent = [[None if i == 2 else g for i, g in enumerate(rank)] for rank in ranks.gradients()]
     for number in range(SETTLING_STEPS + 4):
         step(ranks, times, absent if number >= SETTLING_STEPS - 1 else None)
-    assert ranks.pipelines[0].cold
+    assert ranks.pipelines[0].ordering.cold
     running = ranks.pipelines[0].controller
     assert running.phase is Phase.OBSERVE
     assert running.state.begun > SETTLING_STEPS

@@ -218,7 +218,7 @@ def run(layers, compressors, order, ready, world, alpha, beta, slice_elements, s
     gradients = [[np.ones(layer.size, np.float32) for layer in layers] for _ in pipelines]
     left = sorted(range(len(layers)), key=lambda i: ready[i])
     for pipeline in pipelines:
-        pipeline.order = list(order)
+        pipeline.ordering.order = list(order)
         pipeline.layout = pipeline._relayout()
         pipeline.open()
     while any(p.is_open for p in pipelines):

@@ -452,7 +452,7 @@ def test_absent_and_sparse_layers_do_no_harm():
                 rank[3] = SPARSE
         ranks.step(gradients)
         plans(ranks)
-    assert ranks.pipelines[0].sparse == {3}
+    assert ranks.pipelines[0].ordering.sparse == {3}
 
 
 def test_it_begins_when_the_warm_up_has_ended():

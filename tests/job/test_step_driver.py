@@ -32,7 +32,11 @@ class Exchanger:
         self.says = True
         self.sparse_layers: list[int] = []
         self.pipeline = SimpleNamespace(
-            layers=LAYERS, sparse=frozenset(), outcome=0, statistics=Statistics(), serves=False
+            layers=LAYERS,
+            ordering=SimpleNamespace(sparse=frozenset()),
+            outcome=0,
+            statistics=Statistics(),
+            serves=False,
         )
         self.result = StepResult(1, *(np.zeros(3, dtype=bool) for _ in range(3)))
 
@@ -52,7 +56,7 @@ class Exchanger:
         self.calls.append("wait")
         if self.error is not None:
             raise self.error
-        self.pipeline.sparse = frozenset(self.sparse_layers)
+        self.pipeline.ordering.sparse = frozenset(self.sparse_layers)
         return self.result
 
     def vote(self, yes: bool) -> bool:
@@ -330,7 +334,7 @@ def test_rows_are_read_when_the_step_is_done_and_their_mean_is_returned():
 def test_a_layer_that_was_sparse_takes_no_dense_gradient():
     case = Case()
     case.driver.refuse_dense(1)
-    case.exchanger.pipeline.sparse = frozenset([1])
+    case.exchanger.pipeline.ordering.sparse = frozenset([1])
     case.driver.refuse_dense(0)
     with pytest.raises(StateError, match="'rows' had sparse gradients before and has a dense one now"):
         case.driver.refuse_dense(1)

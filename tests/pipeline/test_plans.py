@@ -141,7 +141,9 @@ def test_restore_goes_on_from_there():
         pipeline.propose(proposal(AFTER, 1))
         pipeline.restore(10, [2, 0, 1], proposal(Identity(), 5), frozenset([1]), frozenset())
     ranks.step().all_means()
-    assert [(p.step, p.order, p.cold) for p in ranks.pipelines] == [(11, [2, 0, 1], frozenset([1]))] * 2
+    assert [(p.step, p.ordering.order, p.ordering.cold) for p in ranks.pipelines] == [
+        (11, [2, 0, 1], frozenset([1]))
+    ] * 2
     assert versions(ranks) == [5, 5]  # and the proposal for the plan before is forgotten
 
 

@@ -80,7 +80,7 @@ def test_a_restored_run_is_the_uninterrupted_one(kind, before: int):
     means += train(second, before, 12 - before)
     assert means == expected
     assert second.state() == whole.state()
-    assert [p.order for p in second.pipelines] == [p.order for p in whole.pipelines]
+    assert [p.ordering.order for p in second.pipelines] == [p.ordering.order for p in whole.pipelines]
 
 
 def test_a_snapshot_changes_nothing():
@@ -335,8 +335,8 @@ def test_more_layers_inherit_order_cold_layers_and_second_residuals():
     before = [old.owed(layer) for layer in range(len(LAYERS))]
     for mine, theirs in zip(new.pipelines, old.pipelines, strict=True):
         inherit(mine, theirs)
-        assert mine.order == [*theirs.order, 7]
-        assert mine.cold == theirs.cold == {2}
+        assert mine.ordering.order == [*theirs.ordering.order, 7]
+        assert mine.ordering.cold == theirs.ordering.cold == {2}
         assert mine.step == 5
     assert any(new.pipelines[0].residuals.second.value(r).any() for r in range(3))
     for layer, owed in enumerate(before):
@@ -366,12 +366,18 @@ def test_any_number_of_ranks_keeps_the_mean_of_what_is_owed():
     train(ranks, 0, 5)
     owed = [ranks.owed(layer) for layer in range(len(LAYERS))]
     assert owed[0].any()
-    step, order, cold = ranks.pipelines[0].step, ranks.pipelines[0].order, ranks.pipelines[0].cold
+    step, order, cold = (
+        ranks.pipelines[0].step,
+        ranks.pipelines[0].ordering.order,
+        ranks.pipelines[0].ordering.cold,
+    )
     for world in (3, 1, 2, 7, 2):
         ranks = resized(ranks, world)
         for layer, before in enumerate(owed):
             np.testing.assert_allclose(ranks.owed(layer), before, rtol=1e-6, atol=1e-12)
-        assert {(p.step, tuple(p.order), p.cold) for p in ranks.pipelines} == {(step, tuple(order), cold)}
+        assert {(p.step, tuple(p.ordering.order), p.ordering.cold) for p in ranks.pipelines} == {
+            (step, tuple(order), cold)
+        }
     assert all(p.residuals.second.value(row).any() == 0 for p in ranks.pipelines for row in range(2))
     train(ranks, 5, 2)
 

@@ -199,17 +199,17 @@ def bucket_numbers(ranks: Simulation, layer: int) -> set[tuple[int, ...]]:
 def test_a_cold_layer_moves_to_the_end_and_comes_back():
     ranks = Simulation(LAYERS, policy(), 3, **RANDOM, cold_after_steps=2, reorder=False)
     for step in range(3):
-        assert all(p.cold == frozenset() for p in ranks.pipelines) or step == 2
+        assert all(p.ordering.cold == frozenset() for p in ranks.pipelines) or step == 2
         ranks.step(ranks.gradients(absent=[0]))
     last = len(ranks.pipelines[0].layout.buckets)
-    assert {p.cold for p in ranks.pipelines} == {frozenset([0])}
+    assert {p.ordering.cold for p in ranks.pipelines} == {frozenset([0])}
     assert all(max(numbers) == last - 1 for numbers in bucket_numbers(ranks, 0))
     # It does not wait behind the others for its return: it is exchanged at once.
     gradients = ranks.gradients()
     assert ranks.step(gradients).mean(0) is not None
     ranks.step()
     ranks.step()
-    assert {p.cold for p in ranks.pipelines} == {frozenset()}
+    assert {p.ordering.cold for p in ranks.pipelines} == {frozenset()}
     assert bucket_numbers(ranks, 0) == {(0, 1, 2)}
 
 
@@ -238,7 +238,7 @@ def test_a_sparse_layer_leaves_the_layout_on_every_rank(seed: int):
     outcome = ranks.step(gradients)
     assert outcome.result.sparse.tolist() == [False, False, True, False, False]
     ranks.step(ranks.gradients(absent=[2]))
-    assert {p.sparse for p in ranks.pipelines} == {frozenset([2])}
+    assert {p.ordering.sparse for p in ranks.pipelines} == {frozenset([2])}
     assert bucket_numbers(ranks, 2) == {()}
 
 
@@ -260,7 +260,7 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrived():
     ranks.step(order=arrivals)
     ranks.step(order=[0, 1, 2, 3, 4])  # only the first step counts
     ranks.step()
-    assert [p.order for p in ranks.pipelines] == [arrivals] * 3
+    assert [p.ordering.order for p in ranks.pipelines] == [arrivals] * 3
     for p in ranks.pipelines:
         seen = [layer for bucket in p.layout.buckets for layer in bucket.layers.tolist()]
         assert list(dict.fromkeys(seen)) == arrivals
@@ -270,7 +270,7 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrived():
 def test_ranks_agree_on_the_order_whatever_their_own(seed: int):
     ranks = Simulation(LAYERS, policy(), 3, seed=seed, **RANDOM)
     ranks.step(ranks.gradients(absent=[2]))
-    orders = [p.order for p in ranks.pipelines]
+    orders = [p.ordering.order for p in ranks.pipelines]
     assert orders == [orders[0]] * 3
     assert sorted(orders[0]) == [0, 1, 2, 3, 4]
 

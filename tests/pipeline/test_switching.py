@@ -177,7 +177,7 @@ def test_steps_that_are_refused_or_lack_a_layer_send_it_later():
         account.step()
     account.check(nothing_owed=True)
     assert compressors(ranks) == {"none"}
-    assert ranks.pipelines[0].switch is None
+    assert ranks.pipelines[0].plans.switch is None
 
 
 def test_the_scale_of_the_loss_does_not_matter():

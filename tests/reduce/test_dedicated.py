@@ -222,7 +222,7 @@ def test_what_servers_held_goes_to_a_trainer_where_no_server_owns_it_any_more(
 def test_the_first_trainers_order_becomes_that_of_the_buckets(world: int, servers: int, compressor):
     ranks = Served(LAYERS, compressor, world, servers, slice_elements=50)
     ranks.step(order=[2, 4, 0, 1, 3])
-    assert [p.order for p in ranks.pipelines] == [ranks.pipelines[servers].registry.arrivals] * world
+    assert [p.ordering.order for p in ranks.pipelines] == [ranks.pipelines[servers].registry.arrivals] * world
 
 
 @every_size

@@ -193,15 +193,15 @@ def test_without_compression_it_is_plain_ddp_bit_for_bit():
 @on_ranks(2)
 def test_ddp_forms_new_buckets_after_the_first_step_and_rank_0s_new_order_is_adopted():
     ddp, state = hooked(build())
-    initial = list(state.exchanger.pipeline.order)
+    initial = list(state.exchanger.pipeline.ordering.order)
     train(ddp, sgd(ddp), 1)
-    assert state.exchanger.pipeline.order == initial
+    assert state.exchanger.pipeline.ordering.order == initial
     train(ddp, sgd(ddp), 2, first=1)
     logged = ddp._get_ddp_logging_data()
     assert logged["has_rebuilt_buckets"] == 1
     assert len(logged["rebuilt_bucket_sizes"].split(",")) > 1
     layers = state.exchanger.pipeline.layers
-    arrived = [layers[number].name.partition(".")[0] for number in state.exchanger.pipeline.order]
+    arrived = [layers[number].name.partition(".")[0] for number in state.exchanger.pipeline.ordering.order]
     assert list(dict.fromkeys(arrived)) == ["last", "middle", "norm", "first"]
 
 
