@@ -109,7 +109,7 @@ class Workload:
 
     def table(self, bits: int, **addresses: Any) -> kernels.SegmentTable:
         table = np.zeros(1, kernels.SEGMENT)
-        table["length"], table["bits"], table["bucket_size"] = self.length, bits, BUCKET_SIZE
+        table["length"], table["level"], table["bucket_size"] = self.length, bits, BUCKET_SIZE
         for column, array in addresses.items():
             table[column] = array.ctypes.data
         return table

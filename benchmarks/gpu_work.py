@@ -35,7 +35,7 @@ def _rows(length: int) -> Any:
     begins = np.arange(0, length, SLICE)
     table = np.zeros(len(begins), kernels.SEGMENT)
     table["length"] = np.minimum(SLICE, length - begins)
-    table["start"], table["bits"], table["bucket_size"] = begins, BITS, BUCKET_SIZE
+    table["start"], table["level"], table["bucket_size"] = begins, BITS, BUCKET_SIZE
     return table
 
 
@@ -292,7 +292,7 @@ def launches(machine: Machine, layers: int) -> int:
         machine.array(layers * length, values=_normal(layers * length, 0)) for _ in range(3)
     )
     table = np.zeros(layers, kernels.SEGMENT)
-    table["length"], table["bits"], table["bucket_size"] = length, BITS, BUCKET_SIZE
+    table["length"], table["level"], table["bucket_size"] = length, BITS, BUCKET_SIZE
     for name, array in (("gradient", gradient), ("next_residual", next_residual), ("output", output)):
         table[name] = array.address + 4 * length * np.arange(layers)
     size = kernels.wire_bytes(kernels.MINMAX, length, BITS, BUCKET_SIZE)

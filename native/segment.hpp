@@ -32,7 +32,7 @@ struct Segment {
     std::int64_t start;           // number of the first element within the layer
     std::int64_t length;          // elements
     std::uint32_t layer;          // hash, a word of the random counter
-    std::int32_t bits;
+    std::int32_t bits;            // of a code; the column `level`, which casts ignore
     std::int32_t bucket_size;
     Dtype dtype;
 };

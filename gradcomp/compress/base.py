@@ -125,7 +125,7 @@ class Compressor(ABC):
     def fill(self, table: Table, level: Level) -> None:
         """Write the level into the static columns of a table of whole or cut layers.
 
-        ``bits`` holds what the level comes to: bits of a code, a rank, elements to select.
+        The column ``level`` holds what that comes to: bits of a code, a rank, elements to select.
         """
 
     def cut_elements(self, layer: LayerSpec) -> int:

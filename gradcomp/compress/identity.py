@@ -47,7 +47,7 @@ class Identity(Coded):
 
     def fill(self, table: Table, level: Level) -> None:
         """No level; cuts at cache lines."""
-        table["bits"] = 0
+        table["level"] = 0
         table["bucket_size"] = CAST_BLOCK
 
     def is_summed(self, layer: LayerSpec) -> bool:

@@ -68,7 +68,7 @@ def _codec_rates() -> tuple[float, float]:
     """Bytes of float32 per second that are encoded, and decoded, on this core."""
     values = np.random.default_rng(0).standard_normal(_ELEMENTS).astype(np.float32)
     table = np.zeros(1, dtype=SEGMENT)
-    table["length"], table["bits"], table["bucket_size"], table["dtype"] = _ELEMENTS, 4, 512, FLOAT32
+    table["length"], table["level"], table["bucket_size"], table["dtype"] = _ELEMENTS, 4, 512, FLOAT32
     table["gradient"] = table["output"] = values.ctypes.data
     codec, flags = Codec(MINMAX), np.zeros(1, dtype=np.uint8)
     payload = np.zeros(int(codec.wire_bytes(table).sum()), dtype=np.uint8)

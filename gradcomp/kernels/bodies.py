@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
+from itertools import chain
 from types import ModuleType, TracebackType
 from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -48,6 +49,8 @@ DEFINITIONS: Final = (
 
 _COLUMNS = SEGMENT.names or ()
 _ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
+
+_RECORDS = {"Shapes", "Factor"}  # as annotations
 
 Reaches: TypeAlias = Callable[[int], bool]
 """Whether a device's kernels can use memory at this address."""
@@ -114,23 +117,32 @@ class _Compiled(Body):
     """The extension does its own checks. The boundary knows no structured arrays and no records."""
 
     def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        definition = getattr(_bodies["reference"], kernel.__name__, None)  # none of what is no kernel
+        takes = {} if definition is None else definition.__annotations__
+        members = _members if not _RECORDS.isdisjoint(takes.values()) else None
+
         def call(*arguments: Any, **settings: Any) -> Any:
-            if "draw" in settings:
-                settings |= _drawn(settings.pop("draw"))
-            return kernel(*_plain(arguments), **settings)
+            if members is not None:
+                arguments = members(arguments)
+            return kernel(*map(_plain, arguments), **settings)
 
-        return call
+        def draw(*arguments: Any, draw: Draw | None, **settings: Any) -> Any:
+            return kernel(*map(_plain, arguments), **_drawn(draw), **settings)
+
+        return draw if "draw" in takes else call
 
 
-def _plain(arguments: Iterable[Any]) -> Iterator[Any]:
-    for argument in arguments:
-        if is_table(argument):
-            check_array("table", argument, SEGMENT)
-            yield argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
-        elif isinstance(argument, Shapes | Factor):
-            yield from argument
-        else:
-            yield argument
+def _plain(argument: Any) -> Any:
+    if is_table(argument):
+        check_array("table", argument, SEGMENT)
+        return argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
+    return argument
+
+
+def _members(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Records member by member."""
+    each = (argument if isinstance(argument, Shapes | Factor) else (argument,) for argument in arguments)
+    return tuple(chain.from_iterable(each))
 
 
 def _drawn(draw: Draw | None) -> dict[str, int]:
@@ -175,11 +187,19 @@ def kernel(
     """
     name = definition.__name__
 
-    @wraps(definition)
-    def call(*arguments: P.args, **settings: P.kwargs) -> R:
-        body = active() if on_host is None else device_of(arguments) or on_host(arguments)
-        found: R = getattr(body, name)(*arguments, **settings)
-        return found
+    if on_host is None:
+
+        @wraps(definition)
+        def call(*arguments: P.args, **settings: P.kwargs) -> R:
+            found: R = getattr(active(), name)(*arguments, **settings)
+            return found
+
+    else:
+
+        @wraps(definition)
+        def call(*arguments: P.args, **settings: P.kwargs) -> R:
+            found: R = getattr(device_of(arguments) or on_host(arguments), name)(*arguments, **settings)
+            return found
 
     return call
 

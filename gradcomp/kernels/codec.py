@@ -148,7 +148,7 @@ class Scratch:
 class Group:
     """The part of a bucket that shares one compressor.
 
-    ``table`` has the static columns filled (start, length, layer hash, bits, bucket size, dtype); addresses and
+    ``table`` has the static columns filled (start, length, layer hash, level, bucket size, dtype); addresses and
     payload offsets belong to whoever makes the call. ``layers[i]`` is the number, within the exchanger, of the layer
     that segment i belongs to, ``shapes[i]`` that layer's shape. ``feedback``: the compressor keeps residuals;
     ``decay`` multiplies them when read, and, with ``follows_rate``, the last learning rate over this one.

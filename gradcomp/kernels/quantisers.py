@@ -39,7 +39,7 @@ class Level(NamedTuple):
     @staticmethod
     def of(segment: np.void, magnitudes: Magnitudes | None) -> Level:
         """The level of a segment."""
-        bits = int(segment["bits"])
+        bits = int(segment["level"])
         return Level(bits, None if magnitudes is None else magnitudes[bits, : 1 << (bits - 1)])
 
 

@@ -153,7 +153,7 @@ def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[
     columns = QUANTISER[codec].columns
     buckets = len(_bucket_lengths(segment))
     records = source[: 4 * columns * buckets].view("<f4").reshape(buckets, columns)
-    codes = unpack_bits(source[4 * columns * buckets :], int(segment["bits"]), int(segment["length"]))
+    codes = unpack_bits(source[4 * columns * buckets :], int(segment["level"]), int(segment["length"]))
     return [records[:, k] for k in range(columns)], codes
 
 

@@ -84,7 +84,7 @@ SEGMENT: Final = np.dtype(
         ("start", "<i8"),  # number of the segment's first element within its layer
         ("length", "<i8"),  # elements
         ("layer", "<u4"),  # layer hash, a word of the random counter
-        ("bits", "<i4"),  # of a quantising codec's codes, see LEVELS; casts ignore it
+        ("level", "<i4"),  # bits of a quantising codec's codes, see LEVELS; else whatever its compressor says
         ("bucket_size", "<i4"),  # elements per scale record; FP32, BF16 and FP64 ignore it
         ("dtype", "<i4"),  # of gradient and output, an index into DTYPES
     ]
@@ -119,7 +119,7 @@ def wire_bytes_table(codec: int, table: SegmentTable) -> npt.NDArray[np.int64]:
         raise ValueError(f"unknown codec {codec}")
     scale_bytes, code_bits = _WIRE_FORMAT[codec]
     length = table["length"].astype(np.int64)
-    bits = code_bits or table["bits"].astype(np.int64)
+    bits = code_bits or table["level"].astype(np.int64)
     buckets = -(-length // table["bucket_size"].astype(np.int64))
     size: npt.NDArray[np.int64] = scale_bytes * buckets + -(-length * bits // 8)
     return size
@@ -168,7 +168,7 @@ def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
         levels = LEVELS[codec]
         require_rows(
             table,
-            (table["bits"] >= levels.start) & (table["bits"] < levels.stop),
+            (table["level"] >= levels.start) & (table["level"] < levels.stop),
             f"bits is not in {_words(levels)}",
         )
     size = wire_bytes_table(codec, table)
@@ -214,7 +214,7 @@ def check_magnitudes(codec: int, table: SegmentTable, magnitudes: Magnitudes | N
         raise TypeError("magnitudes must be a contiguous two-dimensional NumPy array of float32")
     if magnitudes.shape != MAGNITUDES_SHAPE:
         raise ValueError(f"magnitudes have the shape {magnitudes.shape}, not {MAGNITUDES_SHAPE}")
-    for bits in np.unique(table["bits"]):
+    for bits in np.unique(table["level"]):
         row = magnitudes[bits, : 1 << (bits - 1)]
         if not (row[0] == 0 and row[-1] == 1 and (row[:-1] <= row[1:]).all()):
             raise ValueError(f"magnitudes for {bits} bits do not ascend from 0 to 1")

@@ -268,7 +268,7 @@ def test_bytes_sent_follow_the_formula(row: Row, world: int):
         elif isinstance(message, Reduce):
             low += 2 * (world - 1) * (payload + world * header)
             slack += 2 * (world - 1) * world * 15  # padding of each chunk
-            if (group.table["bits"] * group.table["bucket_size"] % 8).any():
+            if (group.table["level"] * group.table["bucket_size"] % 8).any():
                 slack += 2 * (world - 1) ** 2  # each cut may fall inside a byte, and then takes one more
         elif isinstance(message, Gather):
             low += world * (world - 1) * (padded(payload) + header)

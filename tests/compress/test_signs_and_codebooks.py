@@ -133,7 +133,7 @@ def test_a_codebook_takes_the_bits_it_needs(count: int, bits: int):
     compressor = Codebook(tuple(i / count for i in range(1, count + 1)))
     table = np.zeros(1, SEGMENT)
     compressor.fill(table, compressor.level)
-    assert table["bits"].tolist() == [bits]
+    assert table["level"].tolist() == [bits]
     magnitudes = compressor.codec_for(table).magnitudes
     np.testing.assert_array_equal(np.unique(magnitudes[bits]), np.linspace(0, 1, count + 1, dtype=np.float32))
 

@@ -94,7 +94,7 @@ def test_payloads_that_lie_on_the_device(codec: int, body: Any) -> None:
     output = np.zeros_like(gradient)
     table = np.zeros(1, segments.SEGMENT)
     table["gradient"], table["output"] = gradient.ctypes.data, output.ctypes.data
-    table["length"], table["bits"], table["bucket_size"] = len(gradient), 4, 512
+    table["length"], table["level"], table["bucket_size"] = len(gradient), 4, 512
     flags, magnitudes = np.zeros(1, np.uint8), magnitudes_of(codec)
     payload = np.zeros(wire_bytes(codec, len(gradient), 4, 512), np.uint8)
     sent = [there(payload), there(payload)]

@@ -102,8 +102,9 @@ class Group:
         self.magnitudes = magnitudes_of(self.codec)
         self.table = np.zeros(len(self.rows), segments.SEGMENT)
         for i, row in enumerate(self.rows):
-            for name in ("bits", "bucket_size", "start", "layer", "dtype", "length"):
+            for name in ("bucket_size", "start", "layer", "dtype", "length"):
                 self.table[i][name] = getattr(row, name)
+            self.table[i]["level"] = row.bits
             if row.length > 0 and row.gradient is not None:
                 self.table[i]["gradient"] = row.gradient.ctypes.data
             if row.length > 0 and row.residual is not None:

@@ -52,7 +52,7 @@ def test_a_table_that_is_refused_is_refused_with_its_memory_as_it_was() -> None:
         next_residual.ctypes.data,
         9,
     )
-    table["bits"], table["bucket_size"] = 4, 512
+    table["level"], table["bucket_size"] = 4, 512
     for column, value in (("payload", 1), ("length", 1 << 36), ("dtype", 9), ("length", 1 << 34)):
         wrong = table.copy()
         wrong[column] = value

@@ -53,7 +53,7 @@ def one(codec: int, gradient: Any, residual: Any = None, **row: Any) -> Group:
 def test_wire_bytes(codec: int, length: int, bits: int, bucket_size: int, size: int) -> None:
     assert kernels.wire_bytes(codec, length, bits, bucket_size) == size
     table = np.zeros(1, segments.SEGMENT)
-    table["length"], table["bits"], table["bucket_size"] = length, bits, bucket_size
+    table["length"], table["level"], table["bucket_size"] = length, bits, bucket_size
     assert kernels.wire_bytes_table(codec, table).tolist() == [size]
 
 

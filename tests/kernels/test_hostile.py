@@ -22,7 +22,7 @@ OUTPUT = np.zeros(100, np.float64)
 
 def table(**columns: Any) -> Any:
     row = np.zeros(1, segments.SEGMENT)
-    for name, value in ({"length": 8, "bits": 4, "bucket_size": 8} | columns).items():
+    for name, value in ({"length": 8, "level": 4, "bucket_size": 8} | columns).items():
         row[name] = value
     return row
 
@@ -54,14 +54,14 @@ MALFORMED = {
     "offset beyond the end": (segments.MINMAX, {"payload": 1}),
     "offset negative": (segments.MINMAX, {"payload": -1}),
     "offset wraps": (segments.MINMAX, {"payload": 2**63 - 1}),
-    "bits 0": (segments.LINF, {"bits": 0}),
-    "bits 9": (segments.LINF, {"bits": 9}),
-    "bits 0 of a sign": (segments.SIGN, {"bits": 0}),
-    "bits 2 of a sign": (segments.VOTE, {"bits": 2}),
-    "bits 1 of a codebook": (segments.CODEBOOK_L2, {"bits": 1}),
-    "bits 9 of a codebook": (segments.CODEBOOK_LINF, {"bits": 9}),
-    "payload too short for two means": (segments.ONEBIT, {"bits": 1, "length": 64, "bucket_size": 64}),
-    "bits negative": (segments.MINMAX, {"bits": -(2**31)}),
+    "bits 0": (segments.LINF, {"level": 0}),
+    "bits 9": (segments.LINF, {"level": 9}),
+    "bits 0 of a sign": (segments.SIGN, {"level": 0}),
+    "bits 2 of a sign": (segments.VOTE, {"level": 2}),
+    "bits 1 of a codebook": (segments.CODEBOOK_L2, {"level": 1}),
+    "bits 9 of a codebook": (segments.CODEBOOK_LINF, {"level": 9}),
+    "payload too short for two means": (segments.ONEBIT, {"level": 1, "length": 64, "bucket_size": 64}),
+    "bits negative": (segments.MINMAX, {"level": -(2**31)}),
     "bucket of none": (segments.MINMAX, {"bucket_size": 0}),
     "bucket negative": (segments.FP16, {"bucket_size": -1}),
     "length negative": (segments.MINMAX, {"length": -1}),
@@ -111,8 +111,8 @@ BAD_MAGNITUDES = {
 @BODY
 @pytest.mark.parametrize(("wrong", "error"), BAD_MAGNITUDES.values(), ids=BAD_MAGNITUDES)
 def test_wrong_magnitudes(body: Any, wrong: Any, error: type[Exception]) -> None:
-    rows, payload, flags = table(bits=3), np.full(100, 0xA5, np.uint8), np.zeros(1, np.uint8)
-    outputs = table(bits=3, output=OUTPUT.ctypes.data)
+    rows, payload, flags = table(level=3), np.full(100, 0xA5, np.uint8), np.zeros(1, np.uint8)
+    outputs = table(level=3, output=OUTPUT.ctypes.data)
     nearest = {"draw": None, "decay": 1.0, "magnitudes": wrong}
     codec = segments.CODEBOOK_L2
     with pytest.raises(error):
@@ -129,7 +129,7 @@ def test_wrong_magnitudes(body: Any, wrong: Any, error: type[Exception]) -> None
 @BODY
 def test_only_the_magnitudes_in_use_matter(body: Any) -> None:
     rows, payload, flags = (
-        table(bits=4, output=OUTPUT.ctypes.data),
+        table(level=4, output=OUTPUT.ctypes.data),
         np.zeros(100, np.uint8),
         np.zeros(1, np.uint8),
     )

@@ -54,7 +54,7 @@ def test_every_segment_keeps_its_level_and_is_known_by_its_pieces(bucket, count:
     layers, parts = bucket
     for part, segments in zip(parts, Chunks(parts, len(layers), count).place(), strict=True):
         whole = part.group.table[segments.cut_from]
-        for column in ("bits", "bucket_size", "layer", "dtype"):
+        for column in ("level", "bucket_size", "layer", "dtype"):
             assert (segments.table[column] == whole[column]).all()
         assert (segments.layers == part.group.layers[segments.cut_from]).all()
         assert (segments.header_index == part.header_index[segments.cut_from]).all()

@@ -57,9 +57,9 @@ class LowRank(Compressor):
         check_rank(self.rank)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the rank; ``bits`` holds it as asked for, see :class:`Matrices`."""
+        """The level is the rank; its column holds it as asked for, see :class:`Matrices`."""
         check_rank(level)
-        table["bits"] = level
+        table["level"] = level
         table["bucket_size"] = 1
 
     def remark(self, layer: LayerSpec) -> str | None:
@@ -75,9 +75,9 @@ class Matrices(Layers):
 
     @staticmethod
     def of(group: Group) -> Matrices:
-        """For the ranks in ``bits``."""
+        """For the ranks that the rows ask for."""
         shapes = [matrix_shape(shape) for shape in group.shapes]
-        wanted = group.table["bits"].tolist()
+        wanted = group.table["level"].tolist()
         ranks = np.array(
             [clamped_rank(s, r) for s, r in zip(group.shapes, wanted, strict=True)], dtype=np.int64
         ).reshape(len(shapes))
@@ -160,7 +160,7 @@ def elements(group: Group, sent: Callable[[int, int, int], int]) -> Sizes:
     """``sent(n, m, r)`` of every row, or its length where it travels exactly."""
     sizes = []
     for shape, rank, length in zip(
-        group.shapes, group.table["bits"].tolist(), group.table["length"].tolist(), strict=True
+        group.shapes, group.table["level"].tolist(), group.table["length"].tolist(), strict=True
     ):
         low = clamped_rank(shape, rank)
         sizes.append(sent(*matrix_shape(shape), low) if low else length)

@@ -30,7 +30,7 @@ class Bucketed(Coded):
 
     def fill(self, table: Table, level: Level) -> None:
         """Bits and bucket size."""
-        table["bits"] = self.code_bits if level is None else level
+        table["level"] = self.code_bits if level is None else level
         table["bucket_size"] = self.bucket_size or WHOLE_LAYER
 
     def cut_elements(self, layer: LayerSpec) -> int:

@@ -61,7 +61,7 @@ class Cast(Coded):
 
     def fill(self, table: Table, level: Level) -> None:
         """No level; float16 has scaling blocks."""
-        table["bits"] = 0
+        table["level"] = 0
         table["bucket_size"] = FP16_BLOCK if self.dtype == "float16" else CAST_BLOCK
 
     def cut_elements(self, layer: LayerSpec) -> int:

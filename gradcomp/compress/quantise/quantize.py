@@ -109,7 +109,7 @@ class Quantize(Coded):
         """The level is the number of bits."""
         if not isinstance(level, int) or not 1 <= level <= 8:
             raise ConfigError(f"a quantize level is a number of bits from 1 to 8, got {level!r}")
-        table["bits"] = level
+        table["level"] = level
         table["bucket_size"] = self.bucket_size
 
     def cut_elements(self, layer: LayerSpec) -> int:

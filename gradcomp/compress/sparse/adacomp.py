@@ -54,7 +54,7 @@ class AdaComp(Sparse):
 
     def fill(self, table: Table, level: Level) -> None:
         """There is none."""
-        table["bits"], table["bucket_size"] = 1, 1
+        table["level"], table["bucket_size"] = 1, 1
 
     def limits(self, table: Table) -> Sizes:
         """ceil(limit n), or one per bin."""

@@ -51,10 +51,10 @@ class ByDensity(Compressor):
         check_density(self.density)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the density; ``bits`` holds k."""
+        """The level is the density; its column holds k."""
         check_density(level)
         assert level is not None, "checked"
-        table["bits"] = elements_at(float(level), table["length"].astype(np.int64))
+        table["level"] = elements_at(float(level), table["length"].astype(np.int64))
         table["bucket_size"] = 1
 
     def sent_of(self, layer: LayerSpec) -> int:
@@ -63,7 +63,7 @@ class ByDensity(Compressor):
 
     def limits(self, table: Table) -> Sizes:
         """k of each row."""
-        counts: Sizes = table["bits"].astype(np.int64)
+        counts: Sizes = table["level"].astype(np.int64)
         return counts
 
 

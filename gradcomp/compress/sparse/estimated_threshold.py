@@ -46,7 +46,7 @@ class EstimatedThreshold(ByDensity, Sparse):
         finite = flags == 0
         thresholds = np.full(len(table), np.nan, dtype=np.float32)  # which nothing reaches
         rows = table[finite]
-        thresholds[finite] = self.thresholds(rows, rows["bits"].astype(np.int64), context.draw.step)
+        thresholds[finite] = self.thresholds(rows, rows["level"].astype(np.int64), context.draw.step)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
         selection.select_above(
             table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts

@@ -57,10 +57,10 @@ class GlobalTopK(Sparse):
         return Traits(keeps_residual=self.feedback, contributes=True, whole_model=True)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the density; ``bits`` holds it in units of 2**-30, since k is nothing that a row has."""
+        """The level is the density; its column holds it in units of 2**-30, since k is nothing that a row has."""
         check_density(level)
         assert level is not None, "checked"
-        table["bits"] = round(level * _DENSITY_UNITS)
+        table["level"] = round(level * _DENSITY_UNITS)
         table["bucket_size"] = 1
 
     def limits(self, table: Table) -> Sizes:
@@ -92,7 +92,7 @@ def elements_of_model(table: Table) -> int:
     """k: the sum of density n over the rows, rounded; at least 1 of any."""
     # Whole numbers without bounds, so that all ranks agree.
     lengths: list[int] = table["length"].tolist()
-    densities: list[int] = table["bits"].tolist()
+    densities: list[int] = table["level"].tolist()
     total = sum(n * density for n, density in zip(lengths, densities, strict=True))
     return min(max(1, round(total / _DENSITY_UNITS)), sum(lengths))
 

@@ -149,7 +149,7 @@ class Graded(Wrapper):
     def wanted(self, table: Table) -> Sizes:
         """k_c of each row."""
         wanted: Sizes = np.minimum(
-            elements_at(self.candidate, table["length"].astype(np.int64)), table["bits"]
+            elements_at(self.candidate, table["length"].astype(np.int64)), table["level"]
         ).astype(np.int64)
         return wanted
 

@@ -50,9 +50,9 @@ class Threshold(Sparse):
         check_density(self.capacity)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the threshold; ``bits`` holds its float32."""
+        """The level is the threshold; its column holds the bits of a float32."""
         _check_threshold(level)
-        table["bits"] = np.array(level, dtype=np.float32).view(np.int32)
+        table["level"] = np.array(level, dtype=np.float32).view(np.int32)
         table["bucket_size"] = 1
 
     def limits(self, table: Table) -> Sizes:
@@ -63,7 +63,7 @@ class Threshold(Sparse):
         """All from the threshold on; nothing from rows that are not finite."""
         table = group.inputs
         selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
-        thresholds = np.where(flags, np.float32(np.nan), table["bits"].astype(np.int32).view(np.float32))
+        thresholds = np.where(flags, np.float32(np.nan), table["level"].astype(np.int32).view(np.float32))
         limits = group.scratch.once("limits", lambda: self.limits(table))
         selection.select_above(
             table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts

@@ -67,7 +67,7 @@ def _lost_on(device: Any, codec: Codec, table: Table, values: Vector, draw: Draw
     energies: Doubles = device.losses(
         codec.kind,
         whole,
-        table["bits"],
+        table["level"],
         draw=draw if codec.stochastic else None,
         magnitudes=codec.magnitudes,
     )[0]

@@ -84,7 +84,7 @@ def write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays, only: Rows
     written = to_write(call, payload, _PAYLOAD, begins[chosen], sizes[chosen])
     found = call.result(bad, Source(_BAD), zero=True)
     stem = "reduce" if payloads else "encode"
-    for name, found_at in encoders_of(codec, table["bits"][chosen], drawn):
+    for name, found_at in encoders_of(codec, table["level"][chosen], drawn):
         members = chosen[found_at]
         job = _Job.of(call, table, members)
         if codec == FP64:
@@ -107,7 +107,7 @@ def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arr
     begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
     given = to_read(call, payload, _PAYLOAD, begins, sizes)
     found = call.result(bad, Source(_BAD), zero=True)
-    for name, found_at in classes_of(codec, table["bits"][chosen]):
+    for name, found_at in classes_of(codec, table["level"][chosen]):
         members = chosen[found_at]
         job = _Job.of(call, table, members)
         skipped = call.give(flags[members], source_of(_OTHERS, members, len(table)))
@@ -131,7 +131,7 @@ def write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_],
         raise ValueError("decode_add adds to float32 outputs only")
     begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
     given = to_read(call, payload, _PAYLOAD, begins, sizes)
-    for name, found_at in classes_of(codec, table["bits"][chosen]):
+    for name, found_at in classes_of(codec, table["level"][chosen]):
         job = _Job.of(call, table, chosen[found_at])
         blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
         parameters = (*rows, given, 0, 0, _magnitudes(call, arrays), 1.0, Real(0))
