@@ -84,8 +84,9 @@ install: $(STAMP)/package
 demo: $(STAMP)/package $(STAMP)/extra-demo
 	$(BIN)/python examples/digits.py --demo $(ARGS)
 
-# PYTHONSAFEPATH keeps the source tree off sys.path, here and in every process that a test starts.
-PYTEST := PYTHONSAFEPATH=1 $(BIN)/pytest
+# PYTHONSAFEPATH keeps the source tree off sys.path, here and in every process that a test starts. Bytecode is written
+# whatever the environment says: without, every worker rewrites the asserts of all files anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 $(BIN)/pytest
 
 # Two workers. What one of them may run beside the other is said in tests/conftest.py, and what test leaves out in
 # tests/tiers.py: test-all is all of it, test-rest what test leaves out. A worker that dies ends the run: pytest-xdist may

@@ -14,7 +14,7 @@ from gradcomp.transport.base import wait
 
 CHECKS: dict[str, Callable[[Rank], None]] = {}
 
-LARGE_BYTES = 16 << 20
+LARGE_BYTES = 4 << 20
 
 
 def check(function: Callable[[Rank], None]) -> Callable[[Rank], None]:

@@ -9,9 +9,11 @@ undefined behaviour, and the process ends at the first thing they find. One of t
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import itertools
 import os
+import re
 import subprocess
 import threading
 import weakref
@@ -223,7 +225,7 @@ def compiled(folder: Path, name: str, defines: Mapping[str, object]) -> ctypes.C
     """The shared object of a source; kept in `folder` for the next run."""
     shim = HERE / "cuda_on_cpu.hpp"
     text = f'#include "{shim}"\n#line 1 "{name}"\n{source.flat(name)}'
-    flags = [option for option in source.options(defines) if option.startswith("-D")]
+    defined = [option for option in source.options(defines) if option.startswith("-D")]
     command = [
         os.environ.get("CXX", "c++"),
         "-std=c++20",
@@ -231,24 +233,42 @@ def compiled(folder: Path, name: str, defines: Mapping[str, object]) -> ctypes.C
         "-ffp-contract=off",
         "-U_FORTIFY_SOURCE",
         "-w",
+        *(_SANITIZE if SANITIZED else ()),
+        "-fPIC",
+        "-fno-gnu-unique",  # a library's shared memory is its own, whatever others have under the same name
     ]
-    command += _SANITIZE if SANITIZED else ()
-    # A library's shared memory is its own, whatever others have under the same name.
-    command += ["-fPIC", "-shared", "-fno-gnu-unique", *flags]
+    common = tuple(command)
+    command += ["-shared", *defined]
     key = hashlib.sha256("\0".join([shim.read_text(), text, *command]).encode()).hexdigest()[:32]
     if key not in _libraries:
         target = folder / f"{key}.so"
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             part = folder / f"{key}.{os.getpid()}"
-            run = subprocess.run(
-                [*command, "-x", "c++", "-", "-o", str(part)],
-                input=text,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert run.returncode == 0, f"{name} does not compile for the CPU:\n{run.stderr[:4000]}"
+            # Of the few sources that are compiled with sanitizers, none saves what the headers take.
+            headers = () if SANITIZED else ("-include", str(_headers(folder, common)))
+            _compile([*command, *headers, "-x", "c++", "-", "-o", str(part)], text, name)
             part.rename(target)
         _libraries[key] = ctypes.CDLL(str(target))
     return _libraries[key]
+
+
+@functools.cache
+def _headers(folder: Path, command: tuple[str, ...]) -> Path:
+    """The shim's headers, precompiled: to read them takes the compiler as long as all the rest of a source."""
+    text = "".join(re.findall(r"^#include <.*>\n", (HERE / "cuda_on_cpu.hpp").read_text(), re.M))
+    name = hashlib.sha256("\0".join([text, *command]).encode()).hexdigest()[:32]
+    header = folder / f"{name}.hpp"
+    compiled_header = folder / f"{name}.hpp.gch"
+    if not compiled_header.exists():
+        part = folder / f"{name}.{os.getpid()}"
+        part.write_text(text)
+        part.rename(header)
+        _compile([*command, "-x", "c++-header", str(header), "-o", str(part)], "", "the shim")
+        part.rename(compiled_header)
+    return header
+
+
+def _compile(command: list[str], text: str, what: str) -> None:
+    run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"{what} does not compile for the CPU:\n{run.stderr[:4000]}"

@@ -527,7 +527,9 @@ COMPRESSIONS = {
 }
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize(
+    "name", ["none", "4 bits", *(pytest.param(n, marks=pytest.mark.full) for n in ("topk", "powersgd"))]
+)
 @on_ranks(2, env=ONE_THREAD)
 def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None:
     """Where the frameworks differ in a last bit, a quantiser makes a whole level of it for a value between two levels.

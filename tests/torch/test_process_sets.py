@@ -223,8 +223,10 @@ def test_ranks_that_name_other_sets_are_refused():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(no_horovod()), reason=no_horovod())
 def test_over_horovod_the_sets_that_init_was_told_of_train():
+    if missing := no_horovod():
+        pytest.skip(missing)
+
     def program():
         import pytest
         import torch
