@@ -184,7 +184,7 @@ def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeO
         layers,
         plan,
         make_transport(state, everyone),
-        state.engine_control,
+        state.watchdog,
         dataclasses.replace(state.config, reduction=name),
         lambda layer: 0,
         name=state.name(everyone),

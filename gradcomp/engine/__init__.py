@@ -2,6 +2,6 @@
 
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.exchanger import Controlled, Exchanger, Listener
-from gradcomp.engine.watch import Watch
+from gradcomp.engine.watchdog import Watchdog
 
-__all__ = ["Controlled", "Engine", "Exchanger", "Listener", "Watch"]
+__all__ = ["Controlled", "Engine", "Exchanger", "Listener", "Watchdog"]

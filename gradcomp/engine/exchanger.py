@@ -30,19 +30,18 @@ from gradcomp.engine.agreement import agree, agree_on_slices, describe
 from gradcomp.engine.background import in_background
 from gradcomp.engine.cues import DONE, STEP, Cues
 from gradcomp.engine.divergence import comparison_is_due, different_outcomes, different_parameters
-from gradcomp.engine.engine import WATCH_SECONDS, Engine
+from gradcomp.engine.engine import Engine
+from gradcomp.engine.keys import Position
 from gradcomp.engine.links import measure, shift
-from gradcomp.engine.patience import hold, patient
 from gradcomp.engine.plan_log import PlanLog
-from gradcomp.engine.watch import Position, Watch, place
-from gradcomp.engine.whereabouts import LEFT_GRACE_SECONDS, Roster
+from gradcomp.engine.watch import Roster, StepWatch, place
+from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Number, Pipeline, StepResult, Waiting
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.reduce.header import APPLIED
 from gradcomp.transport.base import Handle, Transport
-from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
 
@@ -89,7 +88,7 @@ class Exchanger:
         layers: Sequence[LayerSpec],
         plan: Plan,
         transport: Transport,
-        control: ControlChannel,
+        watchdog: Watchdog,
         config: Config,
         allocate: Allocate,
         *,
@@ -107,7 +106,7 @@ class Exchanger:
         roster: Roster | None = None,
         advice: str = "",
     ) -> None:
-        wait_for = patient(config, "the other ranks to compare layers and settings")
+        wait_for = watchdog.patient(config, "the other ranks to compare layers and settings")
         topology = topology or Topology.one_host(transport.size)
         shared = {
             "average": average,
@@ -148,8 +147,17 @@ class Exchanger:
         self._engine = engine
         self._config = config
         self._transport = transport
-        self._control, self._prefix = control, f"exchanger/{name}"
-        self._watch = Watch(control, self._prefix, transport.rank, transport.size, roster)
+        self._watch = StepWatch(
+            watchdog,
+            config,
+            f"exchanger/{name}",
+            transport.rank,
+            roster or Roster.of_size(transport.size),
+            lambda: self._position,
+            self._where,
+            lambda: self._pipeline.advances,
+            engine.wake,
+        )
         self._digests = digests
         self._advice = advice
         #: Whether the others may wait for a vote about the exchange that was waited for.
@@ -170,7 +178,6 @@ class Exchanger:
         self._error: GradcompError | None = None
         self._closed = False
         self._aborted = False  # by this rank: the others may be left in a collective
-        self._progress_at = monotonic()
         self._seen_advances = 0
         self._pid = os.getpid()
         self._plan_log: PlanLog | None = None
@@ -178,6 +185,7 @@ class Exchanger:
             controller = "none" if controlled is None else controlled.controller.to_string()
             self._plan_log = PlanLog(self._pipeline, journal, controller, compression)
         engine.add(self)
+        watchdog.add(self._watch)
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -301,7 +309,6 @@ class Exchanger:
                 self._stop_with(StateError("the engine's thread has ended: gradcomp was shut down meanwhile"))
 
     def _begin(self) -> None:
-        self._progress_at = monotonic()
         self._done.clear()
         if self._error is not None:  # it came in between: nobody would set this again
             self._done.set()
@@ -360,7 +367,7 @@ class Exchanger:
 
     def _leave_with(self, handle: Handle, whom: str) -> bool:
         """Whether a collective of the program's end came to its own before the deadline."""
-        done = hold(
+        done = self._watch.watchdog.hold(
             lambda: self._error is not None or handle.poll(),
             self._config,
             lambda: f"shutdown: {self._watch.own_rank} waits for {whom}",
@@ -376,7 +383,7 @@ class Exchanger:
     def leave(self) -> None:
         """Say that this rank opens no further step: those that wait for it in one need not wait for the deadline."""
         if self._error is None and not self._closed and not self._opened:
-            self._watch.leave(self._position)
+            self._watch.leave()
 
     def abort(self, message: str) -> None:
         """End the exchange on all ranks: they raise TransportError with this message within seconds."""
@@ -391,6 +398,7 @@ class Exchanger:
         if self._plan_log is not None:
             self._plan_log.close()
         self._engine.remove(self)
+        self._watch.watchdog.remove(self._watch)
         if self._error is None and not self._aborted and not self._pipeline.is_open:
             self._transport.close()
         else:
@@ -418,7 +426,12 @@ class Exchanger:
 
     def poll(self) -> Waiting:
         """Do what can be done without blocking."""
-        if self._error is not None or self._done.is_set():
+        if self._error is not None:
+            return Waiting.NOTHING
+        if self._watch.verdict is not None:
+            self._heed(self._watch.verdict)
+            return Waiting.NOTHING
+        if self._done.is_set():
             return Waiting.NOTHING
         # From here on the training thread waits, or is about to: what it handed in stays until we say "done".
         aside = self._aside
@@ -437,51 +450,20 @@ class Exchanger:
                 # All ranks have found it in the same step: nobody is to be told.
                 self._end_with(divergence)
             self._done.set()
-        if waiting is not Waiting.WIRE or self._pipeline.advances != self._seen_advances:
+        if waiting is not Waiting.WIRE:
+            self._watch.since = None
+        elif self._watch.since is None or self._pipeline.advances != self._seen_advances:
             self._seen_advances = self._pipeline.advances
-            self._progress_at = monotonic()
-        elif monotonic() - self._progress_at > self._config.stall_warning_seconds:
-            self._check_deadline()
+            self._watch.since = monotonic()
         return waiting
 
-    def _check_deadline(self) -> None:
-        try:
-            self._watch.waited(
-                monotonic() - self._progress_at,
-                self._position,
-                self._where(),
-                self._config.stall_warning_seconds,
-                self._config.timeout_seconds,
-            )
-        except TransportError as error:
-            self._fail(error)
-
-    def watch(self) -> None:
-        """Look at the control channel; while this rank waits, say so, and ask whether the others are still there."""
-        if self._error is not None:
-            return
-        waited = monotonic() - self._progress_at if self._waits else 0.0
-        self._watch.waits(self._where() if waited > WATCH_SECONDS / 2 else "")
-        try:
-            message = self._watch.look(self._position)
-        except TransportError as error:
-            # Without an exchange under way this is how a peer's orderly end looks.
-            if self._opened or self._aside is not None:
-                self._fail(error)
-            return
-        if message is not None:
-            self._stop_with(TransportError(f"aborted: {message}"))
-        elif waited > LEFT_GRACE_SECONDS:
-            left = self._watch.departed(self._position)
-            if left is not None:
-                self._fail(
-                    TransportError(f"{self._watch.own_rank} waited {waited:.1f} s at {self._where()}; {left}")
-                )
-
-    @property
-    def _waits(self) -> bool:
-        """Whether something is under way that the training thread waits for, or will."""
-        return (self._opened or self._aside is not None) and not self._done.is_set()
+    def _heed(self, verdict: BaseException) -> None:
+        """The watchdog has ended the wait, or the next one."""
+        if not isinstance(verdict, GradcompError):
+            raise verdict
+        if not self._watch.told:
+            self._publish(verdict)
+        self._stop_with(verdict)
 
     def crash(self, error: BaseException) -> None:
         """What should never be raised on the engine's thread was: stop here and on all ranks. Raises nothing."""
@@ -499,12 +481,12 @@ class Exchanger:
     def _fail(self, error: GradcompError) -> None:
         """Something broke here: find out why, tell everyone, raise in the training thread."""
         if isinstance(error, TransportError):
-            text = f"{error}"
-            if "waited" not in text:
-                text = f"{self._where()}: {text}; {self._watch.culprits(self._position)}"
-            error = TransportError(text)
-        self._watch.publish_abort(f"{self._watch.own_rank}: {type(error).__name__}: {error}")
+            error = TransportError(f"{self._where()}: {error}; {self._watch.culprits()}")
+        self._publish(error)
         self._stop_with(error)
+
+    def _publish(self, error: GradcompError) -> None:
+        self._watch.publish_abort(f"{self._watch.own_rank}: {type(error).__name__}: {error}")
 
     def _where(self) -> str:
         bucket = self._position[1]
@@ -522,7 +504,8 @@ class Exchanger:
         if result.parted:
             rank, size = self._transport.rank, self._transport.size
             outcome = self._pipeline.outcome
-            error = different_outcomes(self._control, self._prefix, rank, size, result.step, outcome)
+            control = self._watch.watchdog.control
+            error = different_outcomes(control, self._watch.scope, rank, size, result.step, outcome)
             return StateError(f"{error}{self._advice}")
         table, self._pipeline.digest_table = self._pipeline.digest_table, None
         if table is None:
@@ -541,6 +524,7 @@ class Exchanger:
 
     def _end_with(self, error: GradcompError) -> None:
         self._error = error
+        self._watch.since = None
         if self._listener is not None:
             self._listener.failed(error)
 

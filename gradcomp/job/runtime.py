@@ -8,7 +8,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,21 +22,19 @@ from gradcomp.core.text import printable
 from gradcomp.core.topology import Topology
 from gradcomp.engine import Engine, Exchanger
 from gradcomp.engine.background import finish_background
-from gradcomp.engine.patience import hold
-from gradcomp.engine.whereabouts import LEFT, Roster, Whereabouts
+from gradcomp.engine.keys import ABORT
+from gradcomp.engine.watch import Roster, publish_abort
+from gradcomp.engine.watchdog import Watchdog
 from gradcomp.job import ending
 from gradcomp.job.launch import Launch, placed
 from gradcomp.job.network import Network, Ranks
 from gradcomp.job.signing import Seal, SignedControl, agree_on_seal
 from gradcomp.reduce.header import PROTOCOL
 from gradcomp.transport.base import Transport
-from gradcomp.transport.control import ControlChannel, StoreSilentError
+from gradcomp.transport.control import ControlChannel
 from gradcomp.version import __version__
 
 logger = logging.getLogger("gradcomp")
-
-#: Key of the control channel: why a rank ended before its work was done. The first one stays.
-ABORT = "abort"
 
 
 class _Channel(Protocol):
@@ -124,14 +121,9 @@ class Runtime:
         return control if self.seal is None else SignedControl(control, self.seal)
 
     @cached_property
-    def engine_control(self) -> ControlChannel:
-        """The connection that all exchangers share: the engine's thread uses it."""
-        return self.make_control()
-
-    @cached_property
-    def whereabouts(self) -> Whereabouts:
-        """Where the ranks of the job are."""
-        return Whereabouts(self.engine_control, self.roster(self.everyone), self.rank)
+    def watchdog(self) -> Watchdog:
+        """What watches all that this rank waits for, over the only connection."""
+        return Watchdog(self.make_control(), self.rank)
 
 
 _runtime: Runtime | None = None
@@ -161,7 +153,7 @@ def begin(
         try:
             _introduce(runtime, sorted(_members(one, runtime.size) for one in process_sets))
             # shutdown() needs it, and can make none without the rank that hosts the store.
-            _ = runtime.engine_control
+            runtime.watchdog.start()
         except BaseException:
             _release(runtime, orderly=True)
             raise
@@ -191,6 +183,8 @@ def shutdown() -> None:
     finish_background()
     for exchanger in runtime.exchangers:
         exchanger.close()
+    if runtime.size > 1:
+        runtime.watchdog.stop()
     _release(runtime, orderly)
 
 
@@ -204,14 +198,15 @@ def _part(runtime: Runtime, reason: str | None) -> bool:
     failures = [e.error for e in runtime.exchangers if e.error is not None]
     failures += [channel.failure for channel in runtime.channels.values() if channel.failure is not None]
     if reason is not None or failures:
-        runtime.whereabouts.leave()
-        _publish_abort(runtime, reason or f"rank {runtime.rank} ended after {describe(failures[0])}")
+        runtime.watchdog.leave()
+        message = reason or f"rank {runtime.rank} ended after {describe(failures[0])}"
+        publish_abort(runtime.watchdog, ABORT, message)
         return False
     runtime.network.finish(runtime.config.timeout_seconds)
     for exchanger in runtime.exchangers:
         exchanger.part()
         exchanger.leave()
-    runtime.whereabouts.leave()
+    runtime.watchdog.leave()
     return _farewell(runtime)
 
 
@@ -294,20 +289,19 @@ def _farewell(runtime: Runtime) -> bool:
     The rank that hosts the job's store must not leave before them. A rank that failed will not come: the others need
     not wait for it.
     """
-    group, control = runtime.group(runtime.everyone), runtime.engine_control
+    group, watchdog = runtime.group(runtime.everyone), runtime.watchdog
     aborted = False
 
     def look(_: float) -> None:
         nonlocal aborted
-        with suppress(StoreSilentError):
-            aborted = control.lookup(ABORT) is not None
+        aborted = watchdog.control.lookup(ABORT) is not None
 
     def failed() -> bool:
         return aborted or any(exchanger.error is not None for exchanger in runtime.exchangers)
 
     def waits_for() -> str:
-        at = {rank: runtime.whereabouts.of(rank) for rank in runtime.everyone if rank != runtime.rank}
-        absent = [rank for rank, where in at.items() if where != LEFT]
+        others = [rank for rank in runtime.everyone if rank != runtime.rank]
+        absent = [rank for rank in others if not watchdog.has_left(rank)]
         names = runtime.roster(runtime.everyone).names(absent) or "the others"
         return (
             f"shutdown: rank {runtime.rank} is done and waits for {names} to end, at most "
@@ -316,21 +310,13 @@ def _farewell(runtime: Runtime) -> bool:
 
     try:
         handle = group.allreduce(np.zeros(1, dtype=np.float32))
-        if not hold(lambda: failed() or handle.poll(), runtime.config, waits_for, look):
+        if not watchdog.hold(lambda: failed() or handle.poll(), runtime.config, waits_for, look):
             logger.warning("%s: that is over, this rank ends", waits_for())
             return False
     except TransportError as error:
         logger.debug("shutdown: %s", error)
         return False
     return not failed()
-
-
-def _publish_abort(runtime: Runtime, reason: str) -> None:
-    try:
-        if runtime.engine_control.lookup(ABORT) is None:
-            runtime.engine_control.publish(ABORT, printable(reason).encode())
-    except TransportError as error:
-        logger.debug("shutdown: %s", error)
 
 
 def describe(error: BaseException) -> str:

@@ -17,7 +17,6 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
 from gradcomp.engine import Controlled, Exchanger
 from gradcomp.engine.agreement import agree
-from gradcomp.engine.patience import patient
 from gradcomp.job.adapter import Adapter
 from gradcomp.job.checkpoint_manager import CheckpointManager
 from gradcomp.job.meeting import meet
@@ -41,7 +40,7 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
 
     Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
-    transport, wait_for = None, patient(state.config, "the other ranks to check their arguments")
+    transport = None
     if len(ranks) > 1:
         meet(state, ranks, "build its optimizer", "has not built its optimizer")
         transport = make_transport(state, ranks)
@@ -49,6 +48,7 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
         return validate(), transport
     except Exception as error:
         if transport is not None:
+            wait_for = state.watchdog.patient(state.config, "the other ranks to check their arguments")
             agree(transport, None, error, wait_for=wait_for)
         raise
 
@@ -131,7 +131,7 @@ def start(
             proposal.layers,
             proposal.plan,
             transport,
-            state.engine_control,
+            state.watchdog,
             config,
             adapter.allocate,
             name=state.name(ranks),
