@@ -9,8 +9,12 @@ from gradcomp.engine.watch import Roster, StepWatch
 from gradcomp.transport.control import ControlChannel
 
 
+class _Waits(StepWatch):
+    position = (0, 0, 0)
+
+
 def culprits(control: ControlChannel, position: Position) -> str:
     """Rank 0 waits at this position, in scope ``x``."""
-    watchdog = Watchdog(control, 0)
-    watch = StepWatch(watchdog, Config(), "x", 0, Roster.of_size(2), lambda: position, str)
+    watch = _Waits(Watchdog(control, 0), Config(), "x", 0, Roster.of_size(2))
+    watch.position = position
     return watch.culprits()

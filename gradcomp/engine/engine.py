@@ -14,7 +14,7 @@ from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
 
 if TYPE_CHECKING:
-    from gradcomp.engine.exchanger import Exchanger
+    from gradcomp.engine.progress import Progress
 
 logger = logging.getLogger("gradcomp")
 
@@ -41,13 +41,13 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self._exchangers: tuple[Exchanger, ...] = ()
+        self._exchangers: tuple[Progress, ...] = ()
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def add(self, exchanger: Exchanger) -> None:
+    def add(self, exchanger: Progress) -> None:
         """Serve an exchanger; starts the thread with the first one."""
         with self._lock:
             if self._stopping:
@@ -57,7 +57,7 @@ class Engine:
                 self._thread = threading.Thread(target=self._loop, name="gradcomp", daemon=True)
                 self._thread.start()
 
-    def remove(self, exchanger: Exchanger) -> None:
+    def remove(self, exchanger: Progress) -> None:
         """Stop serving an exchanger."""
         with self._lock:
             self._exchangers = tuple(e for e in self._exchangers if e is not exchanger)

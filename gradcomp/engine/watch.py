@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcomp.core.config import Config
@@ -130,7 +130,7 @@ class Watch(Wait, ABC):
         """Tell every member to raise; the first message stays."""
         publish_abort(self.watchdog, self._abort, message)
 
-    def leave(self) -> None:
+    def depart(self) -> None:
         """Say that this rank takes no further part; of several departures the earliest counts."""
         control, reached = self.watchdog.control, self.position
         try:
@@ -151,43 +151,9 @@ def publish_abort(watchdog: Watchdog, key: str, message: str) -> None:
 
 
 class StepWatch(Watch):
-    """The watch of one exchanger: ``at`` is where it is, ``words`` says so; ``woken`` ends the sleep of its thread."""
+    """The watch of an exchanger's steps, in words."""
 
     nobody, aborted = "all ranks answer and are at the same place", "aborted: "
-
-    def __init__(
-        self,
-        watchdog: Watchdog,
-        config: Config,
-        scope: str,
-        member: int,
-        roster: Roster,
-        at: Callable[[], Position],
-        words: Callable[[], str],
-        advances: Callable[[], int] = lambda: 0,
-        woken: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(watchdog, config, scope, member, roster)
-        self._at, self._words, self._advances, self._woken = at, words, advances, woken
-
-    @property
-    def position(self) -> Position:
-        """See :class:`Wait`."""
-        return self._at()
-
-    @property
-    def where(self) -> str:
-        """See :class:`Wait`."""
-        return self._words()
-
-    @property
-    def advances(self) -> int:
-        """Rounds completed so far."""
-        return self._advances()
-
-    def heard(self) -> None:
-        """The engine's thread stops the exchanger."""
-        self._woken()
 
     def stalled(self, waited: float) -> str:
         """See :class:`Wait`."""

@@ -183,7 +183,7 @@ class Channel:
             _DRAIN_SECONDS if self._watch.ends or self.failed else self._timeout_seconds + _DRAIN_SECONDS
         )
         if reason is None and self._failure is None:
-            self._watch.leave()
+            self._watch.depart()
 
     # ------------------------------------------------------------------ for the work of a call, on the thread
 

@@ -232,7 +232,7 @@ def test_an_error_that_comes_while_a_step_is_opened_is_not_lost(ranks):
 
     def fail_meanwhile(*arguments):
         opened(*arguments)
-        exchanger._stop_with(TransportError("meanwhile"))
+        exchanger._progress.stop_with(TransportError("meanwhile"))
 
     exchanger.pipeline.open = fail_meanwhile
     exchanger.open()

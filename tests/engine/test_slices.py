@@ -11,7 +11,7 @@ from simulation import plan_for
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
 from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
-from gradcomp.engine import Engine, Exchanger, Watchdog
+from gradcomp.engine import Engine, Exchanger, Terms, Watchdog
 from gradcomp.engine.agreement import agree, agree_on_slices, describe
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline
@@ -93,7 +93,7 @@ def test_exchangers_are_made_with_it(second: str, elements: int) -> None:
             watchdogs[rank],
             Config(),
             lambda layer: 0,
-            device=device,
+            Terms(device=device),
         )
         return made.pipeline.config.slice_elements
 

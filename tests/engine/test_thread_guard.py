@@ -11,7 +11,7 @@ from launching import run_ranks
 
 from gradcomp import Config, LayerSpec, Policy, Quantize, StateError, TransportError
 from gradcomp.core.errors import GradcompError
-from gradcomp.engine import Engine, Exchanger, Watchdog
+from gradcomp.engine import Engine, Exchanger, Terms, Watchdog
 from gradcomp.engine.keys import Answer
 from gradcomp.transport.control import LocalControl, count_of, numbers_of
 from gradcomp.transport.inprocess import World
@@ -123,7 +123,7 @@ def both(first: Listener | None) -> list[GradcompError]:
             watchdogs[rank],
             Config(),
             lambda layer: 0,
-            listener=listener,
+            Terms(listener=listener),
         )
         raised[rank] = exchange(exchanger)
 
