@@ -28,6 +28,8 @@ from gradcomp.transport.control import numbers_of
 #: Step, bucket and round that a rank waits for. Round -1: the bucket's gradients. Bucket -1: between steps; round is
 #: then the number of collectives that it began since the last one. Of the user's collectives: calls so far, -1, 0.
 Position = tuple[int, int, int]
+#: Where a rank is in a scope that it has not entered yet.
+NOWHERE: Position = (0, -1, 0)
 
 #: What a rank waits for that has called ``shutdown()``: nothing that others could give it.
 LEFT = "shutdown()"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, TransportError
 from gradcomp.core.text import printable
-from gradcomp.engine.keys import LEFT, Position, abort_of, encode_departure, left_of, parse_departure
+from gradcomp.engine.keys import LEFT, NOWHERE, Position, abort_of, encode_departure, left_of, parse_departure
 from gradcomp.engine.watchdog import LEFT_GRACE_SECONDS, Wait, Watchdog
 
 logger = logging.getLogger("gradcomp")
@@ -58,16 +58,11 @@ class Watch(Wait, ABC):
     ) -> None:
         super().__init__(watchdog, config)
         self.roster = roster
-        self._scope = scope
+        self.scope = scope
         self._member = member
         self._abort = abort_of(scope)
         self._aborts = (self._abort, *aborts)
         self.told = False
-
-    @property
-    def scope(self) -> str:
-        """See :class:`Wait`."""
-        return self._scope
 
     @property
     def own_rank(self) -> str:
@@ -90,7 +85,7 @@ class Watch(Wait, ABC):
                 self.told = True
                 return TransportError(f"{self.aborted}{printable(abort)}")
         if waited > LEFT_GRACE_SECONDS:
-            left = parse_departure(control.lookup(left_of(self._scope)))
+            left = parse_departure(control.lookup(left_of(self.scope)))
             if left is not None and 0 <= left[0] < len(self.roster.ranks) and left[0] != self._member:
                 member, reached = left
                 if order(reached) < order(self.position):
@@ -116,14 +111,14 @@ class Watch(Wait, ABC):
             return f"the ranks cannot be asked: {error}"
         if abort is not None:
             return f"aborted by {printable(abort)}"
-        members = {member: answers.get(rank) for member, rank in enumerate(self.roster.ranks)}
-        del members[self._member]
-        silent = [member for member, answer in members.items() if answer is None]
+        ranks = self.roster.ranks
+        silent = [m for m, rank in enumerate(ranks) if rank not in answers and m != self._member]
         parts = [f"no answer from {self.roster.names(silent)} (dead or stopped)"] if silent else []
-        for member, answer in members.items():
-            at = (0, -1, 0) if answer is None else answer.positions.get(self._scope, (0, -1, 0))
-            if answer is not None and order(at) < order(position):
-                parts.append(self.absence(member, at, answer.waits_for))
+        for member, rank in enumerate(ranks):
+            if rank in answers:
+                at = answers[rank].positions.get(self.scope, NOWHERE)
+                if order(at) < order(position):
+                    parts.append(self.absence(member, at, answers[rank].waits_for))
         return "; ".join(parts) or self.nobody
 
     def publish_abort(self, message: str) -> None:
@@ -134,9 +129,9 @@ class Watch(Wait, ABC):
         """Say that this rank takes no further part; of several departures the earliest counts."""
         control, reached = self.watchdog.control, self.position
         try:
-            known = parse_departure(control.lookup(left_of(self._scope)))
+            known = parse_departure(control.lookup(left_of(self.scope)))
             if known is None or reached < known[1]:
-                control.publish(left_of(self._scope), encode_departure(self._member, reached))
+                control.publish(left_of(self.scope), encode_departure(self._member, reached))
         except TransportError:
             logger.debug("the departure could not be published", exc_info=True)
 

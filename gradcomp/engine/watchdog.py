@@ -12,7 +12,7 @@ from time import monotonic, sleep
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, TransportError
-from gradcomp.engine.keys import LEFT, QUESTION, Answer, Position, answer_of
+from gradcomp.engine.keys import LEFT, NOWHERE, QUESTION, Answer, Position, answer_of
 from gradcomp.transport.base import Handle
 from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of
 
@@ -45,15 +45,13 @@ class Wait:
 
     # What others hear of it when they ask.
 
-    @property
-    def scope(self) -> str:
-        """The communicator in which others may wait for this rank; empty: there is none."""
-        return ""
+    #: The communicator in which others may wait for this rank; empty: there is none.
+    scope = ""
 
     @property
     def position(self) -> Position:
         """What this rank has reached in the scope."""
-        return 0, -1, 0
+        return NOWHERE
 
     @property
     def where(self) -> str:
@@ -205,7 +203,7 @@ class Watchdog:
             self._waits = tuple(one for one in self._waits if one is not wait)
 
     def stop(self) -> None:
-        """End the thread; idempotent. Who waits after that waits for ever, unless :meth:`hold` does it."""
+        """End the thread; idempotent. No wait may begin after that."""
         self._stopping.set()
         with self._lock:
             thread, self._thread = self._thread, None
@@ -291,13 +289,13 @@ class Watchdog:
             self._answer(question)
 
     def _answer(self, question: int) -> None:
-        self._answered = question
         waits = self._waits
         said = [wait for wait in waits if wait.waited > LOOK_SECONDS / 2 and wait.where]
         where = max(said, key=lambda wait: wait.waited).where if said else ""
         positions = {wait.scope: wait.position for wait in waits if wait.scope}
         answer = Answer(question, LEFT if self._left else where, positions)
         self.control.publish(answer_of(self._rank), answer.encode())
+        self._answered = question
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

@@ -64,20 +64,9 @@ class _CallWatch(Watch):
     """The watch of one channel: its members have called the same up to here."""
 
     nobody = "all ranks called it"
-
-    def __init__(
-        self,
-        watchdog: Watchdog,
-        config: Config,
-        scope: str,
-        member: int,
-        roster: Roster,
-        aborts: Sequence[str],
-    ) -> None:
-        super().__init__(watchdog, config, scope, member, roster, aborts)
-        self.name = ""
-        self.calls = 0
-        self.ends = False
+    name = ""  # of the last call
+    calls = 0
+    ends = False
 
     @property
     def position(self) -> Position:

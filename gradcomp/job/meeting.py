@@ -14,7 +14,7 @@ from gradcomp.core.text import printable
 from gradcomp.engine.keys import ABORT, LEFT, Answer, arrival_of
 from gradcomp.engine.watchdog import LEFT_GRACE_SECONDS
 from gradcomp.job.network import Ranks
-from gradcomp.job.runtime import Runtime
+from gradcomp.job.state import Runtime
 from gradcomp.transport.control import StoreSilentError
 
 _POLL_SECONDS = 0.01

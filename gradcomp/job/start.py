@@ -23,8 +23,9 @@ from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
-from gradcomp.job.runtime import Runtime, leave_first
+from gradcomp.job.runtime import leave_first
 from gradcomp.job.serving import serving
+from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device

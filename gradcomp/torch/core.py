@@ -14,6 +14,7 @@ from gradcomp.job import runtime
 from gradcomp.job.network import Ranks
 from gradcomp.job.serving import refuse_servers, serving
 from gradcomp.job.start import Proposal, Setup, say_what_is_bypassed, start, validate_together
+from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.arguments import Arguments
@@ -54,7 +55,7 @@ class Core:
 
 
 def build(
-    state: runtime.Runtime,
+    state: Runtime,
     ranks: Ranks,
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None,

@@ -21,6 +21,7 @@ from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers
 from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import Proposal, Setup, start, validate_together
+from gradcomp.job.state import Runtime
 from gradcomp.job.switching import set_compression
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.ddp_futures import future_of
@@ -120,7 +121,7 @@ class HookState(Readers):
 
     def __init__(
         self,
-        state: runtime.Runtime,
+        state: Runtime,
         ranks: Ranks,
         named: Named,
         proposal: Proposal,
