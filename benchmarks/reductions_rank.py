@@ -173,7 +173,7 @@ class ExchangeOf:
 
 def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeOf:
     from gradcomp import LayerSpec, Policy, Quantize
-    from gradcomp.engine import Exchanger
+    from gradcomp.engine import Exchanger, Terms
     from gradcomp.job.transports import make_transport
 
     layers = [LayerSpec("gradient", (2, task.elements // 2))]
@@ -184,11 +184,10 @@ def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeO
         layers,
         plan,
         make_transport(state, everyone),
-        state.engine_control,
+        state.watchdog,
         dataclasses.replace(state.config, reduction=name),
         lambda layer: 0,
-        name=state.name(everyone),
-        topology=state.topology,
+        Terms(name=state.name(everyone), topology=state.topology),
     )
     state.exchangers.append(exchanger)
     return ExchangeOf(exchanger, gradient)

@@ -1,7 +1,8 @@
 """The background thread, the exchangers it serves, and what happens when a rank fails."""
 
 from gradcomp.engine.engine import Engine
-from gradcomp.engine.exchanger import Controlled, Exchanger, Listener
-from gradcomp.engine.watch import Watch
+from gradcomp.engine.exchanger import Exchanger
+from gradcomp.engine.terms import Controlled, Listener, Terms
+from gradcomp.engine.watchdog import Watchdog
 
-__all__ = ["Controlled", "Engine", "Exchanger", "Listener", "Watch"]
+__all__ = ["Controlled", "Engine", "Exchanger", "Listener", "Terms", "Watchdog"]

@@ -25,9 +25,14 @@ class Cues:
         self._transport = transport
         self._servers = servers
         self._word = np.zeros(1, dtype=_WORD)
+        #: What a trainer gave, or a server heard, last.
+        self.last = 0
+        #: Whether a server has heard of a step that it has not opened.
+        self.step_is_due = False
 
     def give(self, cue: int, step: int) -> Handle:
         """On every trainer; one at a time."""
+        self.last = cue
         self._word[0] = (MAGIC, PROTOCOL, cue, step & 0xFFFFFFFF)
         sends = range(self._servers) if self._transport.rank == self._servers else ()
         return self._transport.exchange([(server, self._word.view(np.uint8)) for server in sends], [])
@@ -43,4 +48,5 @@ class Cues:
             raise WireFormatError(
                 f"rank {self._servers} sent {bytes(self._word).hex(' ')} as the cue to step {step}"
             )
-        return int(cue)
+        self.last, self.step_is_due = int(cue), cue == STEP
+        return self.last

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import StateError, TransportError
+from gradcomp.engine.keys import outcome_of
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.transport.control import ControlChannel
 
@@ -53,13 +54,14 @@ def different_parameters(
 
 
 def different_outcomes(
-    control: ControlChannel, prefix: str, rank: int, size: int, step: int, outcome: int
+    control: ControlChannel, scope: str, rank: int, size: int, step: int, outcome: int
 ) -> StateError:
     """What every rank raises when some applied the means of a step and others did not; names them all.
 
     All ranks call it for the same step. Each publishes what it did and waits up to five seconds for the others.
     """
-    told = _told(control, f"{prefix}/outcome/{step}", rank, size, outcome)
+    keys = [outcome_of(scope, step, member) for member in range(size)]
+    told = _told(control, keys, rank, outcome)
     ranks = {bits: [r for r in sorted(told) if told[r] == bits] for bits in sorted(set(told.values()))}
     parts = [f"rank {', '.join(map(str, those))} {_IN_WORDS[bits]}" for bits, those in ranks.items()]
     if silent := [r for r in range(size) if r not in told]:
@@ -71,14 +73,14 @@ def different_outcomes(
     )
 
 
-def _told(control: ControlChannel, prefix: str, rank: int, size: int, outcome: int) -> Mapping[int, int]:
+def _told(control: ControlChannel, keys: Sequence[str], rank: int, outcome: int) -> Mapping[int, int]:
     told = {rank: outcome}
     deadline = monotonic() + ANSWER_SECONDS
     try:
-        control.publish(f"{prefix}/{rank}", str(outcome).encode())
-        while len(told) < size and monotonic() < deadline:
-            for other in range(size):
-                value = None if other in told else control.lookup(f"{prefix}/{other}")
+        control.publish(keys[rank], str(outcome).encode())
+        while len(told) < len(keys) and monotonic() < deadline:
+            for other, key in enumerate(keys):
+                value = None if other in told else control.lookup(key)
                 if value is not None and (bits := _parse(value)) is not None:
                     told[other] = bits
             sleep(0.01)

@@ -14,14 +14,13 @@ from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
 
 if TYPE_CHECKING:
-    from gradcomp.engine.exchanger import Exchanger
+    from gradcomp.engine.progress import Progress
 
 logger = logging.getLogger("gradcomp")
 
 SPIN_SECONDS = 50e-6
 LONGEST_SLEEP_SECONDS = 250e-6
-WATCH_SECONDS = 0.5
-LONGEST_WATCH_SECONDS = 2.0
+_IDLE_SECONDS = 0.5
 
 _PR_SET_TIMERSLACK, _SLACK_NANOSECONDS = 29, 1000
 
@@ -36,20 +35,19 @@ class Engine:
     """Polls the exchangers' pipelines; never blocks inside a collective.
 
     While a collective is under way it spins for 50 microseconds, then sleeps up to 250. While no bucket is complete
-    it sleeps until a layer completes one. After half a second without progress, and every two seconds in any case, it
-    looks at the control channel: a look is a round trip behind whatever is queued on the link.
+    it sleeps until a layer completes one. The control channel is the :class:`Watchdog`'s, whose verdicts wake it.
 
     Whatever is raised on the thread, by a log handler as well, ends the exchanger that it was raised for.
     """
 
     def __init__(self) -> None:
-        self._exchangers: tuple[Exchanger, ...] = ()
+        self._exchangers: tuple[Progress, ...] = ()
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def add(self, exchanger: Exchanger) -> None:
+    def add(self, exchanger: Progress) -> None:
         """Serve an exchanger; starts the thread with the first one."""
         with self._lock:
             if self._stopping:
@@ -59,7 +57,7 @@ class Engine:
                 self._thread = threading.Thread(target=self._loop, name="gradcomp", daemon=True)
                 self._thread.start()
 
-    def remove(self, exchanger: Exchanger) -> None:
+    def remove(self, exchanger: Progress) -> None:
         """Stop serving an exchanger."""
         with self._lock:
             self._exchangers = tuple(e for e in self._exchangers if e is not exchanger)
@@ -92,7 +90,7 @@ class Engine:
 
     def _serve(self) -> None:
         sleep_precisely()
-        progress_at = watched_at = monotonic()
+        progress_at = monotonic()
         pause = 0.0
         device = HOST
         while not self._stopping:
@@ -111,15 +109,8 @@ class Engine:
             now = monotonic()
             if advanced:
                 progress_at, pause = now, SPIN_SECONDS / 2
-            if now - max(watched_at, progress_at) > WATCH_SECONDS or now - watched_at > LONGEST_WATCH_SECONDS:
-                watched_at = now
-                for exchanger in self._exchangers:
-                    try:
-                        exchanger.watch()
-                    except BaseException as error:  # noqa: BLE001 - as above
-                        exchanger.crash(error)
             if not waiting & {Waiting.WIRE, Waiting.DEVICE, Waiting.BACKGROUND}:
-                self._wake.wait(WATCH_SECONDS)
+                self._wake.wait(_IDLE_SECONDS)
                 continue
             if now - progress_at > SPIN_SECONDS:
                 pause = min(2 * pause, LONGEST_SLEEP_SECONDS)

@@ -2,20 +2,15 @@
 
 On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of 56
 bytes per rank: a digest of what this rank calls. Waiting ends at a deadline, or within a second of another rank's
-failure, which is published in the job's key-value store (``user/<ranks>/abort``). Past a second of waiting a rank
-publishes how many calls it has made (``user/<ranks>/at/<rank>``) and what it waits for, so that the ranks that stay
-away can be named; at the end it publishes that it left (:mod:`gradcomp.engine.whereabouts`). A store that does not
-answer ends no call: the deadline does.
+failure, which the :class:`Watchdog` finds out. A store that does not answer ends no call: the deadline does.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.core.config import Config
 from gradcomp.core.errors import (
     ConfigError,
     GradcompError,
@@ -34,26 +30,18 @@ from gradcomp.core.errors import (
     WireFormatError,
 )
 from gradcomp.core.text import printable
-from gradcomp.engine.whereabouts import (
-    LEFT,
-    LEFT_GRACE_SECONDS,
-    Roster,
-    Whereabouts,
-    departure,
-    publish_departure,
-)
+from gradcomp.engine.keys import ABORT, LEFT, Position
+from gradcomp.engine.watch import Roster, Watch
+from gradcomp.engine.watchdog import Watchdog
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.runtime import ABORT, current
+from gradcomp.job.runtime import current
 from gradcomp.transport.base import Bytes, Handle, Transport
-from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of
-
-logger = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.5  # between looks at the store while waiting
+_LONGEST_PAUSE_SECONDS = 200e-6  # between polls of a collective
 _MOST_DESCRIPTION_BYTES = 1 << 26
 _DRAIN_SECONDS = 10.0  # for a thread whose calls have ended
 _CHUNK_BYTES = 64 << 20
@@ -72,6 +60,41 @@ class Call:
     problem: str | None = None
 
 
+class _CallWatch(Watch):
+    """The watch of one channel: its members have called the same up to here."""
+
+    nobody = "all ranks called it"
+    name = ""  # of the last call
+    calls = 0
+    ends = False
+
+    @property
+    def position(self) -> Position:
+        return self.calls, -1, 0
+
+    @property
+    def where(self) -> str:
+        return f"{self.name}, call {self.calls} of its collectives"
+
+    def look(self, waited: float) -> GradcompError | None:
+        if self.ends and waited:
+            return TransportError("gradcomp was shut down meanwhile")
+        return super().look(waited)
+
+    def stalled(self, waited: float) -> str:
+        return f"{self.name}: {self.own_rank} waits; {self.culprits()}"
+
+    def ended(self, waited: float, why: str) -> str:
+        return f"no end after {waited:.1f} s; {why}"
+
+    def absence(self, member: int, at: Position, waits_for: str) -> str:
+        left = waits_for == LEFT
+        why = (
+            f": it has left, and is in {LEFT}" if left else f": it waits in {waits_for}" if waits_for else ""
+        )
+        return f"{self.roster.name(member)} did not call it{why}"
+
+
 class Channel:
     """One process group's queue of calls and the thread that makes them.
 
@@ -81,26 +104,19 @@ class Channel:
     def __init__(
         self,
         group: Transport,
-        control: ControlChannel,
+        watchdog: Watchdog,
+        config: Config,
         name: str,
-        timeout: float,
-        stall_warning: float,
         roster: Roster | None = None,
         aborts: Sequence[str] = (),
     ) -> None:
         self.rank = group.rank
         self.size = group.size
         self._group = group
-        self._control = control
-        self._prefix = f"user/{name}"
-        self._roster = roster or Roster.of_size(group.size)
-        self._whereabouts = Whereabouts(control, self._roster, group.rank)
-        self._aborts = (f"{self._prefix}/abort", *aborts)
-        self._ended = False
-        self._timeout_seconds = timeout
-        self._stall_warning_seconds = stall_warning
-        self._calls = 0
-        self._name = ""
+        roster = roster or Roster.of_size(group.size)
+        self._watch = _CallWatch(watchdog, config, f"user/{name}", group.rank, roster, aborts)
+        watchdog.add(self._watch)
+        self._timeout_seconds = config.timeout_seconds
         self._process = os.getpid()
         self._failure: GradcompError | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -129,16 +145,13 @@ class Channel:
             try:
                 if self._failure is not None:
                     raise self._failure
-                self._name = call.name
-                self._calls += 1
+                self._watch.name = call.name
+                self._watch.calls += 1
                 future.set_result(work(self._agree(call)))
             except (ConfigError, PlanMismatchError) as error:
                 future.set_exception(error)
             except BaseException as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
                 future.set_exception(self._fail(error))
-            finally:
-                with suppress(BaseException):
-                    self._whereabouts.say("")
 
         if os.getpid() != self._process:
             raise StateError(f"{call.name}: a forked child is not a rank")
@@ -151,15 +164,15 @@ class Channel:
         """End the thread after the calls under way; with a reason, tell the other ranks to stop waiting instead."""
         self._queue.put(None)
         if reason is not None:
-            self._ended = True
+            self._watch.ends = True
             if self._failure is None:
-                self._publish_abort(reason)
+                self._watch.publish_abort(reason)
         # Every wait ends at the deadline, or at once where this rank has ended.
         self._thread.join(
-            _DRAIN_SECONDS if self._ended or self.failed else self._timeout_seconds + _DRAIN_SECONDS
+            _DRAIN_SECONDS if self._watch.ends or self.failed else self._timeout_seconds + _DRAIN_SECONDS
         )
         if reason is None and self._failure is None:
-            publish_departure(self._control, self._prefix, self.rank, (self._calls,))
+            self._watch.depart()
 
     # ------------------------------------------------------------------ for the work of a call, on the thread
 
@@ -227,86 +240,26 @@ class Channel:
         ]
 
     def _wait(self, issue: Callable[[], Handle]) -> None:
-        """Issue a collective and poll it against the deadline and the other ranks' failures."""
-        work = issue()
-        started = time.monotonic()
-        next_look = started + _LOOK_SECONDS
-        warned = False
-        pause = 20e-6
-        while not work.poll():
-            time.sleep(pause)
-            pause = min(2 * pause, 200e-6)
-            now = time.monotonic()
-            if now < next_look:
-                continue
-            next_look = now + _LOOK_SECONDS
-            self._look(now - started)
-            if not warned and now - started > self._stall_warning_seconds:
-                warned = True
-                own = self._roster.ranks[self.rank]
-                logger.warning("%s: rank %d waits; %s", self._name, own, self._absent())
-
-    def _look(self, waited_seconds: float) -> None:
-        if self._ended:
-            raise TransportError("gradcomp was shut down meanwhile")
-        try:
-            self._tell_and_listen(waited_seconds)
-        except StoreSilentError as error:
-            logger.debug("%s: %s", self._name, error)
-        if waited_seconds > self._timeout_seconds:
-            raise TransportError(f"no end after {waited_seconds:.1f} s; {self._absent()}")
-
-    def _tell_and_listen(self, waited_seconds: float) -> None:
-        """Say where this rank is; raise TransportError if the call never ends."""
-        self._control.publish(f"{self._prefix}/at/{self.rank}", str(self._calls).encode())
-        self._whereabouts.say(f"{self._name}, call {self._calls} of its collectives")
-        for key in self._aborts:
-            if (abort := self._control.lookup(key)) is not None:
-                self._failure = TransportError(printable(abort))
-                raise self._failure
-        left = departure(self._control.lookup(f"{self._prefix}/left"), 1)
-        if left is None or left[1][0] >= self._calls or waited_seconds < LEFT_GRACE_SECONDS:
-            return
-        if 0 <= left[0] < self.size and left[0] != self.rank:
-            absence = f"{self._roster.name(left[0])} did not call it: it has left, and is in {LEFT}"
-            raise TransportError(f"no end after {waited_seconds:.1f} s; {absence}")
-
-    def _absent(self) -> str:
-        """The ranks that do not wait in this call, and where they are."""
-        try:
-            calls = [count_of(self._control.lookup(f"{self._prefix}/at/{rank}")) for rank in range(self.size)]
-        except StoreSilentError as error:
-            return str(error)
-        absent = [rank for rank in range(self.size) if calls[rank] < self._calls and rank != self.rank]
-        return "; ".join(map(self._absence, absent)) or "all ranks called it"
-
-    def _absence(self, rank: int) -> str:
-        where = self._whereabouts.of(rank)
-        at = (
-            f": it has left, and is in {LEFT}" if where == LEFT else f": it waits in {where}" if where else ""
-        )
-        return f"{self._roster.name(rank)} did not call it{at}"
+        """Issue a collective and poll it until it is done, or the watchdog ends the wait."""
+        self._watch.hold(issue().poll, _LONGEST_PAUSE_SECONDS)
 
     def _fail(self, error: BaseException) -> GradcompError:
         """Give the channel up and tell the others. Raises nothing."""
+        watch = self._watch
+        if self._failure is None and watch.told and isinstance(error, GradcompError):
+            self._failure = error
         if self._failure is None:
-            message = f"{self._name}: rank {self._roster.ranks[self.rank]}: {type(error).__name__}"
+            message = f"{watch.name}: {watch.own_rank}: {type(error).__name__}"
             with suppress(BaseException):  # its text may be what raises
-                message = f"{self._name}: rank {self._roster.ranks[self.rank]}: {error}"
-            kind = type(error) if isinstance(error, GradcompError) else TransportError
-            self._failure = TransportError(message) if kind is StoreSilentError else kind(message)
-            if not isinstance(error, GradcompError):
+                message = f"{watch.name}: {watch.own_rank}: {error}"
+            if isinstance(error, GradcompError):
+                self._failure = type(error)(message)
+            else:
+                self._failure = TransportError(message)
                 self._failure.__cause__ = error
             with suppress(BaseException):
-                self._publish_abort(message)
+                watch.publish_abort(message)
         return self._failure
-
-    def _publish_abort(self, message: str) -> None:
-        try:
-            if self._control.lookup(f"{self._prefix}/abort") is None:
-                self._control.publish(f"{self._prefix}/abort", printable(message).encode())
-        except TransportError:
-            logger.debug("the abort could not be published", exc_info=True)
 
 
 def current_channel(process_set: Members = None) -> Channel | None:
@@ -322,13 +275,11 @@ def channel_of(ranks: Ranks) -> Channel | None:
     if ranks not in state.channels:
         if ranks != state.everyone:  # who met in init()
             meet(state, ranks, "call a collective", f"has called none of ranks {list(ranks)}")
-        config = state.config
         state.channels[ranks] = Channel(
             state.group(ranks),
-            state.make_control(),
+            state.watchdog,
+            state.config,
             state.key(ranks),
-            config.timeout_seconds,
-            config.stall_warning_seconds,
             state.roster(ranks),
             (ABORT,) if ranks == state.everyone else (),
         )

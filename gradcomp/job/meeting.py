@@ -1,7 +1,7 @@
 """Before some ranks make a communicator they wait for each other, where a wait can be watched.
 
 An engine's own meeting is a call that returns when all have come, or after a deadline, without a word. Here each rank
-publishes ``meeting/<ranks>-<number>/<rank>`` first, and looks for the others.
+publishes that it is there first, and looks for the others.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from time import monotonic
 
 from gradcomp.core.errors import TransportError
 from gradcomp.core.text import printable
-from gradcomp.engine.patience import hold
-from gradcomp.engine.whereabouts import LEFT, LEFT_GRACE_SECONDS
+from gradcomp.engine.keys import ABORT, LEFT, Answer, arrival_of
+from gradcomp.engine.watchdog import LEFT_GRACE_SECONDS
 from gradcomp.job.network import Ranks
-from gradcomp.job.runtime import ABORT, Runtime
+from gradcomp.job.state import Runtime
 from gradcomp.transport.control import StoreSilentError
 
 _POLL_SECONDS = 0.01
@@ -27,7 +27,7 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
     ``ranks``. TransportError if one has left, if a rank of the job has failed, or at the deadline.
     Wire: one small value per rank in the job's key-value store, read by every other.
     """
-    control, prefix = state.engine_control, f"meeting/{state.next_meeting(ranks)}"
+    watchdog, control, meeting = state.watchdog, state.watchdog.control, state.next_meeting(ranks)
     roster = state.roster(ranks)
     missing = [member for member, rank in enumerate(ranks) if rank != state.rank]
     asked = -1.0
@@ -38,27 +38,31 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
             return False
         asked = monotonic()
         try:
-            while missing and control.lookup(f"{prefix}/{ranks[missing[0]]}") is not None:
+            while missing and control.lookup(arrival_of(meeting, ranks[missing[0]])) is not None:
                 del missing[0]
         except StoreSilentError:
             return False
         return not missing
 
-    def look(seconds: float) -> None:
-        with suppress(StoreSilentError):
-            if ranks == state.everyone and (abort := control.lookup(ABORT)) is not None:
-                raise TransportError(f"aborted: {printable(abort)}")
-        if seconds > LEFT_GRACE_SECONDS and any(state.whereabouts.of(ranks[m]) == LEFT for m in missing):
-            raise TransportError(absent())
+    def look(waited: float) -> TransportError | None:
+        if ranks == state.everyone and (abort := control.lookup(ABORT)) is not None:
+            return TransportError(f"aborted: {printable(abort)}")
+        if waited > LEFT_GRACE_SECONDS and any(watchdog.has_left(ranks[member]) for member in missing):
+            return TransportError(absent())
+        return None
 
     def absent() -> str:
-        text = f"rank {state.rank} waits to {purpose}: {roster.names(missing)} {lacking}"
-        for member in missing:
-            where = state.whereabouts.of(ranks[member])
+        late = list(missing)
+        answers: dict[int, Answer] = {}
+        with suppress(TransportError):
+            answers = watchdog.ask([ranks[member] for member in late])
+        text = f"rank {state.rank} waits to {purpose}: {roster.names(late)} {lacking}"
+        for member in late:
+            where = answers[ranks[member]].waits_for if ranks[member] in answers else ""
             has = f"has left, and is in {LEFT}" if where == LEFT else f"waits in {where}"
             text += f"; {roster.name(member)} {has}" if where else ""
         return text
 
-    control.publish(f"{prefix}/{state.rank}", b"here")
-    if not hold(all_there, state.config, absent, look):
+    control.publish(arrival_of(meeting, state.rank), b"here")
+    if not watchdog.hold(all_there, state.config, absent, look):
         raise TransportError(f"{absent()}; that took longer than {state.config.timeout_seconds:g} s")

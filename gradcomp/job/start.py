@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gradcomp.compress import Policy
@@ -15,17 +15,17 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
-from gradcomp.engine import Controlled, Exchanger
+from gradcomp.engine import Controlled, Exchanger, Terms
 from gradcomp.engine.agreement import agree
-from gradcomp.engine.patience import patient
 from gradcomp.job.adapter import Adapter
 from gradcomp.job.checkpoint_manager import CheckpointManager
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
-from gradcomp.job.runtime import Runtime, leave_first
+from gradcomp.job.runtime import leave_first
 from gradcomp.job.serving import serving
+from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
@@ -41,7 +41,7 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
 
     Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
-    transport, wait_for = None, patient(state.config, "the other ranks to check their arguments")
+    transport = None
     if len(ranks) > 1:
         meet(state, ranks, "build its optimizer", "has not built its optimizer")
         transport = make_transport(state, ranks)
@@ -49,6 +49,7 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
         return validate(), transport
     except Exception as error:
         if transport is not None:
+            wait_for = state.watchdog.patient(state.config, "the other ranks to check their arguments")
             agree(transport, None, error, wait_for=wait_for)
         raise
 
@@ -102,6 +103,19 @@ def propose(
     return Proposal(policy, layers, policy.plan(layers, step=step), controller)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What frontends choose, or their users. ``arguments``: what the ranks compare of the frontend's own."""
+
+    op: ReduceOp = Average
+    predivide: float = 1.0
+    agrees: bool = False
+    order_step: int = 0
+    reduction: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    device: Device = HOST
+
+
 def start(
     state: Runtime,
     ranks: Ranks,
@@ -109,21 +123,16 @@ def start(
     proposal: Proposal,
     adapter: Adapter,
     shapes: Sequence[tuple[int, ...]],
-    *,
-    op: ReduceOp = Average,
-    predivide: float = 1.0,
-    agrees: bool = False,
-    order_step: int = 0,
-    reduction: str | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    device: Device = HOST,
+    setup: Setup,
 ) -> StepDriver:
     """The driver of the steps to come: of an exchanger on the runtime's engine, which the banner announces.
 
     Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``:
-    of the gradients, as the framework has them. ``arguments``: what the ranks compare of the frontend's own.
+    of the gradients, as the framework has them.
     """
-    config = state.config if reduction is None else replace(state.config, reduction=reduction)
+    config, op = state.config, setup.op
+    if setup.reduction is not None:
+        config = replace(config, reduction=setup.reduction)
     exchanger = None
     if transport is not None:
         exchanger = Exchanger(
@@ -131,22 +140,24 @@ def start(
             proposal.layers,
             proposal.plan,
             transport,
-            state.engine_control,
+            state.watchdog,
             config,
             adapter.allocate,
-            name=state.name(ranks),
-            average=op is Average,
-            listener=adapter.listener,
-            order_step=order_step,
-            schedule=proposal.policy.scheduled(proposal.layers),
-            topology=state.topology.among(ranks),
-            arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
-            controlled=proposal.controlled,
-            compression=proposal.policy.title,
-            device=device,
-            digests=adapter.begin_digests,
-            roster=state.roster(ranks),
-            advice=adapter.words.unequal_steps,
+            Terms(
+                name=state.name(ranks),
+                average=op is Average,
+                listener=adapter.listener,
+                order_step=setup.order_step,
+                schedule=proposal.policy.scheduled(proposal.layers),
+                topology=state.topology.among(ranks),
+                arguments={**setup.arguments, **_schedule_of(proposal.policy)},
+                controlled=proposal.controlled,
+                compression=proposal.policy.title,
+                device=setup.device,
+                digests=adapter.begin_digests,
+                roster=state.roster(ranks),
+                advice=adapter.words.unequal_steps,
+            ),
         )
         exchanger.before_exchange = Reporter(exchanger, config).after_steps
         state.exchangers.append(exchanger)
@@ -158,7 +169,7 @@ def start(
         proposal.plan,
         state.config,
         exchanger,
-        unit=predivide,
+        unit=setup.predivide,
         ranks=ranks,
         digests=adapter.digests,
     )
@@ -169,7 +180,7 @@ def start(
         adapter,
         shapes,
         divisor=float(trainers) if op is Average else 1.0,
-        agrees=agrees,
+        agrees=setup.agrees,
         rank=state.rank,
     )
 

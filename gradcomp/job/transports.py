@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.job.network import Ranks
-from gradcomp.job.runtime import Runtime
+from gradcomp.job.state import Runtime
 from gradcomp.transport.base import Transport
 
 # Each engine is imported when it is asked for.

@@ -19,6 +19,7 @@ from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import (
     Proposal,
+    Setup,
     check_arguments,
     propose,
     say_what_is_bypassed,
@@ -91,11 +92,13 @@ class Exchange:
             proposal,
             self._steps,
             self._shapes,
-            op=op,
-            predivide=predivide,
-            reduction=reduction,
-            arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
-            device=self._memory.device,
+            Setup(
+                op=op,
+                predivide=predivide,
+                reduction=reduction,
+                arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
+                device=self._memory.device,
+            ),
         )
         self._steps.attach(self._driver)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.

@@ -14,6 +14,7 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.job.state import Runtime
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.layers import specs
 from gradcomp.tf.ordered import plain
@@ -130,7 +131,7 @@ class _Distributed:
 class _Known:
     """The exchanges of one runtime, by identity of their variables, which they keep alive."""
 
-    def __init__(self, state: runtime.Runtime) -> None:
+    def __init__(self, state: Runtime) -> None:
         self.state = state
         self.count = 0
         self.exchanges: dict[tuple[int, ...], list[tuple[_Arguments, Exchange]]] = {}

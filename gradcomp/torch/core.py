@@ -13,7 +13,8 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 from gradcomp.job.network import Ranks
 from gradcomp.job.serving import refuse_servers, serving
-from gradcomp.job.start import Proposal, say_what_is_bypassed, start, validate_together
+from gradcomp.job.start import Proposal, Setup, say_what_is_bypassed, start, validate_together
+from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.arguments import Arguments
@@ -54,7 +55,7 @@ class Core:
 
 
 def build(
-    state: runtime.Runtime,
+    state: Runtime,
     ranks: Ranks,
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None,
@@ -105,18 +106,20 @@ def build(
         proposal,
         exchange,
         [tuple(parameter.shape) for _, parameter in named],
-        op=arguments.op,
-        predivide=arguments.predivide,
-        agrees=timing.on_skip == "agree",
-        reduction=arguments.reduction,
-        device=device,
-        arguments={
-            "backward_passes_per_step": timing.passes,
-            "finish": timing.finish,
-            "sparse_as_dense": arguments.sparse_as_dense,
-            "gradient_predivide_factor": arguments.predivide,
-            "on_skip": timing.on_skip,
-        },
+        Setup(
+            op=arguments.op,
+            predivide=arguments.predivide,
+            agrees=timing.on_skip == "agree",
+            reduction=arguments.reduction,
+            device=device,
+            arguments={
+                "backward_passes_per_step": timing.passes,
+                "finish": timing.finish,
+                "sparse_as_dense": arguments.sparse_as_dense,
+                "gradient_predivide_factor": arguments.predivide,
+                "on_skip": timing.on_skip,
+            },
+        ),
     )
     exchange.attach(driver)
     return Core(ranks, arguments, named, frozen, exchange)

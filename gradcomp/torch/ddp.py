@@ -20,7 +20,8 @@ from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers
 from gradcomp.job.serving import refuse_servers
-from gradcomp.job.start import Proposal, start, validate_together
+from gradcomp.job.start import Proposal, Setup, start, validate_together
+from gradcomp.job.state import Runtime
 from gradcomp.job.switching import set_compression
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.ddp_futures import future_of
@@ -120,7 +121,7 @@ class HookState(Readers):
 
     def __init__(
         self,
-        state: runtime.Runtime,
+        state: Runtime,
         ranks: Ranks,
         named: Named,
         proposal: Proposal,
@@ -133,7 +134,13 @@ class HookState(Readers):
         self._steps = BucketSteps(named, proposal.layers, loss_scale, device)
         shapes = [tuple(parameter.shape) for _, parameter in named]
         self._driver = start(
-            state, ranks, transport, proposal, self._steps, shapes, order_step=_ORDER_STEP, device=device
+            state,
+            ranks,
+            transport,
+            proposal,
+            self._steps,
+            shapes,
+            Setup(order_step=_ORDER_STEP, device=device),
         )
         self._steps.attach(self._driver)
         #: Where :func:`gradcomp.torch.save` finds the compression state.

@@ -16,7 +16,7 @@ from simulation import Simulation
 import gradcomp.torch as gc
 from gradcomp import Quantize
 from gradcomp.control.phased import Phase
-from gradcomp.engine import exchanger
+from gradcomp.engine import terms
 from gradcomp.engine.background import in_background
 from gradcomp.pipeline.snapshot import restore, snapshot
 
@@ -124,7 +124,7 @@ class Slow:
 
 def make(controller, seed: int):
     """A model and its optimizer; gradients are those of a pass that any rank can repeat."""
-    exchanger.in_background = Slow(10 * seed + gc.rank())
+    terms.in_background = Slow(10 * seed + gc.rank())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
     policy = gc.Policy(gc.Quantize(4, 64), filter=gc.Filter(min_elements=0, exclude_kinds=()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import sys
 import threading
 import time
@@ -13,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cuda_on_cpu.nccl import nccl_ranks
+from culprits import culprits
 
 from gradcomp import Config, LayerSpec, Plan, PlanMismatchError, Policy, Quantize, StateError, TransportError
-from gradcomp.engine import Engine, Exchanger, Watch
+from gradcomp.engine import Engine, Exchanger, Watchdog
 from gradcomp.engine.background import in_background
 from gradcomp.engine.engine import sleep_precisely
+from gradcomp.engine.keys import Answer
 from gradcomp.engine.watch import place
 from gradcomp.pipeline.digests import Digests
 from gradcomp.reduce.header import APPLIED, DISCARDED
@@ -42,13 +43,20 @@ class Ranks:
         self.control = control or LocalControl()
         self.pool = ThreadPoolExecutor(size)
         self.engines = [Engine() for _ in range(size)]
+        self.watchdogs = [Watchdog(self.control, rank) for rank in range(size)]
         transports = connect(size)
         config = Config(**settings)
         plan = plan or Policy(Quantize(4)).plan(LAYERS)
 
         def build(rank: int) -> Exchanger:
             return Exchanger(
-                self.engines[rank], LAYERS, plan, transports[rank], self.control, config, lambda layer: 0
+                self.engines[rank],
+                LAYERS,
+                plan,
+                transports[rank],
+                self.watchdogs[rank],
+                config,
+                lambda layer: 0,
             )
 
         self.exchangers = list(self.pool.map(build, range(size)))
@@ -67,8 +75,8 @@ class Ranks:
         return self.each(attempt)
 
     def close(self) -> None:
-        for engine in self.engines:
-            engine.stop()
+        for one in (*self.engines, *self.watchdogs):
+            one.stop()
         self.pool.shutdown()
 
 
@@ -224,7 +232,7 @@ def test_an_error_that_comes_while_a_step_is_opened_is_not_lost(ranks):
 
     def fail_meanwhile(*arguments):
         opened(*arguments)
-        exchanger._stop_with(TransportError("meanwhile"))
+        exchanger._progress.stop_with(TransportError("meanwhile"))
 
     exchanger.pipeline.open = fail_meanwhile
     exchanger.open()
@@ -267,7 +275,7 @@ def test_a_rank_late_between_steps_is_named_at_the_deadline(ranks):
 def test_ranks_that_ask_at_the_same_time_answer_each_other(ranks):
     def work(rank, exchanger):
         if rank == 3:
-            world.engines[rank].stop()  # dead
+            world.watchdogs[rank].stop()  # dead
         else:
             step(rank, exchanger)
 
@@ -303,7 +311,6 @@ def test_a_store_that_is_gone_ends_a_step_under_way(ranks):
     def work(rank, exchanger):
         time.sleep(1.2)  # between steps it may be gone: so does an orderly end look
         if rank == 0:
-            exchanger._watch._lost = False
             step(rank, exchanger)
 
     first, _ = ranks(2, Gone()).errors(work)
@@ -337,8 +344,8 @@ PASSED = [
 
 def is_behind(theirs, ours) -> bool:
     control = LocalControl()
-    control.publish("x/at/1", json.dumps([1, *theirs]).encode())
-    return "rank 1 has only reached" in Watch(control, "x", 0, 2).culprits(ours)
+    control.publish("at/1", Answer(1, "", {"x": theirs}).encode())
+    return "rank 1 has only reached" in culprits(control, ours)
 
 
 def test_a_rank_is_behind_if_it_has_not_issued_what_we_wait_for():
@@ -360,8 +367,8 @@ def test_a_position_in_words(position, words):
 
 def test_an_answer_that_is_nonsense_is_no_answer():
     control = LocalControl()
-    control.publish("x/at/1", b'{"not": "a position"}')
-    assert "no answer from rank 1" in Watch(control, "x", 0, 2).culprits((0, 0, 0))
+    control.publish("at/1", b'{"not": "a position"}')
+    assert "no answer from rank 1" in culprits(control, (0, 0, 0))
 
 
 def test_ranks_that_differ_are_told_before_anything_is_exchanged():
@@ -371,7 +378,13 @@ def test_ranks_that_differ_are_told_before_anything_is_exchanged():
     def build(rank: int) -> str:
         with pytest.raises(PlanMismatchError) as caught:
             Exchanger(
-                Engine(), LAYERS, plans[rank], transports[rank], LocalControl(), Config(), lambda layer: 0
+                Engine(),
+                LAYERS,
+                plans[rank],
+                transports[rank],
+                Watchdog(LocalControl(), rank),
+                Config(),
+                lambda layer: 0,
             )
         return str(caught.value)
 

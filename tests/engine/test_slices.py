@@ -11,7 +11,7 @@ from simulation import plan_for
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
 from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
-from gradcomp.engine import Engine, Exchanger
+from gradcomp.engine import Engine, Exchanger, Terms, Watchdog
 from gradcomp.engine.agreement import agree, agree_on_slices, describe
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline
@@ -80,19 +80,26 @@ def test_a_pipeline_that_nobody_chose_for_takes_the_host_s() -> None:
 def test_exchangers_are_made_with_it(second: str, elements: int) -> None:
     places = {"host": HOST, "device": Device("stub", driver=object())}  # which nobody asks for anything yet
     transports, control = World(2).transports(), LocalControl()
-    engines = [Engine(), Engine()]
+    engines, watchdogs = [Engine(), Engine()], [Watchdog(control, rank) for rank in range(2)]
     plan = plan_for(LAYERS, Quantize(4))
 
     def make(rank: int) -> int:
         device = places[["device", second][rank]]
         made = Exchanger(
-            engines[rank], LAYERS, plan, transports[rank], control, Config(), lambda layer: 0, device=device
+            engines[rank],
+            LAYERS,
+            plan,
+            transports[rank],
+            watchdogs[rank],
+            Config(),
+            lambda layer: 0,
+            Terms(device=device),
         )
         return made.pipeline.config.slice_elements
 
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(make, range(2)))
-    for engine in engines:
-        engine.stop()
+    for one in (*engines, *watchdogs):
+        one.stop()
     assert found == [elements] * 2
     assert 16 <= DEVICE_SLICE / 2**20 <= 32

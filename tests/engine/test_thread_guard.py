@@ -6,11 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+from culprits import culprits
 from launching import run_ranks
 
 from gradcomp import Config, LayerSpec, Policy, Quantize, StateError, TransportError
 from gradcomp.core.errors import GradcompError
-from gradcomp.engine import Engine, Exchanger, Watch
+from gradcomp.engine import Engine, Exchanger, Terms, Watchdog
+from gradcomp.engine.keys import Answer
 from gradcomp.transport.control import LocalControl, count_of, numbers_of
 from gradcomp.transport.inprocess import World
 
@@ -35,8 +37,8 @@ def step():
 step()
 if gc.rank() == 1:
     control = runtime.current().make_control()
-    for key in ("question", "at/0", "at/1", "left"):
-        control.publish(f"exchanger/all-0/{key}", b"1" * 5000)
+    for key in ("question", "at/0", "at/1", "exchanger/all-0/left"):
+        control.publish(key, b"1" * 5000)
 time.sleep(3)  # the engine looks at the store meanwhile
 step()
 print("went on", flush=True)
@@ -109,7 +111,7 @@ def both(first: Listener | None) -> list[GradcompError]:
     """What two ranks raise; the first has a listener."""
     transports, control, plan = World(2).transports(), LocalControl(), Policy(Quantize(4)).plan(LAYERS)
     raised: list[GradcompError | None] = [None, None]
-    engines = [Engine(), Engine()]
+    engines, watchdogs = [Engine(), Engine()], [Watchdog(control, rank) for rank in range(2)]
 
     def run(rank: int) -> None:
         listener = first if rank == 0 else None
@@ -118,10 +120,10 @@ def both(first: Listener | None) -> list[GradcompError]:
             LAYERS,
             plan,
             transports[rank],
-            control,
+            watchdogs[rank],
             Config(),
             lambda layer: 0,
-            listener=listener,
+            Terms(listener=listener),
         )
         raised[rank] = exchange(exchanger)
 
@@ -130,8 +132,8 @@ def both(first: Listener | None) -> list[GradcompError]:
         thread.start()
     for thread in threads:
         thread.join(20)
-    for engine in engines:
-        engine.stop()
+    for one in (*engines, *watchdogs):
+        one.stop()
     return raised
 
 
@@ -148,11 +150,13 @@ def test_a_wait_ends_when_the_engine_does():
     (transport,) = World(1).transports()
     engine = Engine()
     plan = Policy(Quantize(4)).plan(LAYERS)
-    exchanger = Exchanger(engine, LAYERS, plan, transport, LocalControl(), Config(), lambda layer: 0)
+    watchdog = Watchdog(LocalControl(), 0)
+    exchanger = Exchanger(engine, LAYERS, plan, transport, watchdog, Config(), lambda layer: 0)
     exchanger.open()
     engine.stop()
     with pytest.raises(StateError, match="the engine's thread has ended"):
         exchanger.wait()
+    watchdog.stop()
 
 
 @pytest.mark.parametrize(
@@ -173,6 +177,7 @@ def test_a_wait_ends_when_the_engine_does():
 def test_what_is_no_number_in_the_store_is_none(value):
     assert count_of(value) == 0
     assert numbers_of(value, 3) is None
+    assert Answer.parse(value) is None
 
 
 def test_numbers_in_the_store_are_read():
@@ -180,8 +185,30 @@ def test_numbers_in_the_store_are_read():
     assert numbers_of(b"[1, -2, 3]", 3) == [1, -2, 3]
 
 
+def test_an_answer_is_read_as_it_was_published():
+    answer = Answer(3, "allreduce, call 1", {"user/all": (1, -1, 0), "exchanger/all-0": (2, 0, 1)})
+    assert Answer.parse(answer.encode()) == answer
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b'["1", "", {}]',
+        b'[-1, "", {}]',
+        b"[1, 2, {}]",
+        b'[1, "", []]',
+        b'[1, "", {"x": [1, 2]}]',
+        b'[1, "", {"x": [1, 2, 3.0]}]',
+        b'[1, "", {"x": [1, 2, %s]}]' % (b"9" * 4000),
+        b'[1, "%s", {}]' % (b"x" * 10**5),
+    ],
+)
+def test_what_is_no_answer_is_none(value):
+    assert Answer.parse(value) is None
+
+
 def test_answers_of_any_length_are_no_answers():
     control = LocalControl()
-    control.publish("x/question", b"9" * 5000)
-    control.publish("x/at/1", b"[" + b"9" * 5000 + b", 0, 0, 0]")
-    assert "no answer from rank 1" in Watch(control, "x", 0, 2).culprits((0, 0, 0))
+    control.publish("question", b"9" * 5000)
+    control.publish("at/1", b'[9, "", {"x": [' + b"9" * 5000 + b", 0, 0]}]")
+    assert "no answer from rank 1" in culprits(control, (0, 0, 0))

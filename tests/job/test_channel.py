@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, WireFormatError
+from gradcomp.engine.watchdog import Watchdog
 from gradcomp.job.channel import Call, Channel
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
@@ -20,13 +22,17 @@ WORLDS = [2, 3, 4, 5, 7]
 def everywhere(world: int, body: Callable[[Channel], Any]) -> list[Any]:
     """What ``body`` returns on each rank."""
     control = LocalControl()
-    channels = [Channel(t, control, "all", 20.0, 10.0) for t in World(world).transports()]
+    config = Config(timeout_seconds=20.0)
+    watchdogs = [Watchdog(control, rank) for rank in range(world)]
+    channels = [Channel(t, watchdogs[t.rank], config, "all") for t in World(world).transports()]
     try:
         with ThreadPoolExecutor(world) as ranks:
             return list(ranks.map(body, channels))
     finally:
         for channel in channels:
             channel.close()
+        for watchdog in watchdogs:
+            watchdog.stop()
 
 
 def submit(channel: Channel, work: Callable[[list[int]], Any], call: Call | None = None) -> Any:

@@ -7,16 +7,16 @@ import pytest
 from launching import run_ranks
 
 from gradcomp import ConfigError, WireFormatError
-from gradcomp.job.runtime import _introduction
+from gradcomp.job.introduction import _introduction
 
 
 def test_ranks_with_another_protocol_are_refused_by_all():
     source = """
         import os
         import gradcomp.torch as gc
-        from gradcomp.job import runtime
+        from gradcomp.job import introduction
 
-        runtime.PROTOCOL += int(os.environ["RANK"])
+        introduction.PROTOCOL += int(os.environ["RANK"])
         try:
             gc.init(timeout_seconds=20)
         except gc.ConfigError as error:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transport_engines import no_horovod, under_horovodrun
 
 import gradcomp.torch as gc
-from gradcomp.job import runtime
+from gradcomp.job.introduction import set_of
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -201,11 +201,11 @@ def test_places_on_the_hosts():
 @pytest.mark.parametrize("given", [[], [0, 0], [-1], [0, 4], [True], 3, "01", None])
 def test_a_set_that_is_none_is_refused(given):
     with pytest.raises(gc.ConfigError, match=r"is not a list of some of the ranks 0 \.\. 3"):
-        runtime._members(given, 4)
+        set_of(given, 4)
 
 
 def test_a_set_may_be_a_list_or_a_process_set():
-    assert runtime._members([3, 1], 4) == runtime._members(gc.ProcessSet([1, 3]), 4) == (1, 3)
+    assert set_of([3, 1], 4) == set_of(gc.ProcessSet([1, 3]), 4) == (1, 3)
 
 
 def test_ranks_that_name_other_sets_are_refused():

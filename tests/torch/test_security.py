@@ -97,10 +97,10 @@ def spoil(port: int, wrong: Callable[[str], str]) -> None:
     store = PrefixStore("gradcomp/0/1/0-2", store)
     for key, value in {
         "exchanger/all-0/abort": "\x1b[2Jstranger",
-        "exchanger/all-0/question": 5000 * "9",
-        "exchanger/all-0/at/1": "[1, 99, 0, 0]",
+        "abort": "\x1b[2Jstranger",
         "user/all/abort": "\x1b[2Jstranger",
-        "user/all/at/1": 5000 * "9",
+        "question": 5000 * "9",
+        "at/1": '[1, "stranger", {"exchanger/all-0": [99, 0, 0]}]',
     }.items():
         store.set(key, wrong(value))
 

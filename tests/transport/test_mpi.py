@@ -276,7 +276,7 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
         import numpy as np
 
         from gradcomp import Config, LayerSpec, Policy, Quantize, TransportError
-        from gradcomp.engine import Engine, Exchanger
+        from gradcomp.engine import Engine, Exchanger, Watchdog
         from gradcomp.transport.mpi import MpiTransport
         from gradcomp.transport.mpi_control import MpiControl
 
@@ -293,8 +293,8 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
         layers = [LayerSpec("a", (40, 40), "float32")]
         plan = Policy(Quantize(4)).plan(layers)
         config = Config(timeout_seconds=1.0)
-        engine = Engine()
-        exchanger = Exchanger(engine, layers, plan, ours, MpiControl(), config, lambda layer: 0)
+        engine, watchdog = Engine(), Watchdog(MpiControl(), ours.rank)
+        exchanger = Exchanger(engine, layers, plan, ours, watchdog, config, lambda layer: 0)
         for _ in range(3):
             assert np.allclose(step(), 2.0, rtol=1e-5)
         try:
@@ -305,6 +305,7 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
             print(f"rank {ours.rank}: {error}\n", end="")
         engine.stop()
         exchanger.close()
+        watchdog.stop()
         sys.exit(7)
 
     done = under_mpi(body, 3)

@@ -1,0 +1,117 @@
+"""Every key of the control channel, and what stands there. What other ranks published is checked before it is used.
+
+A *scope* is a communicator whose ranks may wait for each other: ``exchanger/<ranks>-<number>`` or ``user/<ranks>``.
+Ranks are numbers of the job, members those of the scope.
+
+======================================  ========================================  ====================================
+key                                     value                                     who reads it, and when
+======================================  ========================================  ====================================
+``abort``, ``<scope>/abort``            the message with which every rank raises  every watchdog, at every look
+``<scope>/left``                        the member that left first, its position  who has waited two seconds
+``question``                            a counter: "where are you?"               every watchdog, at every look
+``at/<rank>``                           an :class:`Answer`                        who asked
+``<scope>/outcome/<step>/<member>``     what became of a step                     all, where headers differ about it
+``meeting/<ranks>-<number>/<rank>``     "here"                                    who makes a communicator
+======================================  ========================================  ====================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradcomp.core.text import printable
+from gradcomp.transport.control import numbers_of
+
+#: Step, bucket and round that a rank waits for. Round -1: the bucket's gradients. Bucket -1: between steps; round is
+#: then the number of collectives that it began since the last one. Of the user's collectives: calls so far, -1, 0.
+Position = tuple[int, int, int]
+#: Where a rank is in a scope that it has not entered yet.
+NOWHERE: Position = (0, -1, 0)
+
+#: What a rank waits for that has called ``shutdown()``: nothing that others could give it.
+LEFT = "shutdown()"
+
+#: Why a rank ended before its work was done. The first message stays, here and in every scope.
+ABORT = "abort"
+QUESTION = "question"
+
+_MOST_ANSWER_BYTES = 1 << 16
+_MOST = 10**15
+
+
+def abort_of(scope: str) -> str:
+    """Why the scope can be used no further."""
+    return f"{scope}/{ABORT}"
+
+
+def left_of(scope: str) -> str:
+    """Who left the scope first."""
+    return f"{scope}/left"
+
+
+def answer_of(rank: int) -> str:
+    """Where a rank is."""
+    return f"at/{rank}"
+
+
+def outcome_of(scope: str, step: int, member: int) -> str:
+    """What a member did with the means of a step."""
+    return f"{scope}/outcome/{step}/{member}"
+
+
+def arrival_of(meeting: str, rank: int) -> str:
+    """Whether a rank has come to a meeting."""
+    return f"meeting/{meeting}/{rank}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where a rank was when it heard question number ``question``; ``positions``: what it had reached in each scope."""
+
+    question: int
+    waits_for: str
+    positions: Mapping[str, Position]
+
+    @property
+    def left(self) -> bool:
+        """Whether this is the rank's last word."""
+        return self.waits_for == LEFT
+
+    def encode(self) -> bytes:
+        """As it is published."""
+        return json.dumps([self.question, self.waits_for, self.positions]).encode()
+
+    @staticmethod
+    def parse(value: bytes | None) -> Answer | None:
+        """None for everything that is no answer."""
+        if value is None or len(value) > _MOST_ANSWER_BYTES:
+            return None
+        try:
+            question, waits_for, positions = json.loads(value)
+            found = {str(scope): _position(at) for scope, at in positions.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return None
+        if type(question) is not int or not 0 <= question < _MOST or not isinstance(waits_for, str):
+            return None
+        return Answer(question, printable(waits_for), found)
+
+
+def _position(at: Any) -> Position:
+    step, bucket, round_number = at
+    if not all(type(number) is int and abs(number) < _MOST for number in at):
+        raise ValueError(f"{at!r:.80} is not a position")
+    return step, bucket, round_number
+
+
+def encode_departure(member: int, reached: Position) -> bytes:
+    """What stands at :func:`left_of`."""
+    return json.dumps([member, *reached]).encode()
+
+
+def parse_departure(value: bytes | None) -> tuple[int, Position] | None:
+    """The member that left first, and the position that it had reached; None while all are there."""
+    found = numbers_of(value, 4)
+    return None if found is None else (found[0], (found[1], found[2], found[3]))

@@ -1,0 +1,213 @@
+"""What an exchanger has under way: the engine's thread polls it, the watchdog watches it, the training thread waits."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from time import monotonic
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import GradcompError, StateError, TransportError
+from gradcomp.engine.divergence import different_outcomes, different_parameters
+from gradcomp.engine.engine import Engine
+from gradcomp.engine.keys import Position
+from gradcomp.engine.terms import Terms
+from gradcomp.engine.watch import Roster, StepWatch, place
+from gradcomp.engine.watchdog import Watchdog
+from gradcomp.kernels.devices import Device
+from gradcomp.pipeline import Pipeline, Waiting
+from gradcomp.transport.base import Handle
+
+#: A wait looks so often whether the engine's thread still lives.
+_LIFE_SECONDS = 1.0
+
+
+class Progress(StepWatch):
+    """A step or a collective between steps, until it is done or fails; one at a time.
+
+    ``is_open``: a step has begun that nobody has waited for. ``cue``: a message that goes with it. ``collectives``: how
+    many began since the last step. ``error``: why there will be no further one. From :meth:`begin` until the wait ends
+    the engine's thread alone touches the pipeline and the communicator.
+    """
+
+    def __init__(
+        self, engine: Engine, watchdog: Watchdog, config: Config, pipeline: Pipeline, terms: Terms
+    ) -> None:
+        transport = pipeline.transport
+        roster = terms.roster or Roster.of_size(transport.size)
+        super().__init__(watchdog, config, f"exchanger/{terms.name}", transport.rank, roster)
+        self.is_open = False
+        self.cue: Handle | None = None
+        self.collectives = 0
+        self.error: GradcompError | None = None
+        self._engine = engine
+        self._pipeline = pipeline
+        self._transport = transport
+        self._listener = terms.listener
+        self._advice = terms.advice
+        self._collective: Handle | None = None
+        self._done = threading.Event()
+        self._seen_advances = 0
+        engine.add(self)
+        watchdog.add(self)
+
+    def end_service(self) -> None:
+        """Nothing is polled or watched from now on."""
+        self._engine.remove(self)
+        self.watchdog.remove(self)
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Something is under way."""
+        self._done.clear()
+        if self.error is not None:  # it came in between: nobody would set this again
+            self._done.set()
+
+    def wait(self) -> None:
+        """Until the engine's thread says that it is done, or is no more."""
+        while not self._done.wait(_LIFE_SECONDS):
+            if not self._engine.alive and not self._done.is_set():
+                self.stop_with(StateError("the engine's thread has ended: gradcomp was shut down meanwhile"))
+
+    def wait_for(self, handle: Handle) -> None:
+        """Wait for a collective between steps; the engine polls it as it does a step."""
+        self.collectives += 1
+        self.begin()
+        self._collective = handle
+        self._engine.wake()
+        self.wait()
+        self._collective = None
+        if self.error is not None:
+            raise self.error
+
+    # -- the watchdog's thread, too -----------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """See :class:`Wait`."""
+        return self._pipeline.position if self.is_open else (self._pipeline.step, -1, self.collectives)
+
+    @property
+    def where(self) -> str:
+        """The position in words, with the names of layers."""
+        position = self.position
+        buckets = self._pipeline.layout.buckets
+        if not 0 <= position[1] < len(buckets):
+            return place(position)
+        layers = buckets[position[1]].layers
+        names = [self._pipeline.layers[layer].name for layer in layers[:3].tolist()]
+        more = ", ..." if len(layers) > 3 else ""
+        return f"{place(position)} ({', '.join(names)}{more})"
+
+    @property
+    def advances(self) -> int:
+        """Rounds completed so far."""
+        return self._pipeline.advances
+
+    def heard(self) -> None:
+        """The engine's thread stops what is under way."""
+        self._engine.wake()
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> Device:
+        """Where the gradients are."""
+        return self._pipeline.device
+
+    def poll(self) -> Waiting:
+        """Do what can be done without blocking."""
+        if self.error is not None:
+            return Waiting.NOTHING
+        if self.verdict is not None:
+            self._heed(self.verdict)
+            return Waiting.NOTHING
+        collective = self._collective
+        if self._done.is_set() or (not self.is_open and collective is None):
+            return Waiting.NOTHING
+        # From here on the training thread waits, or is about to: what it handed in stays until we say "done".
+        try:
+            waiting = self._pipeline.poll() if collective is None else _poll(collective)
+            if waiting is Waiting.NOTHING and self.cue is not None:
+                waiting = _poll(self.cue)
+        except GradcompError as error:
+            self._fail(error)
+            return Waiting.NOTHING
+        if waiting is not Waiting.WIRE:
+            self.since = None
+        elif self.since is None or self._pipeline.advances != self._seen_advances:
+            self._seen_advances = self._pipeline.advances
+            self.since = monotonic()
+        if waiting is Waiting.NOTHING:
+            self.cue = None
+            if collective is None and (divergence := self._divergence()) is not None:
+                # All ranks have found it in the same step: nobody is to be told.
+                self._end_with(divergence)
+            self._done.set()
+        return waiting
+
+    def _heed(self, verdict: BaseException) -> None:
+        """The watchdog has ended the wait, or the next one."""
+        if not isinstance(verdict, GradcompError):
+            raise verdict
+        if not self.told:
+            self._publish(verdict)
+        self.stop_with(verdict)
+
+    def crash(self, error: BaseException) -> None:
+        """What should never be raised on the engine's thread was: stop here and on all ranks. Raises nothing."""
+        problem = StateError(f"the engine's thread failed: {type(error).__name__}")
+        with suppress(BaseException):  # its text may be what raises
+            problem = StateError(
+                f"the engine's thread failed at {self.where}: {type(error).__name__}: {error}"
+            )
+        problem.__cause__ = error
+        with suppress(BaseException):
+            self.publish_abort(f"{self.own_rank}: {problem}")
+        with suppress(BaseException):
+            self.stop_with(problem)
+
+    def _fail(self, error: GradcompError) -> None:
+        """Something broke here: find out why, tell everyone, raise in the training thread."""
+        if isinstance(error, TransportError):
+            error = TransportError(f"{self.where}: {error}; {self.culprits()}")
+        self._publish(error)
+        self.stop_with(error)
+
+    def _publish(self, error: GradcompError) -> None:
+        self.publish_abort(f"{self.own_rank}: {type(error).__name__}: {error}")
+
+    def _divergence(self) -> StateError | None:
+        """What has become known in the step that is done, on all ranks alike."""
+        result = self._pipeline.result
+        assert result is not None, "a step that is done has a result"
+        if result.parted:
+            rank, size = self._transport.rank, self._transport.size
+            control, outcome = self.watchdog.control, self._pipeline.outcome
+            error = different_outcomes(control, self.scope, rank, size, result.step, outcome)
+            return StateError(f"{error}{self._advice}")
+        table, self._pipeline.digest_table = self._pipeline.digest_table, None
+        if table is None:
+            return None
+        return different_parameters(table, [layer.name for layer in self._pipeline.layers], result.step)
+
+    def stop_with(self, error: GradcompError) -> None:
+        """It goes on no further, and nothing else will."""
+        try:
+            self._transport.abandon()
+            self._pipeline.abandon()  # those who are told may take their gradients back
+        finally:
+            try:
+                self._end_with(error)
+            finally:
+                self._done.set()
+
+    def _end_with(self, error: GradcompError) -> None:
+        self.error, self.since = error, None
+        if self._listener is not None:
+            self._listener.failed(error)
+
+
+def _poll(handle: Handle) -> Waiting:
+    return Waiting.NOTHING if handle.poll() else Waiting.WIRE

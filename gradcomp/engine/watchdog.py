@@ -1,0 +1,332 @@
+"""One thread per process looks at the control channel, for all that this rank may wait for.
+
+Keys: :mod:`gradcomp.engine.keys`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import GradcompError, TransportError
+from gradcomp.engine.keys import LEFT, NOWHERE, QUESTION, Answer, Position, answer_of
+from gradcomp.transport.base import Handle
+from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of
+
+logger = logging.getLogger("gradcomp")
+
+#: Between looks while something waits, or nothing goes on.
+LOOK_SECONDS = 0.5
+#: Between looks while steps go on: a look is a round trip behind whatever is queued on the link.
+LONGEST_LOOK_SECONDS = 1.0
+#: A rank whose process lives answers within this time, whatever its training thread does.
+ANSWER_SECONDS = 2.0
+#: A rank that waits for one that has left gives up after this time: its last message may still be on the way.
+LEFT_GRACE_SECONDS = 2.0
+
+
+class Wait:
+    """Something of this rank that may have to wait for other ranks. Watched from :meth:`Watchdog.add` to ``remove``.
+
+    Who waits says since when (``since``; None: it does not wait) and looks at ``verdict``. The watchdog's thread sets
+    that once, to what ends the wait: the deadline, another rank's failure or departure, or whatever was raised while
+    it looked. After ``stall_warning_seconds`` it logs a warning.
+    """
+
+    def __init__(self, watchdog: Watchdog, config: Config) -> None:
+        self.watchdog = watchdog
+        self.config = config
+        self.since: float | None = None
+        self.verdict: BaseException | None = None
+        self._warned = False
+
+    # What others hear of it when they ask.
+
+    #: The communicator in which others may wait for this rank; empty: there is none.
+    scope = ""
+
+    @property
+    def position(self) -> Position:
+        """What this rank has reached in the scope."""
+        return NOWHERE
+
+    @property
+    def where(self) -> str:
+        """What this rank waits for, in words."""
+        return ""
+
+    @property
+    def advances(self) -> int:
+        """Changes whenever something comes to an end."""
+        return 0
+
+    # For subclasses, on the watchdog's thread.
+
+    def look(self, waited: float) -> GradcompError | None:
+        """What ends the wait after so many seconds, or what would end the next one; None: nothing yet.
+
+        Raises TransportError if the control channel cannot be used.
+        """
+        return None
+
+    def lost(self, error: TransportError) -> TransportError:
+        """What ends the wait when the control channel is gone."""
+        return error
+
+    def stalled(self, waited: float) -> str:
+        """The warning of a wait that has taken long."""
+        raise NotImplementedError
+
+    def overdue(self, waited: float) -> str:
+        """The error of a wait that has taken too long."""
+        raise NotImplementedError
+
+    def heard(self) -> None:
+        """There is a verdict."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds since it began to wait, or last advanced."""
+        since = self.since
+        return 0.0 if since is None else monotonic() - since
+
+    def check(self) -> None:
+        """One look, on the watchdog's thread. A store that does not answer ends no wait: the deadline does."""
+        if self.verdict is not None:
+            return
+        waited, since = self.waited, self.since
+        found: BaseException | None = None
+        try:
+            try:
+                found = self.look(waited)
+            except StoreSilentError as error:
+                logger.debug("%s", error)
+            except TransportError as error:
+                # To a rank that does not wait this is how the others' orderly end looks.
+                found = self.lost(error) if waited > LOOK_SECONDS else None
+            found = found or self._late(waited, since)
+        except BaseException as error:  # noqa: BLE001 - who waits is to hear of it, and the others go on being watched
+            found = error
+        if found is not None:
+            self.end(found)
+
+    def end(self, verdict: BaseException) -> None:
+        """The wait is over."""
+        self.verdict = verdict
+        self.heard()
+
+    def _late(self, waited: float, since: float | None) -> TransportError | None:
+        if waited >= self.config.timeout_seconds:
+            error = TransportError(self.overdue(waited))
+            return error if self.since == since else None  # it may have ended while the others were asked
+        if waited < self.config.stall_warning_seconds:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            logger.warning("%s", self.stalled(waited))
+        return None
+
+    def hold(self, done: Callable[[], bool], longest_pause: float) -> None:
+        """Poll until ``done``, from now on; raises the verdict."""
+        self.since = monotonic()
+        pause = 20e-6
+        try:
+            while not done():
+                if self.verdict is not None:
+                    raise self.verdict
+                sleep(pause)
+                pause = min(2 * pause, longest_pause)
+        finally:
+            self.since = None
+
+
+class _Hold(Wait):
+    """A wait that the deadline ends without an error."""
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        config: Config,
+        say: Callable[[], str],
+        look: Callable[[float], GradcompError | None],
+    ) -> None:
+        super().__init__(watchdog, config)
+        self._say, self._look = say, look
+        self.over = False
+
+    def look(self, waited: float) -> GradcompError | None:
+        return self._look(waited)
+
+    def stalled(self, waited: float) -> str:
+        return self._say()
+
+    def overdue(self, waited: float) -> str:
+        self.over = True
+        return "the deadline"
+
+
+class Watchdog:
+    """Looks at the control channel twice a second: for questions of other ranks, and for what ends a wait of this one.
+
+    Of the control channel's users it alone looks again and again; who fails or leaves publishes that from any thread.
+    """
+
+    def __init__(self, control: ControlChannel, rank: int) -> None:
+        self.control = control
+        self._rank = rank
+        self._waits: tuple[Wait, ...] = ()
+        self._answered = 0
+        self._left = False
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Answer questions from now on; idempotent."""
+        with self._lock:
+            if (self._thread is None or not self._thread.is_alive()) and not self._stopping.is_set():
+                self._thread = threading.Thread(target=self._loop, name="gradcomp-watch", daemon=True)
+                self._thread.start()
+
+    def add(self, wait: Wait) -> None:
+        """Watch something."""
+        with self._lock:
+            self._waits = (*self._waits, wait)
+        self.start()
+
+    def remove(self, wait: Wait) -> None:
+        """Watch it no longer."""
+        with self._lock:
+            self._waits = tuple(one for one in self._waits if one is not wait)
+
+    def stop(self) -> None:
+        """End the thread; idempotent. No wait may begin after that."""
+        self._stopping.set()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    # -- waits of their own ----------------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        done: Callable[[], bool],
+        config: Config,
+        say: Callable[[], str],
+        look: Callable[[float], GradcompError | None] = lambda waited: None,
+    ) -> bool:
+        """Wait until ``done``; False after ``timeout_seconds``.
+
+        After ``stall_warning_seconds`` what ``say`` returns is logged, once. ``look`` is called twice a second with the
+        seconds so far; what it returns or raises is raised.
+        """
+        if done():
+            return True
+        wait = _Hold(self, config, say, look)
+        self.add(wait)
+        try:
+            wait.hold(done, 2e-3)
+        except TransportError:
+            if not wait.over:
+                raise
+            return False
+        finally:
+            self.remove(wait)
+        return True
+
+    def patient(self, config: Config, what: str) -> Callable[[Handle], None]:
+        """Waits for collectives of construction: TransportError at the deadline. ``what`` stands after "waits for"."""
+
+        def wait_for(handle: Handle) -> None:
+            if not self.hold(handle.poll, config, lambda: f"this rank waits for {what}"):
+                raise TransportError(f"this rank waited {config.timeout_seconds:.0f} s for {what}")
+
+        return wait_for
+
+    # -- where the ranks are ---------------------------------------------------------------------------------------
+
+    def ask(self, ranks: Sequence[int], enough: Callable[[], bool] = lambda: False) -> dict[int, Answer]:
+        """Where these ranks of the job are; of those that are silent for two seconds nothing. Raises TransportError."""
+        number = max(count_of(self.control.lookup(QUESTION)), self._answered) + 1
+        self._answer(number)
+        self.control.publish(QUESTION, str(number).encode())
+        answers: dict[int, Answer] = {}
+        deadline = monotonic() + ANSWER_SECONDS
+        while len(answers) < len(ranks) and monotonic() < deadline and not enough():
+            sleep(0.05)
+            self.answer()  # others may be asking too
+            for rank in ranks:
+                if rank not in answers:
+                    answer = Answer.parse(self.control.lookup(answer_of(rank)))
+                    if answer is not None and (answer.question >= number or answer.left):
+                        answers[rank] = answer
+        return answers
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of the job has said that it called ``shutdown()``."""
+        try:
+            answer = Answer.parse(self.control.lookup(answer_of(rank)))
+        except TransportError:
+            return False
+        return answer is not None and answer.left
+
+    def leave(self) -> None:
+        """Say that this rank takes part in nothing any more."""
+        self._left = True
+        try:
+            self._answer(self._answered)
+        except TransportError as error:
+            logger.debug("that this rank leaves could not be published: %s", error)
+
+    def answer(self) -> None:
+        """Answer a question, if there is a new one. Raises TransportError."""
+        question = count_of(self.control.lookup(QUESTION))
+        if question > self._answered:
+            self._answer(question)
+
+    def _answer(self, question: int) -> None:
+        waits = self._waits
+        said = [wait for wait in waits if wait.waited > LOOK_SECONDS / 2 and wait.where]
+        where = max(said, key=lambda wait: wait.waited).where if said else ""
+        positions = {wait.scope: wait.position for wait in waits if wait.scope}
+        answer = Answer(question, LEFT if self._left else where, positions)
+        self.control.publish(answer_of(self._rank), answer.encode())
+        self._answered = question
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - nobody else would end the waits
+            for wait in self._waits:
+                wait.end(error)
+
+    def _serve(self) -> None:
+        seen, looked_at = 0, monotonic()
+        while not self._stopping.wait(self._pause()):
+            waits, now = self._waits, monotonic()
+            before, seen = seen, sum(wait.advances for wait in waits)
+            goes_on = seen != before and all(wait.waited < LOOK_SECONDS for wait in waits)
+            if goes_on and now - looked_at < LONGEST_LOOK_SECONDS:
+                continue
+            looked_at = now
+            try:
+                self.answer()
+            except TransportError as error:
+                logger.debug("no question can be answered: %s", error)
+            for wait in waits:
+                wait.check()
+
+    def _pause(self) -> float:
+        """Until the next look, or the first deadline."""
+        left = [
+            wait.config.timeout_seconds - wait.waited
+            for wait in self._waits
+            if wait.since is not None and wait.verdict is None
+        ]
+        return min(LOOK_SECONDS, max(0.01, min(left, default=LOOK_SECONDS)))

@@ -1,0 +1,80 @@
+"""A rank leaves the job: it tells the others, and waits for them if all ends in good order."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from gradcomp.core.errors import TransportError
+from gradcomp.engine.keys import ABORT
+from gradcomp.engine.watch import publish_abort
+from gradcomp.job.state import Runtime
+
+logger = logging.getLogger("gradcomp")
+
+
+def part(runtime: Runtime, reason: str | None) -> bool:
+    """Tell the others that this rank leaves, and wait for them; whether all have left in good order."""
+    for exchanger in runtime.exchangers:
+        if reason is not None:
+            exchanger.abort(reason)
+    for channel in runtime.channels.values():
+        channel.close(reason)
+    failures = [e.error for e in runtime.exchangers if e.error is not None]
+    failures += [channel.failure for channel in runtime.channels.values() if channel.failure is not None]
+    if reason is not None or failures:
+        runtime.watchdog.leave()
+        message = reason or f"rank {runtime.rank} ended after {describe(failures[0])}"
+        publish_abort(runtime.watchdog, ABORT, message)
+        return False
+    runtime.network.finish(runtime.config.timeout_seconds)
+    for exchanger in runtime.exchangers:
+        exchanger.part()
+        exchanger.leave()
+    runtime.watchdog.leave()
+    return _farewell(runtime)
+
+
+def _farewell(runtime: Runtime) -> bool:
+    """Wait until all ranks are here, as long as ``timeout_seconds``; whether they are.
+
+    The rank that hosts the job's store must not leave before them. A rank that failed will not come: the others need
+    not wait for it.
+    """
+    group, watchdog = runtime.group(runtime.everyone), runtime.watchdog
+    aborted = False
+
+    def look(_: float) -> None:
+        nonlocal aborted
+        aborted = watchdog.control.lookup(ABORT) is not None
+
+    def failed() -> bool:
+        return aborted or any(exchanger.error is not None for exchanger in runtime.exchangers)
+
+    def waits_for() -> str:
+        others = [rank for rank in runtime.everyone if rank != runtime.rank]
+        absent = [rank for rank in others if not watchdog.has_left(rank)]
+        names = runtime.roster(runtime.everyone).names(absent) or "the others"
+        return (
+            f"shutdown: rank {runtime.rank} is done and waits for {names} to end, at most "
+            f"{runtime.config.timeout_seconds:g} s"
+        )
+
+    try:
+        handle = group.allreduce(np.zeros(1, dtype=np.float32))
+        if not watchdog.hold(lambda: failed() or handle.poll(), runtime.config, waits_for, look):
+            logger.warning("%s: that is over, this rank ends", waits_for())
+            return False
+    except TransportError as error:
+        logger.debug("shutdown: %s", error)
+        return False
+    return not failed()
+
+
+def describe(error: BaseException) -> str:
+    """An error with its type; another program's may not be able to say its text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - as it says
+        return type(error).__name__

@@ -1,0 +1,75 @@
+"""The ranks introduce themselves to each other, and find out whether they fit together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.text import printable
+from gradcomp.core.topology import Topology
+from gradcomp.job.launch import placed
+from gradcomp.job.network import Ranks
+from gradcomp.job.signing import agree_on_seal
+from gradcomp.job.state import Runtime
+from gradcomp.reduce.header import PROTOCOL
+from gradcomp.version import __version__
+
+
+def set_of(process_set: Any, size: int) -> Ranks:
+    """The ranks of a process set that :func:`init` was given."""
+    given = getattr(process_set, "ranks", process_set)
+    ranks = list(given) if isinstance(given, Iterable) else []
+    if not ranks or len(set(ranks)) < len(ranks) or not all(type(r) is int and 0 <= r < size for r in ranks):
+        raise ConfigError(f"process_sets: {given!r} is not a list of some of the ranks 0 .. {size - 1}")
+    return tuple(sorted(ranks))
+
+
+def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
+    """The ranks tell each other which host they are on, for places and topology, and which transport they will use.
+
+    Then the process sets are made that all ranks must make together.
+    """
+    version = f"gradcomp {__version__}, wire protocol {PROTOCOL}"
+    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets), version])
+    told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
+    if others := [rank for rank, (_, _, _, theirs) in enumerate(told) if theirs != told[0][3]]:
+        raise ConfigError(
+            f"rank 0 runs {told[0][3]}, rank {others[0]} {told[others[0]][3]}: all ranks need the same version"
+        )
+    transports = [transport for _, transport, _, _ in told]
+    if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
+        raise ConfigError(
+            f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
+            "all ranks need the same one"
+        )
+    if others := [rank for rank, (_, _, sets, _) in enumerate(told) if sets != told[0][2]]:
+        raise ConfigError(
+            f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks name them all"
+        )
+    hosts = [host for host, _, _, _ in told]
+    runtime.hosts = tuple(hosts)
+    runtime.topology = Topology.of(hosts)
+    runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+    if runtime.network.exposed:
+        one_host = len(runtime.topology.leaders) == 1
+        runtime.seal = agree_on_seal(runtime.group(runtime.everyone), one_host, runtime.launch.secret)
+    if process_sets and runtime.config.transport == "horovod":
+        from gradcomp.transport.horovod import process_set  # an engine, imported when it is asked for
+
+        for ranks in process_sets:
+            process_set([runtime.network.ranks[rank] for rank in ranks])
+
+
+def _introduction(part: bytes) -> tuple[str, str, str, str]:
+    try:
+        introduction = json.loads(part)
+    except ValueError as error:
+        raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
+    if not isinstance(introduction, list) or len(introduction) != 4:
+        raise ConfigError(
+            f"a rank introduced itself with {part!r:.80}: it runs another version of gradcomp; all ranks need the same"
+        )
+    host, transport, process_sets, version = (printable(str(item)) for item in introduction)
+    return host, transport, process_sets, version
