@@ -86,17 +86,21 @@ class Arm:
 GRAVAC = {"topk": "topk", "dgc": "dgc:momentum_factor=0", "redsync": "redsync"}
 EPSILONS = (0.7, 0.9)
 
+#: The two forms of its gain, and what begins the keys of their rows.
+GAINS = {"norm": "gravac", "energy": "gravac-energy"}
+
 
 def gravac_arms(task: str) -> list[Arm]:
     """GraVAC over its compressors; the paper's candidates, with windows for runs that are ten times shorter."""
     window = {LSTM: 100, RESNET: 156}[task]
     return [
         Arm(
-            f"gravac-{name}-{epsilon:g}",
-            f"GraVAC, {name}, epsilon {epsilon:g}",
+            f"{begin}-{name}-{epsilon:g}",
+            f"GraVAC by {gain}, {name}, epsilon {epsilon:g}",
             form,
-            f"gravac:minimum=10,maximum=1000,epsilon={epsilon:g},window={window}",
+            f"gravac:minimum=10,maximum=1000,epsilon={epsilon:g},window={window},gain={gain}",
         )
+        for gain, begin in GAINS.items()
         for name, form in GRAVAC.items()
         for epsilon in EPSILONS
     ]
@@ -143,7 +147,8 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
             if name in controllers or (name == UNIFORM and set(controllers) != {SWEEP})
         ]
         rows += sweep_arms(task, family) if SWEEP in controllers else []
-    return rows + (gravac_arms(task) if "gravac" in controllers else [])
+    asked = set(controllers)  # all of a gain's rows, or one of them by its key
+    return rows + [arm for arm in gravac_arms(task) if asked & {arm.key, arm.key.rsplit("-", 2)[0]}]
 
 
 #: What a run without ``--controllers`` compares.
