@@ -60,16 +60,6 @@ FAMILIES = (
     ),
 )
 
-#: Candidates of several families at once, beside each layer's own. Quantised layers keep no residual here.
-_HYBRID = {
-    LSTM: ["[quantize:bits=2]", "[quantize:bits=3]", "[quantize:bits=4]", "[quantize:bits=6]", "[quantize:bits=8]",
-           "[topk:density=0.02]", "[topk:density=0.05]", "[topk:density=0.1]", "[topk:density=0.2]",
-           "[powersgd:rank=8]", "[powersgd:rank=16]", "[powersgd:rank=32]", "[powersgd:rank=64]"],
-    RESNET: ["[quantize:bits=2]", "[quantize:bits=3]", "[quantize:bits=4]", "[quantize:bits=6]", "[quantize:bits=8]",
-             "[topk:density=0.005]", "[topk:density=0.01]", "[topk:density=0.02]", "[topk:density=0.05]",
-             "[powersgd:rank=1]", "[powersgd:rank=2]", "[powersgd:rank=4]", "[powersgd:rank=8]"],
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -139,7 +129,7 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
             "adaqs": f"adaqs:{ends}",
             "accordion": f"accordion:{ends}",
             "lgreco-accordion": f"lgreco:every_steps={every},accordion=[accordion:{ends}]",
-            "hybrid": f"lgreco:every_steps={every},levels={'/'.join(_HYBRID[task])}",
+            "hybrid": f"lgreco:every_steps={every},levels=hybrid",
         }
         rows += [
             Arm(f"{family.key}-{name}", f"{family.title}, {name}", family.compression[task], form, family)
