@@ -16,7 +16,7 @@ Columns
     adding      the same of adding gradients up, which the papers do not count; window= makes it less
     plans       changes of plan in the run, of the first seed
     factors     GraVAC: share of the steps that sent each factor, 1 being dense; "floats" is the paper's volume, without
-                indices. GraVAC is compared with uncompressed training
+                indices. GraVAC is compared with uncompressed training; --controllers gravac-energy has its printed gain
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _every_controller() -> list[str]:
-    names = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs", SWEEP]
+    names = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs", "gravac-energy", SWEEP]
     return [*names, UNIFORM]
 
 

@@ -60,16 +60,6 @@ FAMILIES = (
     ),
 )
 
-#: Candidates of several families at once, beside each layer's own. Quantised layers keep no residual here.
-_HYBRID = {
-    LSTM: ["[quantize:bits=2]", "[quantize:bits=3]", "[quantize:bits=4]", "[quantize:bits=6]", "[quantize:bits=8]",
-           "[topk:density=0.02]", "[topk:density=0.05]", "[topk:density=0.1]", "[topk:density=0.2]",
-           "[powersgd:rank=8]", "[powersgd:rank=16]", "[powersgd:rank=32]", "[powersgd:rank=64]"],
-    RESNET: ["[quantize:bits=2]", "[quantize:bits=3]", "[quantize:bits=4]", "[quantize:bits=6]", "[quantize:bits=8]",
-             "[topk:density=0.005]", "[topk:density=0.01]", "[topk:density=0.02]", "[topk:density=0.05]",
-             "[powersgd:rank=1]", "[powersgd:rank=2]", "[powersgd:rank=4]", "[powersgd:rank=8]"],
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -86,17 +76,21 @@ class Arm:
 GRAVAC = {"topk": "topk", "dgc": "dgc:momentum_factor=0", "redsync": "redsync"}
 EPSILONS = (0.7, 0.9)
 
+#: The two forms of its gain, and what begins the keys of their rows.
+GAINS = {"norm": "gravac", "energy": "gravac-energy"}
+
 
 def gravac_arms(task: str) -> list[Arm]:
     """GraVAC over its compressors; the paper's candidates, with windows for runs that are ten times shorter."""
     window = {LSTM: 100, RESNET: 156}[task]
     return [
         Arm(
-            f"gravac-{name}-{epsilon:g}",
-            f"GraVAC, {name}, epsilon {epsilon:g}",
+            f"{begin}-{name}-{epsilon:g}",
+            f"GraVAC by {gain}, {name}, epsilon {epsilon:g}",
             form,
-            f"gravac:minimum=10,maximum=1000,epsilon={epsilon:g},window={window}",
+            f"gravac:minimum=10,maximum=1000,epsilon={epsilon:g},window={window},gain={gain}",
         )
+        for gain, begin in GAINS.items()
         for name, form in GRAVAC.items()
         for epsilon in EPSILONS
     ]
@@ -135,7 +129,7 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
             "adaqs": f"adaqs:{ends}",
             "accordion": f"accordion:{ends}",
             "lgreco-accordion": f"lgreco:every_steps={every},accordion=[accordion:{ends}]",
-            "hybrid": f"lgreco:every_steps={every},levels={'/'.join(_HYBRID[task])}",
+            "hybrid": f"lgreco:every_steps={every},levels=hybrid",
         }
         rows += [
             Arm(f"{family.key}-{name}", f"{family.title}, {name}", family.compression[task], form, family)
@@ -143,7 +137,8 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
             if name in controllers or (name == UNIFORM and set(controllers) != {SWEEP})
         ]
         rows += sweep_arms(task, family) if SWEEP in controllers else []
-    return rows + (gravac_arms(task) if "gravac" in controllers else [])
+    asked = set(controllers)  # all of a gain's rows, or one of them by its key
+    return rows + [arm for arm in gravac_arms(task) if asked & {arm.key, arm.key.rsplit("-", 2)[0]}]
 
 
 #: What a run without ``--controllers`` compares.

@@ -74,13 +74,13 @@ class Environment:
 
 @dataclass(frozen=True)
 class Step:
-    """What the pipeline tells of a finished exchange; the same on all ranks, but for the seconds.
+    """What the pipeline tells of a finished exchange; the same on all ranks, but for seconds and the rate.
 
     ``agreed``: every rank had voted ready. ``sums``: the contributions of this step, added over ranks. ``seconds``:
     from the opening of the step before to the opening of this one, 0 in the first. ``wire``: by layer, seconds that its
     buckets spent on the wire. ``sent``: by layer, bytes that this rank sends for its buckets, by formula. ``ready``: by
     bucket, seconds from the step's opening to its completeness. ``position``: by layer, the last bucket that it travels
-    in, from 0.
+    in, from 0. ``rate``: the learning rate, 0 if it is not known.
     """
 
     number: int
@@ -91,6 +91,7 @@ class Step:
     sent: Doubles
     ready: Doubles
     position: npt.NDArray[np.int64]
+    rate: float = 0.0
 
 
 class ControllerRun:

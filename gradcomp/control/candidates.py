@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress import Compressor, from_string
+from gradcomp.compress import Compressor, PowerSGD, Quantize, TopK, from_string
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.lowrank.base import LowRank, clamped_rank
 from gradcomp.compress.messages import Gather, Reduce
@@ -28,8 +28,14 @@ Numbers = npt.NDArray[np.int64]
 
 #: A level of the layer's own compressor, or a compressor of any family.
 Candidate: TypeAlias = "Level | Compressor | str"
-#: What a user may give as ``levels=``.
-Candidates = Sequence[Candidate]
+#: What a user may give as ``levels=``: candidates, or :data:`HYBRID`.
+Candidates: TypeAlias = "Sequence[Candidate] | str"
+
+#: The name of thirteen levels of three families: those of convolutions, and those of matrices, as in the benchmarks.
+HYBRID = "hybrid"
+_HYBRID_BITS = (2, 3, 4, 6, 8)
+_HYBRID_CONVOLUTIONS = ((0.005, 0.01, 0.02, 0.05), (1, 2, 4, 8))
+_HYBRID_MATRICES = ((0.02, 0.05, 0.1, 0.2), (8, 16, 32, 64))
 
 
 def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
@@ -109,11 +115,11 @@ class CandidateLevels:
 def make_candidates(
     layers: Sequence[LayerSpec],
     compressors: Sequence[Compressor | None],
-    candidates: Candidates | Callable[[Compressor], Candidates] | None,
+    candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
     scheme: Scheme,
     topology: Topology,
 ) -> CandidateLevels:
-    """The choices of every layer: ``candidates``, or what they give for a layer's own compressor, or its default range.
+    """The choices of every layer: ``candidates``, or what they give for it and its compressor, or its default range.
 
     Default ranges are those of Markov et al. 2024, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks,
     [D/10, 10 D] in steps of D/10 for densities, as far as they are possible. The layer's own compressor is always one
@@ -146,13 +152,17 @@ def make_candidates(
 
 
 def choices_of(
-    layer: LayerSpec, own: Compressor, candidates: Candidates | Callable[[Compressor], Candidates] | None
+    layer: LayerSpec,
+    own: Compressor,
+    candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
 ) -> tuple[Compressor, ...]:
     """One layer's choices, its own compressor among them, in the order given, its own last if it was not."""
     if candidates is None:
         levels: Candidates = default_levels(own)
     elif callable(candidates):
-        levels = candidates(own)
+        levels = candidates(layer, own)
+    elif candidates == HYBRID:
+        levels = hybrid_levels(layer)
     else:
         levels = candidates
         _check_candidates(own, levels)
@@ -174,6 +184,17 @@ def resolve(own: Compressor, candidate: Candidate) -> Compressor:
     if isinstance(candidate, str):
         return from_string(candidate)
     return candidate if isinstance(candidate, Compressor) else own.with_level(candidate)
+
+
+def hybrid_levels(layer: LayerSpec) -> list[Candidate]:
+    """Thirteen compressors around the references of Markov et al. 2024.
+
+    4 bits; TopK 1% and PowerSGD of rank 4 for convolutions, TopK 10% and rank 32 for matrices.
+    """
+    densities, ranks = _HYBRID_CONVOLUTIONS if len(layer.shape) > 2 else _HYBRID_MATRICES
+    found: list[Candidate] = [Quantize(bits) for bits in _HYBRID_BITS]
+    found += [TopK(density) for density in densities]
+    return [*found, *(PowerSGD(rank) for rank in ranks)]
 
 
 def default_levels(own: Compressor) -> list[Level]:
@@ -207,6 +228,8 @@ def _possible(own: Compressor, level: Level) -> bool:
 def _check_candidates(own: Compressor, candidates: Candidates) -> None:
     if not candidates:
         raise ConfigError("levels must not be empty")
+    if isinstance(candidates, str):
+        raise ConfigError(f"levels must be levels, compressors or the word {HYBRID!r}, got {candidates!r}")
     numbers = [c for c in candidates if isinstance(c, int | float) and not isinstance(c, bool)]
     if len(numbers) + sum(isinstance(c, Compressor | str) for c in candidates) != len(candidates):
         raise ConfigError(f"levels must be levels, compressors or string forms, got {list(candidates)!r}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +13,26 @@ import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.sparse.base import elements_at
-from gradcomp.compress.sparse.graded import CANDIDATE, DENSE, KEPT, KEPT_BY_CANDIDATE, MINIMUM, TOTAL, graded
+from gradcomp.compress.sparse.graded import (
+    CANDIDATE,
+    DENSE,
+    GRADIENT,
+    KEPT,
+    KEPT_BY_CANDIDATE,
+    MINIMUM,
+    TOTAL,
+    graded,
+)
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Step
 from gradcomp.control.gravac_search import Numbers, Search, SearchState
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.kernels.step import Observations
+
+logger = logging.getLogger("gradcomp")
+
+#: The two forms of a gain.
+NORM, ENERGY = "norm", "energy"
 
 #: The name of the only row where the whole model has one.
 MODEL = "*"
@@ -34,18 +49,22 @@ Choice = tuple[int, int, int]
 
 @dataclass
 class GraVACState:
-    """What is saved. ``untimed``: by row, what the last two iterations sent. ``layers``: those that are controlled."""
+    """What is saved. ``untimed``: by row, what the last two iterations sent. ``layers``: those that are controlled.
+
+    ``gain``: the form of the search's gains; absent for energy, the only one that older checkpoints know.
+    """
 
     search: SearchState
     untimed: list[dict[str, float] | None]
     in_force: bool
     layers: list[str]
+    gain: str | None = None
 
 
 class GraVACRun(ControllerRun):
     """See :class:`gradcomp.control.GraVAC`.
 
-    Step s adds up its own squared norms, and the seconds of iteration s - 2, which each rank knows once step s - 1 is
+    Step s adds up its own norms, and the seconds of iteration s - 2, which each rank knows once step s - 1 is
     over: two iterations are under way that nobody has timed yet. ``search`` holds gains, factors and their throughputs.
     """
 
@@ -77,14 +96,17 @@ class GraVACRun(ControllerRun):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def observe(self, observations: Observations) -> None:
-        """Add up the layers of every row."""
-        noted = [observations.of(name)[self._layers] for name in (TOTAL, KEPT, KEPT_BY_CANDIDATE)]
+        """Add up the layers of every row: their norms, or their squared norms."""
+        by_norm = self.search.by_norm
+        names = (GRADIENT if by_norm else TOTAL, KEPT, KEPT_BY_CANDIDATE)
+        noted = [observations.of(name)[self._layers] for name in names]
+        noted = [np.sqrt(squares) for squares in noted] if by_norm else noted
         rows = len(self._names)
         sums = [np.bincount(self._row_of, part, rows).astype(np.float64) for part in noted]
         self._vector = np.concatenate([[self._seconds, float(self._seconds > 0)], *sums])
 
     def contribution(self, step: int) -> Doubles | None:
-        """Seconds, whether they are known, and three squared norms per row."""
+        """Seconds, whether they are known, and three numbers per row."""
         return self._vector
 
     def finish(self, step: Step) -> bool:
@@ -197,19 +219,28 @@ class GraVACRun(ControllerRun):
             None if sent is None else {n: factors[k] for n, k in zip(self._names, sent.tolist(), strict=True)}
             for sent in self._untimed
         ]
-        return GraVACState(self.search.state(self._names), untimed, self._in_force, self._layer_names)
+        gain = NORM if self.search.by_norm else None
+        return GraVACState(self.search.state(self._names), untimed, self._in_force, self._layer_names, gain)
 
     def own_state(self) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
         """The seconds of the last iteration but one."""
         return {_SECONDS: {self._layer_names[0]: np.array([self._seconds], dtype=np.float32)}}
 
     def adopt(self, saved: GraVACState, own: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from there; rows that are new begin anew.
+        """Go on from there; rows that are new begin anew, as do gains of another form, with the throughputs.
 
         If the number of ranks changed, the seconds may be another rank's.
         """
+        here = NORM if self.search.by_norm else ENERGY
+        search, there = saved.search, saved.gain or ENERGY
+        if there != here:
+            if self.environment.rank == 0:
+                logger.warning(
+                    "%s: the saved gains are by %s, these are by %s and begin anew", self.name, there, here
+                )
+            search = replace(search, rows={name: row.without_gains() for name, row in search.rows.items()})
         try:
-            self.search.restore(self._names, saved.search)
+            self.search.restore(self._names, search)
         except ValueError as error:
             raise StateError(f"not a state of {self.name}: {error!r}") from error
         numbers = {factor: k for k, factor in enumerate(self.search.factors)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ DENSE = 0
 class RowState:
     """A row as it is saved. ``timed``: what the window's steps sent.
 
-    ``factors``: of each its value, steps that sent it, the decaying sum of gains and of weights, and T.
+    ``factors``: of each its value, steps that sent it, the decaying sums whose quotient is its gain, and T.
     """
 
     minimum: float
@@ -32,6 +32,10 @@ class RowState:
     def values(self) -> set[float]:
         """Every factor that it names."""
         return {self.minimum, self.candidate, self.sent, *self.timed, *(one[0] for one in self.factors)}
+
+    def without_gains(self) -> RowState:
+        """The same before any gain was measured; counts stay."""
+        return replace(self, factors=[(factor, steps, 0.0, 0.0, None) for factor, steps, *_ in self.factors])
 
 
 @dataclass
@@ -46,7 +50,8 @@ class SearchState:
 class Search:
     """Independent searches, one per row: a row is the model, or one of its layers.
 
-    ``factors``: ascending, 1 first; rows hold numbers of factors. ``first``: the number of the least factor. Attributes
+    ``factors``: ascending, 1 first; rows hold numbers of factors. ``first``: the number of the least factor.
+    ``by_norm``: gains are quotients of two averages; else averages of quotients. Attributes
     ``minimum``, ``candidate``: theta_min and theta_c; ``sent``: what the step sends that comes next. ``steps[row, k]``:
     steps that sent factor k. ``throughput[row, k]``: T, NaN where there is none.
     """
@@ -61,10 +66,12 @@ class Search:
         epsilon: float,
         window: int,
         omega: float,
+        by_norm: bool,
     ) -> None:
         self.factors = tuple(factors)
         self.world = world
         self.epsilon, self.window, self.omega = epsilon, window, omega
+        self.by_norm = by_norm
         self.minimum: Numbers = np.full(rows, first, dtype=np.int64)
         self.candidate: Numbers = self.minimum.copy()
         self.sent: Numbers = np.full(rows, DENSE, dtype=np.int64)
@@ -72,7 +79,8 @@ class Search:
         self.steps: Numbers = np.zeros(shape, dtype=np.int64)
         self.throughput: Doubles = np.full(shape, np.nan)
         self.taken = 0  # steps that counted
-        # delta = sums / weights; both decay, so that few samples are as good a mean as many.
+        # delta = sums / weights; both decay, so that few samples are as good a mean as many. By norm, weights are the
+        # norms of gradients in the steps in which the factor was measured, and no others: norms fall in training.
         self._sums: Doubles = np.zeros(shape)
         self._weights: Doubles = np.zeros(shape)
         self._seconds: list[float] = []  # of the window
@@ -92,17 +100,20 @@ class Search:
         self._timed.append(sent)
 
     def step(self, total: Doubles, kept: Doubles, kept_by_candidate: Doubles) -> bool:
-        """A step is done: squared norms by row, sums over ranks (lines 6 to 9, 27). Returns whether a window ended.
+        """A step is done (lines 6 to 9, 27). Returns whether a window ended.
 
-        ``sent`` then holds what the next step sends (lines 11 to 25). Nothing happens unless all are finite; a row with
-        nothing in it has no gain.
+        By row, sums over ranks: norms of gradients and of both selections, or without ``by_norm`` squared norms, of p
+        instead of gradients. ``sent`` then holds what the next step sends (lines 11 to 25). Nothing happens unless all
+        are finite; a row with nothing in it has no gain.
         """
         if not all(np.isfinite(part).all() for part in (total, kept, kept_by_candidate)) or not total.any():
             return False
         rows = np.flatnonzero(total > 0)
-        self._average(rows, self.minimum, kept / np.where(total > 0, total, 1))
         apart = rows[self.minimum[rows] != self.candidate[rows]]
-        self._average(apart, self.candidate, kept_by_candidate / np.where(total > 0, total, 1))
+        weights = total if self.by_norm else np.ones_like(total)
+        share = 1.0 if self.by_norm else np.where(total > 0, total, 1)
+        self._average(rows, self.minimum, kept / share, weights)
+        self._average(apart, self.candidate, kept_by_candidate / share, weights)
         self.steps[np.arange(len(self.sent)), self.sent] += 1
         self.taken += 1
         ended = self.taken % self.window == 0
@@ -113,11 +124,11 @@ class Search:
         self._decide()
         return ended
 
-    def _average(self, rows: Numbers, factors: Numbers, gains: Doubles) -> None:
+    def _average(self, rows: Numbers, factors: Numbers, values: Doubles, weights: Doubles) -> None:
         newest = min(1.0, self.world / 100)
         at = (rows, factors[rows])
-        self._sums[at] = (1 - newest) * self._sums[at] + newest * gains[rows]
-        self._weights[at] = (1 - newest) * self._weights[at] + newest
+        self._sums[at] = (1 - newest) * self._sums[at] + newest * values[rows]
+        self._weights[at] = (1 - newest) * self._weights[at] + newest * weights[rows]
 
     def _decide(self) -> None:
         gains, rows = self.gains, np.arange(len(self.sent))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.control.candidates import CandidateLevels, Candidates
+from gradcomp.control.candidates import HYBRID, CandidateLevels, Candidates
 from gradcomp.control.checks import checked
 from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.core.errors import ConfigError
@@ -22,11 +22,11 @@ Doubles = npt.NDArray[np.float64]
 
 def check_levels(levels: Candidates | None) -> None:
     """ConfigError for levels that no layer could have; the layers' own checks come later."""
-    if levels is None:
+    if levels is None or levels == HYBRID:
         return
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise ConfigError(
-            f"levels must be a sequence of levels or compressors, and not empty, got {levels!r}"
+            f"levels must be a sequence of levels or compressors, and not empty, or {HYBRID!r}, got {levels!r}"
         )
     for level in levels:
         checked(level, "a level")

@@ -9,19 +9,33 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
+from gradcomp.control.accordion import NEVER, Accordion, remembered
 from gradcomp.control.base import Doubles, Environment
-from gradcomp.control.candidates import CandidateLevels, Candidates, default_levels, make_candidates, resolve
+from gradcomp.control.candidates import (
+    HYBRID,
+    CandidateLevels,
+    Candidates,
+    default_levels,
+    hybrid_levels,
+    make_candidates,
+    resolve,
+)
 from gradcomp.control.checks import check_count, check_positive
+from gradcomp.control.levels import check_levels
 from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.periodic import Periodic
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import program
 
 logger = logging.getLogger("gradcomp")
 
 #: Weight of older periods when coefficients of time are fitted.
 _MEMORY = 0.5
+#: Weight of the common coefficient in that of each layer, beside the mean layer's own times.
+_PULL = 0.1
+#: Sums by layer from which they are fitted; other objectives keep two, as checkpoints always held them.
+_SUMS = {"time": 5}
 
 _MOST_BUCKETS = 10**6
 _OBJECTIVES = ("bytes", "time", "position")
@@ -38,10 +52,11 @@ class LGreCo(Periodic):
     compression and without feedback; C_c compresses and decompresses; r_l, the reference, is the layer's compression.
 
     ``levels``: candidates, levels or compressors, of several families if you like; by default the paper's ranges,
-    [D/2, 2 D] for bits and ranks, [D/10, 10 D] for densities. ``alpha``: factor on the budget (Markov 2024, section
-    3.6). ``buckets``: steps into which the budget is divided; errors are rounded up to whole steps, at least one.
-    ``objective``: ``"bytes"``, w = 1; ``"time"``, w = T(l), seconds per byte of the layer's buckets, fitted through
-    the origin to the wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
+    [D/2, 2 D] for bits and ranks, [D/10, 10 D] for densities; ``"hybrid"``: 5 numbers of bits, 4 densities and 4 ranks,
+    those of convolutions or of matrices. ``alpha``: factor on the budget (Markov 2024, section 3.6). ``buckets``: steps
+    into which the budget is divided; errors are rounded up to whole steps, at least one. ``objective``: ``"bytes"``,
+    w = 1; ``"time"``, w = T(l), seconds per further byte of the layer's buckets, fitted with a common latency to the
+    wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
     position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"norm"``, or ``"squared"``,
     under which errors of layers add up to that of the model. ``accordion``: its choice is each period's reference
     (section 5.3), and ``levels`` then go by default from its high compression's range to its low one's.
@@ -68,6 +83,7 @@ class LGreCo(Periodic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_levels(self.levels)
         check_positive("alpha", self.alpha)
         check_count("buckets", self.buckets)
         if self.buckets > _MOST_BUCKETS:
@@ -99,8 +115,10 @@ class LGreCo(Periodic):
         if rule is None:
             return super().candidate_levels(environment)
 
-        def candidates(own: Compressor) -> Candidates:
+        def candidates(layer: LayerSpec, own: Compressor) -> Candidates:
             ends = [resolve(own, rule.high), resolve(own, rule.low)]
+            if self.levels == HYBRID:
+                return [*hybrid_levels(layer), *ends]
             if self.levels is not None:
                 return [*self.levels, *ends]
             return [end.with_level(level) for end in ends for level in default_levels(end)]
@@ -112,16 +130,23 @@ class LGreCo(Periodic):
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """Norms of the last period, negative before there was one; sums for the coefficients of time; warned."""
         rows = len(candidates.layers)
-        return np.concatenate([np.full(rows, NEVER), np.zeros(2 * rows), [0.0]])
+        return np.concatenate([np.full(rows, NEVER), np.zeros(self._sums * rows), [0.0]])
+
+    @property
+    def _sums(self) -> int:
+        return _SUMS.get(self.objective, 2)
 
     def decide(self, observed: PeriodObservations) -> Decision:
         """The program over the layers that had a gradient."""
         assert observed.errors is not None, "asked for"
         rows = len(observed.norm)
         memory = observed.memory.copy()
-        norms, fits, warned = memory[:rows], memory[rows : 3 * rows].reshape(2, rows), memory[3 * rows :]
-        fits *= _MEMORY
-        fits += [observed.wire * observed.sent, observed.sent**2]
+        norms, fits, warned = np.split(memory, [rows, (1 + self._sums) * rows])
+        fits = fits.reshape(self._sums, rows)
+        if self.objective == "time":
+            y, x = observed.wire, observed.sent
+            fits *= _MEMORY
+            fits += np.where((x > 0) & (y > 0), [x * y, x * x, x, y, np.ones(rows)], 0.0)
         reference = self._reference(observed, norms)
         norms[:] = remembered(norms, observed.norm)
         choices = observed.current.copy()
@@ -165,17 +190,14 @@ class LGreCo(Periodic):
             )
             for level in (rule.low, rule.high)
         )
-        return np.where(critical(before, observed.norm, rule.eta), low, high)
+        return np.where(rule.critical(before, observed), low, high)
 
     def _weights(self, observed: PeriodObservations, fits: Doubles) -> Doubles:
         """By row, what a byte costs."""
         if self.objective == "position":
             return observed.position.astype(np.float64) + 1.0
-        if self.objective == "time":
-            known = fits[1] > 0
-            slopes: Doubles = np.divide(fits[0], fits[1], out=np.zeros(len(known)), where=known)
-            if slopes.any():
-                return np.where(slopes > 0, slopes, slopes[slopes > 0].min())
+        if self.objective == "time" and (slopes := seconds_per_byte(fits)) is not None:
+            return slopes
         return np.ones(len(observed.norm))
 
     def _words(self, observed: PeriodObservations, choices: Numbers, reference: Numbers) -> str:
@@ -186,3 +208,26 @@ class LGreCo(Periodic):
             f"{costs[rows, choices].sum() / 1e6:.3f} MB at error {errors[rows, choices].sum():.3g}, the reference "
             f"{costs[rows, reference].sum() / 1e6:.3f} MB at {errors[rows, reference].sum():.3g}"
         )
+
+
+def seconds_per_byte(sums: Doubles) -> Doubles | None:
+    """Slopes s_l of seconds = latency + s_l bytes, of every layer l; None if times do not rise with bytes.
+
+    ``sums[:, l]``: of xy, x x, x, y and 1 over l's samples of bytes x and seconds y. The latency, at least 0, is that
+    of the line through all samples: buckets that are short are not dear for it. s_l is fitted to l's samples and, with
+    a tenth of the mean layer's weight, to that line, which decides for layers with too few bytes to show a slope.
+    """
+    xy, xx, x, y, count = sums.sum(axis=1).tolist()
+    if not xx:
+        return None
+    spread = count * xx - x * x
+    slope = (count * xy - x * y) / spread if spread > 1e-9 * count * xx else xy / xx
+    latency = (y - slope * x) / count
+    if latency < 0:
+        latency, slope = 0.0, xy / xx
+    if slope <= 0:
+        return None
+    pull = _PULL * xx / np.count_nonzero(sums[4])
+    own: Doubles = (sums[0] - latency * sums[2] + pull * slope) / (sums[1] + pull)
+    slopes: Doubles = np.maximum(own, own[own > 0].min())
+    return slopes

@@ -22,7 +22,7 @@ class PeriodObservations:
     ``wire``: seconds that the layer's buckets spent on the wire in the period, in the mean over ranks; ``sent``: bytes
     that a rank sent for them, by formula.
     ``position``: the bucket that the layer ends in. ``current``: the choice in force. ``memory``: what the last
-    decision left.
+    decision left. ``rate_fall``: by how much the learning rate fell since the period before, as a share of what it was.
     """
 
     step: int
@@ -36,6 +36,7 @@ class PeriodObservations:
     position: Numbers
     current: Numbers
     memory: Doubles
+    rate_fall: float = 0.0
 
     @property
     def silent(self) -> npt.NDArray[np.bool_]:

@@ -24,9 +24,9 @@ class Periodic(Controller):
     its choice. Each of the two comes in the first step that finds it ready everywhere: no step waits. With the setting
     ``deterministic`` each comes :attr:`lag` steps after it began, and that step waits for ranks that are not ready.
 
-    Wire: twice a period one sum of a table of float64 over ranks. State: 8 bytes per element of the model, divided over
-    the ranks; as much as the largest layer's again, at least, while it is measured. ``memory_bytes`` caps both on every
-    rank: ConfigError at the start if sums do not fit.
+    Wire: twice a period one sum of a table of float64 over ranks, the first with the learning rate. State: 8 bytes per
+    element of the model, divided over the ranks; as much as the largest layer's again, at least, while it is measured.
+    ``memory_bytes`` caps both on every rank: ConfigError at the start if sums do not fit.
     """
 
     every_steps: int

@@ -34,20 +34,26 @@ _SAVED, _ENDLESS = COLUMNS + 3, 1e300
 
 @dataclass
 class SavedObservations:
-    """What rank 0 decides from: one row per layer, in numbers that JSON can hold."""
+    """What rank 0 decides from: one row per layer, in numbers that JSON can hold; and the fall of the learning rate."""
 
     step: int
     table: Doubles
+    rate_fall: float | None = None
 
 
 @dataclass
 class PeriodicState(PhasedState):
-    """``choices``: family and level of each layer. ``sent``: bytes of this period, in the order of ``choices``."""
+    """``choices``: family and level of each layer. ``sent``: bytes of this period, in the order of ``choices``.
+
+    ``rate``: the learning rate of the last step; ``rate_before``: its mean over ranks when tables were last shared.
+    """
 
     choices: dict[str, tuple[str, Level]]
     memory: Doubles
     sent: Doubles
     seen: SavedObservations | None = None
+    rate: float | None = None
+    rate_before: float | None = None
 
 
 class PeriodicRun(PhasedRun[PeriodicState]):
@@ -135,6 +141,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         if not self.environment.deterministic:  # no decision reads it then, and what is saved repeats
             self._wire += step.wire[layers].astype(np.float32)
         self._state.sent += step.sent[layers]
+        self._state.rate = step.rate or None
         return super().finish(step)
 
     # -- measure and share -------------------------------------------------------------------------------------
@@ -158,8 +165,9 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return measure(self.candidates, taken, self._width, self.environment.seed, memory_bytes)
 
     def row(self, measured: Doubles) -> Doubles:
-        """This rank's rows, and its share of the mean seconds on the wire."""
-        return np.concatenate([measured.reshape(-1), self._wire.astype(np.float64) / self.environment.world])
+        """This rank's rows, and its shares of the mean seconds on the wire and of the mean learning rate."""
+        means = np.append(self._wire, self._state.rate or 0.0) / self.environment.world
+        return np.concatenate([measured.reshape(-1), means])
 
     def receive(self, step: Step, sums: Doubles) -> bool:
         """The table of all layers. One with a NaN in it is not used: the period was in vain."""
@@ -171,12 +179,17 @@ class PeriodicRun(PhasedRun[PeriodicState]):
                 logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
             state.phase = Phase.GATHER
             return False
-        about = [sums[table.size :], state.sent, step.position[layers].astype(np.float64)]
+        about = [sums[table.size : -1], state.sent, step.position[layers].astype(np.float64)]
         losses = np.minimum(table[:, COLUMNS:], _ENDLESS)
         if self.controller.needs_errors:
             losses = np.where(np.isinf(self.candidates.costs), _ENDLESS, losses)
+        rate, before = float(sums[-1]), state.rate_before
+        fall = max(1.0 - rate / before, 0.0) if rate and before else 0.0
+        state.rate_before = rate or None
         state.seen = SavedObservations(
-            step.number, np.concatenate([table[:, :COLUMNS], np.stack(about, axis=1), losses], axis=1)
+            step.number,
+            np.concatenate([table[:, :COLUMNS], np.stack(about, axis=1), losses], axis=1),
+            fall or None,
         )
         self._wire, state.sent = np.zeros_like(self._wire), np.zeros_like(state.sent)
         return True
@@ -205,6 +218,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             position.astype(np.int64),
             self.current,
             self._state.memory,
+            seen.rate_fall or 0.0,
         )
 
     def deciding(self) -> Callable[[], Decision]:
@@ -265,7 +279,9 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         memory = saved.memory if same else self.controller.begin_memory(self.candidates)
         sent = dict(zip(saved.choices, saved.sent.tolist(), strict=True))
         counted = np.array([sent.get(name, 0.0) for name in names])
-        self._state = PeriodicState(Phase.GATHER, saved.begun, {}, memory, counted)
+        self._state = PeriodicState(
+            Phase.GATHER, saved.begun, {}, memory, counted, rate=saved.rate, rate_before=saved.rate_before
+        )
         for row, name, reference in zip(rows, names, self.candidates.reference.tolist(), strict=True):
             found = self.candidates.find(row, *saved.choices[name]) if name in saved.choices else None
             self.current[row] = reference if found is None else found

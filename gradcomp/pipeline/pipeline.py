@@ -424,7 +424,8 @@ class Pipeline:
             all_ready = not (yield from self._swap_plan())
         if self._steering.sums is not None:
             yield from completed(self._steering.sums)
-        if self._steering.conclude(self.step, all_ready, self._laid_out, self.registry.completed):
+        rate = self._open_learning_rate
+        if self._steering.conclude(self.step, all_ready, self._laid_out, self.registry.completed, rate):
             assert self.controller is not None, "a controller chose"
             self.plan = self.controller.plan(self.plan)
             self._stale = True

@@ -85,8 +85,10 @@ class Steering:
         """What has to be complete before :meth:`conclude`."""
         return None if self._summed is None else self._summed[0]
 
-    def conclude(self, step: int, agreed: bool, laid_out: Arrangement, completed: Sequence[float]) -> bool:
-        """The step is done: whether the controller has other choices for the next one."""
+    def conclude(
+        self, step: int, agreed: bool, laid_out: Arrangement, completed: Sequence[float], rate: float
+    ) -> bool:
+        """The step is done: whether the controller has other choices for the next one. ``rate``: of learning."""
         sums, self._summed = self._summed, None
         if self.controller is None:
             return False
@@ -97,7 +99,7 @@ class Steering:
         wire = by_layer(laid_out.travels, self._wire, self._layers)
         ready = np.array(completed) - self._opened_at
         return self._active.finish(
-            Step(step, agreed, summed, self._since, wire, laid_out.sent, ready, laid_out.position)
+            Step(step, agreed, summed, self._since, wire, laid_out.sent, ready, laid_out.position, rate)
         )
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:

@@ -10,7 +10,7 @@ from adaptive_rows import DEFAULT, FAMILIES, TASKS, arms
 from gradcomp.compress import from_string
 from gradcomp.control import controller_from_string
 
-EVERYTHING = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs"]
+EVERYTHING = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs", "gravac-energy"]
 FAMILY_KEYS = [family.key for family in FAMILIES]
 
 
@@ -19,11 +19,18 @@ def test_every_row_is_one_of_its_own_and_can_be_run(task):
     rows = arms(task, FAMILY_KEYS, EVERYTHING)
     keys = [arm.key for arm in rows]
     assert len(set(keys)) == len(keys)
-    assert len(rows) == 1 + 3 * (len(EVERYTHING)) + 6
+    assert len(rows) == 1 + 3 * (len(EVERYTHING) - 1) + 12
     for arm in rows:
         from_string(arm.compression)
         if arm.controller:
             controller_from_string(arm.controller)
+
+
+def test_a_row_of_gravac_has_a_name_of_its_own():
+    assert [arm.key for arm in arms("resnet", [], ["gravac-energy-dgc-0.9"])] == [
+        "none",
+        "gravac-energy-dgc-0.9",
+    ]
 
 
 @pytest.mark.parametrize("task", TASKS)

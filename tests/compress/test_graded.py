@@ -26,7 +26,7 @@ from gradcomp import (
 )
 from gradcomp.compress import Graded
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.compress.sparse.graded import KEPT, KEPT_BY_CANDIDATE, TOTAL, graded
+from gradcomp.compress.sparse.graded import GRADIENT, KEPT, KEPT_BY_CANDIDATE, TOTAL, graded
 from gradcomp.kernels.step import Observations
 
 LAYERS = [
@@ -116,6 +116,17 @@ def test_what_is_noted_are_squared_norms_of_both_selections(inner, send: str):
                 for name, part in ((TOTAL, c), (KEPT, c[chosen]), (KEPT_BY_CANDIDATE, c[chosen][top])):
                     expected = np.square(part.astype(np.float64)).sum()
                     assert seen[rank].of(name)[i] == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
+def test_the_gradient_is_noted_without_residual_and_loss_scale(send: str):
+    ranks = Simulation(LAYERS, Graded(TopK(0.2), 0.05, send), 2)
+    for _ in range(3):
+        gradients, seen = ranks.gradients(), watched(ranks)
+        expected = [[np.square(g.astype(np.float64)).sum() / 16 for g in rank] for rank in gradients]
+        ranks.step(gradients, scale=4.0)
+        for noted, squares in zip(seen, expected, strict=True):
+            np.testing.assert_allclose(noted.of(GRADIENT), squares, rtol=1e-12)
 
 
 @by_name
@@ -211,7 +222,7 @@ def test_both_bodies_give_the_same_bytes(inner, send: str):
             ranks = Simulation(LAYERS, Graded(inner, 0.05, send), 2)
             seen = watched(ranks)
             means = [m.tobytes() for _ in range(3) for m in ranks.step().all_means()]
-            notes = [s.of(n).tobytes() for s in seen for n in (TOTAL, KEPT, KEPT_BY_CANDIDATE)]
+            notes = [s.of(n).tobytes() for s in seen for n in (GRADIENT, TOTAL, KEPT, KEPT_BY_CANDIDATE)]
             found.append((means, notes, ranks.state()))
     assert found[0] == found[1]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from control.observed import chosen, environment, seen_by
@@ -10,6 +13,7 @@ from simulation import Simulation
 
 from gradcomp import ConfigError, LayerSpec, PowerSGD, Quantize, TopK, Warmup
 from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
+from gradcomp.pipeline.snapshot import restore, snapshot
 
 RULE = Accordion(8, 2, every_steps=3)
 
@@ -96,6 +100,60 @@ def test_norms_decide_in_a_run():
     assert found[19] == found[23] == (2, 8)
 
 
+@pytest.mark.parametrize(("fall", "expected"), [(0.0, 2), (0.49, 2), (0.5, 8), (0.9, 8)])
+def test_a_period_in_which_the_learning_rate_fell_is_critical(fall, expected):
+    observed = seen_by(RULE, [64, 64, 64], [1.0, 1.0, 0.0], current=[1, 1, 1], memory=[1.0, 1.0, 1.0])
+    decision = RULE.decide(replace(observed, rate_fall=fall))
+    assert chosen(observed, decision.choices) == [expected, expected, 2], "a silent layer keeps its level"
+
+
+def rates_in_a_run(rate, steps: int = 40, stop: int | None = None):
+    """Levels after every step of a run whose gradients are steady; ``stop``: it is saved there, and resumed."""
+
+    def job():
+        layers = [LayerSpec("a", (8, 8)), LayerSpec("b", (8, 8))]
+        return Simulation(layers, Quantize(4, 32), 2, controller=Accordion(8, 2, every_steps=5))
+
+    ranks, found = job(), []
+    for step in range(steps):
+        if step == stop:
+            states = [json.loads(json.dumps(p.controller.shared_state())) for p in ranks.pipelines]
+            assert states[0] == states[1]
+            again = job()
+            for old, new, state in zip(ranks.pipelines, again.pipelines, states, strict=True):
+                saved = snapshot(old)
+                assert saved.shared.control["state"] == state
+                restore(new, saved)
+            ranks = again
+        ranks.rate = rate(step)
+        ranks.step([[np.ones(64, np.float32) for _ in range(2)] for _ in range(2)]).all_means()
+        found.append(levels(ranks)[0])
+    return found
+
+
+def test_a_fall_of_the_learning_rate_in_a_run_leads_back_to_low_compression_for_a_period():
+    found = rates_in_a_run(lambda step: 0.1 if step < 22 else 0.01)
+    changes = [i for i in range(1, len(found)) if found[i] != found[i - 1]]
+    # High once norms have settled; low after the period of the fall, 20 to 24; high after the next one.
+    assert [found[i] for i in changes] == [2, 8, 2]
+    assert 25 <= changes[1] < 30 <= changes[2] < 35
+
+
+@pytest.mark.parametrize(
+    "rate", [lambda step: 0.1 * 0.97**step, lambda step: 0.01 * (step + 1), lambda step: 0.0]
+)
+def test_a_rate_that_falls_little_rises_or_is_not_known_is_not_critical(rate):
+    assert rates_in_a_run(rate)[15:] == [2] * 25
+
+
+@pytest.mark.parametrize("stop", range(20, 30))
+def test_rates_are_resumed(stop):
+    def rate(step: int) -> float:
+        return 0.1 if step < 22 else 0.01
+
+    assert rates_in_a_run(rate, stop=stop) == rates_in_a_run(rate)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -108,6 +166,8 @@ def test_norms_decide_in_a_run():
         ({"low": 8, "high": 2, "eta": 0}, "eta"),
         ({"low": 8, "high": 2, "eta": float("inf")}, "eta"),
         ({"low": 8, "high": 2, "eta": True}, "eta"),
+        ({"low": 8, "high": 2, "rate_fall": 0}, "rate_fall"),
+        ({"low": 8, "high": 2, "rate_fall": 1.5}, "rate_fall"),
         ({"low": 8, "high": 2, "every_steps": 0}, "every_steps"),
     ],
 )

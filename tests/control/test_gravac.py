@@ -44,7 +44,10 @@ LAYERS = [
     LayerSpec("c", (90,)),
     LayerSpec("double", (9,), "float64"),
 ]
-SMALL = GraVAC(2, 16, epsilon=0.6, window=7, omega=0.05)
+SMALL = GraVAC(2, 16, epsilon=0.8, window=7, omega=0.05)
+RESTLESS = replace(
+    SMALL, epsilon=0.6, gain="energy"
+)  # under gradients as drawn below its choices change often
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------
@@ -70,28 +73,33 @@ class Literal:
         self.epsilon, self.window, self.omega = controller.epsilon, controller.window, controller.omega
         self.world = world
         self.theta_min = self.theta_c = self.candidates[0]
-        self.samples: dict[float, list[float]] = {}
+        self.by_norm = controller.gain == "norm"
+        self.samples: dict[float, list[tuple[float, float]]] = {}
         self.t_compress: dict[float, float] = {}
         self.t_sys: dict[float, list[float]] = {}  # of the window
         self.send = 1.0
         self.i = 0
 
     def delta(self, theta: float) -> float:
-        """EWMA by its definition: weights w (1 - w)^age, divided by their sum."""
+        """EWMAs by their definition, weights w (1 - w)^age: of norms and of gradients' norms; of gains, and of 1."""
         if theta == 1:
             return 1.0
         newest = min(1.0, self.world / 100)
         kept = self.samples.get(theta, [])
         weights = [newest * (1 - newest) ** age for age in range(len(kept))][::-1]
-        return sum(w * x for w, x in zip(weights, kept, strict=True)) / sum(weights) if kept else float("nan")
+        sums = [
+            sum(w * x for w, x in zip(weights, column, strict=True)) for column in zip(*kept, strict=True)
+        ]
+        return sums[0] / sums[1] if kept else float("nan")
 
     def timed(self, theta: float, t_iter: float) -> None:
         self.t_sys.setdefault(theta, []).append(self.world / t_iter)  # 29
 
-    def iteration(self, gain) -> None:
+    def iteration(self, gain, size: float) -> None:
         self.i += 1
+        whole = size if self.by_norm else 1.0
         for theta in {self.theta_min, self.theta_c}:
-            self.samples.setdefault(theta, []).append(gain(theta))  # 7, 9
+            self.samples.setdefault(theta, []).append((whole * gain(theta), whole))  # 7, 9
         if self.i % self.window == 0:  # 32
             for theta, speeds in self.t_sys.items():
                 self.t_compress[theta] = statistics.median(speeds) * self.delta(theta)  # 30
@@ -124,6 +132,7 @@ def search_of(controller: GraVAC, world: int, rows: int = 1) -> Search:
         epsilon=controller.epsilon,
         window=controller.window,
         omega=controller.omega,
+        by_norm=controller.gain == "norm",
     )
 
 
@@ -134,7 +143,8 @@ def chosen(search: Search, row: int = 0) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("world", [1, 8, 60, 250])
 @pytest.mark.parametrize("seed", range(8))
-def test_decisions_are_those_of_the_algorithm(world: int, seed: int):
+@pytest.mark.parametrize("form", ["norm", "energy"])
+def test_decisions_are_those_of_the_algorithm(world: int, seed: int, form: str):
     draw = np.random.default_rng(seed)
     controller = GraVAC(
         float(draw.choice([1, 2, 10])),
@@ -143,6 +153,7 @@ def test_decisions_are_those_of_the_algorithm(world: int, seed: int):
         window=int(draw.integers(1, 9)),
         omega=float(draw.choice([0, 0.02, 0.3])),
         policy=str(draw.choice(["exponential", "geometric"])),
+        gain=form,
     )
     literal, search = Literal(controller, world), search_of(controller, world)
     exponents = draw.uniform(0.01, 0.4, 250)
@@ -160,11 +171,24 @@ def test_decisions_are_those_of_the_algorithm(world: int, seed: int):
         least, candidate, _ = chosen(search)
         size = draw.uniform(1, 1e6)
         search.step(*(np.array([size * g]) for g in (1, gain(least), gain(candidate))))
-        literal.iteration(gain)
+        literal.iteration(gain, size)
         assert chosen(search) == (literal.theta_min, literal.theta_c, literal.send), f"iteration {i + 1}"
         observed.add(literal.send)
     assert int(search.steps.sum()) == 250
     assert observed <= set(search.factors)
+
+
+def test_two_steps_by_hand():
+    # Of 50 ranks, the newest sample weighs one half. ||g|| = 2 and then 1, of which the selection keeps 1 and then 0.9.
+    by_norm, by_energy = (search_of(GraVAC(gain=gain), 50) for gain in ("norm", "energy"))
+    for whole, kept in ((2.0, 1.0), (1.0, 0.9)):
+        by_norm.step(*(np.array([x]) for x in (whole, kept, kept)))
+        by_energy.step(*(np.array([x * x]) for x in (whole, kept, kept)))
+    # (1/4 1 + 1/2 0.9) / (1/4 2 + 1/2 1), and (1/4 0.25 + 1/2 0.81) / (1/4 + 1/2).
+    assert by_norm.gains[0, 1] == pytest.approx(0.7, rel=1e-15)
+    assert by_energy.gains[0, 1] == pytest.approx(0.4675 / 0.75, rel=1e-15)
+    assert chosen(by_norm)[2] == 10
+    assert chosen(by_energy)[2] == 1
 
 
 def test_the_scripts_reach_everything():
@@ -366,7 +390,7 @@ def heavy(average):
 def test_200_steps_with_random_delays_on_every_rank(monkeypatch):
     scripted(monkeypatch, wild)
     monkeypatch.setattr(Search, "_average", heavy(Search._average))
-    ranks = Simulation(LAYERS, DGC(0.5), 3, shuffle=True, delay=0.2, controller=SMALL)
+    ranks = Simulation(LAYERS, DGC(0.5), 3, shuffle=True, delay=0.2, controller=RESTLESS)
     versions = []
     for step in range(200):
         ranks.step(drawn(ranks, step))
@@ -390,13 +414,34 @@ def test_a_layer_chooses_by_itself():
 
 
 def test_gains_are_those_of_the_sums_over_ranks():
-    ranks = Simulation(LAYERS[:1], TopK(0.5), 3, controller=SMALL)
-    gradients = [[g * (r + 1) for g in rank] for r, rank in enumerate(ranks.gradients())]
-    ranks.step(gradients)
-    squares = [np.sort(np.square(rank[0].astype(np.float64)))[::-1] for rank in gradients]
-    expected = sum(s[:260].sum() for s in squares) / sum(s.sum() for s in squares)
-    search = ranks.pipelines[0].controller.search
-    assert search.gains[0, 1] == pytest.approx(expected, rel=1e-12)
+    parts = {}
+    for gain in ("norm", "energy"):
+        ranks = Simulation(LAYERS, TopK(0.5), 3, controller=replace(SMALL, gain=gain))
+        gradients = [[g * g.dtype.type(r + 1) for g in rank] for r, rank in enumerate(ranks.gradients())]
+        ordered = [[np.sort(np.square(g.astype(np.float64)))[::-1] for g in rank] for rank in gradients]
+        ranks.step(gradients)
+        parts[gain] = ranks.pipelines[0].controller.search.gains[0, 1]
+    squares = [(s[: round(s.size / 2)].sum(), s.sum()) for rank in ordered for s in rank[:4]]
+    kept, whole = np.sqrt(squares).sum(axis=0)  # norms of layers, as the authors' code has it
+    assert parts["norm"] == pytest.approx(kept / whole, rel=1e-6)
+    kept, whole = np.sum(squares, axis=0)
+    assert parts["energy"] == pytest.approx(kept / whole, rel=1e-6)
+
+
+def test_where_a_tenth_keeps_half_of_the_energy_only_the_norm_compresses():
+    """As on a ResNet-20, whose gain by energy is 0.47 to 0.50: with the residual above, it can never be more."""
+    sent = {}
+    for gain in ("norm", "energy"):
+        ranks = Simulation([LayerSpec("w", (1000,))], TopK(0.1), 2, controller=GraVAC(window=40, gain=gain))
+        draw = np.random.default_rng(0)
+        for _ in range(120):
+            # Of a tenth of the elements, nine times the others' energy each: a half of it all.
+            loud = np.where(np.arange(1000) < 100, 3.0, 1.0) * draw.choice([-1, 1], 1000)
+            ranks.step([[loud.astype(np.float32)] for _ in range(2)])
+        sent[gain] = ranks.pipelines[0].controller.steps_by_factor
+    assert sent["energy"] == {1: 120}
+    assert sent["norm"][1] == 1
+    assert {10, 20} <= sent["norm"].keys()
 
 
 def test_the_time_of_an_iteration_belongs_to_what_it_sent(monkeypatch):
@@ -411,7 +456,7 @@ def test_the_time_of_an_iteration_belongs_to_what_it_sent(monkeypatch):
         "time",
         lambda search, seconds, what: (taken.append((seconds, what[0])), time(search, seconds, what)),
     )
-    ranks = Simulation(LAYERS[:1], TopK(0.5), 3, controller=replace(SMALL, window=1000))
+    ranks = Simulation(LAYERS[:1], TopK(0.5), 3, controller=replace(RESTLESS, window=1000))
     for pipeline in ranks.pipelines:
         pipeline.controller.search.candidate[:] = 2  # so that it differs from the minimum
     for step in range(60):
@@ -578,6 +623,28 @@ def test_factors_that_are_none_here_begin_anew():
     new.step(drawn(new, 20))
 
 
+def test_gains_of_another_form_begin_anew(caplog):
+    """As from a checkpoint of before there were two: it holds none of a form."""
+    old, new = (
+        Simulation(LAYERS, TopK(0.5), 2, controller=replace(SMALL, gain=g)) for g in ("energy", "norm")
+    )
+    for step in range(9):
+        old.step(drawn(old, step))
+    assert "gain" not in old.pipelines[0].controller.shared_state()
+    for a, b in zip(old.pipelines, new.pipelines, strict=True):
+        restore(b, snapshot(a))
+    assert caplog.text.count("the saved gains are by energy, these are by norm and begin anew") == 1
+    before, after = old.pipelines[0].controller.search, new.pipelines[0].controller.search
+    assert chosen(after) == chosen(before)
+    assert np.isnan(after.gains[:, 1:]).all()
+    assert np.isnan(after.throughput).all()
+    for step in range(9, 20):
+        new.step(drawn(new, step))
+        plans(new)
+    assert after.taken == 20
+    assert after.steps.sum() == 20
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -612,6 +679,7 @@ BAD = {
     "omega": [{"omega": o} for o in (-0.01, float("nan"), None)],
     "policy": [{"policy": p} for p in ("linear", None, 2)],
     "per_layer": [{"per_layer": p} for p in (1, None, "yes")],
+    "gain": [{"gain": g} for g in ("squared", None, 2)],
 }
 
 
@@ -649,5 +717,6 @@ def test_others_that_select_by_density_work():
 def test_the_string_form_names_everything():
     text = GraVAC(5, 50, 0.9, 100, 0.02, "geometric", True).to_string()
     assert text == (
-        "gravac(minimum=5, maximum=50, epsilon=0.9, window=100, omega=0.02, policy=geometric, per_layer=True)"
+        "gravac(minimum=5, maximum=50, epsilon=0.9, window=100, omega=0.02, policy=geometric, per_layer=True, "
+        "gain=norm)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ from late import Late
 from loudest import levels
 from simulation import Simulation
 
-from gradcomp import Accordion, ConfigError, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
+from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, Linear, PowerSGD, Quantize, TopK
 from gradcomp.control import PeriodObservations, controller_from_string
 from gradcomp.control.candidates import make_candidates
+from gradcomp.control.lgreco import seconds_per_byte
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
+from gradcomp.pipeline.snapshot import restore, snapshot
 
 LAYERS = [
     LayerSpec("a", (64, 96)),
@@ -103,6 +106,111 @@ def test_positions_and_times_weigh_bytes():
     assert total(observed, first.choices, weighted) <= total(observed, by_bytes, weighted)
     again = timed.decide(see(timed, memory=first.memory))  # no times in this period
     np.testing.assert_array_equal(again.choices, first.choices)
+
+
+def sums_of(samples) -> np.ndarray:
+    """Of bytes x and seconds y by layer: xy, x x, x, y and 1."""
+    x, y = np.array(samples, dtype=np.float64).T
+    return np.stack([x * y, x * x, x, y, np.ones(len(x))])
+
+
+def test_a_latency_is_not_laid_on_the_bytes_of_short_buckets():
+    sizes = np.array([1e3, 1e4, 1e5, 1e6, 4e6])
+    found = seconds_per_byte(sums_of([(x, 2e-3 + 1e-8 * x) for x in sizes]))
+    np.testing.assert_allclose(found, 1e-8, rtol=1e-6)
+    # Noise of a tenth of the latency, in a bucket of 1 KB, would be 20 times the slope.
+    noisy = seconds_per_byte(sums_of([(x, 2e-3 + 1e-8 * x + 2e-4 * (x == 1e3)) for x in sizes]))
+    np.testing.assert_allclose(noisy, 1e-8, rtol=0.1)
+
+
+def test_buckets_that_are_slow_for_their_bytes_are_dear():
+    found = seconds_per_byte(sums_of([(1e6, 1e-3 + 1e-2), (2e6, 1e-3 + 2e-2), (3e6, 1e-3 + 6e-2)]))
+    assert found[2] > 1.5 * found[1]
+    assert (found > 0).all()
+
+
+@pytest.mark.parametrize(
+    "samples", [[(1e3, 2e-3), (1e6, 2e-3)], [(1e3, 3e-3), (1e6, 1e-3)]], ids=["latency only", "falling"]
+)
+def test_where_time_does_not_rise_with_bytes_there_is_no_slope(samples):
+    assert seconds_per_byte(sums_of(samples)) is None
+    assert seconds_per_byte(np.zeros((5, 3))) is None
+
+
+def test_equal_buckets_have_their_mean_times():
+    found = seconds_per_byte(sums_of([(1e6, 1e-2), (1e6, 3e-2)]))
+    assert found[0] < 2e-8 < found[1]
+    assert found.mean() == pytest.approx(2e-8)
+
+
+def test_small_buckets_are_not_dear_under_the_time_objective():
+    """Times of a latency and a rate: the choices are those by bytes, which through the origin they were not."""
+    timed, plain = LGreCo(10, objective="time"), LGreCo(10)
+    sent = np.array([2e3, 2e4, 2e5, 2e6])
+    for seed in range(5):
+        observed = see(timed, seed=seed, wire=1e-3 + 1e-8 * sent, sent=sent)
+        expected = plain.decide(see(plain, seed=seed)).choices
+        np.testing.assert_array_equal(timed.decide(observed).choices, expected)
+
+
+def test_a_memory_of_times_through_the_origin_begins_anew():
+    """A checkpoint of before times had a latency."""
+    old, new = (Simulation(LAYERS, Quantize(4), 2, controller=LGreCo(4, objective="time")) for _ in range(2))
+    for _ in range(7):
+        old.step()
+    states = [snapshot(p) for p in old.pipelines]
+    for pipeline, state in zip(new.pipelines, states, strict=True):
+        saved = state.shared.control["state"]
+        saved["memory"] = [*saved["memory"][: 3 * len(LAYERS)], saved["memory"][-1]]
+        restore(pipeline, state)
+    assert levels(new) == levels(old)
+    assert len(new.pipelines[0].controller.shared_state()["memory"]) == 6 * len(LAYERS) + 1
+    for _ in range(9):
+        new.step()
+    levels(new)
+
+
+@pytest.mark.parametrize("own", [Quantize(4), TopK(0.1), PowerSGD(4)], ids=lambda c: c.name)
+def test_hybrid_is_thirteen_levels_of_three_families(own):
+    layers = [LayerSpec("matrix", (512, 512)), LayerSpec("convolution", (64, 64, 3, 3))]
+    for controller in (LGreCo(10, levels="hybrid"), KMeans(10, levels="hybrid")):
+        candidates = make_candidates(
+            layers, [own] * 2, controller.candidates(), parse("sra"), Topology.one_host(2)
+        )
+        found = [{c.to_string() for c in choices if c != own} for choices in candidates.choices]
+        for row, (densities, ranks) in enumerate(
+            [((0.02, 0.05, 0.1, 0.2), (8, 16, 32, 64)), ((0.005, 0.01, 0.02, 0.05), (1, 2, 4, 8))]
+        ):
+            thirteen = [*map(Quantize, (2, 3, 4, 6, 8)), *map(TopK, densities), *map(PowerSGD, ranks)]
+            assert found[row] == {c.to_string() for c in thirteen if c != own}
+            assert own in candidates.choices[row]
+
+
+def test_hybrid_beside_accordion_and_in_string_form():
+    controller = controller_from_string(
+        "lgreco:every_steps=7,levels=hybrid,accordion=[accordion:low=8,high=2,every_steps=7]"
+    )
+    assert controller == LGreCo(7, levels="hybrid", accordion=Accordion(8, 2, every_steps=7))
+    ranks = Simulation(LAYERS, Quantize(4), 2, controller=controller)
+    choices = ranks.pipelines[0].controller.candidates.choices[0]
+    assert {c.name for c in choices} == {"quantize", "topk", "powersgd"}
+    for kind in (LGreCo, KMeans, Linear):
+        with pytest.raises(ConfigError, match="hybrid"):
+            kind(7, levels="every")
+
+
+def test_with_accordion_a_fall_of_the_learning_rate_is_critical():
+    rule = Accordion(low=4, high=2, every_steps=1)
+    controller = LGreCo(10, accordion=rule)
+    candidates = Simulation(LAYERS, PowerSGD(3), 2, controller=controller).pipelines[0].controller.candidates
+    norm = np.arange(1.0, 5.0)
+    memory = controller.begin_memory(candidates)
+    memory[:4] = norm
+    steady = see(controller, candidates=candidates, norm=norm, memory=memory)
+    fallen = replace(steady, rate_fall=0.9)
+    settled, cautious = (controller._reference(observed, norm) for observed in (steady, fallen))
+    for row, choices in enumerate(candidates.choices):
+        assert (choices[settled[row]].rank, choices[cautious[row]].rank) == (2, 4)
 
 
 def test_without_times_a_byte_is_a_byte():

@@ -12,19 +12,19 @@ from gradcomp.control.linear import Linear
 
 
 def test_levels_follow_the_order_of_norm_by_size():
-    rule = Linear(5, levels=[2, 3, 4, 5, 6])
+    rule = Linear(5, levels=[2, 3, 4, 5, 6], alpha=None)
     observed = seen_by(rule, [64, 640, 64, 6400, 64], [3.0, 1.0, 2.0, 1.0, 9.0])
     assert chosen(observed, rule.decide(observed).choices) == [5, 3, 4, 2, 6]
 
 
 def test_levels_are_interpolated():
-    rule = Linear(5, levels=[2, 4, 8])
+    rule = Linear(5, levels=[2, 4, 8], alpha=None)
     observed = seen_by(rule, [64] * 7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
     assert chosen(observed, rule.decide(observed).choices) == [2, 2, 4, 4, 4, 8, 8]
 
 
 def test_more_levels_than_layers_are_skipped():
-    rule = Linear(5, levels=list(range(1, 9)))
+    rule = Linear(5, levels=list(range(1, 9)), alpha=None)
     observed = seen_by(rule, [64] * 3, [1.0, 2.0, 3.0])
     found = chosen(observed, rule.decide(observed).choices)
     assert found[0] == 1
@@ -33,13 +33,13 @@ def test_more_levels_than_layers_are_skipped():
 
 
 def test_equal_layers_keep_their_order():
-    rule = Linear(5, levels=[2, 4, 8])
+    rule = Linear(5, levels=[2, 4, 8], alpha=None)
     observed = seen_by(rule, [64] * 3, [1.0] * 3)
     assert chosen(observed, rule.decide(observed).choices) == [2, 4, 8]
 
 
 def test_one_layer_takes_the_reference():
-    rule = Linear(5, levels=[2, 4, 8])
+    rule = Linear(5, levels=[2, 4, 8], alpha=None)
     observed = seen_by(rule, [64], [1.0], current=[0])
     assert chosen(observed, rule.decide(observed).choices) == [4]
 
@@ -51,26 +51,27 @@ def test_one_level_leaves_nothing_to_choose():
 
 
 def test_silent_layers_do_not_count():
-    rule = Linear(5, levels=[2, 4, 8])
+    rule = Linear(5, levels=[2, 4, 8], alpha=None)
     observed = seen_by(rule, [64] * 4, [0.0, 1.0, 2.0, 3.0], current=[2, 0, 0, 0])
     assert chosen(observed, rule.decide(observed).choices) == [8, 2, 4, 8]
 
 
 def test_extreme_norms_keep_their_order():
-    rule = Linear(5, levels=[2, 4, 8])
+    rule = Linear(5, levels=[2, 4, 8], alpha=None)
     observed = seen_by(rule, [64] * 3, [1e300, 1e-300, 1.0])
     assert chosen(observed, rule.decide(observed).choices) == [8, 2, 4]
 
 
 def test_errors_are_measured_only_for_a_budget():
-    assert not Linear(5).needs_errors
-    assert Linear(5, alpha=1.0).needs_errors
+    assert Linear(5).alpha == 1.0
+    assert Linear(5).needs_errors
+    assert not Linear(5, alpha=None).needs_errors
 
 
 def test_a_budget_is_kept():
-    rule = Linear(5, levels=[2, 4, 8], alpha=1.0)
+    rule = Linear(5, levels=[2, 4, 8])
     observed = seen_by(rule, [64] * 6, np.linspace(1.0, 1.5, 6))
-    without = Linear(5, levels=[2, 4, 8]).decide(observed)
+    without = Linear(5, levels=[2, 4, 8], alpha=None).decide(observed)
     budget = total_error(observed, observed.candidates.reference)
     assert total_error(observed, without.choices) > budget
     assert total_error(observed, rule.decide(observed).choices) <= budget

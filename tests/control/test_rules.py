@@ -38,7 +38,8 @@ CHANGING = {
     "adaqs": AdaQS(8, 1, factor=0.9, every_steps=4),
     "kmeans": KMeans(4, levels=[2, 4, 8], alpha=1e6),
     "lgreco": LGreCo(4, levels=[2, 4, 8], alpha=1.5),
-    "linear": Linear(4, levels=[2, 4, 8]),
+    "linear": Linear(4, levels=[2, 4, 8], alpha=None),
+    "linear_budget": Linear(4, levels=[2, 4, 8], alpha=3.0),
     "schedule": Schedule({3: 8, 9: {"a": 2}, 17: TopK(0.1)}),
 }
 if importlib.util.find_spec("optuna") is not None:

@@ -35,8 +35,9 @@ Addresses = npt.NDArray[np.uint64]
 #: What may be sent.
 CANDIDATE, MINIMUM, DENSE = "candidate", "minimum", "dense"
 
-#: Names of what is noted of every layer: squared norms of p, of its selection and of the candidate's.
-TOTAL, KEPT, KEPT_BY_CANDIDATE = "graded.total", "graded.minimum", "graded.candidate"
+#: Names of what is noted of every layer: squared norms of scale g, of p, of its selection and of the candidate's.
+GRADIENT, TOTAL = "graded.gradient", "graded.total"
+KEPT, KEPT_BY_CANDIDATE = "graded.minimum", "graded.candidate"
 
 
 @register("graded")
@@ -49,10 +50,10 @@ class Graded(Wrapper):
     S_c, ``minimum`` on S_min, and e' = p outside, as ``inner`` has it; ``dense`` sends p, and e' = 0. The level is
     ``inner``'s density.
 
-    A controller that looks on finds the squared norms of p, of p on S_min and of p on S_c (float64, per layer) among
-    the observations ``graded.total``, ``graded.minimum`` and ``graded.candidate``; without one nothing is selected that
-    is not sent. The second selection reads what the first one selected and not the layer. Of an exact top-k it is the
-    exact top-k: ``Graded(TopK(0.1), 0.01)`` sends the bytes of ``TopK(0.01)``.
+    A controller that looks on finds the squared norms of scale g, of p, of p on S_min and of p on S_c (float64, per
+    layer) among the observations ``graded.gradient``, ``graded.total``, ``graded.minimum`` and ``graded.candidate``;
+    without one nothing is selected that is not sent. The second selection reads what the first one selected and not the
+    layer. Of an exact top-k it is the exact top-k: ``Graded(TopK(0.1), 0.01)`` sends the bytes of ``TopK(0.01)``.
 
     Momentum and clipping are ``inner``'s. Masked momentum starts again where an element was sent: with ``dense``
     everywhere.
@@ -173,13 +174,13 @@ class Graded(Wrapper):
             factors = context.factors(len(flags))
             selection.contribute(levels.group.inputs, flags, factors, decay=context.decay)
             if watcher is not None:
-                levels.note_everything(watcher)
+                levels.note_everything(watcher, context.scale)
             return
         self._inner.select(levels.group, context, levels.minimum, flags)
         if watcher is not None or self.send == CANDIDATE:
             levels.refine()
         if watcher is not None:
-            levels.note(watcher)
+            levels.note(watcher, context.scale)
 
 
 class Levels:
@@ -219,28 +220,32 @@ class Levels:
         selection.take(table, top.offsets, top.counts, top.indices, gathered)
         return Selection(top.offsets, top.counts, self._indices, top.values)
 
-    def note(self, watcher: Observations) -> None:
-        """Squared norms of p and of both selections."""
+    def note(self, watcher: Observations, scale: float) -> None:
+        """Squared norms of scale g, of p and of both selections."""
         layers = self.group.layers
-        watcher.add(TOTAL, layers, self._squares_of_p())
+        self._note_layers(watcher, scale)
         squares = np.zeros(len(layers))
         for name, chosen in ((KEPT, self.minimum), (KEPT_BY_CANDIDATE, self._top)):
             _point_to(self._values, "gradient", chosen.values, chosen)
             selection.squares(self._values, squares)
             watcher.add(name, layers, squares)
 
-    def note_everything(self, watcher: Observations) -> None:
+    def note_everything(self, watcher: Observations, scale: float) -> None:
         """The same where both selections are the whole layers."""
-        squares = self._squares_of_p()
-        for name in (TOTAL, KEPT, KEPT_BY_CANDIDATE):
+        squares = self._note_layers(watcher, scale)
+        for name in (KEPT, KEPT_BY_CANDIDATE):
             watcher.add(name, self.group.layers, squares)
 
-    def _squares_of_p(self) -> npt.NDArray[np.float64]:
+    def _note_layers(self, watcher: Observations, scale: float) -> npt.NDArray[np.float64]:
+        """Note scale g and p; the squared norms of p."""
         table = self.group.inputs.copy()
+        of_gradient, of_p = np.zeros(len(table)), np.zeros(len(table))
+        selection.squares(table, of_gradient)
         table["gradient"], table["dtype"] = table["next_residual"], FLOAT32
-        squares = np.zeros(len(table))
-        selection.squares(table, squares)
-        return squares
+        selection.squares(table, of_p)
+        watcher.add(GRADIENT, self.group.layers, scale**2 * of_gradient)
+        watcher.add(TOTAL, self.group.layers, of_p)
+        return of_p
 
 
 def _point_to(table: Table, column: str, flat: Floats, chosen: Selection) -> None:
