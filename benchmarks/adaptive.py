@@ -155,7 +155,16 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _every_controller() -> list[str]:
-    names = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs", "gravac-energy", SWEEP]
+    names = [
+        *DEFAULT,
+        "lgreco-narrow",
+        "lgreco-squared",
+        "lgreco-time",
+        "lgreco-position",
+        "adaqs",
+        "gravac-energy",
+        SWEEP,
+    ]
     return [*names, UNIFORM]
 
 

@@ -120,6 +120,7 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
         forms = {
             UNIFORM: "",
             "lgreco": f"lgreco:every_steps={every}",
+            "lgreco-narrow": f"lgreco:every_steps={every},widen=false",
             "lgreco-squared": f"lgreco:every_steps={every},metric=squared",
             "lgreco-time": f"lgreco:every_steps={every},objective=time",
             "lgreco-position": f"lgreco:every_steps={every},objective=position",

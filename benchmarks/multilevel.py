@@ -5,8 +5,8 @@
 As in Tyagi and Swany 2023, Table 3: *direct* selects from all layers of a model at both factors; *multi-level*
 selects at the first factor, and the second among that, as `Graded` does: milliseconds on one thread, medians of runs
 that alternate in one process, of the thread's processor time. *Norms* is what GraVAC reads besides: squared norms of
-p and of both selections. Gradients are those of a batch, residuals those of three others. A figure counts only if an
-exact top-k comes out the same both ways.
+the gradient, p and both selections. Gradients are those of a batch, residuals those of three others. A figure counts
+only if an exact top-k comes out the same both ways.
 
 *Swaps*: microseconds for a change between plans of GraVAC, on wall clock: to choose (write the plan) and to lay out,
 for plans that are new and for plans that were in force a few steps ago.
@@ -174,7 +174,7 @@ class Work:
 
     def norms(self) -> None:
         """What is noted for the controller."""
-        self.levels.note(Observations(max(self.members) + 1))
+        self.levels.note(Observations(max(self.members) + 1), 1.0)
 
     def is_right(self) -> bool:
         """Whether an exact top-k is the same both ways; others only select about as many."""

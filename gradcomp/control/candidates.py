@@ -118,13 +118,15 @@ def make_candidates(
     candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
     scheme: Scheme,
     topology: Topology,
+    *,
+    wide: bool = False,
 ) -> CandidateLevels:
     """The choices of every layer: ``candidates``, or what they give for it and its compressor, or its default range.
 
     Default ranges are those of Markov et al. 2024, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks,
-    [D/10, 10 D] in steps of D/10 for densities, as far as they are possible. The layer's own compressor is always one
-    of its choices. ConfigError for a candidate that no layer can take, an empty list, or levels around which the
-    layer's own does not lie.
+    [D/10, 10 D] in steps of D/10 for densities, as far as they are possible; ``wide`` ones as :func:`default_levels`
+    has them. The layer's own compressor is always one of its choices. ConfigError for a candidate that no layer can
+    take, an empty list, or levels around which the layer's own does not lie.
     """
     numbers, rows, sent = [], [], []
     known: dict[object, tuple[tuple[Compressor, ...], Doubles]] = {}  # layers of one shape have one row
@@ -134,7 +136,7 @@ def make_candidates(
         layer = layers[number]
         key = (layer.shape, layer.dtype, own)
         if key not in known:
-            choices = choices_of(layer, own, candidates)
+            choices = choices_of(layer, own, candidates, wide)
             known[key] = (choices, bytes_of_choices(choices, layer, scheme, topology))
         numbers.append(number)
         rows.append(known[key][0])
@@ -155,10 +157,11 @@ def choices_of(
     layer: LayerSpec,
     own: Compressor,
     candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
+    wide: bool = False,
 ) -> tuple[Compressor, ...]:
     """One layer's choices, its own compressor among them, in the order given, its own last if it was not."""
     if candidates is None:
-        levels: Candidates = default_levels(own)
+        levels: Candidates = default_levels(own, wide)
     elif callable(candidates):
         levels = candidates(layer, own)
     elif candidates == HYBRID:
@@ -197,16 +200,21 @@ def hybrid_levels(layer: LayerSpec) -> list[Candidate]:
     return [*found, *(PowerSGD(rank) for rank in ranks)]
 
 
-def default_levels(own: Compressor) -> list[Level]:
-    """The range of Markov et al. 2024 around a compressor's own level."""
+def default_levels(own: Compressor, wide: bool = False) -> list[Level]:
+    """The range of Markov et al. 2024 around a compressor's own level.
+
+    ``wide``: [D/4, 4 D] for ranks, and for densities also [D/100, D/10] in steps of D/100; bits stay as they are.
+    """
     level, knob = own.level, _knob(own)
     if knob in ("bits", "rank"):
         assert isinstance(level, int), "a number of bits, or a rank, is whole"
-        return [n for n in range(max(level // 2, 1), 2 * level + 1) if _possible(own, n)]
+        times = 4 if wide and knob == "rank" else 2
+        return [n for n in range(max(level // times, 1), times * level + 1) if _possible(own, n)]
     if knob == "density":
         assert isinstance(level, int | float), "a density is a number"
-        steps = (float(f"{level * i / 10:.12g}") for i in range(1, 101))
-        return [level if i == 10 else density for i, density in enumerate(steps, 1) if density <= 1.0]
+        hundredths = [*range(1, 10)] * wide + [*range(10, 1001, 10)]
+        steps = ((i, float(f"{level * i / 100:.12g}")) for i in hundredths)
+        return [level if i == 100 else density for i, density in steps if density <= 1.0]
     raise ConfigError(f"there is no default range of levels for {own.to_string()}: give levels=")
 
 

@@ -61,6 +61,9 @@ class LGreCo(Periodic):
     under which errors of layers add up to that of the model. ``accordion``: its choice is each period's reference
     (section 5.3), and ``levels`` then go by default from its high compression's range to its low one's.
 
+    ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
+    become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range.
+
     Layers without a gradient in the period keep their level. If nothing fits, the reference is taken, with a warning.
 
     Wire, state, ``window``, ``memory_bytes``: see :class:`Periodic`.
@@ -80,6 +83,7 @@ class LGreCo(Periodic):
     objective: str = "bytes"
     metric: str = "norm"
     accordion: Accordion | None = field(default=None, kw_only=True)
+    widen: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +98,8 @@ class LGreCo(Periodic):
             raise ConfigError(f"metric must be one of {', '.join(_METRICS)}, got {self.metric!r}")
         if self.accordion is not None and not isinstance(self.accordion, Accordion):
             raise ConfigError(f"accordion must be an Accordion, got {self.accordion!r}")
+        if not isinstance(self.widen, bool):
+            raise ConfigError(f"widen must be true or false, got {self.widen!r}")
 
     @property
     def by_times(self) -> bool:
@@ -111,20 +117,36 @@ class LGreCo(Periodic):
 
     def candidate_levels(self, environment: Environment) -> CandidateLevels:
         """With Accordion: both of its levels are on it, and by default the ranges around them."""
+        return self._ranges(environment, wide=False)
+
+    def wider_levels(self, environment: Environment) -> CandidateLevels | None:
+        """Of default ranges only, and unless ``widen`` says no."""
+        return self._ranges(environment, wide=True) if self.widen and self.levels is None else None
+
+    @property
+    def tells_ends(self) -> bool:
+        """Yes: its choices are where errors and bytes put them."""
+        return True
+
+    def _ranges(self, environment: Environment, wide: bool) -> CandidateLevels:
         rule = self.accordion
-        if rule is None:
-            return super().candidate_levels(environment)
 
         def candidates(layer: LayerSpec, own: Compressor) -> Candidates:
+            assert rule is not None, "there is one"
             ends = [resolve(own, rule.high), resolve(own, rule.low)]
             if self.levels == HYBRID:
                 return [*hybrid_levels(layer), *ends]
             if self.levels is not None:
                 return [*self.levels, *ends]
-            return [end.with_level(level) for end in ends for level in default_levels(end)]
+            return [end.with_level(level) for end in ends for level in default_levels(end, wide)]
 
         return make_candidates(
-            environment.layers, environment.compressors, candidates, environment.scheme, environment.topology
+            environment.layers,
+            environment.compressors,
+            self.levels if rule is None else candidates,
+            environment.scheme,
+            environment.topology,
+            wide=wide,
         )
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:

@@ -63,6 +63,18 @@ class Periodic(Controller):
             environment.topology,
         )
 
+    def wider_levels(self, environment: Environment) -> CandidateLevels | None:
+        """The choices of wider ranges, which take the place of these once most elements are at an end of theirs.
+
+        None for controllers that keep their ranges.
+        """
+        return None
+
+    @property
+    def tells_ends(self) -> bool:
+        """Whether a line of the log says so where most elements are at an end of their range."""
+        return False
+
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """What the first decision finds in ``memory``; its length never changes."""
         return np.zeros(0)

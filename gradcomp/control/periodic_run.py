@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from time import thread_time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,8 @@ import numpy.typing as npt
 
 from gradcomp.control.accumulators import Accumulators, share_out
 from gradcomp.control.base import Doubles, Environment, Step
+from gradcomp.control.candidates import CandidateLevels
+from gradcomp.control.ends import crowded_ends, goes_on
 from gradcomp.control.layer_statistics import COLUMNS, measure
 from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
@@ -46,6 +49,7 @@ class PeriodicState(PhasedState):
     """``choices``: family and level of each layer. ``sent``: bytes of this period, in the order of ``choices``.
 
     ``rate``: the learning rate of the last step; ``rate_before``: its mean over ranks when tables were last shared.
+    ``wide``: ranges have been widened.
     """
 
     choices: dict[str, tuple[str, Level]]
@@ -54,6 +58,7 @@ class PeriodicState(PhasedState):
     seen: SavedObservations | None = None
     rate: float | None = None
     rate_before: float | None = None
+    wide: bool | None = None
 
 
 class PeriodicRun(PhasedRun[PeriodicState]):
@@ -75,7 +80,6 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         self._numbers = {
             spec.name: int(i) for i, spec in zip(candidates.layers, candidates.specs, strict=True)
         }
-        self._width = COLUMNS + (candidates.width if controller.needs_errors else 0)
         sizes = {int(i): s.size for i, s in zip(candidates.layers, candidates.specs, strict=True)}
         owners = share_out(sizes, environment.world)
         self._check_memory(sizes, owners)
@@ -91,6 +95,12 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         #: Processor seconds of this rank: adding gradients up, measuring, deciding.
         self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
         self._wire = np.zeros(rows, dtype=np.float32)  # as it is saved
+        self._said: set[tuple[str, bool, bool]] = set()
+
+    @property
+    def _width(self) -> int:
+        """Columns of the table that is shared."""
+        return COLUMNS + (self.candidates.width if self.controller.needs_errors else 0)
 
     def _check_memory(self, sizes: Mapping[int, int], owners: Mapping[int, int]) -> None:
         cap = self.controller.memory_bytes
@@ -245,11 +255,43 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     def apply(self, step: Step, sums: Doubles) -> bool:
         """The choices apply, and the next period may end."""
-        state, before = self._state, self.current
-        self.current = sums[: len(before)].astype(np.int64)
-        state.memory, state.seen, state.phase = sums[len(before) :].copy(), None, Phase.GATHER
+        state, before, rows = self._state, self._state.choices, len(self.current)
+        self.current = sums[:rows].astype(np.int64)
+        state.memory, state.seen, state.phase = sums[rows:].copy(), None, Phase.GATHER
+        if self.controller.tells_ends:
+            self._look_at_ends()
         self.choose()
-        return not np.array_equal(before, self.current)
+        return before != state.choices
+
+    def _look_at_ends(self) -> None:
+        """Widen ranges that are too short, if they can be; on all ranks alike, since all have the same choices."""
+        ends = crowded_ends(self.candidates, self.current)
+        wider = self._wider if ends and not self._state.wide else None
+        widens = wider is not None and any(goes_on(end, self.candidates, wider) for end in ends)
+        for end in ends:
+            said = (end.family, end.low, widens)
+            if said not in self._said and self.environment.rank == 0:
+                then = "ranges are widened" if widens else "levels= may go further"
+                logger.info("%s: %s: %s", self.name, end.words, then)
+            self._said.add(said)
+        if widens:
+            self._range_over(wide=True)
+
+    @cached_property
+    def _wider(self) -> CandidateLevels | None:
+        return self.controller.wider_levels(self.environment)
+
+    def _range_over(self, wide: bool) -> None:
+        """Have wide ranges, or those of the beginning, with the same choices as far as they are there."""
+        wider = self._wider if wide else None
+        before = [
+            choices[k] for choices, k in zip(self.candidates.choices, self.current.tolist(), strict=True)
+        ]
+        self.candidates = wider or self.controller.candidate_levels(self.environment)
+        self._state.wide = True if wider else None
+        for row, reference in enumerate(self.candidates.reference.tolist()):
+            found = self.candidates.find(row, before[row].family_string(), before[row].level)
+            self.current[row] = reference if found is None else found
 
     def choose(self) -> None:
         """Let :attr:`choices` be those in force."""
@@ -280,8 +322,17 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         sent = dict(zip(saved.choices, saved.sent.tolist(), strict=True))
         counted = np.array([sent.get(name, 0.0) for name in names])
         self._state = PeriodicState(
-            Phase.GATHER, saved.begun, {}, memory, counted, rate=saved.rate, rate_before=saved.rate_before
+            Phase.GATHER,
+            saved.begun,
+            {},
+            memory,
+            counted,
+            rate=saved.rate,
+            rate_before=saved.rate_before,
+            wide=self._state.wide,
         )
+        if bool(saved.wide) != bool(self._state.wide):
+            self._range_over(bool(saved.wide))
         for row, name, reference in zip(rows, names, self.candidates.reference.tolist(), strict=True):
             found = self.candidates.find(row, *saved.choices[name]) if name in saved.choices else None
             self.current[row] = reference if found is None else found

@@ -10,7 +10,15 @@ from adaptive_rows import DEFAULT, FAMILIES, TASKS, arms
 from gradcomp.compress import from_string
 from gradcomp.control import controller_from_string
 
-EVERYTHING = [*DEFAULT, "lgreco-squared", "lgreco-time", "lgreco-position", "adaqs", "gravac-energy"]
+EVERYTHING = [
+    *DEFAULT,
+    "lgreco-narrow",
+    "lgreco-squared",
+    "lgreco-time",
+    "lgreco-position",
+    "adaqs",
+    "gravac-energy",
+]
 FAMILY_KEYS = [family.key for family in FAMILIES]
 
 

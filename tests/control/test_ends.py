@@ -1,0 +1,186 @@
+"""Ranges widen once, on all ranks alike, where most of a family's elements are at an end of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from control.observed import environment, specs
+from late import Late
+from loudest import levels
+from simulation import Simulation
+
+from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
+from gradcomp.control.candidates import default_levels, make_candidates
+from gradcomp.control.ends import crowded_ends, goes_on
+from gradcomp.core.scheme import parse
+from gradcomp.core.topology import Topology
+from gradcomp.pipeline.snapshot import restore, snapshot
+
+LAYERS = [LayerSpec("sparse", (100, 100)), LayerSpec("dense", (40, 40))]
+
+
+def candidates_of(sizes, own, given=None):
+    return make_candidates(specs(sizes), [own] * len(sizes), given, parse("sra"), Topology.one_host(2))
+
+
+def test_wide_ranges():
+    assert default_levels(PowerSGD(4), wide=True) == list(range(1, 17))
+    assert default_levels(PowerSGD(32), wide=True) == list(range(8, 129))
+    assert default_levels(Quantize(4), wide=True) == default_levels(Quantize(4))
+    densities = default_levels(TopK(0.01), wide=True)
+    assert densities[:11] == [*(i / 10_000 for i in range(1, 10)), 0.001, 0.002]
+    assert densities[9:] == default_levels(TopK(0.01))
+
+
+def test_an_end_is_crowded_by_more_than_half_of_the_elements():
+    # Three layers, of which the last has as many elements as the others together.
+    candidates = candidates_of([400, 400, 800], Quantize(4))
+    last = len(candidates.choices[0]) - 1
+    assert crowded_ends(candidates, np.array([1, 1, 0])) == []
+    (low,) = crowded_ends(candidates, np.array([0, 1, 0]))
+    assert (low.family, low.low, low.share, low.rows.tolist()) == ("quantize", True, 0.75, [0, 2])
+    (high,) = crowded_ends(candidates, np.array([0, last, last]))
+    assert (high.low, high.share, high.rows.tolist()) == (False, 0.75, [1, 2])
+
+
+def test_families_are_looked_at_one_by_one():
+    given = [2, 4, 8, "topk:density=0.01", "topk:density=0.1"]
+    candidates = candidates_of([400, 400, 80], Quantize(4), given)
+    (end,) = crowded_ends(candidates, np.array([1, 1, 4]))
+    assert (end.family, end.low, end.rows.tolist()) == ("topk", False, [2])
+
+
+def test_a_range_of_one_level_has_no_ends():
+    assert crowded_ends(candidates_of([400], Quantize(4), [4]), np.array([0])) == []
+
+
+@pytest.mark.parametrize(("own", "low", "high"), [(Quantize(4), False, False), (TopK(0.01), True, False),
+                                                  (PowerSGD(4), True, True)])  # fmt: skip
+def test_what_lies_beyond_an_end(own, low, high):
+    layers, world = [LayerSpec("w", (80, 80))], Topology.one_host(2)
+    narrow, wide = (make_candidates(layers, [own], None, parse("sra"), world, wide=w) for w in (False, True))
+    for k, beyond in ((0, low), (len(narrow.choices[0]) - 1, high)):
+        (end,) = crowded_ends(narrow, np.array([k]))
+        assert goes_on(end, narrow, wide) == beyond
+
+
+def gradients(step: int, world: int):
+    """A tenth of a percent of the large layer is not zero; the small one is dense, and pays for nothing."""
+    draw = np.random.default_rng(step)
+    found = []
+    for _ in range(world):
+        sparse = np.zeros(10_000, np.float32)
+        sparse[::1000] = draw.standard_normal(10)
+        found.append([sparse, draw.standard_normal(1600).astype(np.float32)])
+    return found
+
+
+def run(controller, steps: int = 40, world: int = 2, stop: int | None = None, background=None, own=TopK(0.1)):  # noqa: B008
+    """Plans after every step, and the ranks; ``stop``: a checkpoint is written there, and gone on from."""
+
+    def job():
+        return Simulation(
+            LAYERS, own, world, controller=controller, **({"background": background} if background else {})
+        )
+
+    ranks, found = job(), []
+    for step in range(steps):
+        if step == stop:
+            states = [snapshot(p) for p in ranks.pipelines]
+            ranks = job()
+            for pipeline, state in zip(ranks.pipelines, states, strict=True):
+                restore(pipeline, state)
+        ranks.step(gradients(step, world)).all_means()
+        found.append(levels(ranks))
+        assert len({json.dumps(p.controller.shared_state()) for p in ranks.pipelines}) == 1
+    return found, ranks
+
+
+def test_densities_widen_once_and_the_log_says_so(caplog):
+    caplog.set_level(logging.INFO, "gradcomp")
+    found, ranks = run(LGreCo(5))
+    sparse = [plan[0] for plan in found]
+    assert sparse[0] == 0.1
+    assert sparse.index(0.01) < sparse.index(min(sparse))
+    assert min(sparse) < 0.01
+    assert (
+        caplog.text.count(
+            "of the elements under topk have the lowest level that was up for choice: ranges are"
+        )
+        == 1
+    )
+    assert all(p.controller.state.wide for p in ranks.pipelines)
+
+
+def test_without_widening_the_range_stays_and_the_log_says_so_once(caplog):
+    caplog.set_level(logging.INFO, "gradcomp")
+    for controller in (LGreCo(5, widen=False), LGreCo(5, levels=[0.01, 0.05, 0.1])):
+        caplog.clear()
+        found, ranks = run(controller)
+        assert min(plan[0] for plan in found) == found[-1][0] == 0.01
+        assert caplog.text.count("have the lowest level that was up for choice: levels= may go further") == 1
+        assert "wide" not in ranks.pipelines[0].controller.shared_state()
+
+
+def test_others_than_l_greco_say_nothing(caplog):
+    caplog.set_level(logging.INFO, "gradcomp")
+    run(KMeans(5))
+    assert "up for choice" not in caplog.text
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_widen_alike_whatever_takes_how_long(world):
+    found, _ = run(LGreCo(5), steps=80, world=world, background=Late(world))
+    assert (
+        world == 1 or min(plan[0] for plan in found) < 0.01
+    )  # alone, a rank sends nothing that it could save
+
+
+@pytest.mark.parametrize("stop", range(4, 24))
+def test_resumed_is_uninterrupted_before_and_after(stop):
+    controller = LGreCo(5)
+    whole, ranks = run(controller)
+    resumed, again = run(controller, stop=stop)
+    assert resumed == whole
+    assert again.state() == ranks.state()
+
+
+def test_a_run_that_has_widened_goes_back_to_a_checkpoint_of_before():
+    ranks = Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(5))
+    early = [snapshot(p) for p in ranks.pipelines]
+    for step in range(30):
+        ranks.step(gradients(step, 2))
+    assert ranks.pipelines[0].controller.state.wide
+    for pipeline, state in zip(ranks.pipelines, early, strict=True):
+        restore(pipeline, state)
+    found = []
+    for step in range(40):
+        ranks.step(gradients(step, 2))
+        found.append(levels(ranks))
+    assert found == run(LGreCo(5))[0]
+
+
+def test_without_widening_a_wide_checkpoint_goes_on_in_the_narrow_range():
+    _, wide = run(LGreCo(5))
+    narrow = Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(5, widen=False))
+    for a, b in zip(wide.pipelines, narrow.pipelines, strict=True):
+        restore(b, snapshot(a))
+    for step in range(12):
+        narrow.step(gradients(step, 2))
+    assert levels(narrow)[0] == 0.01
+    assert narrow.pipelines[0].controller.state.wide is None
+
+
+def test_ranges_around_accordions_levels_widen_too():
+    controller = LGreCo(5, accordion=Accordion(0.2, 0.05, every_steps=5))
+    found = controller.wider_levels(environment([6400], own=TopK(0.1)))
+    assert min(c.level for c in found.choices[0]) == 0.0005
+    assert LGreCo(5, levels="hybrid").wider_levels(environment([6400])) is None
+
+
+def test_bad_input():
+    with pytest.raises(ConfigError, match="widen"):
+        LGreCo(5, widen=1)
