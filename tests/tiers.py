@@ -11,7 +11,8 @@ The default run takes cases by five rules:
 5. *Launches.* A test marked ``full`` is left out. It starts processes of its own, and what it checks is checked by
    another launch of the default run in another world, under another launcher, or in one process; or it runs a whole
    program of benchmarks/ or examples/.
-6. *Values.* Of a list of cases that is given to :func:`every_value`, few in which every value occurs.
+6. *Values.* Of a list of cases that is given to :func:`every_value`, few in which every value occurs. Cases of other
+   lists are marked ``full`` where a value is of the same kind as one that stays; the list says of which.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def through_files(states, directory):
     return [read_rank(directory, manifest, rank) for rank in range(len(states))]
 
 
-@pytest.mark.parametrize("at", range(1, 13))
+@pytest.mark.parametrize(
+    "at", [*range(1, 7), *(pytest.param(at, marks=pytest.mark.full) for at in range(7, 13))]
+)
 def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, tmp_path, monkeypatch):
     finish = PeriodicRun.finish
     # All but the clock.

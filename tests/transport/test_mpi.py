@@ -299,7 +299,7 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
             assert np.allclose(step(), 2.0, rtol=1e-5)
         try:
             if ours.rank == 2:
-                time.sleep(5)
+                time.sleep(3)
             step()
         except TransportError as error:
             print(f"rank {ours.rank}: {error}\n", end="")
