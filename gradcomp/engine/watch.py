@@ -158,10 +158,6 @@ class StepWatch(Watch):
         """See :class:`Watch`."""
         return f"{self.own_rank} waited {waited:.1f} s at {self.where}; {why}"
 
-    def lost(self, error: TransportError) -> TransportError:
-        """See :class:`Wait`."""
-        return TransportError(f"{self.where}: {error}")
-
     def absence(self, member: int, at: Position, waits_for: str) -> str:
         """See :class:`Watch`."""
         name = self.roster.name(member)

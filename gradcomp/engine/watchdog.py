@@ -72,10 +72,6 @@ class Wait:
         """
         return None
 
-    def lost(self, error: TransportError) -> TransportError:
-        """What ends the wait when the control channel is gone."""
-        return error
-
     def stalled(self, waited: float) -> str:
         """The warning of a wait that has taken long."""
         raise NotImplementedError
@@ -106,7 +102,8 @@ class Wait:
                 logger.debug("%s", error)
             except TransportError as error:
                 # To a rank that does not wait this is how the others' orderly end looks.
-                found = self.lost(error) if waited > LOOK_SECONDS else None
+                if waited > LOOK_SECONDS:
+                    found = TransportError(f"{self.where}: {error}" if self.where else str(error))
             found = found or self._late(waited, since)
         except BaseException as error:  # noqa: BLE001 - who waits is to hear of it, and the others go on being watched
             found = error
