@@ -31,7 +31,6 @@ from torch.nn import functional
 
 from gradcomp import DGC, Config, Filter, LayerSpec, Policy, RedSync, TopK
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.compress.messages import Context, Observations
 from gradcomp.compress.sparse.base import ByDensity, Sparse
 from gradcomp.compress.sparse.graded import Graded, Levels
 from gradcomp.compress.sparse.payload import Selection
@@ -41,6 +40,7 @@ from gradcomp.control.gravac_run import GraVACRun
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.step import Observations, StepContext
 from gradcomp.pipeline import Pipeline
 from gradcomp.pipeline.arrangement import Arrangements
 from gradcomp.transport.inprocess import World
@@ -134,7 +134,7 @@ class Work:
         self.gradients = [batches[0][i] for i in self.members]
         self.residuals = [sum(batch[i] for batch in batches[1:]) for i in self.members]
         self.next_residuals = [np.zeros_like(g) for g in self.gradients]
-        self.context = Context(Draw(0, 0, 0), 2)
+        self.context = StepContext(Draw(0, 0, 0), 2)
         self.sides = [self._side(layers, compressor) for compressor in (first, second, first)]
         group, self.first, flags = self.sides[2]
         self.levels = Levels(group, first, self.compressor.wanted(group.table))

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.bounds import Distortion
-from gradcomp.compress.messages import Context, Exchange, Reduce
+from gradcomp.compress.messages import Exchange, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.core.state import Begin
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
+from gradcomp.kernels.step import StepContext
 
 #: The field that holds local momentum.
 MOMENTUM = "momentum"
@@ -144,7 +145,7 @@ class Compressor(ABC):
         """Bytes of every segment's payload, one direction, without headers; the most where data decide."""
 
     @abstractmethod
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """Turn the group's gradients into their mean over ranks: a generator of messages, sent their replies."""
 
     def to_string(self) -> str:
@@ -178,7 +179,7 @@ class Coded(Compressor):
         """The codec's formula."""
         return self.codec_for(group.table).wire_bytes(group.table)
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Reduce."""
         return (yield Reduce(self.codec_for(group.table), group)).flags
 

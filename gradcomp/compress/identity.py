@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcomp.compress.base import Coded, Traits
 from gradcomp.compress.bounds import Distortion
-from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Reduce, Sum
+from gradcomp.compress.messages import Bytes, Exchange, Floats, Reduce, Sum
 from gradcomp.compress.registry import register
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -17,6 +17,7 @@ from gradcomp.kernels import routines
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.segments import BF16, BFLOAT16, FLOAT64, FP32, FP64
+from gradcomp.kernels.step import StepContext
 
 #: Cut points of casts: one cache line of float32.
 CAST_BLOCK = 16
@@ -70,7 +71,7 @@ class Identity(Coded):
         codec = self.codec_for(group.table)
         return Codec(FP32) if codec.kind == BF16 and (group.prepared or group.feedback) else codec
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Sum over the packed gradients, or one Reduce for bfloat16."""
         codec, table = self.codec_for(group.table), group.inputs
         if codec.kind == BF16:

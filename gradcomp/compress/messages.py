@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.state import DoubleBuffer, Fields
-from gradcomp.kernels.codec import Codec, Draw, Group, Sizes
+from gradcomp.kernels.codec import Codec, Group
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[Any]
@@ -90,64 +89,3 @@ class Reply:
 Message = Sum | Reduce | Gather | Broadcast
 #: Sent the replies; returns one flag per segment, nonzero where the mean is not finite.
 Exchange = Generator[Message, Reply, Bytes]
-
-
-class Observations:
-    """What compressors note of a step while they encode it, by name and layer: for a controller."""
-
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._noted: dict[str, npt.NDArray[np.float64]] = {}
-
-    def add(self, name: str, layers: Sizes, values: npt.NDArray[np.float64]) -> None:
-        """Add ``values[i]`` to what is noted of layer ``layers[i]``; no layer twice."""
-        self.of(name)[layers] += values
-
-    def of(self, name: str) -> npt.NDArray[np.float64]:
-        """By layer number; zeros where nothing was noted."""
-        return self._noted.setdefault(name, np.zeros(self._layers))
-
-
-@dataclass(frozen=True)
-class Context:
-    """What an exchange knows beside its group.
-
-    ``scale`` multiplies gradients before, ``unscale`` the results after; ``decay`` multiplies residuals; ``divisor``
-    turns a sum over ranks into the result: the number of ranks, or 1 where the user asked for sums. ``fields`` is the
-    state that compressors keep by layer, beside residuals. ``observations`` is there if a controller looks on.
-    ``servers``: how many ranks, before those counted by ``world`` and ``draw``, only serve, for messages of errors.
-    """
-
-    draw: Draw
-    world: int
-    scale: float = 1.0
-    unscale: float = 1.0
-    divisor: float = 1.0
-    decay: float = 1.0
-    rate_ratio: float = 1.0
-    fields: Fields | None = None
-    observations: Observations | None = None
-    servers: int = 0
-
-    def of(self, group: Group) -> Context:
-        """The context as the group sees it: a prepared gradient is scaled already."""
-        return replace(
-            self, scale=group.scale(self.scale), decay=group.decay_at(self.rate_ratio), rate_ratio=1.0
-        )
-
-    def factors(self, rows: int) -> Floats:
-        """The factor of every row's gradient, as kernels take it."""
-        return np.full(rows, self.scale, dtype=np.float32)
-
-    def field(self, name: str) -> DoubleBuffer:
-        """A field's values, by layer."""
-        assert self.fields is not None, "state is there when a step runs"
-        return self.fields[name]
-
-    def load(self, name: str, layers: Sizes) -> Floats:
-        """The layers' values of a field, one behind the other: a copy."""
-        return self.field(name).load(layers)
-
-    def store(self, name: str, layers: Sizes, values: Floats) -> None:
-        """What the field holds for these layers once the step is accepted."""
-        self.field(name).store(layers, values)

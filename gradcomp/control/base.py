@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress import Compressor
-from gradcomp.compress.messages import Observations
 from gradcomp.control.saving import from_plain, to_plain
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Assignment, Plan
@@ -21,6 +20,7 @@ from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.core.vectors import Zeros, host_zeros
 from gradcomp.kernels.codec import Table
+from gradcomp.kernels.step import Observations
 from gradcomp.reduce.model import Network
 
 Doubles = npt.NDArray[np.float64]

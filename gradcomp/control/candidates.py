@@ -12,13 +12,14 @@ import numpy.typing as npt
 from gradcomp.compress import Compressor, from_string
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.lowrank.base import LowRank, clamped_rank
-from gradcomp.compress.messages import Context, Gather, Reduce
+from gradcomp.compress.messages import Gather, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw, Group
+from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.costs import cost
 from gradcomp.reduce.model import Load
 
@@ -39,7 +40,7 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     """
     world = topology.world
     payload = group.compressor.wire_bytes(group).astype(np.float64)
-    first = next(group.compressor.exchange(group, Context(Draw(0, 0, 0), world)))
+    first = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), world)))
     if isinstance(first, Gather):
         senders = world - scheme.serving(world)
         gathered: Doubles = payload * (world - 1) * senders / world

@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from gradcomp.compress import Compressor, Identity
 from gradcomp.compress.groups import Piece, by_family, group_of, pack
-from gradcomp.compress.messages import Broadcast, Context, Gather, Reduce
+from gradcomp.compress.messages import Broadcast, Gather, Reduce
 from gradcomp.compress.policy import EXACT
 from gradcomp.control.base import Environment
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Part
 from gradcomp.reduce.costs import cheapest, cost, load_of
 from gradcomp.reduce.header import ByteHeader
@@ -205,7 +206,7 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
     """The buckets that the choice makes, in order."""
     compressors = assignment(job, choice)
     buckets = pack(job.layers, compressors, job.order, frozenset(), job.slice_elements)
-    context = Context(Draw(0, 0, 0), job.topology.world)
+    context = StepContext(Draw(0, 0, 0), job.topology.world)
     network = replace(network, encode_rate=rates.encode, decode_rate=rates.decode)
     trips = []
     for pieces in buckets:

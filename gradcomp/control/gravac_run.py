@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress import Compressor
-from gradcomp.compress.messages import Observations
 from gradcomp.compress.sparse.base import elements_at
 from gradcomp.compress.sparse.graded import CANDIDATE, DENSE, KEPT, KEPT_BY_CANDIDATE, MINIMUM, TOTAL, graded
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Step
 from gradcomp.control.gravac_search import Numbers, Search, SearchState
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Assignment, Plan
+from gradcomp.kernels.step import Observations
 
 #: The name of the only row where the whole model has one.
 MODEL = "*"

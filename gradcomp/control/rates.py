@@ -8,12 +8,13 @@ import numpy as np
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.compress.messages import Context, Exchange
+from gradcomp.compress.messages import Exchange
 from gradcomp.control.distortion.round_trip import answer
 from gradcomp.control.forecast import Rates
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.step import StepContext
 
 _LAYER = LayerSpec("probe", (512, 512))
 _REPEATS, _PATIENCE_SECONDS = 6, 0.5
@@ -36,7 +37,7 @@ def measure_rates(compressor: Compressor) -> Rates:
         group.table["residual"] = residual.ctypes.data
     fields = Fields(1)
     fields.arrange([compressor.fields(_LAYER, 0)])
-    context = Context(Draw(0, 0, 0), 1, fields=fields)
+    context = StepContext(Draw(0, 0, 0), 1, fields=fields)
     seconds: list[tuple[float, float]] = []
     deadline = perf_counter() + _PATIENCE_SECONDS
     while len(seconds) < _REPEATS and (not seconds or perf_counter() < deadline):
@@ -45,7 +46,7 @@ def measure_rates(compressor: Compressor) -> Rates:
     return Rates(values.nbytes / encode, values.nbytes / decode)
 
 
-def _seconds(exchange: Exchange, context: Context) -> tuple[float, float]:
+def _seconds(exchange: Exchange, context: StepContext) -> tuple[float, float]:
     """Of one exchange, in messages and around them."""
     inside, begin = 0.0, perf_counter()
     try:

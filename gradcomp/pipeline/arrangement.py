@@ -8,10 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.plan import Fingerprint
+from gradcomp.control.candidates import sent_bytes
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Fingerprint, Plan
+from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.state import Begin, Range
+from gradcomp.core.topology import Topology
+from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.bucket import BucketProgram
-from gradcomp.pipeline.layout import Layout
+from gradcomp.pipeline.layout import Layout, build_layout, compressors_of
+from gradcomp.reduce import Part, Reduction, make
+from gradcomp.reduce.base import Memory
+from gradcomp.reduce.costs import cheapest
+from gradcomp.reduce.model import Network
 
 #: Arrangements that are kept, and for how many steps after they were last in force: they hold buffers.
 _MOST, _STEPS = 8, 64
@@ -74,3 +87,78 @@ def by_layer(
     of, buckets = travels
     added: npt.NDArray[np.float64] = np.bincount(of, values[buckets], layers).astype(np.float64)
     return added
+
+
+class Arranger:
+    """Makes the arrangements of one rank."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        config: Config,
+        device: Device,
+        memory: Memory,
+        rank: int,
+        topology: Topology,
+        network: Network | None,
+    ) -> None:
+        self._layers, self._config, self._device, self._memory = layers, config, device, memory
+        self._rank, self._topology, self._network = rank, topology, network
+        self._scheme = parse(config.reduction)
+        if self._scheme.name == AUTO and network is None and len(topology.leaders) > 1:
+            raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
+        #: How many ranks, the first ones, only serve; and how many train.
+        self.servers = self._scheme.serving(topology.world)
+        self.trainers = topology.world - self.servers
+
+    def draw(self, step: int) -> Draw:
+        """Where this rank's draws are: those who train count from 0, then those who serve."""
+        number = (self._rank - self.servers) % self._topology.world
+        return Draw(self._config.seed, step & 0xFFFFFFFF, number)
+
+    def arrange(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> Arrangement:
+        """Buckets and their programs for a plan, the layers that travel in order, and those of them that come last."""
+        layers = self._layers
+        layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
+        context = StepContext(self.draw(0), self.trainers, self.servers)
+        programs = [
+            BucketProgram(bucket, self._rank, context, self._reduction, self._memory.messages)
+            for bucket in layout.buckets
+        ]
+        ranges: list[Range] = []
+        for program in programs:
+            if program.reduction is not None:
+                first = len(ranges)
+                ranges += program.reduction.ranges
+                program.reduction.assign(range(first, len(ranges)))
+        pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
+        travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+        position = np.zeros(len(layers), dtype=np.int64)
+        np.maximum.at(position, *travels)
+        sent = np.zeros(len(layout.buckets))
+        for bucket in layout.buckets:
+            for group in bucket.groups:
+                sent[bucket.number] += sent_bytes(group, self._scheme, self._topology).sum()
+        compressors = compressors_of(layers, plan)
+        world = self._topology.world
+        return Arrangement(
+            layout,
+            programs,
+            Fingerprint(plan.assignments, layers),
+            np.array(order, dtype="<i4").tobytes(),
+            layout.residual_sizes(layers),
+            [c.fields(layer, self._config.seed) for c, layer in zip(compressors, layers, strict=True)],
+            ranges,
+            2 * sum(layers[i].nbytes for i in order) * (world - 1) // world,
+            travels,
+            position,
+            float(sent.sum()),
+            by_layer(travels, sent, len(layers)),
+        )
+
+    def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
+        """The configured reduction, or the cheapest, for one bucket."""
+        scheme = self._scheme
+        if scheme.name == AUTO:
+            scheme = cheapest(parts, layers, self._topology, self._network)
+        return make(scheme, parts, layers, self._rank, self._topology, bucket, self._memory)

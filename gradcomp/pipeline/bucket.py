@@ -6,16 +6,19 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 
-from gradcomp.compress.messages import Broadcast, Bytes, Context, Gather, Message, Reduce, Reply, Sum
+from gradcomp.compress.messages import Broadcast, Bytes, Gather, Message, Reduce, Reply, Sum
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.pending import Pending
 from gradcomp.kernels.routines import Routine
+from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce import Binding, Part, Reduction
-from gradcomp.reduce.base import Call, Step
-from gradcomp.reduce.header import NONFINITE, BucketFlags
+from gradcomp.reduce.framing import Framed, framed
+from gradcomp.reduce.header import BucketFlags, HeaderId
 from gradcomp.transport.base import Allocator, Operation, host_allocator
+
+_Framed = Generator[Framed, None, Replies]
 
 #: Makes the reduction of a bucket's parts, for its number of layers and its own number.
 MakeReduction = Callable[[Sequence[Part], int, int], Reduction]
@@ -31,15 +34,13 @@ class BucketProgram:
         self,
         bucket: Bucket,
         rank: int,
-        world: int,
-        context: Context,
+        context: StepContext,
         make_reduction: MakeReduction,
         allocate: Allocator = host_allocator,
     ) -> None:
         self.bucket = bucket
         self._rank = rank
-        self._world = world
-        self._servers = context.servers
+        self._ranks, self._servers = context.ranks, context.servers
         self._allocator = allocate
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
@@ -63,15 +64,18 @@ class BucketProgram:
         return np.concatenate([np.zeros(0, dtype=np.int64), *groups])
 
     def run(
-        self, call: Call, context: Context, binding: Binding, bucket_flags: BucketFlags
-    ) -> Generator[Step, None, None]:
+        self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
+    ) -> Generator[Framed, None, None]:
         """Exchange the bucket once. Yields what it waits for; resumed when that is complete."""
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
         number = 0
         while messages:
-            at = Round(self.bucket, number, call, binding, bucket_flags)
-            replies = yield from _lock_step(self._programs(messages, at))
+            at = Round(self.bucket, number, header_id, context.ranks, binding, flags)
+            programs = self._programs(messages, at, context)
+            replies = yield from _lock_step(
+                [framed(program, header_id, flags, binding, 2 * number) for program in programs]
+            )
             messages = {}
             ends: dict[int, Bytes] = {}
             with binding.span("decode"):
@@ -81,18 +85,17 @@ class BucketProgram:
                             messages[g] = exchanges[g].send(replies[g])
                         except StopIteration as end:
                             ends[g] = end.value
-                for g, flags in ends.items():
-                    if flags.any():
-                        bucket_flags.states[self.bucket.header_index[g][flags != 0]] |= NONFINITE
+                for g, found in ends.items():
+                    at.note(g, found)
             number += 1
 
-    def _programs(self, messages: Mapping[int, Message], at: Round) -> list[Program]:
+    def _programs(self, messages: Mapping[int, Message], at: Round, context: StepContext) -> list[Program]:
         """Programs of one round, in an order that all ranks share."""
         programs: list[Program] = []
         if any(isinstance(message, Reduce) for message in messages.values()):
             assert at.number == 0, "a compressor reduces in its first round only"
             assert self.reduction is not None, "the first messages were the same when the program was made"
-            programs.append(self._reduce(self.reduction, at))
+            programs.append(self._reduce(self.reduction, at, context))
         by_dtype: dict[str, dict[int, Sum]] = {}
         gathers: dict[int, Gather | Broadcast] = {}
         for g, message in messages.items():
@@ -116,9 +119,9 @@ class BucketProgram:
         """What kernels do in a phase of a round, of all groups together."""
         return self._routines.setdefault((phase, number), Routine())
 
-    def _reduce(self, reduction: Reduction, at: Round) -> Program:
-        flags = yield from reduction.run(at.call, at.binding, at.bucket_flags)
-        return {g: Reply(f) for g, f in zip(self._reduced, flags, strict=True)}
+    def _reduce(self, reduction: Reduction, at: Round, context: StepContext) -> Program:
+        results = yield from reduction.run(context, at.binding, at.flags)
+        return {g: Reply(found) for g, found in zip(self._reduced, results, strict=True)}
 
     # Buffers are made when messages of these sizes are met for the first time.
 
@@ -138,12 +141,12 @@ class BucketProgram:
         )
         if key not in self._gathers:
             self._gathers[key] = FusedGather(
-                self.bucket, number, gathers, self._rank, self._world, self._servers, self._allocator
+                self.bucket, number, gathers, self._rank, self._ranks, self._servers, self._allocator
             )
         return self._gathers[key]
 
 
-def _lock_step(programs: Sequence[Program]) -> Program:
+def _lock_step(programs: Sequence[_Framed]) -> _Framed:
     """Run programs side by side: the operations of a round of all of them are issued together.
 
     A device's calls are waited for before: they are no rounds, which all ranks have in common.
@@ -151,10 +154,10 @@ def _lock_step(programs: Sequence[Program]) -> Program:
     replies: Replies = {}
     running = list(programs)
     while running:
-        rounds: dict[Program, list[Operation]] = {}
+        rounds: dict[_Framed, list[Operation]] = {}
         behind = running
         while behind:
-            calls: dict[Program, Pending] = {}
+            calls: dict[_Framed, Pending] = {}
             for program in behind:
                 try:
                     step = next(program)

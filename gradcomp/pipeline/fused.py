@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,22 @@ from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.reduce.base import Binding, Call, Step
-from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader, CountHeader, check_covers, padded
+from gradcomp.reduce.base import Binding, Message, Move, Waits
+from gradcomp.reduce.header import (
+    NONFINITE,
+    BucketFlags,
+    ByteHeader,
+    CountHeader,
+    HeaderId,
+    check_covers,
+    padded,
+)
 from gradcomp.transport.base import AllGather, Allocator, AllReduce, host_allocator
 
 Bytes = npt.NDArray[np.uint8]
 Replies = dict[int, Any]
-#: Yields the operations of a round, or another wait; returns the groups' replies.
-Program = Generator[Step, None, Replies]
+#: Returns the groups' replies.
+Program = Waits[Replies]
 
 _MOST_PART_BYTES = 0xFFFFFFFF  # what a header can announce
 
@@ -31,13 +39,19 @@ class Round:
 
     bucket: Bucket
     number: int
-    call: Call
+    header_id: HeaderId
+    ranks: int
     binding: Binding
-    bucket_flags: BucketFlags
+    flags: BucketFlags
 
-    def flags(self, group: int) -> Bytes:
+    def flags_of(self, group: int) -> Bytes:
         """Per segment of the group: has any rank met a non-finite value so far?"""
-        return self.bucket_flags.nonfinite[self.bucket.header_index[group]].astype(np.uint8)
+        return self.flags.nonfinite[self.bucket.header_index[group]].astype(np.uint8)
+
+    def note(self, group: int, found: Bytes) -> None:
+        """Say of the group's layers whose segments are flagged that they are not finite."""
+        if np.count_nonzero(found):
+            self.flags.states[self.bucket.header_index[group][found != 0]] |= NONFINITE
 
     def bind_sources(self, group: int) -> None:
         """Addresses for the group's reading and for its residuals."""
@@ -77,30 +91,29 @@ class FusedSum:
 
     def run(self, messages: Mapping[int, Sum], at: Round) -> Program:
         """One allreduce."""
-        states = at.call.states.copy()
         for g, view in self._views.items():
-            flags = self._flags[g]
-            if not flags.any():
-                continue
-            states[at.bucket.header_index[g][flags != 0]] |= NONFINITE
-            if not self._header and (flags > at.flags(g)).any():
-                fill(view, np.nan)  # no votes travel in later rounds: the sum itself says it
+            if self._header:
+                at.note(g, self._flags[g])
+            elif (self._flags[g] > at.flags_of(g)).any():
+                fill(view, np.nan)  # no flags travel in later rounds: the sum itself says it
+        sent = at.flags.states.copy()
         if self._header:
-            self._header.write(self._counts, at.call.header_id, at.call.ready, states)
+            self._header.write(self._counts, at.header_id, sent)
         yield [AllReduce(self._buffer)]
         if self._header:
-            self._header.read(self._counts, at.call.header_id, at.call.world, at.bucket_flags)
-            check_covers(at.bucket_flags.states, states, "all ranks")
+            states = self._header.read(self._counts, at.header_id, at.ranks)
+            check_covers(states, sent, "all ranks")
+            at.flags.states |= states
         for g in self._views:
             at.bind_outputs(g)
-        return {g: Reply(at.flags(g), view) for g, view in self._views.items()}
+        return {g: Reply(at.flags_of(g), view) for g, view in self._views.items()}
 
 
 class FusedGather:
     """Payloads for everybody: gathered from all ranks, or broadcast by one; one part per rank, behind a header.
 
     A part holds the payloads in the order of the groups. Where sizes depend on data, a round of sizes comes first, and
-    payloads are copied to where they belong then; else they are written there. The first ``servers`` ranks send votes
+    payloads are copied to where they belong then; else they are written there. The first ``servers`` ranks send flags
     only, and compressors do not know of them.
     """
 
@@ -118,7 +131,6 @@ class FusedGather:
         self._most = {g: message.max_bytes for g, message in messages.items()}
         self._varying = [g for g, message in messages.items() if not message.fixed]
         self._layers = len(bucket.layers)
-        self._rounds = 2 * round_number
         if sum(self._most.values()) > _MOST_PART_BYTES:
             raise ConfigError(
                 f"bucket {bucket.number}: payloads of up to {sum(self._most.values())} bytes; "
@@ -141,7 +153,7 @@ class FusedGather:
         make = allocate if by_kernels else host_allocator
         self._buffer = make(ends[-1], [(begin, begin + header.nbytes) for begin in [0, *ends[:-1]]])
         # The same views in every step: what kernels do with them is kept.
-        self._parts = _Parts(self._buffer, header)
+        self._move = self._gather(self._buffer, header)
         self._payloads = self._views(self._buffer, sizes)
 
     def write(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> None:
@@ -161,16 +173,15 @@ class FusedGather:
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
         """One all-gather, or two."""
-        states = at.call.states.copy()
-        for g, flags in self._flags.items():
-            states[at.bucket.header_index[g][flags != 0]] |= NONFINITE
+        for g, found in self._flags.items():
+            at.note(g, found)
         if self._in_place:
-            yield from self._gather(self._parts, 1, states, at)
+            yield self._move
             return self._replies(messages, self._payloads, at)
         sizes = most = self._most_by_rank(messages)
         if self._varying:
-            sizes = yield from self._announce(most, list(messages), states, at)
-        buffer = yield from self._exchange(sizes, states, at)
+            sizes = yield from self._announce(most, list(messages), at.header_id)
+        buffer = yield from self._exchange(sizes)
         return self._replies(messages, self._views(buffer, sizes), at)
 
     def _replies(
@@ -183,7 +194,7 @@ class FusedGather:
                 data: Any = views[self._servers + message.root]
             else:
                 data = views[self._servers :]
-            replies[g] = Reply(at.flags(g), data)
+            replies[g] = Reply(at.flags_of(g), data)
         return replies
 
     def _views(self, buffer: Bytes, sizes: npt.NDArray[np.int64]) -> list[list[Bytes]]:
@@ -204,19 +215,15 @@ class FusedGather:
         return most
 
     def _announce(
-        self,
-        most: npt.NDArray[np.int64],
-        groups: list[int],
-        states: Bytes,
-        at: Round,
-    ) -> Generator[Step, None, npt.NDArray[np.int64]]:
+        self, most: npt.NDArray[np.int64], groups: list[int], header_id: HeaderId
+    ) -> Waits[npt.NDArray[np.int64]]:
         """The round of sizes: eight bytes for each group whose size varies."""
         header = ByteHeader(self._layers, np.full(self._world, 8 * len(self._varying), dtype=np.int64))
         buffer = np.zeros(sum(header.message_bytes), dtype=np.uint8)
         parts = buffer.reshape(self._world, -1)
         told = slice(header.nbytes, header.nbytes + 8 * len(self._varying))
         parts[self._rank, told] = np.array([self._used[g] for g in self._varying], dtype="<i8").view(np.uint8)
-        yield from self._gather(_Parts(buffer, header), 0, states, at)
+        yield self._gather(buffer, header)
         sizes = most.copy()
         columns = [groups.index(g) for g in self._varying]
         for sender in range(self._world):
@@ -224,16 +231,14 @@ class FusedGather:
             wrong = (announced < 0) | (announced > most[sender, columns])
             if wrong.any():
                 raise WireFormatError(
-                    f"step {at.call.header_id.step}, bucket {at.call.header_id.bucket}: "
+                    f"step {header_id.step}, bucket {header_id.bucket}: "
                     f"rank {sender} announced payloads of "
                     f"{announced.tolist()} bytes where at most {most[sender, columns].tolist()} are possible"
                 )
             sizes[sender, columns] = announced
         return sizes
 
-    def _exchange(
-        self, sizes: npt.NDArray[np.int64], states: Bytes, at: Round
-    ) -> Generator[Step, None, Bytes]:
+    def _exchange(self, sizes: npt.NDArray[np.int64]) -> Waits[Bytes]:
         header = ByteHeader(self._layers, sizes.sum(axis=1))
         total = sum(header.message_bytes)
         if len(self._buffer) < total:
@@ -241,7 +246,7 @@ class FusedGather:
         mine = self._bounds(sizes)[self._rank].tolist()
         for (g, space), begin in zip(self._space.items(), mine, strict=True):
             self._buffer[begin : begin + self._used[g]] = space[: self._used[g]]
-        yield from self._gather(_Parts(self._buffer[:total], header), 1, states, at)
+        yield self._gather(self._buffer[:total], header)
         return self._buffer
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -252,25 +257,12 @@ class FusedGather:
         bounds: npt.NDArray[np.int64] = begins[:, None] + np.cumsum(sizes, axis=1) - sizes
         return bounds
 
-    def _gather(self, parts: _Parts, sub_round: int, states: Bytes, at: Round) -> Generator[Step, None, None]:
-        header = parts.header
-        header.identify(at.call.header_id, self._rounds + sub_round, at.call.ready)
-        header.write(parts.messages[self._rank], self._rank, states)
-        yield [AllGather(parts.buffer, header.message_bytes)]
-        ready = 0
-        for sender, message in enumerate(parts.messages):
-            vote, votes = header.read(message, sender, sender)
-            ready += vote
-            at.bucket_flags.states |= votes
-        if self._rounds == 0:
-            at.bucket_flags.ready = ready
-
-
-class _Parts:
-    """A buffer of one message per rank. ``messages``: as the host sees them, where their headers hold."""
-
-    def __init__(self, buffer: Bytes, header: ByteHeader) -> None:
-        self.buffer, self.header = buffer, header
+    def _gather(self, buffer: Bytes, header: ByteHeader) -> Move:
+        """One message per rank, one behind the other."""
         ends = np.cumsum(header.message_bytes).tolist()
-        on_host = buffer.view(np.ndarray)
-        self.messages = [on_host[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        messages = [
+            Message(buffer[end - size : end], header, r)
+            for r, (end, size) in enumerate(zip(ends, header.message_bytes, strict=True))
+        ]
+        arrivals = [(r, message) for r, message in enumerate(messages) if r != self._rank]
+        return Move(AllGather(buffer, header.message_bytes), [messages[self._rank]], arrivals)

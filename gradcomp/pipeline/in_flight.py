@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from time import perf_counter
 
 from gradcomp.kernels.pending import Pending
-from gradcomp.reduce.base import Step
+from gradcomp.reduce.framing import Framed
 from gradcomp.transport.base import Handle, Operation, Transport
 
 
@@ -33,7 +33,7 @@ class InFlight:
     def __init__(
         self,
         number: int,
-        program: Generator[Step, None, None],
+        program: Generator[Framed, None, None],
         completed: Callable[[int, float, float], None],
     ) -> None:
         self.number = number

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.core.state import Fields, Residuals
+from gradcomp.core.state import Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.segments import byte_offsets
+from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce.header import BucketFlags
@@ -30,30 +32,20 @@ class StepMemory:
     def __init__(
         self,
         bucket: Bucket,
-        step: int,
-        bucket_flags: BucketFlags,
+        context: StepContext,
+        flags: BucketFlags,
         registry: GradientRegistry,
         residuals: Residuals,
-        fields: Fields,
-        scale: float,
-        world: int,
-        divisor: float,
         allocate: Allocate,
-        trace: Trace,
-        statistics: Statistics,
+        times: Times,
     ) -> None:
         self._bucket = bucket
-        self._step = step
-        self._bucket_flags = bucket_flags
+        self._context = context
+        self._flags = flags
         self._registry = registry
         self._residuals = residuals
-        self._fields = fields
-        self._scale = scale
-        self._world = world
-        self._divisor = divisor
         self._allocate = allocate
-        self._trace = trace
-        self._statistics = statistics
+        self._times = times
         self._outputs_ready = False
         self._prepared: dict[Group, Addresses] = {}
 
@@ -82,16 +74,16 @@ class StepMemory:
             return self._prepared[group]
         compressor, table, layers = group.compressor, group.table.copy(), group.layers
         table["gradient"] = _at(self._registry.gradients[layers], table)
-        factors = np.full(len(table), self._scale, dtype=np.float32)
+        factors = self._context.factors(len(table))
         if compressor.traits.clip_norm is not None:
             norms = np.zeros(len(table))
             selection.squares(table, norms)
-            norms = np.sqrt(norms) * (self._scale / self._divisor)
-            limit = compressor.traits.clip_norm / np.sqrt(self._world)
+            norms = np.sqrt(norms) * (self._context.scale / self._context.divisor)
+            limit = compressor.traits.clip_norm / np.sqrt(self._context.trainers)
             with np.errstate(all="ignore"):
                 factors *= np.where(norms > limit, limit / norms, 1.0).astype(np.float32)
         if compressor.traits.momentum:
-            field = self._fields[MOMENTUM]
+            field = self._context.field(MOMENTUM)
             table["residual"] = field.read_addresses(layers, table["start"])
             table["next_residual"] = field.write_addresses(layers, table["start"])
             bases = np.zeros(len(self._registry.gradients), dtype=np.uint64)
@@ -134,7 +126,7 @@ class StepMemory:
         if self._outputs_ready:
             return
         self._outputs_ready = True
-        present = self._bucket_flags.present
+        present = self._flags.present
         addresses = self._registry.outputs
         layers = self._bucket.layers
         if np.count_nonzero(present) == np.count_nonzero(addresses[layers]) == len(layers):
@@ -145,28 +137,33 @@ class StepMemory:
 
     def span(self, name: str) -> _Span:
         """Codec time: into the trace and the statistics."""
-        return _Span(self, name)
+        return _Span(self._times, name, self._context.number, self._bucket.number)
 
-    def spent(self, name: str, begin: float, end: float) -> None:
-        """A span has ended."""
-        self._statistics.codec_seconds += end - begin
-        self._trace.add(name, self._step, self._bucket.number, begin, end)
+
+@dataclass(frozen=True)
+class Times:
+    """Where a step's times go."""
+
+    trace: Trace
+    statistics: Statistics
 
 
 class _Span:
     """A block whose time counts, unless it raises."""
 
-    __slots__ = ("_begin", "_memory", "_name")
+    __slots__ = ("_begin", "_bucket", "_name", "_step", "_times")
 
-    def __init__(self, memory: StepMemory, name: str) -> None:
-        self._memory, self._name = memory, name
+    def __init__(self, times: Times, name: str, step: int, bucket: int) -> None:
+        self._times, self._name, self._step, self._bucket = times, name, step, bucket
 
     def __enter__(self) -> None:
         self._begin = perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._memory.spent(self._name, self._begin, perf_counter())
+            end = perf_counter()
+            self._times.statistics.codec_seconds += end - self._begin
+            self._times.trace.add(self._name, self._step, self._bucket, self._begin, end)
 
 
 def _at(bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:

@@ -1,4 +1,4 @@
-"""The step protocol: buckets in an agreed order, one round of each per tick, votes, commit, changes of plan.
+"""The step protocol: buckets in an agreed order, one round of each per tick, flags, commit, changes of plan.
 
 No threads and no sockets: the owner submits layers, polls until the step is done, and commits or discards it. N
 pipelines over an in-process transport run N ranks in one thread.
@@ -13,44 +13,50 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, sleep
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.compress.messages import Context
 from gradcomp.compress.policy import Schedule
 from gradcomp.control.base import ControllerRun
-from gradcomp.control.candidates import sent_bytes
 from gradcomp.core.config import HOST_SLICE, Config
-from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
-from gradcomp.core.plan import Fingerprint, Plan
-from gradcomp.core.scheme import AUTO, parse
-from gradcomp.core.state import Fields, Range, Residuals
+from gradcomp.core.plan import Plan
+from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
-from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline.arrangement import Arrangement, Arrangements, by_layer
+from gradcomp.kernels.step import StepContext
+from gradcomp.pipeline.arrangement import Arrangements, Arranger
 from gradcomp.pipeline.bucket import BucketProgram
+from gradcomp.pipeline.conclusions import agree_on_order, check_same_plan, collective, compare, completed
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
-from gradcomp.pipeline.layout import Bucket, Layout, build_layout, compressors_of
-from gradcomp.pipeline.memory import Allocate, StepMemory
+from gradcomp.pipeline.layout import Bucket, Layout, compressors_of
+from gradcomp.pipeline.memory import Allocate, StepMemory, Times
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.switching import Switch
-from gradcomp.reduce import Part, Reduction, make
-from gradcomp.reduce.base import Call, Memory, Step
-from gradcomp.reduce.costs import cheapest
-from gradcomp.reduce.header import APPLIED, DISCARDED, PRESENT, SPARSE, BucketFlags, HeaderId
+from gradcomp.pipeline.ticks import Ticks
+from gradcomp.reduce.base import Memory
+from gradcomp.reduce.framing import Framed
+from gradcomp.reduce.header import (
+    APPLIED,
+    DISCARDED,
+    PRESENT,
+    READY,
+    SPARSE,
+    WAITING,
+    BucketFlags,
+    HeaderId,
+)
 from gradcomp.reduce.model import Network
-from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport, host_allocator
+from gradcomp.transport.base import AllReduce, Transport, host_allocator
 
 Mask = npt.NDArray[np.bool_]
 
@@ -130,11 +136,16 @@ class Pipeline:
         self.sparse: frozenset[int] = frozenset()
         self.registry = GradientRegistry(self.layers)
         self.device = device
+        topology = topology or Topology.one_host(transport.size)
+        assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
         messages = transport.allocator(device)
         local = messages
         if device.driver is not None and messages is host_allocator:
             local = partial(mirror, device.driver)
-        self._memory = Memory(messages, local)
+        self._arranger = Arranger(
+            self.layers, self.config, device, Memory(messages, local), transport.rank, topology, network
+        )
+        self.servers, self.trainers = self._arranger.servers, self._arranger.trainers
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
@@ -152,18 +163,9 @@ class Pipeline:
         self._on_complete = on_complete
         self._order_step = order_step
         self._schedule = schedule
-        self._scheme = parse(config.reduction)
-        #: How many ranks, the first ones, only serve; and how many train.
-        self.servers = self._scheme.serving(transport.size)
-        self.trainers = transport.size - self.servers
         self._discards = Discards()
         self._handing_over = False  # servers have to tell each other what they no longer own
-        self._topology = topology or Topology.one_host(transport.size)
-        self._network = network
         self._steering = Steering(controller, len(layers))
-        assert self._topology.world == transport.size, f"{self._topology} is not of {transport.size} ranks"
-        if self._scheme.name == AUTO and network is None and len(self._topology.leaders) > 1:
-            raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
         self._due: int | None = None  # the step of the schedule whose plan has not been proposed yet
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._next_plan: Plan | None = None
@@ -175,11 +177,9 @@ class Pipeline:
         self._open_learning_rate = 0.0
         self._opened_at = 0.0
         self._running: Generator[Waiting, None, None] | None = None
-        self._ready = 0  # this rank's vote
-        self._votes: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
-        self._in_flight: list[InFlight] = []  # newest first
-        self._ahead: InFlight | None = None  # the next bucket, if it was begun while another one waited
-        self._position = (0, 0)
+        self._own_state = 0  # what this rank says of itself in this step
+        self._flags: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
+        self._ticks: Ticks | None = None
         self._stale = True
         self._arrangements = Arrangements()
         assert controller is None or not self.servers, (
@@ -199,7 +199,7 @@ class Pipeline:
     @property
     def position(self) -> tuple[int, int, int]:
         """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
-        return (self.step, *self._position)
+        return (self.step, *(self._ticks.position if self._ticks else (0, 0)))
 
     @property
     def serves(self) -> bool:
@@ -239,7 +239,15 @@ class Pipeline:
         self._digests = digests
         self._numbers = scale, learning_rate
         self.registry.open(self.layout)
-        self._position = (0, -1)
+        self._ticks = Ticks(
+            self._programs,
+            self.registry,
+            self.device,
+            self.transport,
+            self._start,
+            self._on_complete,
+            (scale, learning_rate),
+        )
         self._opened_at = perf_counter()
         self._steering.open(self.step, self._opened_at, len(self.layout.buckets))
         self._running = self._run()
@@ -269,7 +277,7 @@ class Pipeline:
             event, deadline = driver.mark(driver.stream), perf_counter() + _LONGEST_FAREWELL_SECONDS
             while not driver.reached(event) and perf_counter() < deadline:
                 sleep(1e-4)
-        self._in_flight, self._ahead = [], None
+        self._ticks = None
 
     def commit(self, outcome: int = APPLIED) -> bool:
         """Accept the finished step: residuals take their new values, unless a value was not finite.
@@ -376,110 +384,27 @@ class Pipeline:
     # -- the step, inside ---------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[Waiting, None, None]:
-        """Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share."""
-        count = len(self.layers)
-        self._votes, self._in_flight, self._ahead = [], [], None
+        assert self._ticks is not None, "made when the step was opened"
+        self._flags = []
         self._follow_schedule()
         while self._steering.overdue:
             yield Waiting.BACKGROUND
-        self._ready = 1 if self._next_plan is not None or self._steering.ready else 0
-        self._ready *= not self.serves
+        ready = self._next_plan is not None or self._steering.ready
+        self._own_state = 0 if self.serves else self.outcome | (READY if ready else WAITING)
         if self._handing_over:
             yield from self._hand_over()
-        while not self.config.overlap and not self.registry.flushed:
-            yield Waiting.LAYERS
-        for program in self._programs:
-            number = program.bucket.number
-            started, self._ahead = self._ahead, None
-            if started is None:
-                yield from self._complete(program.bucket)
-                started = self._start(program)
-            self._in_flight.insert(0, started)
-            yield from self._prepared(started)
-            started.issue(self.transport)
-            if number == len(self._programs) - 1:
-                self._steering.contribute(self.step, self.transport)
-            yield from self._advance(self._in_flight[1:])
-            while self._in_flight and not self.config.overlap:
-                yield from self._advance(self._in_flight)
-        if not self._programs:  # every layer is sparse
-            if self._numbers is not None:
-                yield from self._units(*self._numbers)
-            self._steering.contribute(self.step, self.transport)
-        while self._in_flight:
-            yield from self._advance(self._in_flight)
-
-        states = np.zeros(count, dtype=np.uint8)
+        contribute = partial(self._steering.contribute, self.step, self.transport)
+        yield from self._ticks.run(overlap=self.config.overlap, last_is_issued=contribute)
+        self._take_numbers()
+        states = np.zeros(len(self.layers), dtype=np.uint8)
         outcomes = 0
-        for layers, bucket_flags in self._votes:
-            states[layers] |= bucket_flags.states[:-1]
-            outcomes |= bucket_flags.outcomes
-        ready = self._votes[0][1].ready if self._votes else 0
-        if self.switch is not None and self._votes:
-            self.switch.check(self.step, ready, self.trainers, self.transport.rank)
-        yield from self._finish(states, outcomes, bool(self._votes) and ready == self.trainers)
-
-    def _complete(self, bucket: Bucket) -> Generator[Waiting, None, None]:
-        """Until a bucket can be encoded."""
-        while not self.registry.ready(bucket.number):
-            self._position = (bucket.number, -1)
-            self._meanwhile()
-            yield Waiting.LAYERS
-        if self.device.is_late:
-            yield from self._gradients(bucket)
-        if self._numbers is not None:
-            yield from self._units(*self._numbers)
-
-    def _prepared(self, bucket_in_flight: InFlight) -> Generator[Waiting, None, None]:
-        """Until the flight's next round is due, or it is complete."""
-        while (waiting := bucket_in_flight.prepare()) is not Waiting.NOTHING:
-            self._position = (bucket_in_flight.number, bucket_in_flight.round)
-            self._meanwhile(bucket_in_flight)
-            self._look_ahead()
-            yield waiting
-
-    def _meanwhile(self, bucket_in_flight: InFlight | None = None) -> None:
-        """Beside a device there is time for all flights but this one; nothing is issued."""
-        if not self.device.is_late:
-            return
-        for other in self._in_flight:
-            if other is not bucket_in_flight:
-                other.prepare()
-
-    def _look_ahead(self) -> None:
-        """Beside a device, begin the next bucket if it is complete: one, since it takes memory."""
-        if not self.device.is_late:
-            return
-        number = len(self._votes)
-        if self._ahead is not None:
-            self._ahead.prepare()
-        elif number < len(self._programs) and self.config.overlap and self.registry.ready(number):
-            program = self._programs[number]
-            events = self._events(program.bucket)
-            if self.device.reached(events):
-                self.device.follow(events)
-                self._ahead = self._start(program)
-                self._ahead.prepare()
-
-    def _events(self, bucket: Bucket) -> list[Any]:
-        return [self.registry.events[layer] for layer in bucket.layers.tolist()]
-
-    def _gradients(self, bucket: Bucket) -> Generator[Waiting, None, None]:
-        """Until a device has computed the gradients of a bucket."""
-        events = self._events(bucket)
-        while not self.device.reached(events):
-            self._meanwhile()
-            yield Waiting.DEVICE
-        self.device.follow(events)
-
-    def _units(self, scale: Number, learning_rate: Number) -> Generator[Waiting, None, None]:
-        """Until the loss scale and the learning rate are known: they are the step's own, whatever follows."""
-        for number in (scale, learning_rate):
-            while not isinstance(number, float | int) and not number.done():
-                self._meanwhile()
-                yield Waiting.DEVICE
-        self._scale, self._open_learning_rate = _known(scale), _known(learning_rate)
-        self._numbers = None
+        for layers, flags in self._flags:
+            states[layers] |= flags.states[:-1]
+            outcomes |= flags.outcomes
+        ready = bool(self._flags) and self._flags[0][1].ready
+        if self.switch is not None and self._flags:
+            self.switch.check(self.step, ready, self.transport.rank)
+        yield from self._finish(states, outcomes, ready)
 
     def _follow_schedule(self) -> None:
         """Propose what is to begin at the next step: all ranks do, in the same step.
@@ -501,66 +426,36 @@ class Pipeline:
 
     def _start(self, program: BucketProgram) -> InFlight:
         """A bucket that can be encoded begins."""
+        self._take_numbers()
         number = program.bucket.number
         self.registry.decide(program.bucket.layers)
         complete = self.registry.completed[number]
         self.trace.add("ready", self.step, number, self._opened_at, complete)
         self.trace.add("queue", self.step, number, complete, perf_counter())
-        bucket_flags = BucketFlags(len(program.bucket.layers))
-        self._votes.append((program.bucket.layers, bucket_flags))
-        return InFlight(number, self._exchange(program, bucket_flags), self._completed)
+        states = np.append(self.registry.states[program.bucket.layers], np.uint8(self._own_state))
+        flags = BucketFlags(states)
+        self._flags.append((program.bucket.layers, flags))
+        return InFlight(number, self._exchange(program, flags), self._completed)
 
-    def _exchange(self, program: BucketProgram, bucket_flags: BucketFlags) -> Generator[Step, None, None]:
-        draw = self._draw(self.step)
-        header_id = HeaderId(self._check, self.step, program.bucket.number, self._checksums)
-        outcome = 0 if self.serves else self.outcome
-        states = np.append(self.registry.states[program.bucket.layers], np.uint8(outcome))
-        world = self.trainers
-        scale = 1.0 / self._scale
-        ratio = (
-            self.learning_rate / self._open_learning_rate
-            if self.learning_rate and self._open_learning_rate
-            else 1.0
-        )
-        divisor = float(world) if self._average else 1.0
-        memory = StepMemory(
-            program.bucket,
-            self.step,
-            bucket_flags,
-            self.registry,
-            self.residuals,
-            self.fields,
-            scale,
-            world,
-            divisor,
-            self._allocate,
-            self.trace,
-            self.statistics,
-        )
-        self._steering.start(program.bucket.groups, memory, scale)
-        # A reduction hands out means; a sum is N times that. An allreduce hands out the sum as it is.
-        call = Call(
-            header_id,
-            draw,
-            states,
-            self._ready,
-            self.transport.size,
-            scale,
-            self._scale * (1 if self._average else world),
-            ratio,
-        )
-        context = Context(
-            draw,
-            world,
-            scale,
-            self._scale,
-            divisor,
-            rate_ratio=ratio,
+    def _exchange(self, program: BucketProgram, flags: BucketFlags) -> Generator[Framed, None, None]:
+        bucket, old, new = program.bucket, self.learning_rate, self._open_learning_rate
+        context = StepContext(
+            self._arranger.draw(self.step),
+            self.trainers,
+            self.servers,
+            scale=1.0 / self._scale,
+            unscale=self._scale,
+            average=self._average,
+            rate_ratio=old / new if old and new else 1.0,
             fields=self.fields,
             observations=self._steering.observations,
-            servers=self.servers,
+            number=self.step,
         )
-        return program.run(call, context, memory, bucket_flags)
+        times = Times(self.trace, self.statistics)
+        memory = StepMemory(bucket, context, flags, self.registry, self.residuals, self._allocate, times)
+        self._steering.start(bucket.groups, memory, context.scale)
+        header_id = HeaderId(self._check, self.step, bucket.number, self._checksums)
+        return program.run(header_id, context, memory, flags)
 
     def _completed(self, bucket: int, begin: float, end: float) -> None:
         """A round has come."""
@@ -569,28 +464,15 @@ class Pipeline:
         self.statistics.wire_seconds += end - begin
         self._steering.round_complete(bucket, end - begin)
 
-    def _advance(self, in_flight: Sequence[InFlight]) -> Generator[Waiting, None, None]:
-        """The next round of these flights, the newest first; those that are complete are flights no more."""
-        for bucket_in_flight in list(in_flight):
-            yield from self._prepared(bucket_in_flight)
-            if not bucket_in_flight.issue(self.transport):
-                self._in_flight.remove(bucket_in_flight)
-                if self._on_complete is not None:
-                    self._on_complete(self.layout.buckets[bucket_in_flight.number])
-
-    def _collective(self, operation: Operation) -> Generator[Waiting, None, None]:
-        yield from _completed(operation.issue(self.transport))
-
     def _finish(
         self, states: npt.NDArray[np.uint8], outcomes: int, all_ready: bool
     ) -> Generator[Waiting, None, None]:
-        """Draw the conclusions that every rank draws from the same votes."""
+        """Draw the conclusions that every rank draws from the same flags."""
         present = (states & PRESENT) != 0
         sparse = (states & SPARSE) != 0
         nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
-        self._position = (len(self._programs), 0)  # behind the last bucket
         if self.step == self._order_step and self.config.reorder:
-            yield from self._agree_on_order()
+            yield from self._take_order()
         self._mark_cold(present)
         newly_sparse = frozenset(np.flatnonzero(sparse).tolist()) - self.sparse
         if newly_sparse:
@@ -599,7 +481,7 @@ class Pipeline:
         if all_ready:
             all_ready = not (yield from self._swap_plan())
         if self._steering.sums is not None:
-            yield from _completed(self._steering.sums)
+            yield from completed(self._steering.sums)
         if self._steering.conclude(self.step, all_ready, self._laid_out, self.registry.completed):
             assert self.controller is not None, "a controller chose"
             self.plan = self.controller.plan(self.plan)
@@ -610,65 +492,33 @@ class Pipeline:
         every = self.config.statistics_every_steps
         if every and (self.step + 1) % every == 0:
             vector = self.statistics.vector()
-            yield from self._collective(AllReduce(vector))
+            yield from collective(AllReduce(vector), self.transport)
             self.reduced_statistics = Statistics.mean(vector, self.transport.size)
         if self._digests is not None:
-            yield from self._compare(self._digests)
+            self.digest_table = yield from compare(self.transport, len(self.layers), self._digests)
+            self._digests = None
         self.registry.release()
         self.result = StepResult(self.step, present, sparse, nonfinite, outcomes)
         self.step += 1
 
-    def _agree_on_order(self) -> Generator[Waiting, None, None]:
-        """Everyone takes the order in which the first rank's gradients arrived, of those that have any.
-
-        What did not arrive keeps its place behind.
-        """
-        count = len(self.layers)
-        order = np.zeros(count, dtype="<i4")
-        if self.transport.rank == self.servers:
-            arrived = self.registry.arrivals
-            rest = sorted(set(range(count)) - set(arrived))
-            order[:] = arrived + rest
-        counts = [order.nbytes * (rank == self.servers) for rank in range(self.transport.size)]
-        yield from self._collective(AllGather(order.view(np.uint8), counts))
-        if not np.array_equal(np.sort(order), np.arange(count)):
-            raise WireFormatError(
-                f"rank {self.servers} sent an order that is not a permutation of the layers"
-            )
-        if order.tolist() != self.order:
-            self.order = order.tolist()
+    def _take_order(self) -> Generator[Waiting, None, None]:
+        """Everyone takes the order in which the first trainer's gradients arrived."""
+        arrived = self.registry.arrivals
+        order = yield from agree_on_order(self.transport, len(self.layers), self.servers, arrived)
+        if order != self.order:
+            self.order = order
             self._stale = True
-
-    def _compare(self, future: Future[Digests]) -> Generator[Waiting, None, None]:
-        """Every rank's digests of its parameters, zeros of one that has no say; the table is the same on all."""
-        while not future.done():
-            yield Waiting.BACKGROUND
-        count, world = len(self.layers), self.transport.size
-        table = np.zeros((world, count), dtype="<u4")
-        numbers = future.result().numbers
-        table[self.transport.rank, : len(numbers)] = numbers
-        yield from self._collective(AllGather(table.reshape(-1).view(np.uint8), [4 * count] * world))
-        self._digests, self.digest_table = None, table
 
     def _swap_plan(self) -> Generator[Waiting, None, bool]:
         """All ranks are ready: make sure that it is for the same plan, since message sizes follow from it.
 
         Whether there is a new plan; if not, all were ready for what their controllers do next.
         """
-        mine, world = bytes(32), self.transport.size
+        mine = bytes(32)
         if self._next_plan is not None:
             mine = self._next_plan.digest(self.layers)
             mine = mine if self.switch is None else self.switch.digest(mine)
-        digests = np.zeros((world, len(mine)), dtype=np.uint8)
-        digests[self.transport.rank] = np.frombuffer(mine, dtype=np.uint8)
-        yield from self._collective(AllGather(digests.reshape(-1), [len(mine)] * world))
-        others = [rank for rank in range(world) if digests[rank].tobytes() != mine]
-        if others:
-            raise PlanMismatchError(
-                f"plan {self.plan.version + 1} of rank {self.transport.rank} differs from that of rank "
-                f"{', '.join(map(str, others))}; set_compression() takes the same arguments on every rank, between "
-                "the same two steps"
-            )
+        yield from check_same_plan(self.transport, mine, self.plan.version + 1)
         if self._next_plan is None:
             return False
         self.plan, self._next_plan = self._next_plan, None
@@ -694,7 +544,9 @@ class Pipeline:
         """Buckets and their programs for the current plan, order, cold and sparse layers; state moves along."""
         order = tuple(i for i in self.order if i not in self.sparse)
         key = (self.plan.assignments, order, self.cold)
-        found = self._arrangements.get(key, self.step, lambda: self._arrange(order))
+        found = self._arrangements.get(
+            key, self.step, lambda: self._arranger.arrange(self.plan, order, self.cold)
+        )
         self._programs = found.programs
         self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
         self.residuals.grow(found.sizes)
@@ -713,50 +565,11 @@ class Pipeline:
         self._stale = False
         return found.layout
 
-    def _arrange(self, order: Sequence[int]) -> Arrangement:
-        layout = build_layout(
-            self.layers, self.plan, order, self.cold, self.config.slice_elements, self.device
-        )
-        rank, world = self.transport.rank, self.transport.size
-        context = Context(self._draw(0), self.trainers, servers=self.servers)
-        programs = [
-            BucketProgram(bucket, rank, world, context, self._reduction, self._memory.messages)
-            for bucket in layout.buckets
-        ]
-        compressors = compressors_of(self.layers, self.plan)
-        ranges: list[Range] = []
-        for program in programs:
-            if program.reduction is not None:
-                first = len(ranges)
-                ranges += program.reduction.ranges
-                program.reduction.assign(range(first, len(ranges)))
-        pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
-        travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
-        position = np.zeros(len(self.layers), dtype=np.int64)
-        np.maximum.at(position, *travels)
-        sent = np.zeros(len(layout.buckets))
-        for bucket in layout.buckets:
-            for group in bucket.groups:
-                sent[bucket.number] += sent_bytes(group, self._scheme, self._topology).sum()
-        return Arrangement(
-            layout,
-            programs,
-            Fingerprint(self.plan.assignments, self.layers),
-            np.array(order, dtype="<i4").tobytes(),
-            layout.residual_sizes(self.layers),
-            [c.fields(layer, self.config.seed) for c, layer in zip(compressors, self.layers, strict=True)],
-            ranges,
-            2 * sum(self.layers[i].nbytes for i in order) * (world - 1) // world,
-            travels,
-            position,
-            float(sent.sum()),
-            by_layer(travels, sent, len(self.layers)),
-        )
-
-    def _draw(self, step: int) -> Draw:
-        """Where this rank's draws are: those who train count from 0, then those who serve."""
-        number = (self.transport.rank - self.servers) % self.transport.size
-        return Draw(self.config.seed, step & 0xFFFFFFFF, number)
+    def _take_numbers(self) -> None:
+        """The loss scale and the learning rate have come."""
+        if self._numbers is not None:
+            self._scale, self._open_learning_rate = map(_known, self._numbers)
+            self._numbers = None
 
     def _hand_over(self) -> Generator[Waiting, None, None]:
         """What dedicated servers no longer own goes, exactly, to who does now: they have nothing else to send it with.
@@ -765,7 +578,7 @@ class Pipeline:
         """
         layers = np.flatnonzero(self._keeps_residual)
         held = self.residuals.first.load(layers) * np.float32(self.serves)
-        yield from self._collective(AllReduce(held))
+        yield from collective(AllReduce(held), self.transport)
         if self.serves:
             self.residuals.take_over(layers, held, self.trainers)
         elif self.transport.rank == self.servers:
@@ -773,18 +586,6 @@ class Pipeline:
             self.residuals.add(layers, held, np.isin(layers, np.concatenate(owned), invert=True))
         self._handing_over = False
 
-    def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
-        """The configured reduction, or the cheapest, for one bucket."""
-        scheme = self._scheme
-        if scheme.name == AUTO:
-            scheme = cheapest(parts, layers, self._topology, self._network)
-        return make(scheme, parts, layers, self.transport.rank, self._topology, bucket, self._memory)
-
 
 def _known(number: Number) -> float:
     return number if isinstance(number, float | int) else number.result()
-
-
-def _completed(handle: Handle) -> Generator[Waiting, None, None]:
-    while not handle.poll():
-        yield Waiting.WIRE

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.messages import Observations
 from gradcomp.control.base import ControllerRun, Doubles, Step
 from gradcomp.kernels.codec import Group
+from gradcomp.kernels.step import Observations
 from gradcomp.pipeline.arrangement import Arrangement, by_layer
 from gradcomp.pipeline.memory import StepMemory
 from gradcomp.transport.base import AllReduce, Handle, Transport

@@ -67,12 +67,12 @@ class Switch:
             hashed.update(f"{step} {Plan(0, later.assignments).to_json()}\n".encode())
         return hashed.digest()
 
-    def check(self, step: int, ready: int, ranks: int, rank: int) -> None:
+    def check(self, step: int, ready: bool, rank: int) -> None:
         """PlanMismatchError unless all ranks asked before the same step."""
-        if self.asked == step and ready < ranks:
+        if self.asked == step and not ready:
             raise PlanMismatchError(
-                f"rank {rank} called set_compression() before step {step}, and {ready} of {ranks} ranks did: every "
-                "rank has to call it between the same two steps"
+                f"rank {rank} called set_compression() before step {step}, and another rank did not: every rank has to "
+                "call it between the same two steps"
             )
 
     def plan(self, version: int, before: Plan) -> Plan:

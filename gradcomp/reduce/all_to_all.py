@@ -8,7 +8,8 @@ import numpy as np
 
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Message, Move, Part, Reduction, Rounds
 from gradcomp.reduce.chunks import encode
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to_owners
@@ -31,12 +32,15 @@ class AllToAllBroadcast(Reduction):
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:
-        self._rank, self._world = rank, world
         self._whole = WholeCodes(parts, layers, world, memory.local)
         codes = self._whole.codes
-        self._header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
-        self._messages = codes.copies(memory, world)
+        header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
+        buffers = codes.copies(memory, world)
+        self._messages = [Message(buffer, header, r) for r, buffer in enumerate(buffers)]
+        self._own = own = self._messages[rank]
+        others = [(r, message) for r, message in enumerate(self._messages) if r != rank]
+        self._gather = Move(AllGather(buffers.reshape(-1), [codes.sizes[0]] * world), [own], others)
         self.rounds = 1 if world > 1 else 0
         self.bytes_sent = (world - 1) * codes.sizes[0]
 
@@ -48,19 +52,10 @@ class AllToAllBroadcast(Reduction):
         down = to_owners(topology, range(world), dict.fromkeys(range(world), size)).back()
         return Cost([down] if world > 1 else [], 1, 1, world + 1)
 
-    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """One round; see the class."""
-        own, header = self._messages[self._rank], self._header
-        states = yield from encode(self._whole.codes.parts, self._encode, own, call, binding)
-        with binding.span("encode"):
-            header.identify(call.header_id, 0, call.ready)
-            header.write(own, self._rank, states)
+        yield from encode(self._whole.codes.parts, self._encode, self._own.buffer, context, binding, flags)
         if self.rounds:
-            yield [AllGather(self._messages.reshape(-1), [len(own)] * self._world)]
-
-        for sender, message in enumerate(self._messages):
-            ready, states = header.read(message, sender, sender)
-            bucket_flags.ready += ready
-            bucket_flags.states |= states
-        yield from self._whole.add(list(self._messages), call, binding)
-        return (yield from self._whole.decode(self._whole.sum, call, binding, bucket_flags))
+            yield self._gather
+        yield from self._whole.add(self._messages, context, binding)
+        return (yield from self._whole.decode(self._whole.sum, context, binding, flags))

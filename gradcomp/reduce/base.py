@@ -14,11 +14,12 @@ import numpy.typing as npt
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
-from gradcomp.kernels.codec import Codec, Draw, Group, Sizes, Table
+from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.pending import Pending
-from gradcomp.reduce.header import BucketFlags, HeaderId
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load
-from gradcomp.transport.base import Allocator, Operation, host_allocator
+from gradcomp.transport.base import Allocator, Exchange, Operation, host_allocator
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -26,15 +27,54 @@ Addresses = npt.NDArray[np.uint64]
 
 T = TypeVar("T")
 
-#: What a reduction waits for: the operations of a round, all issued together; or a call of a device, which is no round.
-Step = list[Operation] | Pending
 
-#: Yields what it waits for, and is resumed when that is complete. Returns, for every part, one flag per segment:
-#: nonzero where the mean is not finite.
-Rounds = Generator[Step, None, list[Bytes]]
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Room for a header and, behind it, a payload. ``chunk``: which one of those that the header knows."""
 
-#: The same for a stretch without rounds.
+    buffer: Bytes
+    header: ByteHeader
+    chunk: int
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """One round of messages, as a reduction asks for it: headers are no matter of its own.
+
+    ``sends``: what leaves by the operation. ``arrivals``: what comes by it, and from whom. ``whole``: what comes speaks
+    for all ranks. ``framed_in``: the round in which what comes got its headers, if it was handed on as it is.
+    """
+
+    operation: Operation
+    sends: Sequence[Message] = ()
+    arrivals: Sequence[tuple[int, Message]] = ()
+    whole: bool = False
+    framed_in: int | None = None
+
+
+def exchange(
+    sends: Sequence[tuple[int, Message]] = (),
+    arrivals: Sequence[tuple[int, Message]] = (),
+    *,
+    whole: bool = False,
+) -> Move:
+    """Messages from rank to rank; one may go to several."""
+    operation = Exchange(
+        [(rank, message.buffer) for rank, message in sends],
+        [(rank, message.buffer) for rank, message in arrivals],
+    )
+    return Move(operation, list(dict.fromkeys(message for _, message in sends)), arrivals, whole)
+
+
+#: What a program waits for: a round of messages; operations without headers, all issued together, which are a round,
+#: too; or a call of a device, which is none.
+Step = Move | list[Operation] | Pending
+
+#: Yields what it waits for, and is resumed when that is complete.
 Waits = Generator[Step, None, T]
+
+#: The same; returns, for every part, one flag per segment: nonzero where the mean is not finite.
+Rounds = Waits[list[Bytes]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,26 +125,10 @@ class Binding(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Call:
-    """One execution of a reduction: where we are, this rank's votes, and the factors around the codec.
-
-    ``rate_ratio``: the last learning rate over this one, for residuals that follow it.
-    """
-
-    header_id: HeaderId
-    draw: Draw
-    states: Bytes
-    ready: int
-    world: int
-    scale: float
-    unscale: float
-    rate_ratio: float = 1.0
-
-
 class Reduction(ABC):
     """A scheme prepared for one bucket: tables and buffers are made once and used in every step.
 
+    It moves payloads. What is written before them, and read, is a matter of :mod:`gradcomp.reduce.framing`.
     ``ranges`` lists what this rank re-quantises under feedback; whoever keeps the state calls :meth:`assign` with one
     row number per range. ``rounds``: how often one execution yields, on every rank. ``bytes_sent``: bytes that it sends
     from this rank, headers included. ``sums_travel``: codes stand for sums over some of the ranks.
@@ -134,5 +158,5 @@ class Reduction(ABC):
         assert not rows, f"{len(rows)} rows for no ranges"
 
     @abstractmethod
-    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
-        """Exchange once: means to the outputs, votes to the flags."""
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
+        """Exchange once: means to the outputs, layers that turn out not to be finite to the flags."""

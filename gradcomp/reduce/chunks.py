@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp import kernels
-from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import FLOAT32, byte_offsets
-from gradcomp.reduce.base import HOST_MEMORY, Addresses, Binding, Bytes, Call, Memory, Part, Rounds, Waits
-from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader, HeaderId, check_covers
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import HOST_MEMORY, Addresses, Binding, Bytes, Memory, Message, Part, Rounds, Waits
+from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader
 
 
 @dataclass(eq=False)
@@ -49,10 +48,10 @@ class ChunkSegments:
         """One per row, none of them set."""
         return np.zeros(len(self.table), dtype=np.uint8)
 
-    def vote(self, flags: Bytes, states: Bytes) -> None:
+    def note(self, found: Bytes, flags: BucketFlags) -> None:
         """Say of the layers whose rows are flagged that they are not finite."""
-        if np.count_nonzero(flags):
-            states[self.header_index[flags != 0]] |= NONFINITE
+        if np.count_nonzero(found):
+            flags.states[self.header_index[found != 0]] |= NONFINITE
 
     def chunk(self, j: int) -> ChunkSegments:
         """A view of one chunk's rows."""
@@ -85,6 +84,10 @@ class Chunks:
         self.payload_bytes: list[int] = (begins - ByteHeader.size(layers)).tolist()
         self.header = ByteHeader(layers, np.array(self.payload_bytes, dtype=np.int64))
         self.sizes = self.header.message_bytes
+
+    def message(self, buffer: Bytes, j: int) -> Message:
+        """Chunk j as a message in the first bytes of a buffer."""
+        return Message(buffer[: self.sizes[j]], self.header, j)
 
     def messages(self, memory: Memory, sizes: Sequence[int]) -> Bytes:
         """Room for messages of these sizes, one behind the other."""
@@ -136,94 +139,68 @@ class Mean:
         self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
         self._chunk_segments = chunks.place(self._bounds[:-1])
         self.buffer = chunks.messages(memory, chunks.sizes)
-        self._views = [self.buffer[a:b] for a, b in itertools.pairwise(self._bounds)]
+        #: A message per chunk: views.
+        self.messages = [chunks.message(self.buffer[at:], j) for j, at in enumerate(self._bounds[:-1])]
 
-    def chunk(self, j: int) -> Bytes:
-        """The message of one chunk: a view."""
-        return self._views[j]
-
-    def read(
-        self,
-        header_id: HeaderId,
-        round_number: int,
-        senders: Sequence[int],
-        voters: int,
-        bucket_flags: BucketFlags,
-        own: Bytes | None = None,
-    ) -> int:
-        """Check every chunk's header, add the states to the flags; return the ready votes, on which all agree.
-
-        ``own``: the states that this rank sent, where all states come back.
-        """
-        header = self._chunks.header
-        header.identify(header_id, round_number, 0)
-        counts = []
-        for j, sender in enumerate(senders):
-            ready, states = header.read(self.chunk(j), j, sender, voters)
-            if own is not None:
-                check_covers(states, own, f"rank {sender}")
-            bucket_flags.states |= states
-            counts.append(ready)
-        if len(set(counts)) != 1:
-            raise WireFormatError(f"ranks {list(senders)} counted {counts} votes for the next plan")
-        return counts[0]
-
-    def decode(self, call: Call, binding: Binding, bucket_flags: BucketFlags, divisor: float = 1.0) -> Rounds:
+    def decode(
+        self, context: StepContext, binding: Binding, flags: BucketFlags, divisor: float = 1.0
+    ) -> Rounds:
         """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
-        return decode(
-            self._chunks.parts, self._chunk_segments, self.buffer, call, binding, bucket_flags, divisor
-        )
+        return decode(self._chunks.parts, self._chunk_segments, self.buffer, context, binding, flags, divisor)
 
 
 def encode(
-    parts: Sequence[Part], segments: Sequence[ChunkSegments], target: Bytes, call: Call, binding: Binding
-) -> Waits[Bytes]:
-    """Encode what this rank contributes; return its votes, with what turned out not to be finite.
+    parts: Sequence[Part],
+    segments: Sequence[ChunkSegments],
+    target: Bytes,
+    context: StepContext,
+    binding: Binding,
+    flags: BucketFlags,
+) -> Waits[None]:
+    """Encode what this rank contributes; say what turns out not to be finite.
 
     c = scale g + decay r; target <- encode(c); next residual <- c - decode(target).
     """
     with binding.span("encode"):
-        states = call.states.copy()
         for part, mine in zip(parts, segments, strict=True):
             binding.sources(mine.table, mine.layers, part.group, mine.offsets)
-        flags = [mine.flags() for mine in segments]
+        noted = [mine.flags() for mine in segments]
         with kernels.together(*(mine.table for mine in segments), routine=segments[0].routine) as started:
-            for part, mine, found in zip(parts, segments, flags, strict=True):
-                scale, decay = part.group.scale(call.scale), part.group.decay_at(call.rate_ratio)
-                part.codec.encode(mine.table, target, found, call.draw, scale, decay, started.kernels)
+            for part, mine, found in zip(parts, segments, noted, strict=True):
+                scale, decay = part.group.scale(context.scale), part.group.decay_at(context.rate_ratio)
+                part.codec.encode(mine.table, target, found, context.draw, scale, decay, started.kernels)
     if not started.done():
         yield started
     with binding.span("encode"):
         started.finish()
-        for mine, found in zip(segments, flags, strict=True):
-            mine.vote(found, states)
-    return states
+        for mine, found in zip(segments, noted, strict=True):
+            mine.note(found, flags)
 
 
 def decode(
     parts: Sequence[Part],
     segments: Sequence[ChunkSegments],
     source: Bytes,
-    call: Call,
+    context: StepContext,
     binding: Binding,
-    bucket_flags: BucketFlags,
+    flags: BucketFlags,
     divisor: float,
 ) -> Rounds:
     """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
     with binding.span("decode"):
-        nonfinite = bucket_flags.nonfinite.view(np.uint8)
+        nonfinite = flags.nonfinite.view(np.uint8)
         for mine in segments:
             binding.outputs(mine.table, mine.layers, mine.offsets)
-        flags = [nonfinite.take(mine.header_index, 0, mine.noted, "clip") for mine in segments]
+        noted = [nonfinite.take(mine.header_index, 0, mine.noted, "clip") for mine in segments]
         with kernels.together(*(mine.table for mine in segments), routine=segments[0].routine) as started:
-            for part, mine, found in zip(parts, segments, flags, strict=True):
-                part.codec.decode(mine.table, source, found, divisor, call.unscale, started.kernels)
+            for part, mine, found in zip(parts, segments, noted, strict=True):
+                part.codec.decode(mine.table, source, found, divisor, context.unscale_mean, started.kernels)
     if not started.done():
         yield started
     with binding.span("decode"):
         started.finish()
         results = []
-        for part, mine, found in zip(parts, segments, flags, strict=True):
+        for part, mine, found in zip(parts, segments, noted, strict=True):
             merged: Bytes = np.zeros(len(part.group.table), dtype=np.uint8)
             if np.count_nonzero(found):
                 merged[mine.cut_from[found != 0]] = 1

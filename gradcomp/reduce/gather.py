@@ -9,13 +9,13 @@ import numpy as np
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.cuda.mirrors import fetch
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Call, Memory, Part, Reduction, Rounds, Waits
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Message, Part, Reduction, Rounds, exchange
 from gradcomp.reduce.chunks import encode
-from gradcomp.reduce.header import BucketFlags, ByteHeader, check_covers
+from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to_owners
 from gradcomp.reduce.registry import register
 from gradcomp.reduce.whole import WholeCodes, floats
-from gradcomp.transport.base import Exchange
 
 ROOT = 0
 
@@ -37,16 +37,19 @@ class GatherAndSum(Reduction):
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:
-        self._rank, self._world = rank, world
+        self._rank = rank
         allocate = memory.local if rank == ROOT else memory.messages
         self._whole = WholeCodes(parts, layers, world, allocate)
         codes, dense = self._whole.codes, self._whole.dense
-        self._up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
         self._encode = codes.inputs()
-        self._messages = codes.copies(memory, world if rank == ROOT else 1)
+        up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
+        senders = range(world) if rank == ROOT else [rank]
+        buffers = codes.copies(memory, len(senders))
+        self._codes = [Message(buffer, up, r) for r, buffer in zip(senders, buffers, strict=True)]
         # The sum as it travels: apart from where kernels add up, unless it can be sent from there.
-        apart = allocate is not memory.messages
-        self._down = floats(dense, memory.messages) if apart else self._whole.sum
+        self._apart = allocate is not memory.messages
+        self._sum = dense.message(floats(dense, memory.messages) if self._apart else self._whole.sum, 0)
+        self._others = range(1, world)
         self.rounds = 2 if world > 1 else 0
         self.bytes_sent = (world - 1) * dense.sizes[0] if rank == ROOT else codes.sizes[0]
 
@@ -59,42 +62,20 @@ class GatherAndSum(Reduction):
         down = to_owners(topology, range(world), {ROOT: load.dense_message}).back()
         return Cost([up, down] if world > 1 else [], 1, 1, world + 1)
 
-    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """Two rounds; see the class."""
-        own = self._messages[0]  # the root's, too, is the first of them
-        states = yield from encode(self._whole.codes.parts, self._encode, own, call, binding)
-        with binding.span("encode"):
-            self._up.identify(call.header_id, 0, call.ready)
-            self._up.write(own, self._rank, states)
-        others = range(1, self._world)
+        own = self._codes[0]  # the root's, too, is the first of them
+        yield from encode(self._whole.codes.parts, self._encode, own.buffer, context, binding, flags)
         if self._rank != ROOT:
-            yield [Exchange([(ROOT, own)], [])]
-            yield [Exchange([], [(ROOT, self._down)])]
+            yield exchange([(ROOT, own)])
+            yield exchange(arrivals=[(ROOT, self._sum)], whole=True)
         else:
             if self.rounds:
-                yield [Exchange([], [(r, self._messages[r]) for r in others])]
-            yield from self._add(call, binding)
+                yield exchange(arrivals=[(r, self._codes[r]) for r in self._others])
+            yield from self._whole.add(self._codes, context, binding)
+            if self._apart:
+                with binding.span("reduce"):
+                    fetch(self._whole.sum, self._sum.buffer)
             if self.rounds:
-                yield [Exchange([(r, self._down) for r in others], [])]
-
-        down = self._whole.dense.header
-        down.identify(call.header_id, 1, 0)
-        bucket_flags.ready, result = down.read(self._down, 0, ROOT, self._world)
-        check_covers(result, states, f"rank {ROOT}")
-        bucket_flags.states |= result
-        return (yield from self._whole.decode(self._down, call, binding, bucket_flags))
-
-    def _add(self, call: Call, binding: Binding) -> Waits[None]:
-        """Count the votes, add the codes."""
-        votes, count = np.zeros_like(call.states), 0
-        for sender, message in enumerate(self._messages):
-            ready, states = self._up.read(message, sender, sender)
-            votes |= states
-            count += ready
-        yield from self._whole.add(list(self._messages), call, binding)
-        with binding.span("reduce"):
-            if self._down is not self._whole.sum:
-                fetch(self._whole.sum, self._down)
-            down = self._whole.dense.header
-            down.identify(call.header_id, 1, count)
-            down.write(self._down, 0, votes)
+                yield exchange([(r, self._sum) for r in self._others])
+        return (yield from self._whole.decode(self._sum.buffer, context, binding, flags))

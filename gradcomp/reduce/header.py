@@ -1,4 +1,4 @@
-"""What travels with every bucket's first round: a check value and the votes of the step protocol.
+"""What travels before every payload: a check value, and what the sender knows of the layers and the ranks.
 
 Two forms of the same fields. Byte messages start with a :class:`ByteHeader` per chunk; sums carry a
 :class:`CountHeader`, float32 counts behind their elements. ``docs/wire-format.md`` has the layout.
@@ -19,7 +19,7 @@ from gradcomp.kernels import crc32c
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAGIC = 0x6347
 
 #: State of a layer on one rank in one step: bits of one byte.
@@ -28,6 +28,12 @@ PRESENT, NONFINITE, SPARSE = 1, 2, 4
 #: What became of a rank's last exchange, as bits of one more byte behind the states of the layers: the optimizer
 #: stepped on the means; they were thrown away; they stay in the gradients, to which more is added. 0: there was none.
 APPLIED, DISCARDED, KEPT = 1, 2, 4
+
+#: Further bits of that byte, of ranks that train: this one holds the next plan; it does not.
+READY, WAITING = 8, 16
+
+_OF_A_LAYER = PRESENT | NONFINITE | SPARSE
+_OF_RANKS = APPLIED | DISCARDED | KEPT | READY | WAITING
 
 #: Payloads, and messages, begin at multiples of this many bytes, as loads of vectors want.
 ALIGNMENT = 16
@@ -44,14 +50,12 @@ FIXED = np.dtype(
         ("payload_bytes", "<u4"),
         ("layers", "<u2"),
         ("zero", "<u2"),
+        ("zero_too", "<u4"),
         # Up to here all ranks expect the same bytes.
-        ("ready", "<u2"),
-        ("zero_too", "<u2"),
         ("checksum", "<u4"),
     ]
 )
-_COMPARED_BYTES = 24
-_CHECKSUM_AT = 28
+_COMPARED_BYTES = _CHECKSUM_AT = 28
 
 
 Numbers = TypeVar("Numbers", int, npt.NDArray[np.int64], npt.NDArray[np.float64])
@@ -63,20 +67,25 @@ def padded(nbytes: Numbers) -> Numbers:
 
 
 class BucketFlags:
-    """The votes on one bucket: what all ranks together know of its layers.
+    """What a rank knows so far of a bucket on all ranks: at the end of the exchange, all know the same.
 
-    ``states``: a byte per layer, and one for the outcomes of the last exchange. ``present``, ``nonfinite``: one boolean
-    per layer, true if any rank said so. ``ready``: ranks that hold the next plan.
+    ``states``: a byte per layer, and one for the ranks themselves; bits are only ever added. ``present``,
+    ``nonfinite``: one boolean per layer, true if any rank said so. ``ready``: whether all that train hold the next
+    plan.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.states: Bytes = np.zeros(layers + 1, dtype=np.uint8)
-        self.ready = 0
+    def __init__(self, states: Bytes) -> None:
+        self.states = states
 
     @property
     def outcomes(self) -> int:
         """What became of the last exchange: the union of all ranks' bits."""
-        return int(self.states[-1])
+        return int(self.states[-1]) & (APPLIED | DISCARDED | KEPT)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks that train hold the next plan."""
+        return int(self.states[-1]) & (READY | WAITING) == READY
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
@@ -114,7 +123,7 @@ class HeaderId:
 class ByteHeader:
     """Headers of ``len(payload_bytes)`` messages about ``layers`` layers.
 
-    32 bytes, a state byte per layer and one for the outcome of the last exchange, zeros up to a multiple of 16. The
+    32 bytes, a state byte per layer and one for the ranks themselves, zeros up to a multiple of 16. The
     payload follows, and bytes without meaning up to a multiple of 16: ``message_bytes`` says how long each message is.
     The checksum is the CRC-32C of the whole message without the checksum's own four bytes, or 0 where there are none.
     """
@@ -129,6 +138,7 @@ class ByteHeader:
         self._states = slice(FIXED.itemsize, FIXED.itemsize + layers + 1)
         self.message_bytes: list[int] = (self.nbytes + padded(payload_bytes)).tolist()
         self._checksums = False
+        self._known = np.array([_OF_A_LAYER] * layers + [_OF_RANKS], dtype=np.uint8)
         self._fixed = np.zeros(len(payload_bytes), dtype=FIXED)
         self._fixed["magic"] = MAGIC
         self._fixed["protocol"] = PROTOCOL
@@ -137,13 +147,12 @@ class ByteHeader:
         self._fixed["layers"] = layers
         self._rows = self._fixed.view(np.uint8).reshape(len(self._fixed), FIXED.itemsize)
 
-    def identify(self, header_id: HeaderId, round_number: int, ready: int) -> None:
+    def identify(self, header_id: HeaderId, round_number: int) -> None:
         """Set the fields that change with every message."""
         self._fixed["check"] = header_id.check
         self._fixed["step"] = header_id.step & 0xFFFFFFFF
         self._fixed["bucket"] = header_id.bucket
         self._fixed["round"] = round_number & 0xFF
-        self._fixed["ready"] = ready
         self._checksums = header_id.checksums
 
     def write(self, target: Bytes, chunk: int, states: Bytes) -> None:
@@ -157,11 +166,8 @@ class ByteHeader:
             checksum = _checksum(target[:length])
             target[_CHECKSUM_AT : FIXED.itemsize] = np.array([checksum], dtype="<u4").view(np.uint8)
 
-    def read(self, source: Bytes, chunk: int, sender: int, voters: int = 1) -> tuple[int, Bytes]:
-        """Check the message ``chunk`` from ``sender``; return its ready votes and its states.
-
-        ``voters``: the number of ranks that the sender speaks for, itself included.
-        """
+    def read(self, source: Bytes, chunk: int, sender: int) -> Bytes:
+        """Check the message ``chunk`` from ``sender``; return its states."""
         length = self.message_bytes[chunk]
         if len(source) < length:
             raise WireFormatError(f"rank {sender} sent {len(source)} bytes, the message has {length}")
@@ -176,18 +182,16 @@ class ByteHeader:
                     "its way"
                 )
         states = source[self._states]
-        if np.count_nonzero(states > (PRESENT | NONFINITE | SPARSE)):
-            raise WireFormatError(f"rank {sender} sent an unknown layer state {int(states.max())}")
-        ready = int(source[_COMPARED_BYTES]) | int(source[_COMPARED_BYTES + 1]) << 8
-        if ready > voters:
-            raise WireFormatError(f"rank {sender} sent {ready} votes for {voters} ranks")
-        return ready, states
+        unknown = states > self._known
+        if np.count_nonzero(unknown):
+            raise WireFormatError(f"rank {sender} sent an unknown state {states[unknown][0]}")
+        return states
 
     def _explain(self, source: Bytes, chunk: int, sender: int) -> None:
         got = source[: FIXED.itemsize].copy().view(FIXED)[0]
         want = self._fixed[chunk]
         names = FIXED.names or ()
-        compared = names[: names.index("ready")]
+        compared = names[: names.index("checksum")]
         wrong = [f"{n} {got[n]} instead of {want[n]}" for n in compared if got[n] != want[n]]
         text = f"rank {sender} sent a header with {', '.join(wrong)}"
         if got["magic"] == MAGIC and (got["protocol"] != PROTOCOL or got["check"] != want["check"]):
@@ -203,23 +207,22 @@ class CountHeader:
     """
 
     def __init__(self, layers: int) -> None:
-        self._rows = layers + 1  # the outcome of the last exchange has one, too
-        self.length = 17 + 3 * self._rows
+        self._rows = layers + 1  # the ranks themselves have one, too
+        self.length = 18 + 3 * self._rows
 
-    def write(self, target: npt.NDArray[np.floating], header_id: HeaderId, ready: int, states: Bytes) -> None:
+    def write(self, target: npt.NDArray[np.floating], header_id: HeaderId, states: Bytes) -> None:
         """Fill ``target`` (``length`` elements) with this rank's counts."""
         nibbles = _nibbles(header_id)
         target[0:8] = nibbles
         target[8:16] = nibbles * nibbles
-        target[16] = ready
-        counts = target[17 : self.length].reshape(3, self._rows)
+        target[16] = (states[-1] & READY) != 0
+        target[17] = (states[-1] & WAITING) != 0
+        counts = target[18 : self.length].reshape(3, self._rows)
         for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):
             counts[row] = (states & bit) != 0
 
-    def read(
-        self, source: npt.NDArray[np.floating], header_id: HeaderId, world: int, bucket_flags: BucketFlags
-    ) -> None:
-        """Check the summed counts and add the votes to ``bucket_flags``."""
+    def read(self, source: npt.NDArray[np.floating], header_id: HeaderId, world: int) -> Bytes:
+        """Check the summed counts; return the states."""
         nibbles = _nibbles(header_id)
         if not (
             np.array_equal(source[0:8], world * nibbles)
@@ -237,10 +240,12 @@ class CountHeader:
             raise WireFormatError(
                 f"step {header_id.step}, bucket {header_id.bucket}: counts that are not whole"
             )
-        bucket_flags.ready = int(counts[0])
-        votes = counts[1:].reshape(3, self._rows)
-        for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):
-            bucket_flags.states |= np.where(votes[row] > 0, np.uint8(bit), np.uint8(0))
+        rows = counts[2:].reshape(3, self._rows) > 0
+        states: Bytes = (
+            rows[0] * np.uint8(PRESENT) | rows[1] * np.uint8(NONFINITE) | rows[2] * np.uint8(SPARSE)
+        )
+        states[-1] |= READY * int(counts[0] > 0) | WAITING * int(counts[1] > 0)
+        return states
 
 
 def _nibbles(header_id: HeaderId) -> Floats:

@@ -14,17 +14,20 @@ from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.segments import FLOAT32
+from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.base import (
     HOST_MEMORY,
     Addresses,
     Binding,
     Bytes,
-    Call,
     Memory,
+    Message,
+    Move,
     Part,
     Reduction,
     Rounds,
     Waits,
+    exchange,
 )
 from gradcomp.reduce.chunks import Chunks, Mean, encode
 from gradcomp.reduce.header import BucketFlags, ByteHeader
@@ -73,16 +76,15 @@ class Hierarchical(Reduction):
         self._several = len(leaders) < topology.world  # on some host
         between = 2 if len(leaders) > 1 else 0
         self.rounds = between + 2 * self._several
-        self._between, self._world = between, topology.world
+        self._between = between
 
         self._dense = Chunks(as_float32(parts), layers, 1)
-        self._up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))
+        up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))
         self._inputs = self._dense.inputs()
         self._inner: ScatterReduceAllgather | None = None
         if rank == self._leader:
             self._own = floats(self._dense, memory.local)
-            voters = [len(topology.members(leader)) for leader in leaders]
-            roles = Roles(leaders, len(leaders), voters, int(self._several))
+            roles = Roles(leaders, len(leaders), topology.world)
             self._inner = ScatterReduceAllgather(carried(parts), layers, rank, topology.world, roles, memory)
             self.ranges = self._inner.ranges
             self._mean = self._inner.mean
@@ -91,9 +93,14 @@ class Hierarchical(Reduction):
             self._own = floats(self._dense, memory.messages)
             self._mean = Mean(Chunks(carried(parts), layers, len(leaders)), memory)
             self.bytes_sent = self._dense.sizes[0]
+        self._message = Message(self._own, up, rank)
+        self._received: list[Message] = []
         if self._others and self._inner:
             self._sums = self._dense.place()
-            self._received = self._dense.copies(memory, len(self._others))
+            buffers = self._dense.copies(memory, len(self._others))
+            self._received = [
+                Message(buffer, up, member) for member, buffer in zip(self._others, buffers, strict=True)
+            ]
             self._sum = floats(self._dense, memory.local)
 
     def assign(self, rows: Sequence[int]) -> None:
@@ -123,65 +130,48 @@ class Hierarchical(Reduction):
             added = float(members.max())
         return Cost(flows, 2, 1 + 1 / len(leaders), added + 1 + 1)
 
-    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """Up to four rounds; see the class."""
         if self._inner is None:
-            yield from self._follow(call, binding, bucket_flags)
+            yield from self._follow(context, binding, flags)
         else:
-            yield from self._lead(self._inner, call, binding, bucket_flags)
-        return (yield from self._mean.decode(call, binding, bucket_flags))
+            yield from self._lead(self._inner, context, binding, flags)
+        return (yield from self._mean.decode(context, binding, flags))
 
-    def _follow(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Waits[None]:
-        states = yield from encode(self._dense.parts, self._inputs, self._own, call, binding)
-        with binding.span("encode"):
-            self._up.identify(call.header_id, 0, call.ready)
-            self._up.write(self._own, self._rank, states)
-        yield [Exchange([(self._leader, self._own)], [])]
+    def _follow(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
+        yield from encode(self._dense.parts, self._inputs, self._own, context, binding, flags)
+        yield exchange([(self._leader, self._message)])
         for _ in range(self._between):
-            yield [Exchange([], [])]
-        yield [Exchange([], [(self._leader, self._mean.buffer)])]
-        # The leaders' own headers, of their last round: what they gathered comes unchanged.
-        bucket_flags.ready = self._mean.read(
-            call.header_id, 2, self._leaders, self._world, bucket_flags, states
-        )
+            yield exchange()
+        operation = Exchange([], [(self._leader, self._mean.buffer)])
+        arrivals = list(zip(self._leaders, self._mean.messages, strict=True))
+        # What a leader gathered comes as it is, with the headers of that round.
+        yield Move(operation, arrivals=arrivals, whole=True, framed_in=2 if self._between else None)
 
     def _lead(
-        self, inner: ScatterReduceAllgather, call: Call, binding: Binding, bucket_flags: BucketFlags
+        self, inner: ScatterReduceAllgather, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Waits[None]:
-        if not self._others:
-            if self._several:
-                yield [Exchange([], [])]
-            yield from inner.exchange(call, binding, bucket_flags)
-            if self._several:
-                yield [Exchange([], [])]
-            return
-        yield [Exchange([], list(zip(self._others, self._received, strict=True)))]
-        votes, ready = self._votes(call)
-        with binding.span("reduce"):
-            self._add(call, binding, votes)
-        sums = _Sums(binding, self._addresses())
-        yield from inner.exchange(replace(call, states=votes, ready=ready, scale=1.0), sums, bucket_flags)
-        yield [Exchange([(member, self._mean.buffer) for member in self._others], [])]
+        if self._several:
+            yield exchange(arrivals=[(message.chunk, message) for message in self._received])
+        if self._others:
+            with binding.span("reduce"):
+                self._add(context, binding, flags)
+            context, binding = replace(context, scale=1.0), _Sums(binding, self._addresses())
+        yield from inner.reduce_scatter(context, binding, flags)
+        yield from inner.all_gather()
+        if self._several:
+            operation = Exchange([(member, self._mean.buffer) for member in self._others], [])
+            yield Move(operation, [] if self._between else self._mean.messages)
 
-    def _votes(self, call: Call) -> tuple[Bytes, int]:
-        """What the host's ranks said, this one included."""
-        votes, ready = call.states.copy(), call.ready
-        self._up.identify(call.header_id, 0, 0)
-        for member, message in zip(self._others, self._received, strict=True):
-            one, states = self._up.read(message, member, member)
-            votes |= states
-            ready += one
-        return votes, ready
-
-    def _add(self, call: Call, binding: Binding, votes: Bytes) -> None:
+    def _add(self, context: StepContext, binding: Binding, flags: BucketFlags) -> None:
         """sum <- the contributions of the host's ranks, in rank order."""
-        messages = list(self._received)
+        messages = [message.buffer for message in self._received]
         messages.insert(self._place, self._own)
         for part, mine, sums in zip(self._dense.parts, self._inputs, self._sums, strict=True):
-            flags = mine.flags()
-            contribute(part, mine, _at(self._own, mine.table), flags, call, binding)
-            part.codec.reduce(sums.table, messages, self._sum, flags, call.draw, 1.0)
-            mine.vote(flags, votes)
+            found = mine.flags()
+            contribute(part, mine, _at(self._own, mine.table), found, context, binding)
+            part.codec.reduce(sums.table, messages, self._sum, found, context.draw, 1.0)
+            mine.note(found, flags)
 
     def _addresses(self) -> dict[Group, tuple[Sizes, Addresses]]:
         """By group: its layers, and where their element 0 would lie in the sum. A group has one segment of a layer."""

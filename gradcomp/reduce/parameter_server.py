@@ -20,8 +20,7 @@ class ParameterServer(ScatterReduceAllgather):
     """The first S ranks serve: each owns one of S chunks, adds all ranks' codes of it and sends its mean to everyone.
 
     Scatter-reduce-allgather is the case in which all ranks serve, and this is its code: the mean is the same, byte for
-    byte. A server's header of the second round carries all states and the number of ready ranks, for workers meet
-    nobody else. Servers train as well, unless they are ``dedicated``: then they have nothing to add and no vote, send
+    byte. Servers train as well, unless they are ``dedicated``: then they have nothing to add, send
     nothing in the first round, and the mean is that of the other N-S ranks without them, byte for byte.
 
     Rounds: 2. Bytes per rank: d up for a payload of d bytes, without the chunk that a server owns, and from a server
@@ -48,8 +47,7 @@ class ParameterServer(ScatterReduceAllgather):
             )
         roles = Roles.of(world, servers)
         if dedicated:
-            voters = [0] * servers + [1] * (world - servers)
-            roles = replace(roles, voters=voters, silent=servers)
+            roles = replace(roles, contributions=world - servers, silent=servers)
         super().__init__(parts, layers, rank, world, roles, memory)
 
     @staticmethod

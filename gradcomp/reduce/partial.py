@@ -12,8 +12,10 @@ from gradcomp.core.scheme import names
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec
 from gradcomp.kernels.segments import BF16, FP32, VOTE
-from gradcomp.reduce.base import Addresses, Binding, Bytes, Call, Part, Waits
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import Addresses, Binding, Bytes, Part, Waits
 from gradcomp.reduce.chunks import Chunks, ChunkSegments, encode
+from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.registry import with_partial_sums
 
 
@@ -55,44 +57,49 @@ class PartialSums:
         self._sums = chunks.place()
 
     def encode(
-        self, j: int, received: Sequence[Bytes], message: Bytes, call: Call, binding: Binding
-    ) -> Waits[Bytes]:
-        """Add this rank's contribution to the codes of chunk j, in order; return its votes."""
+        self,
+        j: int,
+        received: Sequence[Bytes],
+        message: Bytes,
+        context: StepContext,
+        binding: Binding,
+        flags: BucketFlags,
+    ) -> Waits[None]:
+        """Add this rank's contribution to the codes of chunk j, in order; say what turns out not to be finite."""
         inputs = [segments.chunk(j) for segments in self._inputs]
         if not received:
-            return (yield from encode(self._parts, inputs, message, call, binding))
+            yield from encode(self._parts, inputs, message, context, binding, flags)
+            return
         with binding.span("reduce"):
             sums = [segments.chunk(j) for segments in self._sums]
-            flags = [mine.flags() for mine in inputs]
-            for part, mine, own, found in zip(self._parts, inputs, sums, flags, strict=True):
+            noted = [mine.flags() for mine in inputs]
+            for part, mine, own, found in zip(self._parts, inputs, sums, noted, strict=True):
                 lengths = mine.table["length"]
                 vector = part.group.scratch.vector("contribution", int(lengths.sum()))
                 where = np.uint64(vector.address) + (4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
                 # To the kernel, what the rank adds is the residual of the sum.
-                own.table["next_residual"] = contribute(part, mine, where, found, call, binding)
+                own.table["next_residual"] = contribute(part, mine, where, found, context, binding)
                 own.table["residual"] = where
             with kernels.together(*(own.table for own in sums), message) as started:
-                for part, own, found in zip(self._parts, sums, flags, strict=True):
-                    part.codec.reduce(own.table, received, message, found, call.draw, 1.0)
+                for part, own, found in zip(self._parts, sums, noted, strict=True):
+                    part.codec.reduce(own.table, received, message, found, context.draw, 1.0)
         if not started.done():
             yield started
         with binding.span("reduce"):
             started.finish()
-            states = call.states.copy()
-            for mine, found in zip(inputs, flags, strict=True):
-                mine.vote(found, states)
-        return states
+            for mine, found in zip(inputs, noted, strict=True):
+                mine.note(found, flags)
 
 
 def contribute(
-    part: Part, mine: ChunkSegments, where: Addresses, flags: Bytes, call: Call, binding: Binding
+    part: Part, mine: ChunkSegments, where: Addresses, found: Bytes, context: StepContext, binding: Binding
 ) -> Addresses:
     """c = scale g + decay r, in float32, at these addresses; returns those of the next residuals, 0 if none is kept."""
     table, group = mine.table, part.group
     binding.sources(table, mine.layers, group)
     next_residuals = table["next_residual"].copy()
     table["next_residual"] = where
-    factors = np.full(len(table), group.scale(call.scale), dtype=np.float32)
-    selection.contribute(table, flags, factors, decay=group.decay_at(call.rate_ratio))
+    factors = np.full(len(table), group.scale(context.scale), dtype=np.float32)
+    selection.contribute(table, found, factors, decay=group.decay_at(context.rate_ratio))
     table["next_residual"] = next_residuals
     return next_residuals

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradcomp.core.errors import WireFormatError
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds, Waits
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Part, Reduction, Rounds, exchange
 from gradcomp.reduce.chunks import Chunks, Mean
-from gradcomp.reduce.header import BucketFlags, check_covers
+from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.model import Cost, Load, to
 from gradcomp.reduce.partial import PartialSums, carried
 from gradcomp.reduce.registry import register
-from gradcomp.transport.base import Exchange
 
 
 @register("ring")
@@ -43,8 +42,9 @@ class Ring(Reduction):
         self._chunks = chunks = Chunks(carried(parts), layers, world)
         self._sums = PartialSums(chunks)
         self._mean = Mean(chunks, memory)
-        self._send = chunks.messages(memory, [max(chunks.sizes)])
-        self._recv = chunks.messages(memory, [max(chunks.sizes)])
+        leaving, coming = (chunks.messages(memory, [max(chunks.sizes)]) for _ in range(2))
+        self._leaving = [chunks.message(leaving, j) for j in range(world)]
+        self._coming = [chunks.message(coming, j) for j in range(world)]
         self.rounds = 2 * (world - 1)
         after = (rank + 1) % world
         self.bytes_sent = 2 * sum(chunks.sizes) - chunks.sizes[rank] - chunks.sizes[after]
@@ -62,50 +62,18 @@ class Ring(Reduction):
             flows = [to(topology, ranks + 1, sizes[first % world]) for first in firsts]
         return Cost(flows, world, 1, (world - 1) / world + 1)
 
-    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """2 (N-1) rounds; see the class."""
-        me, world, header, sizes = self._rank, self._world, self._chunks.header, self._chunks.sizes
+        me, world, means = self._rank, self._world, self._mean.messages
         left, right = (me - 1) % world, (me + 1) % world
-        last = world - 1
         for t in range(world):
             j = (me - 1 - t) % world
-            message = self._mean.chunk(j) if t == last else self._send[: sizes[j]]
-            yield from self._add(j, t, message, call, binding)
-            if t < last:
-                arriving = self._recv[: sizes[(j - 1) % world]]
-                yield [Exchange([(right, message)], [(left, arriving)])]
-
-        header.identify(call.header_id, last, 0)
-        ready, states = header.read(self._mean.chunk(me), me, me, world)
-        bucket_flags.ready = ready
-        bucket_flags.states |= states
-        for t in range(last):
-            message, k = self._mean.chunk((me - t) % world), (me - 1 - t) % world
-            yield [Exchange([(right, message)], [(left, self._mean.chunk(k))])]
-            header.identify(call.header_id, last + t, ready)
-            counted, states = header.read(self._mean.chunk(k), k, left, world)
-            check_covers(states, call.states, f"rank {left}")
-            if counted != ready:
-                raise WireFormatError(
-                    f"chunk {k} has {counted} votes for the next plan, chunk {me} has {ready}"
-                )
-            bucket_flags.states |= states
-            header.identify(call.header_id, last + t + 1, ready)
-            header.write(self._mean.chunk(k), k, states)  # as it is passed on
-        return (yield from self._mean.decode(call, binding, bucket_flags, float(world)))
-
-    def _add(self, j: int, t: int, message: Bytes, call: Call, binding: Binding) -> Waits[None]:
-        """Encode chunk j with this rank's contribution and, but for the first one, what arrived in round t - 1."""
-        header, ready = self._chunks.header, call.ready
-        received: list[Bytes] = []
-        votes: Bytes = np.zeros_like(call.states)
-        if t:
-            arrived = self._recv[: self._chunks.sizes[j]]
-            header.identify(call.header_id, t - 1, 0)
-            earlier, votes = header.read(arrived, j, (self._rank - 1) % self._world, t)
-            ready += earlier
-            received = [arrived]
-        states = yield from self._sums.encode(j, received, message, call, binding)
-        with binding.span("reduce" if received else "encode"):
-            header.identify(call.header_id, t, ready)
-            header.write(message, j, states | votes)
+            partial = self._leaving[j] if t < world - 1 else means[j]
+            received = [self._coming[j].buffer] if t else []
+            yield from self._sums.encode(j, received, partial.buffer, context, binding, flags)
+            if t < world - 1:
+                yield exchange([(right, partial)], [(left, self._coming[j - 1])])
+        for t in range(world - 1):
+            j = (me - t) % world
+            yield exchange([(right, means[j])], [(left, means[j - 1])], whole=True)
+        return (yield from self._mean.decode(context, binding, flags, float(world)))

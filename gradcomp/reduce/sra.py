@@ -13,12 +13,24 @@ from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds, Waits
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import (
+    HOST_MEMORY,
+    Binding,
+    Memory,
+    Message,
+    Move,
+    Part,
+    Reduction,
+    Rounds,
+    Waits,
+    exchange,
+)
 from gradcomp.reduce.chunks import Chunks, Mean, encode
-from gradcomp.reduce.header import NONFINITE, BucketFlags
+from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.model import Cost, Load, to_owners
 from gradcomp.reduce.registry import register
-from gradcomp.transport.base import AllGather, AllToAll, Exchange, Operation
+from gradcomp.transport.base import AllGather, AllToAll
 
 
 @dataclass(frozen=True)
@@ -26,21 +38,19 @@ class Roles:
     """Who takes part in a scatter and a gather.
 
     ``ranks``: those that have something to add, in the order in which it is added. ``owners``: how many of them, the
-    first ones, own a chunk. ``voters[i]``: the number of ranks whose contributions ``ranks[i]`` brings, and whose
-    votes. ``first_round``: what the scatter's headers say. ``silent``: how many of the ranks, the first ones, have
-    nothing to add after all, and are not waited for in the scatter.
+    first ones, own a chunk. ``contributions``: how many those ranks bring together. ``silent``: how many of the ranks,
+    the first ones, have nothing to add after all, and are not waited for in the scatter.
     """
 
     ranks: Sequence[int]
     owners: int
-    voters: Sequence[int]
-    first_round: int = 0
+    contributions: int
     silent: int = 0
 
     @staticmethod
     def of(world: int, owners: int) -> Roles:
         """Every rank contributes for itself; the first ``owners`` own a chunk each."""
-        return Roles(range(world), owners, [1] * world)
+        return Roles(range(world), owners, world)
 
 
 @register("sra")
@@ -59,7 +69,6 @@ class ScatterReduceAllgather(Reduction):
     contribution too, and keeps residuals at both encodes.
 
     With other ``roles`` than everybody's, chunks belong to some of the ranks only, or only some have something to add.
-    What an owner counted in the first round then travels in its header of the second one.
     """
 
     def __init__(
@@ -74,7 +83,6 @@ class ScatterReduceAllgather(Reduction):
         self._parts = parts
         self._roles = roles = roles or Roles.of(world, world)
         self._me = me = roles.ranks.index(rank)
-        self._divisor = sum(roles.voters)
         self._relays = roles.owners < world
         self._chunks = chunks = Chunks(parts, layers, roles.owners)
         self._owns = me < roles.owners
@@ -89,11 +97,16 @@ class ScatterReduceAllgather(Reduction):
         begins = np.cumsum([0, *(chunks.sizes[j] for j in order)]).tolist()[:-1]
         sent_at = dict(zip(order, begins, strict=True))
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
-        heard = others - roles.silent + (not self._adds)
-        self._recv = chunks.copies(memory, heard, me) if self._owns else memory.messages(0, [])
-        self._sent = {j: self._send[at:] for j, at in sent_at.items()}
-        self._heard = list(self._recv)
+        arriving = others - roles.silent + (not self._adds)
+        self._recv = chunks.copies(memory, arriving, me) if self._owns else memory.messages(0, [])
+        self._sent = {j: chunks.message(self._send[at:], j) for j, at in sent_at.items()}
         self.mean = Mean(chunks, memory)
+        heard = [chunks.message(row, me) for row in self._recv]
+        # The codes of our chunk, in the order in which they are added.
+        self._codes = [message.buffer for message in heard]
+        if me in self._sent:
+            self._codes.insert(me - roles.silent, self._sent[me].buffer)
+        self._scatter, self._gather = self._moves(heard)
         self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)]) if self._adds else []
         self._reduce = chunks.only(me) if self._owns else []
         self.ranges = [
@@ -116,110 +129,67 @@ class ScatterReduceAllgather(Reduction):
                 segments.rows = np.array(rows[at : at + len(segments.table)], dtype=np.int64)
                 at += len(segments.table)
 
-    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """Two rounds; see the class."""
-        yield from self.exchange(call, binding, bucket_flags)
-        return (yield from self.mean.decode(call, binding, bucket_flags))
+        yield from self.reduce_scatter(context, binding, flags)
+        yield from self.all_gather()
+        return (yield from self.mean.decode(context, binding, flags))
 
-    def exchange(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Waits[None]:
-        """Both rounds, without the decoding: then ``mean`` and the flags are the same wherever this ran."""
-        first = self._roles.first_round
-        states = call.states
+    def reduce_scatter(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
+        """The first round: then every owner has the mean of its chunk, coded, in ``mean``."""
         if self._adds:
-            states = yield from encode(self._parts, self._encode, self._send, call, binding)
-        with binding.span("encode"):
-            self._chunks.header.identify(call.header_id, first, call.ready)
-            for j, message in self._sent.items():
-                self._chunks.header.write(message, j, states)
+            yield from encode(self._parts, self._encode, self._send, context, binding, flags)
         if self.rounds:
-            yield [self._scatter()]
-
+            yield self._scatter
         if self._owns:
-            payloads = self._payloads(call, states, bucket_flags)
-            yield from self._reduce_own(call, binding, payloads, bucket_flags)
+            yield from self._reduce_own(context, binding, flags)
+
+    def all_gather(self) -> Waits[None]:
+        """The second round: then all of ``mean`` and the flags are the same on all ranks."""
         if self.rounds:
-            yield [self._gather()]
+            yield self._gather
 
-        voters = self._divisor if self._relays else 0
-        senders = self._roles.ranks[: self._roles.owners]
-        own = states if self._relays else None
-        ready = self.mean.read(call.header_id, first + 1, senders, voters, bucket_flags, own)
+    def _moves(self, heard: Sequence[Message]) -> tuple[Move, Move]:
+        """Chunks to their owners; the owners' means to everyone."""
+        roles, me, sizes, means = self._roles, self._me, self._chunks.sizes, self.mean.messages
+        senders = [rank for i, rank in enumerate(roles.ranks) if i != me and i >= roles.silent]
+        sends = [(roles.ranks[j], message) for j, message in self._sent.items() if j != me]
+        arrivals = list(zip(senders, heard, strict=True)) if self._owns else []
+        others = [(roles.ranks[j], means[j]) for j in range(roles.owners) if j != me]
         if self._relays:
-            bucket_flags.ready = ready
-
-    def _scatter(self) -> Operation:
-        """Chunks to their owners."""
-        ranks, sizes = self._roles.ranks, self._chunks.sizes
-        others = [rank for i, rank in enumerate(ranks) if i != self._me and i >= self._roles.silent]
-        if self._relays:
-            sends = [(ranks[j], message[: sizes[j]]) for j, message in self._sent.items() if j != self._me]
-            return Exchange(sends, list(zip(others, self._recv, strict=True)) if self._owns else [])
-        counts = [0 if j == self._me else size for j, size in enumerate(sizes)]
-        own = [0 if j == self._me else sizes[self._me] for j in ranks]
-        return AllToAll(self._send, counts, self._recv.reshape(-1), own)
-
-    def _gather(self) -> Operation:
-        """The owners' means to everyone."""
-        if not self._relays:
-            return AllGather(self.mean.buffer, self._chunks.sizes)
-        ranks = self._roles.ranks
-        others = [rank for i, rank in enumerate(ranks) if i != self._me]
-        sends = [(rank, self.mean.chunk(self._me)) for rank in others] if self._owns else []
-        recvs = [(ranks[j], self.mean.chunk(j)) for j in range(self._roles.owners) if j != self._me]
-        return Exchange(sends, recvs)
-
-    def _payloads(self, call: Call, states: Bytes, bucket_flags: BucketFlags) -> list[Bytes]:
-        """All encoded versions of our chunk, in order, after their headers were checked and counted."""
-        bucket_flags.states |= states
-        bucket_flags.ready = call.ready
-        received = iter(self._heard)
-        payloads = []
-        for i, sender in enumerate(self._roles.ranks):
-            if i < self._roles.silent:
-                continue
-            if i == self._me:
-                payloads.append(self._sent[i])
-                continue
-            chunk = next(received)
-            ready, votes = self._chunks.header.read(chunk, self._me, sender, self._roles.voters[i])
-            bucket_flags.states |= votes
-            bucket_flags.ready += ready
-            payloads.append(chunk)
-        return payloads
-
-    def _reduce_own(
-        self, call: Call, binding: Binding, payloads: list[Bytes], bucket_flags: BucketFlags
-    ) -> Waits[None]:
-        own = self.mean.chunk(self._me)
-        # What is not finite, all ranks must know alike, whoever heard of it.
-        states: Bytes = (
-            bucket_flags.states.copy() if self._relays else bucket_flags.states & np.uint8(NONFINITE)
+            own = [(rank, means[me]) for i, rank in enumerate(roles.ranks) if i != me and self._owns]
+            return exchange(sends, arrivals), exchange(own, others, whole=True)
+        counts = [0 if j == me else size for j, size in enumerate(sizes)]
+        coming = [0 if j == me else sizes[me] for j in roles.ranks]
+        scatter = AllToAll(self._send, counts, self._recv.reshape(-1), coming)
+        gather = AllGather(self.mean.buffer, sizes)
+        return (
+            Move(scatter, [message for _, message in sends], arrivals),
+            Move(gather, [means[me]], others, whole=True),
         )
-        shared = Draw(call.draw.seed, call.draw.step, OWNER_RANK)
+
+    def _reduce_own(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
+        own = self.mean.messages[self._me].buffer
+        shared = Draw(context.draw.seed, context.draw.step, OWNER_RANK)
         with binding.span("reduce"):
             for part, segments in zip(self._parts, self._reduce, strict=True):
                 if part.group.feedback:
                     binding.owned(segments.table, segments.rows)
-            flags = [segments.flags() for segments in self._reduce]
-            divisor = float(self._divisor)
+            noted = [segments.flags() for segments in self._reduce]
+            divisor = float(self._roles.contributions)
             tables, routine = [segments.table for segments in self._reduce], self._reduce[0].routine
             with kernels.together(*tables, own, routine=routine) as started:
-                for part, segments, found in zip(self._parts, self._reduce, flags, strict=True):
-                    decay = part.group.decay_at(call.rate_ratio)
+                for part, segments, found in zip(self._parts, self._reduce, noted, strict=True):
+                    decay = part.group.decay_at(context.rate_ratio)
                     part.codec.reduce(
-                        segments.table, payloads, own, found, shared, divisor, decay, started.kernels
+                        segments.table, self._codes, own, found, shared, divisor, decay, started.kernels
                     )
         if not started.done():
             yield started
         with binding.span("reduce"):
             started.finish()
-            for segments, found in zip(self._reduce, flags, strict=True):
-                segments.vote(found, states)
-            header = self._chunks.header
-            header.identify(
-                call.header_id, self._roles.first_round + 1, bucket_flags.ready if self._relays else 0
-            )
-            header.write(own, self._me, states)
+            for segments, found in zip(self._reduce, noted, strict=True):
+                segments.note(found, flags)
 
 
 def served(load: Load, topology: Topology, servers: int, silent: int = 0) -> Cost:

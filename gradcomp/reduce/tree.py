@@ -8,13 +8,13 @@ import numpy as np
 
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Bytes, Call, Memory, Part, Reduction, Rounds, Waits
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Message, Part, Reduction, Rounds, exchange
 from gradcomp.reduce.chunks import Chunks, Mean
-from gradcomp.reduce.header import BucketFlags, ByteHeader, check_covers
+from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to
 from gradcomp.reduce.partial import PartialSums, carried
 from gradcomp.reduce.registry import register
-from gradcomp.transport.base import Exchange
 
 
 @register("tree")
@@ -47,7 +47,11 @@ class Tree(Reduction):
         self._mean = Mean(chunks, memory)
         self._levels = (world - 1).bit_length()
         self._children = children(rank, world)
-        self._received = chunks.copies(memory, len(self._children))
+        buffers = chunks.copies(memory, len(self._children))
+        self._received = [
+            Message(buffer, self._header, child)
+            for child, buffer in zip(self._children, buffers, strict=True)
+        ]
         self.rounds = 2 * self._levels
         self.bytes_sent = chunks.sizes[0] * (len(self._children) + (rank > 0))
 
@@ -65,61 +69,36 @@ class Tree(Reduction):
         flows = [*ups, *(up.back() for up in reversed(ups))]
         return Cost(flows, 1 + max(r.bit_count() for r in range(world)), len(ups) + 1, decoded)
 
-    def run(self, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """2 ceil(log2 N) rounds; see the class."""
-        me, header, message = self._rank, self._header, self._mean.buffer
-        votes, ready = np.zeros_like(call.states), call.ready
+        me, arriving = self._rank, dict(zip(self._children, self._received, strict=True))
+        received = [message.buffer for message in self._received]
+        own = Message(self._mean.buffer, self._header, me)
         for level in range(self._levels):
             child, parent = me + (1 << level), me - (1 << level)
-            if child in self._children:
-                arriving = self._received[self._children.index(child)]
-                yield [Exchange([], [(child, arriving)])]
-                header.identify(call.header_id, level, 0)
-                earlier, states = header.read(arriving, child, child, size(child, self._world))
-                ready += earlier
-                votes |= states
+            if child in arriving:
+                yield exchange(arrivals=[(child, arriving[child])])
             elif me & -me == 1 << level:
-                yield from self._add(call, binding, level, votes, ready)
-                yield [Exchange([(parent, message)], [])]
+                yield from self._sums.encode(0, received, own.buffer, context, binding, flags)
+                yield exchange([(parent, own)])
             else:
-                yield [Exchange([], [])]
+                yield exchange()
         if me == 0:
-            yield from self._add(call, binding, self._levels, votes, ready)
+            yield from self._sums.encode(0, received, own.buffer, context, binding, flags)
 
         for level in reversed(range(self._levels)):
-            number = self.rounds - 1 - level
             child, parent = me + (1 << level), me - (1 << level)
-            if child in self._children:
-                header.identify(call.header_id, number, ready)
-                header.write(message, me, votes)
-                yield [Exchange([(child, message)], [])]
+            if child in arriving:
+                yield exchange([(child, own)])
             elif me & -me == 1 << level:
-                yield [Exchange([], [(parent, message)])]
-                header.identify(call.header_id, number, 0)
-                ready, states = header.read(message, parent, parent, self._world)
-                check_covers(states, call.states, f"rank {parent}")
-                votes = states.copy()
+                above = Message(self._mean.buffer, self._header, parent)
+                yield exchange(arrivals=[(parent, above)], whole=True)
             else:
-                yield [Exchange([], [])]
-        bucket_flags.ready = ready
-        bucket_flags.states |= votes
-        return (yield from self._mean.decode(call, binding, bucket_flags, float(self._world)))
-
-    def _add(self, call: Call, binding: Binding, level: int, votes: Bytes, ready: int) -> Waits[None]:
-        """Encode the sum of the subtree; its votes are added to those that are given."""
-        message, received = self._mean.buffer, list(self._received)
-        votes |= yield from self._sums.encode(0, received, message, call, binding)
-        with binding.span("reduce" if received else "encode"):
-            self._header.identify(call.header_id, level, ready)
-            self._header.write(message, self._rank, votes)
+                yield exchange()
+        return (yield from self._mean.decode(context, binding, flags, float(self._world)))
 
 
 def children(rank: int, world: int) -> list[int]:
     """The ranks directly below, ascending."""
     below = rank & -rank or world
     return [rank + (1 << k) for k in range((below - 1).bit_length()) if rank + (1 << k) < world]
-
-
-def size(rank: int, world: int) -> int:
-    """Ranks in the subtree that hangs at ``rank``, itself included."""
-    return min(rank & -rank or world, world - rank)

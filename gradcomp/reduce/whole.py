@@ -10,7 +10,8 @@ from gradcomp import kernels
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE
-from gradcomp.reduce.base import Binding, Bytes, Call, Part, Rounds, Waits
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.base import Binding, Bytes, Message, Part, Rounds, Waits
 from gradcomp.reduce.chunks import Chunks, ChunkSegments, decode
 from gradcomp.reduce.header import BucketFlags
 from gradcomp.transport.base import Allocator
@@ -48,14 +49,15 @@ class WholeCodes:
             segments.table["dtype"] = FLOAT32
         self._dense_places = self.dense.place()
 
-    def add(self, payloads: Sequence[Bytes], call: Call, binding: Binding) -> Waits[None]:
-        """sum <- value of the first payload + value of the second + ..."""
+    def add(self, messages: Sequence[Message], context: StepContext, binding: Binding) -> Waits[None]:
+        """sum <- value of the first message + value of the second + ..."""
+        payloads = [message.buffer for message in messages]
         with binding.span("reduce"):
             for part, segments, dense in zip(self.codes.parts, self._places, self._dense_places, strict=True):
                 places = dense.table["payload"].astype(np.uint64)
                 segments.table["output"] = np.uint64(address_of(self.sum)) + places
                 if part.codec.kind == VOTE:
-                    self._count(part.codec, segments, payloads, call)
+                    self._count(part.codec, segments, payloads, context)
             with kernels.together(*(segments.table for segments in self._places), self.sum) as started:
                 for part, segments in zip(self.codes.parts, self._places, strict=True):
                     if part.codec.kind == VOTE:
@@ -68,15 +70,17 @@ class WholeCodes:
         with binding.span("reduce"):
             started.finish()
 
-    def _count(self, codec: Codec, segments: ChunkSegments, payloads: Sequence[Bytes], call: Call) -> None:
+    def _count(
+        self, codec: Codec, segments: ChunkSegments, payloads: Sequence[Bytes], context: StepContext
+    ) -> None:
         """The majority is what the codec makes of the mean; times N, as all others."""
         majority: Bytes = np.zeros(self.codes.sizes[0], dtype=np.uint8)
         flags = segments.flags()
-        shared = Draw(call.draw.seed, call.draw.step, OWNER_RANK)
+        shared = Draw(context.draw.seed, context.draw.step, OWNER_RANK)
         codec.reduce(segments.table, payloads, majority, flags, shared, float(self._world))
         codec.decode(segments.table, majority, flags, scale=float(self._world))
 
-    def decode(self, message: Bytes, call: Call, binding: Binding, bucket_flags: BucketFlags) -> Rounds:
+    def decode(self, message: Bytes, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """output <- unscale (sum / N), NaN in layers that are not finite; flags by part and segment."""
         places = self._dense_places
-        return decode(self.dense.parts, places, message, call, binding, bucket_flags, float(self._world))
+        return decode(self.dense.parts, places, message, context, binding, flags, float(self._world))

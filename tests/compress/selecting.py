@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcomp import Compressor
-from gradcomp.compress.messages import Context
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.kernels.codec import Draw, Group
 from gradcomp.kernels.segments import SEGMENT
+from gradcomp.kernels.step import StepContext
 
 
 @dataclass
@@ -45,7 +45,7 @@ def select(
     limits = compressor.limits(table)
     chosen = Selection.allocate(limits)
     flags = np.zeros(len(table), np.uint8)
-    compressor.select(group, Context(Draw(0, step, 0), 1), chosen, flags)
+    compressor.select(group, StepContext(Draw(0, step, 0), 1), chosen, flags)
     rows = [slice(o, o + n) for o, n in zip(chosen.offsets, chosen.counts, strict=True)]
     return Selected(
         [chosen.indices[row].tolist() for row in rows],

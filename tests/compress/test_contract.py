@@ -13,10 +13,11 @@ from simulation import Simulation, payload_of, plan_for, same_bytes, true_mean
 import gradcomp
 from gradcomp import Identity, LayerSpec, Quantize
 from gradcomp.compress import at_level, from_string
-from gradcomp.compress.messages import Broadcast, Context, Gather, Reduce, Sum
+from gradcomp.compress.messages import Broadcast, Gather, Reduce, Sum
 from gradcomp.compress.registry import registered
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.lowrank import BASELINE_RANKS, numpy_multiplies
+from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline import checkpoint
 from gradcomp.pipeline.snapshot import restore, snapshot
 from gradcomp.reduce.header import ByteHeader, CountHeader, padded
@@ -261,7 +262,7 @@ def test_bytes_sent_follow_the_formula(row: Row, world: int):
         payload = int(group.compressor.wire_bytes(group).sum())
         header = ByteHeader.size(len(bucket.layers))
         counts = 4 * CountHeader(len(bucket.layers)).length
-        message = next(group.compressor.exchange(group, Context(Draw(0, 0, 0), world)))
+        message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), world)))
         if isinstance(message, Sum):
             low += 2 * (world - 1) * (payload + counts)
         elif isinstance(message, Reduce):

@@ -24,12 +24,13 @@ from gradcomp import (
 from gradcomp.compress import from_string
 from gradcomp.compress.base import Coded
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.compress.messages import Context, Reduce, Reply
+from gradcomp.compress.messages import Reduce, Reply
 from gradcomp.control.candidates import default_levels
 from gradcomp.control.distortion.round_trip import answer, round_trip
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
+from gradcomp.kernels.step import StepContext
 
 NOISE, CONSTANT = LAYERS = [LayerSpec("noise", (16, 32)), LayerSpec("constant", (16, 32))]
 SIZE = NOISE.size
@@ -95,7 +96,7 @@ class OneRank:
         for table in (self._group.table, self._group.inputs):
             table["gradient"], table["output"] = _rows(gradients), _rows(applied)
             table["residual"], table["next_residual"] = map(_rows, self._kept[0])
-        context = Context(Draw(1, self._step, 0), 1, decay=self._decay, fields=self._fields)
+        context = StepContext(Draw(1, self._step, 0), 1, decay=self._decay, fields=self._fields)
         exchange = self._group.compressor.exchange(self._group, context)
         with suppress(StopIteration):
             message = next(exchange)
@@ -106,7 +107,7 @@ class OneRank:
         self._step += 1
         return applied
 
-    def _answer(self, message, context: Context) -> Reply:
+    def _answer(self, message, context: StepContext) -> Reply:
         if not isinstance(message, Reduce):
             return answer(message, context)[0]
         codec, flags, table = message.codec, np.zeros(2, dtype=np.uint8), self._group.table.copy()

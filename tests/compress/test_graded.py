@@ -26,8 +26,8 @@ from gradcomp import (
 )
 from gradcomp.compress import Graded
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.compress.messages import Observations
 from gradcomp.compress.sparse.graded import KEPT, KEPT_BY_CANDIDATE, TOTAL, graded
+from gradcomp.kernels.step import Observations
 
 LAYERS = [
     LayerSpec("a", (40, 13)),

@@ -12,9 +12,10 @@ from fuzz.mutations import mutate
 
 from gradcomp import Compressor, GradcompError, LayerSpec
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
+from gradcomp.compress.messages import Broadcast, Gather, Message, Reduce, Reply, Sum
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.step import StepContext
 
 _SHAPES = ((1,), (7,), (64,), (301,), (16, 24), (5, 3, 4))
 _GUARD, _GUARD_VALUE = 16, 777.0
@@ -46,7 +47,7 @@ def run(seed: int) -> str:
     for table in (group.table, group.inputs):
         table["gradient"], table["output"] = gradient.ctypes.data, output.ctypes.data
         table["next_residual"] = next_residual.ctypes.data if compressor.traits.contributes else 0
-    context = Context(Draw(seed, 0, 0), world=2, divisor=2.0, fields=fields)
+    context = StepContext(Draw(seed, 0, 0), 2, fields=fields)
     try:
         flags = _exchange(r, compressor, group, context)
     except GradcompError:
@@ -60,7 +61,7 @@ def run(seed: int) -> str:
     return ""
 
 
-def _exchange(r: random.Random, compressor: Compressor, group, context: Context) -> np.ndarray:
+def _exchange(r: random.Random, compressor: Compressor, group, context: StepContext) -> np.ndarray:
     exchange = compressor.exchange(group, context)
     flags = np.zeros(1, np.uint8)
     try:
@@ -74,7 +75,7 @@ def _exchange(r: random.Random, compressor: Compressor, group, context: Context)
     return flags
 
 
-def _answer(r: random.Random, message: Message, context: Context) -> Reply:
+def _answer(r: random.Random, message: Message, context: StepContext) -> Reply:
     """What the pipeline would answer, had another rank sent the same, and the network changed it."""
     if isinstance(message, Reduce):
         return _reduce(r, message, context)
@@ -90,7 +91,7 @@ def _answer(r: random.Random, message: Message, context: Context) -> Reply:
     return Reply(flags, [payload.copy(), changed] if isinstance(message, Gather) else changed)
 
 
-def _reduce(r: random.Random, message: Reduce, context: Context) -> Reply:
+def _reduce(r: random.Random, message: Reduce, context: StepContext) -> Reply:
     codec, group = message.codec, message.group
     payload = np.zeros(int(codec.wire_bytes(group.table).sum()), np.uint8)
     flags = np.zeros(len(group.table), np.uint8)

@@ -10,7 +10,7 @@ from simulation import Simulation, plan_for, same_bytes, true_mean
 
 from gradcomp import LayerSpec, MomentumCorrection, Plan, PowerSGD, Quantize, TopK
 from gradcomp.core.plan import Fingerprint, manifest
-from gradcomp.pipeline import arrangement, pipeline
+from gradcomp.pipeline import arrangement
 
 LAYERS = [LayerSpec("a", (30, 30)), LayerSpec("b", (70,)), LayerSpec("c", (400,))]
 #: With second residuals, with first ones only, with momentum, with a warm start.
@@ -43,8 +43,8 @@ def back_and_forth(ranks: Simulation, steps: int = 24) -> list[bytes]:
 
 def test_means_and_state_are_those_of_layouts_made_anew(monkeypatch):
     made = []
-    real = pipeline.Pipeline._arrange
-    monkeypatch.setattr(pipeline.Pipeline, "_arrange", lambda p, order: made.append(order) or real(p, order))
+    real = arrangement.Arranger.arrange
+    monkeypatch.setattr(arrangement.Arranger, "arrange", lambda *given: made.append(given) or real(*given))
     kept = Simulation(LAYERS, PLANS[0], 3, seed=1, shuffle=True, delay=0.2, **SETTINGS)
     means = back_and_forth(kept)
     used = len(made)

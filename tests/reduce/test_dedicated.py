@@ -33,7 +33,7 @@ from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
 from gradcomp.reduce import make
 from gradcomp.reduce.costs import cost, load_of
-from gradcomp.reduce.header import ByteHeader, padded
+from gradcomp.reduce.header import READY, ByteHeader, padded
 from gradcomp.reduce.model import Load
 
 LAYERS = [
@@ -430,17 +430,16 @@ def test_a_wrong_header_is_noticed_where_it_arrives(number: int, at: int, kind: 
     assert all(error is None or isinstance(error, TransportError | kind) for error in others), errors
 
 
-def test_the_vote_of_a_server_is_refused():
-    """It has none; so what comes down counts no more votes than there are trainers."""
+def test_servers_that_disagree_on_the_ranks_are_refused():
     down = SERVERS * (WORLD - SERVERS)
 
     def change(message: np.ndarray) -> np.ndarray:
-        message[24] = WORLD - SERVERS + 1
+        message[32 + len(PAIR)] |= READY
         return message
 
     errors, receivers = damaged(down, change)
     assert isinstance(errors[receivers[down]], WireFormatError)
-    assert "3 votes for 2 ranks" in str(errors[receivers[down]])
+    assert "disagree on which ranks are ready" in str(errors[receivers[down]])
 
 
 @pytest.mark.parametrize("compressor", [Quantize(4, 50, feedback=True), TopK(0.1), PowerSGD(2)], ids=str)

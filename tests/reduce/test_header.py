@@ -17,7 +17,9 @@ from gradcomp.reduce.header import (
     FIXED,
     NONFINITE,
     PRESENT,
+    READY,
     SPARSE,
+    WAITING,
     BucketFlags,
     ByteHeader,
     CountHeader,
@@ -29,16 +31,14 @@ HEADER_ID = HeaderId(check=0xDEADBEEF, step=41, bucket=3)
 CHECKED = replace(HEADER_ID, checksums=True)
 LAYERS = 5
 STATES = np.array(
-    [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED], dtype=np.uint8
+    [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED | READY], dtype=np.uint8
 )
 CHUNK = 1
 
 
-def header(
-    header_id: HeaderId = HEADER_ID, ready: int = 1, round_number: int = 0, layers: int = LAYERS
-) -> ByteHeader:
+def header(header_id: HeaderId = HEADER_ID, round_number: int = 0, layers: int = LAYERS) -> ByteHeader:
     made = ByteHeader(layers, np.array([10, 20, 30], dtype=np.int64))
-    made.identify(header_id, round_number, ready)
+    made.identify(header_id, round_number)
     return made
 
 
@@ -50,11 +50,8 @@ def message(states: np.ndarray = STATES, **options) -> np.ndarray:
 
 
 class TestByteHeader:
-    def test_votes_arrive(self):
-        for ready in (0, 1):
-            vote, states = header(ready=0).read(message(ready=ready), CHUNK, sender=2)
-            assert vote == ready
-            assert states.tolist() == STATES.tolist()
+    def test_states_arrive(self):
+        assert header().read(message(), CHUNK, sender=2).tolist() == STATES.tolist()
 
     @pytest.mark.parametrize(("layers", "size"), [(0, 48), (5, 48), (15, 48), (16, 64)])
     def test_it_is_32_bytes_and_one_per_layer_and_one_and_padded(self, layers: int, size: int):
@@ -79,7 +76,7 @@ class TestByteHeader:
         "payload_bytes": (21, WireFormatError),
         "layers": (4, WireFormatError),
         "zero": (1, WireFormatError),
-        "ready": (2, WireFormatError),
+        "zero_too": (1, WireFormatError),
     }
 
     @pytest.mark.parametrize("name", WRONG)
@@ -89,12 +86,13 @@ class TestByteHeader:
         buffer[: FIXED.itemsize].view(FIXED)[name] = value
         with pytest.raises(error, match="rank 2 sent") as caught:
             header().read(buffer, CHUNK, sender=2)
-        assert name == "ready" or f"{name} {value} instead of" in str(caught.value)
+        assert f"{name} {value} instead of" in str(caught.value)
 
-    def test_an_unknown_state_is_refused(self):
+    @pytest.mark.parametrize(("at", "state"), [(2, 8), (LAYERS, 32)])
+    def test_an_unknown_state_is_refused(self, at: int, state: int):
         buffer = message()
-        buffer[FIXED.itemsize + 2] = 8
-        with pytest.raises(WireFormatError, match="unknown layer state 8"):
+        buffer[FIXED.itemsize + at] = state
+        with pytest.raises(WireFormatError, match=f"unknown state {state}"):
             header().read(buffer, CHUNK, sender=2)
 
     def test_steps_are_compared_modulo_two_to_the_32(self):
@@ -116,107 +114,107 @@ class TestByteHeader:
             header(CHECKED).read(buffer, CHUNK, sender=2)
 
     @given(st.integers(0, 32 + LAYERS), st.integers(0, 255))
-    def test_a_changed_byte_is_an_error_or_a_vote(self, at: int, value: int):
+    def test_a_changed_byte_is_an_error_or_a_state(self, at: int, value: int):
         buffer = message()
         buffer[at] = value
         try:
-            ready, states = header().read(buffer, CHUNK, sender=2)
+            states = header().read(buffer, CHUNK, sender=2)
         except (WireFormatError, PlanMismatchError):
             return
-        assert ready in (0, 1)
-        assert (states < 8).all()
+        assert (states[:-1] < 8).all()
+        assert states[-1] < 32
 
 
-def summed(header_ids: list[HeaderId], readies: list[int], states: list[np.ndarray]) -> np.ndarray:
+def summed(header_ids: list[HeaderId], states: list[np.ndarray]) -> np.ndarray:
     """What an allreduce makes of the ranks' counts."""
     counts = CountHeader(len(states[0]) - 1)
     total = np.zeros(counts.length, np.float32)
-    for header_id, ready, mine in zip(header_ids, readies, states, strict=True):
+    for header_id, mine in zip(header_ids, states, strict=True):
         one = np.full(counts.length, np.nan, np.float32)
-        counts.write(one, header_id, ready, mine)
+        counts.write(one, header_id, mine)
         total += one
     return total
 
 
-votes = st.lists(
-    st.tuples(st.integers(0, 1), st.lists(st.integers(0, 7), min_size=LAYERS + 1, max_size=LAYERS + 1)),
+ranks_states = st.lists(
+    st.tuples(st.integers(0, 31), st.lists(st.integers(0, 7), min_size=LAYERS, max_size=LAYERS)),
     min_size=1,
     max_size=7,
 )
 
 
 class TestCountHeader:
-    @given(votes, st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.integers(0, 2**16 - 1))
-    def test_votes_add_up(self, ranks, check: int, step: int, bucket: int):
+    @given(ranks_states, st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.integers(0, 2**16 - 1))
+    def test_states_add_up(self, ranks, check: int, step: int, bucket: int):
         header_id = HeaderId(check, step, bucket)
-        states = [np.array(mine, np.uint8) for _, mine in ranks]
-        total = summed([header_id] * len(ranks), [ready for ready, _ in ranks], states)
-        bucket_flags = BucketFlags(LAYERS)
-        CountHeader(LAYERS).read(total, header_id, len(ranks), bucket_flags)
-        assert bucket_flags.ready == sum(ready for ready, _ in ranks)
-        assert bucket_flags.states.tolist() == np.bitwise_or.reduce(states).tolist()
+        states = [np.array([*layers, own], np.uint8) for own, layers in ranks]
+        total = summed([header_id] * len(ranks), states)
+        found = CountHeader(LAYERS).read(total, header_id, len(ranks))
+        assert found.tolist() == np.bitwise_or.reduce(states).tolist()
 
     @given(
         st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=7)
     )
     def test_every_rank_notices_that_one_is_elsewhere(self, places):
         header_ids = [HeaderId(*place) for place in places]
-        total = summed(header_ids, [0] * len(header_ids), [STATES] * len(header_ids))
+        total = summed(header_ids, [STATES] * len(header_ids))
         for header_id in header_ids:
             if len(set(header_ids)) == 1:
-                CountHeader(LAYERS).read(total, header_id, len(header_ids), BucketFlags(LAYERS))
+                CountHeader(LAYERS).read(total, header_id, len(header_ids))
             else:
                 with pytest.raises(
                     PlanMismatchError, match=f"step {header_id.step}, bucket {header_id.bucket}"
                 ):
-                    CountHeader(LAYERS).read(total, header_id, len(header_ids), BucketFlags(LAYERS))
+                    CountHeader(LAYERS).read(total, header_id, len(header_ids))
 
     @pytest.mark.parametrize("below", [1.0, 2.0])
     def test_differences_that_cancel_in_the_sum_are_noticed(self, below: float):
-        total = summed([HEADER_ID] * 3, [0] * 3, [STATES] * 3)
+        total = summed([HEADER_ID] * 3, [STATES] * 3)
         # One rank's nibble is lower and another's higher by as much: the sum stays, the squares give it away.
         nibble = total[0] / 3
         total[8] += (nibble - below) ** 2 + (nibble + below) ** 2 - 2 * nibble**2
         with pytest.raises(PlanMismatchError):
-            CountHeader(LAYERS).read(total, HEADER_ID, 3, BucketFlags(LAYERS))
+            CountHeader(LAYERS).read(total, HEADER_ID, 3)
 
     def test_the_largest_world_is_counted_exactly(self):
         world = 65_536
         one = np.zeros(CountHeader(LAYERS).length, np.float32)
-        CountHeader(LAYERS).write(one, HEADER_ID, 1, STATES)
-        bucket_flags = BucketFlags(LAYERS)
-        CountHeader(LAYERS).read(one * np.float32(world), HEADER_ID, world, bucket_flags)
-        assert bucket_flags.ready == world
-        assert bucket_flags.states.tolist() == STATES.tolist()
+        CountHeader(LAYERS).write(one, HEADER_ID, STATES)
+        found = CountHeader(LAYERS).read(one * np.float32(world), HEADER_ID, world)
+        assert found.tolist() == STATES.tolist()
 
-    @pytest.mark.parametrize("at", [16, 17, -1])
+    @pytest.mark.parametrize("at", [16, 17, 18, -1])
     @pytest.mark.parametrize("value", [-1.0, 4.0, 0.5, np.nan, np.inf])
     def test_an_impossible_count_is_refused(self, at: int, value: float):
-        total = summed([HEADER_ID] * 3, [0] * 3, [STATES] * 3)
+        total = summed([HEADER_ID] * 3, [STATES] * 3)
         total[at] = value
         with pytest.raises(WireFormatError, match="counts"):
-            CountHeader(LAYERS).read(total, HEADER_ID, 3, BucketFlags(LAYERS))
+            CountHeader(LAYERS).read(total, HEADER_ID, 3)
 
     @examples(50)
-    @given(st.binary(min_size=4 * 35, max_size=4 * 35))
+    @given(st.binary(min_size=4 * 36, max_size=4 * 36))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
         with pytest.raises((WireFormatError, PlanMismatchError)):
-            CountHeader(LAYERS).read(np.frombuffer(data, np.float32), HEADER_ID, 3, BucketFlags(LAYERS))
+            CountHeader(LAYERS).read(np.frombuffer(data, np.float32), HEADER_ID, 3)
 
 
 def test_flags_tell_dense_from_sparse():
-    bucket_flags = BucketFlags(LAYERS)
-    bucket_flags.states |= STATES
-    assert bucket_flags.present.tolist() == [False, True, True, False, True]
-    assert bucket_flags.nonfinite.tolist() == [False, False, True, False, True]
-    assert bucket_flags.outcomes == APPLIED
+    flags = BucketFlags(STATES)
+    assert flags.present.tolist() == [False, True, True, False, True]
+    assert flags.nonfinite.tolist() == [False, False, True, False, True]
+    assert flags.outcomes == APPLIED
 
 
 def test_flags_hold_the_outcomes_of_all_ranks():
-    bucket_flags = BucketFlags(LAYERS)
-    for outcome in (APPLIED, DISCARDED):
-        bucket_flags.states |= np.array([0] * LAYERS + [outcome], np.uint8)
-    assert bucket_flags.outcomes == APPLIED | DISCARDED
+    flags = BucketFlags(np.array([0] * LAYERS + [APPLIED | READY | DISCARDED | WAITING], np.uint8))
+    assert flags.outcomes == APPLIED | DISCARDED
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "ready"), [(0, False), (READY, True), (WAITING, False), (READY | WAITING, False)]
+)
+def test_all_are_ready_if_one_is_and_none_is_not(of_ranks: int, ready: bool):
+    assert BucketFlags(np.array([PRESENT, APPLIED | of_ranks], np.uint8)).ready is ready
 
 
 def test_a_result_without_what_this_rank_sent_is_refused():

@@ -13,13 +13,12 @@ from gradcomp.core import scheme as schemes
 from gradcomp.core.config import Config
 from gradcomp.core.topology import Topology
 from gradcomp.reduce import Reduction, register, registry
-from gradcomp.reduce.base import HOST_MEMORY
+from gradcomp.reduce.base import HOST_MEMORY, Message, exchange
 from gradcomp.reduce.chunks import encode
 from gradcomp.reduce.costs import cost
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Cost, Load, to
 from gradcomp.reduce.whole import WholeCodes
-from gradcomp.transport import Exchange
 
 
 class Rotation(Reduction):
@@ -29,8 +28,9 @@ class Rotation(Reduction):
         self._rank, self._world = rank, world
         self._whole = WholeCodes(parts, layers, world, memory.local)
         codes = self._whole.codes
-        self._header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
-        self._encode, self._messages = codes.inputs(), codes.copies(memory, world)
+        header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))
+        self._encode, buffers = codes.inputs(), codes.copies(memory, world)
+        self._messages = [Message(buffer, header, r) for r, buffer in enumerate(buffers)]
         self.rounds = world - 1
         self.bytes_sent = (world - 1) * codes.sizes[0]
 
@@ -41,20 +41,14 @@ class Rotation(Reduction):
         flows = [to(topology, np.arange(world) + t, sizes) for t in range(1, world)]
         return Cost(flows, 1, 1, world + 1)
 
-    def run(self, call, binding, bucket_flags):
+    def run(self, context, binding, flags):
         me, world, own = self._rank, self._world, self._messages[self._rank]
-        states = yield from encode(self._whole.codes.parts, self._encode, own, call, binding)
-        self._header.identify(call.header_id, 0, call.ready)
-        self._header.write(own, me, states)
+        yield from encode(self._whole.codes.parts, self._encode, own.buffer, context, binding, flags)
         for t in range(1, world):
             source = (me - t) % world
-            yield [Exchange([((me + t) % world, own)], [(source, self._messages[source])])]
-        for sender, message in enumerate(self._messages):
-            ready, states = self._header.read(message, sender, sender)
-            bucket_flags.ready += ready
-            bucket_flags.states |= states
-        yield from self._whole.add(list(self._messages), call, binding)
-        return (yield from self._whole.decode(self._whole.sum, call, binding, bucket_flags))
+            yield exchange([((me + t) % world, own)], [(source, self._messages[source])])
+        yield from self._whole.add(self._messages, context, binding)
+        return (yield from self._whole.decode(self._whole.sum, context, binding, flags))
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ TEARDOWN = 20.0
 VICTIM_STEP = 6
 
 PROGRAM = """
-import json, os, signal, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 import torch
 import gradcomp.torch as gc
 
@@ -66,6 +66,11 @@ class Fault(torch.autograd.Function):
             fault()
         return g
 
+# How long imports take on a busy machine is no part of a scenario.
+here = pathlib.Path(__file__).parent
+(here / f"imported-{{rank}}").touch()
+while len(list(here.glob("imported-*"))) < {world}:
+    time.sleep(0.01)
 gc.init(timeout_seconds={timeout}, stall_warning_seconds=1, log_level="warning", slice_elements=64)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))

@@ -9,13 +9,14 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress.base import Compressor
-from gradcomp.compress.messages import Bytes, Context, Floats
+from gradcomp.compress.messages import Bytes, Floats
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels import lowrank
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.segments import FP32
+from gradcomp.kernels.step import StepContext
 from gradcomp.kernels.subspace import Layers
 
 _EXACT = Codec(FP32)
@@ -113,7 +114,7 @@ class Matrices(Layers):
         flags[self.low], flags[self.exact] = low, exact
         return flags
 
-    def project(self, table: Table, context: Context, q: lowrank.Factor, p: Floats, flags: Bytes) -> None:
+    def project(self, table: Table, context: StepContext, q: lowrank.Factor, p: Floats, flags: Bytes) -> None:
         """M to the next residuals and M Q to ``p``: NaN for a layer that is not finite, and so for all ranks' sum.
 
         ``table``, ``flags``: of the approximated layers.
@@ -121,7 +122,7 @@ class Matrices(Layers):
         factors = context.factors(len(self.low))
         lowrank.project(table, flags, factors, self.shapes, q, self.p(p), decay=context.decay)
 
-    def expand(self, group: Group, context: Context, p: Floats, q: Floats, flags: Bytes) -> None:
+    def expand(self, group: Group, context: StepContext, p: Floats, q: Floats, flags: Bytes) -> None:
         """Means to the outputs, from factors of which one is a sum over ranks. ``flags``: of the approximated ones."""
         lowrank.expand(
             group.table[self.low],
@@ -133,7 +134,7 @@ class Matrices(Layers):
             scale=context.unscale,
         )
 
-    def write_exact(self, group: Group, context: Context, view: Floats, flags: Bytes) -> None:
+    def write_exact(self, group: Group, context: StepContext, view: Floats, flags: Bytes) -> None:
         """Fill ``view`` with the layers that travel exactly; zeros for one that is not finite: see :meth:`spoil`.
 
         ``flags``: of these layers.
@@ -142,7 +143,7 @@ class Matrices(Layers):
             table = self._exact_rows(group.inputs)
             _EXACT.encode(table, view.view(np.uint8), flags, context.draw, context.scale, context.decay)
 
-    def read_exact(self, group: Group, context: Context, total: Floats, flags: Bytes) -> None:
+    def read_exact(self, group: Group, context: StepContext, total: Floats, flags: Bytes) -> None:
         """Write the means of the layers that travel exactly, from their sum; NaN where a layer is flagged."""
         if len(self.exact):
             table = self._exact_rows(group.table)

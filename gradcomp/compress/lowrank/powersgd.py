@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcomp.compress.base import Traits
 from gradcomp.compress.lowrank.base import LowRank, Matrices, clamped_rank, elements, matrix_shape
-from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Sum
+from gradcomp.compress.messages import Bytes, Exchange, Floats, Sum
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -17,6 +17,7 @@ from gradcomp.core.state import Begin
 from gradcomp.kernels import lowrank, subspace
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.selection import contribute
+from gradcomp.kernels.step import StepContext
 
 _P, _Q = "powersgd_p", "powersgd_q"
 
@@ -79,14 +80,14 @@ class PowerSGD(LowRank):
         """Both factors, or the one that travels in an even step."""
         return 4 * elements(group, lambda n, m, r: r * n if self.alternate else r * (n + m))
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """Two Sums, or one."""
         matrices = group.scratch.once("matrices", lambda: Matrices.of(group))
         if not len(matrices.low):
             return (yield from _exactly(group, context, matrices))
         return (yield from (self._half if self.alternate else self._whole)(group, context, matrices))
 
-    def _whole(self, group: Group, context: Context, matrices: Matrices) -> Exchange:
+    def _whole(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
         scratch = group.scratch
         scratch.once("placed", matrices.place)
         own = scratch.array("own_q", matrices.q_size, device=scratch.device)
@@ -111,7 +112,7 @@ class PowerSGD(LowRank):
         subspace.finish(matrices, found, p.data, left, q.data, kept, divisor=divisor, scale=scale)
         return found
 
-    def _half(self, group: Group, context: Context, matrices: Matrices) -> Exchange:
+    def _half(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
         even = context.draw.step % 2 == 0
         size, basis_size = (matrices.p_size, matrices.q_size)[:: 1 if even else -1]
         own = group.scratch.array("own", size)
@@ -150,12 +151,12 @@ class PowerSGD(LowRank):
         _remember(_Q, group, context, q, matrices)
         return matrices.join(low, exact)
 
-    def _kept(self, group: Group, context: Context, matrices: Matrices) -> subspace.Kept:
+    def _kept(self, group: Group, context: StepContext, matrices: Matrices) -> subspace.Kept:
         layers = group.scratch.once("low", lambda: group.layers[matrices.low])
         field = context.field(_Q)
         return subspace.Kept(field.memory, *field.places(layers))
 
-    def _q(self, group: Group, context: Context, matrices: Matrices) -> lowrank.Factor:
+    def _q(self, group: Group, context: StepContext, matrices: Matrices) -> lowrank.Factor:
         """The Q that this step begins with."""
         if self.warm_start:
             kept = self._kept(group, context, matrices)
@@ -167,7 +168,7 @@ class PowerSGD(LowRank):
         return matrices.q(fresh)
 
 
-def _exactly(group: Group, context: Context, matrices: Matrices) -> Exchange:
+def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange:
     """Nothing in the group is worth approximating."""
 
     def write(view: Floats) -> Bytes:
@@ -192,7 +193,7 @@ def _begin(side: int, rank: int, seed: int, layer: int) -> Begin:
     return begin
 
 
-def _remember(name: str, group: Group, context: Context, factor: Floats, matrices: Matrices) -> None:
+def _remember(name: str, group: Group, context: StepContext, factor: Floats, matrices: Matrices) -> None:
     """Keep a factor for the next step, each column scaled by a power of two to a largest magnitude below 1.
 
     The basis of a product does not depend on it, and no number can grow or vanish over the steps. A column of zeros

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.lowrank.base import LowRank, Matrices, elements
-from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather
+from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels import lowrank
 from gradcomp.kernels.codec import Draw, Group, Sizes
 from gradcomp.kernels.selection import contribute
+from gradcomp.kernels.step import StepContext
 
 Doubles = npt.NDArray[np.float64]
 Booleans = npt.NDArray[np.bool_]
@@ -78,7 +79,7 @@ class Spectral(LowRank):
         overhead = 0 if self.fixed else 1
         return 4 * elements(group, lambda n, m, r: overhead + self.most_atoms(n, m, r) * (n + m))
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Gather."""
         form = group.scratch.once("form", lambda: SpectralFormat(self, group))
         matrices = form.matrices
@@ -111,7 +112,7 @@ class Spectral(LowRank):
         _expand(group, context, matrices, sent, flags)
         return flags
 
-    def _decompose(self, group: Group, context: Context, form: SpectralFormat, flags: Bytes) -> Atoms:
+    def _decompose(self, group: Group, context: StepContext, form: SpectralFormat, flags: Bytes) -> Atoms:
         matrices = form.matrices
         vector = group.scratch.vector("m", form.m_size)
         table = group.inputs[matrices.low]
@@ -217,7 +218,7 @@ def _place(columns: Floats, into: Floats, begins: Sizes, counts: Sizes) -> None:
     into[at[:, None] + np.arange(columns.shape[1])] = columns
 
 
-def _keep_rest(group: Group, context: Context, matrices: Matrices, atoms: Atoms) -> None:
+def _keep_rest(group: Group, context: StepContext, matrices: Matrices, atoms: Atoms) -> None:
     """Residual = M - what was sent, to the next residuals."""
     table = group.inputs[matrices.low]
     ignored = np.zeros(len(table), dtype=np.uint8)
@@ -228,7 +229,7 @@ def _keep_rest(group: Group, context: Context, matrices: Matrices, atoms: Atoms)
     lowrank.subtract(table, shapes, p, q)
 
 
-def _expand(group: Group, context: Context, matrices: Matrices, sent: list[Atoms], flags: Bytes) -> None:
+def _expand(group: Group, context: StepContext, matrices: Matrices, sent: list[Atoms], flags: Bytes) -> None:
     """Means to the outputs: each layer's atoms are added up in the order of the ranks."""
     counts = np.stack([atoms.counts for atoms in sent])
     shapes = matrices.shapes._replace(ranks=counts.sum(axis=0))

@@ -11,11 +11,12 @@ from gradcomp import kernels
 from gradcomp.compress.base import Traits
 from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.lowrank.base import LowRank, Matrices, clamped_rank, elements, matrix_shape
-from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Sum
+from gradcomp.compress.messages import Bytes, Exchange, Floats, Sum
 from gradcomp.compress.registry import register
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import lowrank
 from gradcomp.kernels.codec import Group, Sizes
+from gradcomp.kernels.step import StepContext
 
 
 @register("unbiased_rank")
@@ -52,7 +53,7 @@ class UnbiasedRank(LowRank):
         """M U."""
         return 4 * elements(group, lambda n, m, r: r * n)
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Sum."""
         matrices = group.scratch.once("matrices", lambda: Matrices.of(group))
         u = _directions(group, context, matrices)
@@ -83,7 +84,7 @@ class UnbiasedRank(LowRank):
         return matrices.join(low, exact)
 
 
-def _directions(group: Group, context: Context, matrices: Matrices) -> Floats:
+def _directions(group: Group, context: StepContext, matrices: Matrices) -> Floats:
     """U of every layer, the same on all ranks, to the last bit."""
     hashes = group.table["layer"][matrices.low]
     seed, step = context.draw.seed, context.draw.step

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import Sparse
 from gradcomp.compress.sparse.estimated_threshold import is_number
@@ -15,6 +15,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.step import StepContext
 
 
 @register("adacomp")
@@ -62,7 +63,7 @@ class AdaComp(Sparse):
         most: Sizes = np.minimum(np.maximum(np.ceil(self.limit * lengths).astype(np.int64), bins), lengths)
         return most
 
-    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """By bins; a row that is not finite sends nothing."""
         table, by = group.inputs, context.factors(len(group.inputs))
         selection.contribute(table, flags, by, decay=context.decay)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Coded, Compressor, Traits
 from gradcomp.compress.bounds import ANY_LAYER, Distortion, check_feedback_around
-from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather
+from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather
 from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.registry import from_string
 from gradcomp.compress.sparse.payload import CODINGS, Selection, SparseFormat
@@ -22,6 +22,7 @@ from gradcomp.core.plan import Level
 from gradcomp.kernels import indices, routines, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.kernels.step import StepContext
 
 
 def check_density(density: Level) -> None:
@@ -126,7 +127,7 @@ class Sparse(Compressor):
         """How many elements of each row are sent: exactly if :attr:`fixed`, else at most."""
 
     @abstractmethod
-    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """Write p to the rows' next residuals, and the selection; flag rows that are not finite."""
 
     def format(self, table: Table, device: Device = HOST) -> SparseFormat:
@@ -139,7 +140,7 @@ class Sparse(Compressor):
         form = self.format(group.table)
         return form.wire_bytes(form.limits)
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Gather."""
         form = group.scratch.once("format", lambda: self.format(group.table, group.scratch.device))
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(form.limits, form.device))
@@ -179,7 +180,7 @@ def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
 
 
 def scatter_payloads(
-    form: SparseFormat, group: Group, context: Context, payloads: list[Bytes], flags: Bytes
+    form: SparseFormat, group: Group, context: StepContext, payloads: list[Bytes], flags: Bytes
 ) -> Bytes:
     """Decode every rank's payload and write the mean to the outputs; returns the rows that are not finite."""
     arrived = group.scratch.once("arrived", lambda: _Arrived.of(form, len(payloads)))

@@ -8,13 +8,14 @@ from functools import cached_property
 import numpy as np
 
 from gradcomp.compress.base import Traits
-from gradcomp.compress.messages import Broadcast, Bytes, Context, Exchange
+from gradcomp.compress.messages import Broadcast, Bytes, Exchange
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.payload import CODINGS, IndexFormat, Selection, sent_by
 from gradcomp.compress.sparse.summed import Summed
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.step import StepContext
 
 
 @register("clt_k")
@@ -61,12 +62,12 @@ class CLTk(Summed):
         """How the leader's indices travel."""
         return IndexFormat(table["length"].astype(np.int64), self.indices)
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast and one Sum."""
         form = group.scratch.once("format", lambda: self.format(group.table))
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
         most = group.scratch.once("most", lambda: form.most_bytes(chosen.counts, fixed=True))
-        table, leader = group.inputs, context.draw.step % context.world
+        table, leader = group.inputs, context.draw.step % context.trainers
         flags = np.zeros(len(table), dtype=np.uint8)
 
         def write(view: Bytes) -> tuple[Bytes, int]:

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Traits
-from gradcomp.compress.messages import Bytes, Context, Exchange
+from gradcomp.compress.messages import Bytes, Exchange
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.compress.sparse.summed import Floats, Summed
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Draw, Group, Table
+from gradcomp.kernels.step import StepContext
 
 Indices = npt.NDArray[np.uint32]
 
@@ -65,7 +66,7 @@ class Drawn(Summed):
         weighed: Floats = values * group.scratch.once("weights", lambda: self.weights(group.table))
         return weighed
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Sum."""
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
         table = group.inputs

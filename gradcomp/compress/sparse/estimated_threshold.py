@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.messages import Bytes
 from gradcomp.compress.sparse.base import ByDensity, Sparse
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.step import StepContext
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -38,7 +39,7 @@ class EstimatedThreshold(ByDensity, Sparse):
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
         """Of every row: p lies in its next residual and is finite; ``wanted`` is k."""
 
-    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """What reaches the threshold."""
         table = group.inputs
         selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Traits
-from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import Sparse, check_density
 from gradcomp.compress.sparse.payload import Selection, places_of
 from gradcomp.core.plan import Level
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.step import StepContext
 
 #: A density in the table's whole numbers.
 _DENSITY_UNITS = 1 << 30
@@ -74,7 +75,7 @@ class GlobalTopK(Sparse):
         shares = np.diff(ends, prepend=0).astype(np.int64)
         return self.format(table).wire_bytes(np.minimum(shares, lengths))
 
-    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """The k largest of all rows; nothing from rows that are not finite."""
         table = group.inputs
         limits = group.scratch.once("limits", lambda: self.limits(table))

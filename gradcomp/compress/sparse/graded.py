@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.messages import Bytes, Context, Exchange, Floats, Gather, Observations, Sum
+from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather, Sum
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import (
     ByDensity,
@@ -28,6 +28,7 @@ from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec, Group, Scratch, Sizes, Table
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import FLOAT32, FP32, SEGMENT
+from gradcomp.kernels.step import Observations, StepContext
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -92,11 +93,11 @@ class Graded(Wrapper):
         form = self._format(group.table)
         return form.wire_bytes(form.limits)
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Gather, or one Sum."""
         return self._dense(group, context) if self.send == DENSE else self._sparse(group, context)
 
-    def _sparse(self, group: Group, context: Context) -> Exchange:
+    def _sparse(self, group: Group, context: StepContext) -> Exchange:
         form = group.scratch.once("format", lambda: self._format(group.table))
 
         def write(view: Bytes) -> tuple[Bytes, int]:
@@ -111,7 +112,7 @@ class Graded(Wrapper):
         reply = yield Gather(form.max_bytes, write, form.fixed)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
-    def _dense(self, group: Group, context: Context) -> Exchange:
+    def _dense(self, group: Group, context: StepContext) -> Exchange:
         lengths = group.table["length"].astype(np.int64)
         # Exactly as a Sum's buffer holds the segments: one after the other.
         group.table["payload"] = 4 * (np.cumsum(lengths) - lengths)
@@ -162,7 +163,7 @@ class Graded(Wrapper):
         return group.scratch.once("levels", lambda: Levels(group, self._inner, self.wanted(group.table)))
 
     def _select(
-        self, levels: Levels, places: Addresses, group: Group, context: Context, flags: Bytes
+        self, levels: Levels, places: Addresses, group: Group, context: StepContext, flags: Bytes
     ) -> None:
         """Write p to ``places``, and select from it what is to be sent or looked at."""
         levels.group.inputs[:] = group.inputs

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Traits
-from gradcomp.compress.messages import Bytes, Context, Exchange, Sum
+from gradcomp.compress.messages import Bytes, Exchange, Sum
 from gradcomp.compress.sparse.base import ByDensity, keep_errors
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes
+from gradcomp.kernels.step import StepContext
 
 Floats = npt.NDArray[np.float32]
 
@@ -44,7 +45,7 @@ class Summed(ByDensity):
         return values
 
     def sum_at(
-        self, group: Group, context: Context, chosen: Selection, prepare: Callable[[], Bytes]
+        self, group: Group, context: StepContext, chosen: Selection, prepare: Callable[[], Bytes]
     ) -> Exchange:
         """One Sum of everybody's values at the indices of ``chosen``.
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import Sparse, check_density, elements_at
 from gradcomp.compress.sparse.payload import Selection
@@ -15,6 +15,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.step import StepContext
 
 
 @register("threshold")
@@ -58,7 +59,7 @@ class Threshold(Sparse):
         """What capacity allows."""
         return elements_at(self.capacity, table["length"].astype(np.int64))
 
-    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """All from the threshold on; nothing from rows that are not finite."""
         table = group.inputs
         selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcomp.compress.bounds import Distortion
-from gradcomp.compress.messages import Bytes, Context
+from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import ByDensity, Sparse
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group
+from gradcomp.kernels.step import StepContext
 
 
 @register("topk")
@@ -35,7 +36,7 @@ class TopK(ByDensity, Sparse):
         """That of the k largest."""
         return self.distortion_of_largest(self.sent_of(layer), layer)
 
-    def select(self, group: Group, context: Context, chosen: Selection, flags: Bytes) -> None:
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """The k largest."""
         selection.select_top(
             group.inputs,

@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from gradcomp.compress.base import Compressor, Traits
 from gradcomp.compress.bounds import Distortion
-from gradcomp.compress.messages import Context, Exchange
+from gradcomp.compress.messages import Exchange
 from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.core.state import Begin
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.step import StepContext
 
 W = TypeVar("W", bound="Wrapper")
 
@@ -95,7 +96,7 @@ class Wrapper(Compressor):
         """As the inner one."""
         return self.inner.wire_bytes(group)
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """The inner one's; what wrappers change is in the group, the context and the state."""
         return self.inner.exchange(group, context)
 

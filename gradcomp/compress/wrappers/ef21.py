@@ -11,18 +11,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor, Traits, zeros
 from gradcomp.compress.bounds import ANY_LAYER, check_feedback_around
-from gradcomp.compress.messages import (
-    Broadcast,
-    Bytes,
-    Context,
-    Exchange,
-    Floats,
-    Gather,
-    Message,
-    Reduce,
-    Reply,
-    Sum,
-)
+from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Floats, Gather, Message, Reduce, Reply, Sum
 from gradcomp.compress.registry import register
 from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.core.errors import ConfigError
@@ -31,6 +20,7 @@ from gradcomp.core.state import Begin
 from gradcomp.kernels import routines, selection
 from gradcomp.kernels.codec import Codec, Group, Scratch
 from gradcomp.kernels.segments import FLOAT32, FP32
+from gradcomp.kernels.step import StepContext
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -90,7 +80,7 @@ class EF21(Wrapper):
         names = (_OWN, _MEAN, _MOMENTUM) if self.momentum else (_OWN, _MEAN)
         return {**self.inner.fields(layer, seed), **{name: (layer.size, zeros(layer.size)) for name in names}}
 
-    def exchange(self, group: Group, context: Context) -> Exchange:
+    def exchange(self, group: Group, context: StepContext) -> Exchange:
         """The inner one's, of differences; one Gather in the place of a Reduce."""
         memory = group.scratch.once("ef21", lambda: _Memory(self, group))
         exchange = self.inner.exchange(memory.group, replace(context, scale=1.0, unscale=1.0, decay=1.0))
@@ -141,7 +131,7 @@ class _Memory:
         self._ones = np.ones(rows, dtype=np.float32)
 
     def begin_with(
-        self, message: Sum | Gather | Broadcast, group: Group, context: Context, momentum: float
+        self, message: Sum | Gather | Broadcast, group: Group, context: StepContext, momentum: float
     ) -> Message:
         """The first message, which writes the differences before anything is made of them."""
 
@@ -155,7 +145,7 @@ class _Memory:
 
         return replace(message, write=write)  # type: ignore[arg-type]  # of the message's own kind
 
-    def _differ(self, group: Group, context: Context, momentum: float) -> Bytes:
+    def _differ(self, group: Group, context: StepContext, momentum: float) -> Bytes:
         """difference <- v - g_i, and the next v; returns the rows that are not finite."""
         table, flags = group.inputs.copy(), np.zeros(len(group.table), dtype=np.uint8)
         factors = context.factors(len(table))
@@ -168,7 +158,7 @@ class _Memory:
         selection.contribute(table, flags, factors, decay=-1.0)
         return flags
 
-    def everyone(self, codec: Codec, context: Context) -> Gather:
+    def everyone(self, codec: Codec, context: StepContext) -> Gather:
         """In the place of a Reduce: codes of the differences, for all ranks."""
         table = self.group.table
         sizes = codec.wire_bytes(table)
@@ -191,7 +181,7 @@ class _Memory:
             codec.add(table, payload)
         return flags
 
-    def finish(self, group: Group, context: Context, divisor: float, flags: Bytes) -> Bytes:
+    def finish(self, group: Group, context: StepContext, divisor: float, flags: Bytes) -> Bytes:
         """The next g_i and g; g to the outputs. Returns the rows that are not finite."""
         ignored = np.zeros(len(flags), dtype=np.uint8)
         table = self.group.table.copy()
@@ -215,7 +205,7 @@ class _Memory:
         return flags
 
 
-def _both(group: Group, context: Context, name: str) -> tuple[Addresses, Addresses]:
+def _both(group: Group, context: StepContext, name: str) -> tuple[Addresses, Addresses]:
     """Where a field's current values lie, and the next ones."""
     assert context.fields is not None, "state is there when a step runs"
     field, starts = context.fields[name], group.table["start"]

@@ -10,12 +10,13 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.groups import Piece, group_of
-from gradcomp.compress.messages import Broadcast, Context, Gather, Message, Reduce, Reply, Sum
+from gradcomp.compress.messages import Broadcast, Gather, Message, Reduce, Reply, Sum
 from gradcomp.compress.sparse.base import Sparse
 from gradcomp.compress.sparse.summed import Summed
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw, Group
+from gradcomp.kernels.step import StepContext
 
 Floats = npt.NDArray[np.float32]
 
@@ -48,7 +49,7 @@ def round_trip(
     for table in (group.table, group.inputs):
         table["gradient"], table["output"] = values.ctypes.data, given.ctypes.data
         table["next_residual"] = next_residual.ctypes.data if compressor.traits.contributes else 0
-    context = Context(Draw(seed, 0, 0), world=1, fields=fields)
+    context = StepContext(Draw(seed, 0, 0), 1, fields=fields)
     exchange = compressor.exchange(group, context)
     flags = np.zeros(1, dtype=np.uint8)
     try:
@@ -78,7 +79,7 @@ def _group(compressor: Compressor, layer: LayerSpec) -> Group:
     return replace(group_of([Piece(0, 0, layer.size)], [spec], [compressor]), feedback=False, prepared=False)
 
 
-def answer(message: Message, context: Context) -> tuple[Reply, float]:
+def answer(message: Message, context: StepContext) -> tuple[Reply, float]:
     """What the pipeline would answer, were there one rank, and the seconds in which it made what it would send."""
     if isinstance(message, Reduce):
         return _coded(message, context)
@@ -96,7 +97,7 @@ def answer(message: Message, context: Context) -> tuple[Reply, float]:
     return Reply(flags, [payload] if isinstance(message, Gather) else payload), seconds
 
 
-def _coded(message: Reduce, context: Context) -> tuple[Reply, float]:
+def _coded(message: Reduce, context: StepContext) -> tuple[Reply, float]:
     codec, group = message.codec, message.group
     payload = np.empty(int(codec.wire_bytes(group.table).sum()), dtype=np.uint8)
     flags = np.zeros(len(group.table), dtype=np.uint8)

@@ -1,0 +1,68 @@
+"""What ranks tell each other between the buckets of a step and its end: an order, digests, what servers hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.errors import PlanMismatchError, WireFormatError
+from gradcomp.pipeline.digests import Digests
+from gradcomp.pipeline.in_flight import Waiting
+from gradcomp.transport.base import AllGather, Handle, Operation, Transport
+
+
+def completed(handle: Handle) -> Generator[Waiting, None, None]:
+    """Until it is."""
+    while not handle.poll():
+        yield Waiting.WIRE
+
+
+def collective(operation: Operation, transport: Transport) -> Generator[Waiting, None, None]:
+    """Issue one, and wait for it."""
+    yield from completed(operation.issue(transport))
+
+
+def agree_on_order(
+    transport: Transport, count: int, leader: int, arrived: Sequence[int]
+) -> Generator[Waiting, None, list[int]]:
+    """The order in which the leader's gradients arrived, of those that have any; what did not arrive stays behind."""
+    order = np.zeros(count, dtype="<i4")
+    if transport.rank == leader:
+        order[:] = [*arrived, *sorted(set(range(count)) - set(arrived))]
+    counts = [order.nbytes * (rank == leader) for rank in range(transport.size)]
+    yield from collective(AllGather(order.view(np.uint8), counts), transport)
+    if not np.array_equal(np.sort(order), np.arange(count)):
+        raise WireFormatError(f"rank {leader} sent an order that is not a permutation of the layers")
+    agreed: list[int] = order.tolist()
+    return agreed
+
+
+def compare(
+    transport: Transport, count: int, future: Future[Digests]
+) -> Generator[Waiting, None, npt.NDArray[np.uint32]]:
+    """Every rank's digests of its parameters, zeros of one that has no say; the table is the same on all."""
+    while not future.done():
+        yield Waiting.BACKGROUND
+    table = np.zeros((transport.size, count), dtype="<u4")
+    numbers = future.result().numbers
+    table[transport.rank, : len(numbers)] = numbers
+    counts = [4 * count] * transport.size
+    yield from collective(AllGather(table.reshape(-1).view(np.uint8), counts), transport)
+    return table
+
+
+def check_same_plan(transport: Transport, digest: bytes, version: int) -> Generator[Waiting, None, None]:
+    """PlanMismatchError unless all ranks give this digest, since sizes of messages follow from plans."""
+    digests = np.zeros((transport.size, len(digest)), dtype=np.uint8)
+    digests[transport.rank] = np.frombuffer(digest, dtype=np.uint8)
+    counts = [len(digest)] * transport.size
+    yield from collective(AllGather(digests.reshape(-1), counts), transport)
+    others = [rank for rank in range(transport.size) if digests[rank].tobytes() != digest]
+    if others:
+        raise PlanMismatchError(
+            f"plan {version} of rank {transport.rank} differs from that of rank {', '.join(map(str, others))}; "
+            "set_compression() takes the same arguments on every rank, between the same two steps"
+        )
