@@ -38,7 +38,7 @@ class Asking(CpuDriver):
 def asked_by(codec: int) -> set[Module]:
     """By all kernels of a codec, at all levels, for buckets of whole groups, of some other size, and large ones."""
     driver = Asking()
-    body = CodecKernels(driver, Plans(driver))
+    body = CodecKernels(Plans(driver))
     levels = np.array(levels_of(codec), np.int32)
     gradient = np.zeros(LENGTH, segments.DTYPES[dtypes_of(codec)[0]])
     for size in (512, 3, 9001):
@@ -52,7 +52,7 @@ def asked_by(codec: int) -> set[Module]:
             group.reduce(body, [payload, payload], stochastic=stochastic)
             if size == 512:
                 draw = Draw(0, 0, 0) if stochastic else None
-                MeasureKernels(driver).losses(
+                MeasureKernels(Plans(driver)).losses(
                     codec, group.table[:1], levels, draw=draw, magnitudes=group.magnitudes
                 )
         group.decode(body, payload)
@@ -74,7 +74,7 @@ def test_every_first_step_needs_few_modules(codec: int) -> None:
     group = Group(
         codec, [Segment(np.zeros(LENGTH, segments.DTYPES[dtype]), bits=max(levels_of(codec)), dtype=dtype)]
     )
-    body = CodecKernels(driver, Plans(driver))
+    body = CodecKernels(Plans(driver))
     group.encode(body)
     group.reduce(body, [bytes(group.size)])
     group.decode(body, bytes(group.size))

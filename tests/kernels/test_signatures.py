@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import gradcomp
-from gradcomp.kernels import bodies, reference
+from gradcomp.kernels import bodies, reference, subspace
 from gradcomp.kernels.cuda import body as cuda_body
 
 STUB = Path(gradcomp.__file__).parent / "_native.pyi"
@@ -28,7 +28,6 @@ COMPILED_TYPES = {
     "Doubles": "float64",
     "Indices": "uint32",
 }
-
 
 #: What the compiled module takes for a record that has a name: names and types.
 RECORDS = {
@@ -45,11 +44,16 @@ DEFINED: dict[str, Callable[..., Any]] = {
 }
 """The functions of the modules that define kernels: what another body has of them is a kernel."""
 
+DEVICE_DEFINED = DEFINED | {
+    f"subspace_{each.__name__}": each for each in (subspace.project, subspace.iterate, subspace.finish)
+}
+"""And what a device does in one kernel where the host calls several."""
+
 CUDA = {
     name: getattr(part, name)
-    for part in (*cuda_body._PREPARED, *cuda_body._OTHERS)
+    for part in cuda_body.PARTS
     for name in vars(part)
-    if name in DEFINED and not name.startswith("_")
+    if name in DEVICE_DEFINED and not name.startswith("_")
 }
 
 
@@ -129,7 +133,7 @@ def test_the_compiled_kernel_has_the_arguments_of_its_definition(name: str) -> N
 
 @pytest.mark.parametrize("name", sorted(CUDA))
 def test_the_device_kernel_has_the_arguments_of_its_definition(name: str) -> None:
-    wanted = inspect.signature(DEFINED[name]).parameters.values()
+    wanted = inspect.signature(DEVICE_DEFINED[name]).parameters.values()
     found = list(inspect.signature(CUDA[name]).parameters.values())[1:]
     assert [each.replace(annotation=None) for each in found] == [
         each.replace(annotation=None) for each in wanted

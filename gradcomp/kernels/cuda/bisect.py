@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
-from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Source
-from gradcomp.kernels.cuda.prepared import Plans, fixed_columns
+from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns
 from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.segments import SegmentTable
 
@@ -18,11 +17,8 @@ Sizes = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
-class BisectKernels:
+class BisectKernels(Kernels):
     """bisect."""
-
-    def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._plans = plans
 
     def bisect(self, table: SegmentTable, wanted: Sizes, most: Sizes, passes: int) -> Floats:
         """Thresholds that ``wanted`` to ``most`` of each row's magnitudes reach: what RedSync's search finds.

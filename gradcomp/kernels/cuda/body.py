@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from gradcomp.kernels.cuda.bisect import BisectKernels
 from gradcomp.kernels.cuda.codec import CodecKernels
@@ -16,17 +16,17 @@ from gradcomp.kernels.cuda.scatter import ScatterKernels
 from gradcomp.kernels.cuda.selection import SelectionKernels
 from gradcomp.kernels.cuda.subspace import SubspaceKernels
 
-# Those whose calls are written down once, and those that write them down at every run.
-_PREPARED = (
+PARTS: Final = (
     CodecKernels,
     BisectKernels,
     IndexKernels,
     LowRankKernels,
+    MeasureKernels,
     ScatterKernels,
     SelectionKernels,
     SubspaceKernels,
 )
-_OTHERS = (MeasureKernels,)
+"""All kernels, by what they are for."""
 
 
 class CudaKernels:
@@ -36,7 +36,7 @@ class CudaKernels:
         self.driver = driver
         plans = Plans(driver)
         self.together, self.finalise, self.run_again = plans.together, plans.finalise, plans.run_again
-        self._parts = (*(part(driver, plans) for part in _PREPARED), *(part(driver) for part in _OTHERS))
+        self._parts = [part(plans) for part in PARTS]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         for part in self._parts:

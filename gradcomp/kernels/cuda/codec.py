@@ -13,9 +13,8 @@ import numpy.typing as npt
 from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.codes import write_decode, write_decode_add, write_encode, write_nonzero
-from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.places import overlap_any
-from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of
+from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.segments import (
     CODEBOOKS,
     SEGMENT,
@@ -32,12 +31,8 @@ from gradcomp.kernels.segments import (
 _WORD = 0xFFFFFFFFFFFFFFFF
 
 
-class CodecKernels:
+class CodecKernels(Kernels):
     """encode, decode, decode_add, reduce and nonzero. Checks and launches are made once for rows that stay alike."""
-
-    def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._driver = driver
-        self._plans = plans
 
     def encode(
         self,
@@ -149,7 +144,7 @@ class CodecKernels:
         check_array("table", table, SEGMENT)
         check_array("out", out, np.uint8, len(table), writable=True)
         check_elements(table)
-        call = Call(self._driver)
+        call = Call(self._plans.driver)
         write_nonzero(call, table, out)
         call.run()
 

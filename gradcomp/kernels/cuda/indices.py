@@ -24,10 +24,9 @@ from gradcomp.kernels.codings import (
     upper_bits,
 )
 from gradcomp.kernels.cuda.call import THREADS, Call, Parameter, Ref, tiles
-from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Integer, Source
 from gradcomp.kernels.cuda.places import check_flat, described, overlap, to_read, to_write
-from gradcomp.kernels.cuda.prepared import Plans, place_of
+from gradcomp.kernels.cuda.prepared import Kernels, place_of
 from gradcomp.kernels.reference_draws import check_draws
 from gradcomp.kernels.reference_indices import check_coding
 from gradcomp.kernels.segments import Bytes, check_array
@@ -56,11 +55,8 @@ class _Rows(NamedTuple):
     places: Sizes
 
 
-class IndexKernels:
+class IndexKernels(Kernels):
     """encode_indices, decode_indices and draw_indices."""
-
-    def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._plans = plans
 
     def encode_indices(
         self,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
-from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.factors import (
     require,
     write_back_project,
@@ -23,16 +22,13 @@ from gradcomp.kernels.cuda.factors import (
     write_subtract,
 )
 from gradcomp.kernels.cuda.places import described
-from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of
+from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.cuda.vectors import DeviceVector
 from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array, is_table
 
 
-class LowRankKernels:
+class LowRankKernels(Kernels):
     """project, back_project, orthogonalise, expand and subtract; written down once for layers that stay alike."""
-
-    def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._plans = plans
 
     def project(
         self,

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
 from gradcomp.kernels.cuda.codes import encoders_of, rounding
-from gradcomp.kernels.cuda.driver import Driver
+from gradcomp.kernels.cuda.prepared import Kernels
 from gradcomp.kernels.segments import STOCHASTIC, Magnitudes, SegmentTable
 
 Doubles = npt.NDArray[np.float64]
@@ -21,11 +21,8 @@ LARGEST_BUCKET = 8192
 """Elements of a bucket that sixteen threads read, level after level."""
 
 
-class MeasureKernels:
+class MeasureKernels(Kernels):
     """losses and moments: sums in double precision, in an order of their own."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
 
     def losses(
         self,
@@ -47,7 +44,7 @@ class MeasureKernels:
         found = np.zeros((len(table), len(bits)))
         buckets = -(-table["length"] // size)
         begins = tiles(-(-buckets // _TEAMS))
-        call = Call(self._driver)
+        call = Call(self._plans.driver)
         rows, where = call.give(table), call.give(begins)
         scales = 0 if magnitudes is None else call.give(magnitudes)
         drawn = draw is not None and codec in STOCHASTIC
@@ -76,7 +73,7 @@ class MeasureKernels:
         """(rows, 2): sum of the gradient's elements, and of their squares."""
         begins = tiles(-(-table["length"] // _PER_BLOCK))
         partial = np.zeros((int(begins[-1]), 2))
-        call = Call(self._driver)
+        call = Call(self._plans.driver)
         call.launch(
             "moments.cu",
             "moments",

@@ -303,6 +303,13 @@ class Plans:
         return prepared, arrays, numbers
 
 
+class Kernels:
+    """Some kernels of a device, whose calls are among its plans."""
+
+    def __init__(self, plans: Plans) -> None:
+        self._plans = plans
+
+
 def fixed_columns(table: SegmentTable) -> bytes:
     """What does not change from step to step of a table's rows: all but the addresses."""
     if not len(table):

@@ -11,10 +11,9 @@ import numpy as np
 
 from gradcomp.kernels.codings import Indices, Sizes
 from gradcomp.kernels.cuda.call import Call, groups, tiles
-from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Real, Source
 from gradcomp.kernels.cuda.places import check_flat, to_read
-from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of, source_of
+from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of, source_of
 from gradcomp.kernels.reference_indices import check_targets
 from gradcomp.kernels.reference_selection import Floats
 from gradcomp.kernels.segments import Bytes, SegmentTable
@@ -22,11 +21,8 @@ from gradcomp.kernels.segments import Bytes, SegmentTable
 _ITEMS = 2048  # items of a list that a block checks
 
 
-class ScatterKernels:
+class ScatterKernels(Kernels):
     """scatter_mean."""
-
-    def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._plans = plans
 
     def scatter_mean(
         self,

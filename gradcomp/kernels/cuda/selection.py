@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels.cuda.call import Call, Parameter, groups, tiles
-from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Real, Source
 from gradcomp.kernels.cuda.places import check_flat, to_read, to_write
-from gradcomp.kernels.cuda.prepared import Plans, fixed_columns, place_of
+from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.cuda.radix import Contribution, Marks, RadixSelect
 from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.reference_selection import (
@@ -33,11 +32,8 @@ from gradcomp.kernels.segments import Bytes, SegmentTable, require_rows
 _ITEMS = 2048  # items of a list that a block of lists.cu serves
 
 
-class SelectionKernels:
+class SelectionKernels(Kernels):
     """The kernels of `reference_selection`, and select_adacomp."""
-
-    def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._plans = plans
 
     def contribute(self, table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
         """See `reference_selection.contribute`."""

@@ -9,7 +9,6 @@ import numpy as np
 from gradcomp.kernels.arguments import Factor, Floats, Int64s
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.codes import write_decode, write_encode
-from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.factors import (
     write_back_project,
     write_expand,
@@ -19,15 +18,12 @@ from gradcomp.kernels.cuda.factors import (
     write_subtract,
 )
 from gradcomp.kernels.cuda.lowrank import check_next_residuals
-from gradcomp.kernels.cuda.prepared import Plans, place_of
+from gradcomp.kernels.cuda.prepared import Kernels, place_of
 from gradcomp.kernels.segments import FP32, Bytes, SegmentTable
 
 
-class SubspaceKernels:
+class SubspaceKernels(Kernels):
     """project, iterate and finish of :mod:`gradcomp.kernels.subspace`, whose `Layers` stand for all that stays."""
-
-    def __init__(self, driver: Driver, plans: Plans) -> None:
-        self._plans = plans
 
     def subspace_project(
         self,
