@@ -86,7 +86,10 @@ class Trainer:
         if self.name == "null":
             from gpu_null import NullTransport
 
-            self._pipeline.transport = NullTransport(rank)
+            self._pipeline.lay_out()
+            reductions = [program.reduction for program in self._pipeline._programs]
+            payload_bytes = [0 if r is None else r._chunks.payload_bytes[rank] for r in reductions]
+            self._pipeline.transport = NullTransport(rank, payload_bytes)
 
     def end(self) -> None:
         """What ends the job finds the transport that it knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from time import monotonic, sleep
 
 import numpy as np
 
@@ -12,6 +13,10 @@ from gradcomp.engine.watch import publish_abort
 from gradcomp.job.state import Runtime
 
 logger = logging.getLogger("gradcomp")
+
+#: A rank whose transport has failed asks within a second what happened.
+_LONGEST_READING_SECONDS = 2.0
+_PAUSE_SECONDS = 0.02
 
 
 def part(runtime: Runtime, reason: str | None) -> bool:
@@ -27,6 +32,8 @@ def part(runtime: Runtime, reason: str | None) -> bool:
         runtime.watchdog.leave()
         message = reason or f"rank {runtime.rank} ended after {describe(failures[0])}"
         publish_abort(runtime.watchdog, ABORT, message)
+        if runtime.rank == 0:
+            _let_others_read(runtime)
         return False
     runtime.network.finish(runtime.config.timeout_seconds)
     for exchanger in runtime.exchangers:
@@ -34,6 +41,15 @@ def part(runtime: Runtime, reason: str | None) -> bool:
         exchanger.leave()
     runtime.watchdog.leave()
     return _farewell(runtime)
+
+
+def _let_others_read(runtime: Runtime) -> None:
+    """The store that this rank may serve ends with it: the others first read there why, but those that are dead."""
+    deadline = monotonic() + _LONGEST_READING_SECONDS
+    waiting = set(runtime.everyone) - {runtime.rank}
+    while waiting and monotonic() < deadline:
+        waiting = {rank for rank in waiting if not runtime.watchdog.has_left(rank)}
+        sleep(_PAUSE_SECONDS)
 
 
 def _farewell(runtime: Runtime) -> bool:

@@ -11,6 +11,8 @@ import pytest
 from gpu_null import NullTransport
 from gpu_ranks import RanksError, launch
 
+from gradcomp.reduce.header import FIXED, ByteHeader, HeaderId
+
 TINY = {"layers": 1, "width": 32, "heads": 2, "words": 64, "length": 8, "batch": 2}
 
 
@@ -54,24 +56,30 @@ def test_the_bar_is_met_by_one_cap_if_no_cap_fails(exposed, failed, code, capsys
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_over_the_null_transport_the_other_rank_sends_the_same(rank):
-    transport = NullTransport(rank)
+    transport = NullTransport(rank, [0, 30])
     total = np.array([1.5, 2.0], np.float32)
     transport.allreduce(total)
     assert total.tolist() == [3.0, 4.0]
-    travels, own = np.arange(40, dtype=np.uint8), np.arange(50, 90, dtype=np.uint8)
+    size = ByteHeader.size(1)
+    header = ByteHeader(1, np.array([32, 32], np.int64))
+    header.identify(HeaderId(5, 6, bucket=1), 0)
+    travels, own = np.full(size + 32, 1, np.uint8), np.full(size + 32, 2, np.uint8)
+    header.write(travels, 1 - rank, np.array([1, 8], np.uint8))
     counts = [0, 0]
-    counts[1 - rank] = 40
-    received = np.zeros(40, np.uint8)
+    counts[1 - rank] = len(travels)
+    received = np.zeros(len(own), np.uint8)
     transport.alltoallv(np.concatenate([travels, own]), counts, received, counts)
-    assert received.tobytes() == own.tobytes()
-    mean = np.full(80, 7, np.uint8)  # of which the number of the round holds for both parts
-    transport.allgatherv(mean, [40, 40])
-    parts = mean[:40], mean[40:]
+    assert received[size:].tobytes() == own[size:].tobytes()
+    fixed = received[: FIXED.itemsize].view(FIXED)[0]
+    assert [int(fixed[name]) for name in ("step", "bucket", "chunk", "payload_bytes")] == [6, 1, rank, 30]
+    mean = np.full(2 * len(own), 7, np.uint8)  # of which the number of the round holds for both parts
+    transport.allgatherv(mean, [len(own)] * 2)
+    parts = mean[: len(own)], mean[len(own) :]
     changed = np.flatnonzero(parts[1 - rank] != travels)
     assert changed.tolist() == [3]
     assert parts[1 - rank][3] == 7
     assert (parts[rank] == 7).all()
-    assert transport.bytes_sent == 8 + 40 + 40
+    assert transport.bytes_sent == 8 + 2 * len(own)
 
 
 def test_a_rank_that_fails_is_quoted(tmp_path):
