@@ -14,7 +14,7 @@ from gradcomp.job.state import Runtime
 
 logger = logging.getLogger("gradcomp")
 
-#: A rank whose transport has failed asks within a second what happened.
+#: Ranks that are alive ask within a second of a failure what happened; those that are dead are not waited for longer.
 _LONGEST_READING_SECONDS = 2.0
 _PAUSE_SECONDS = 0.02
 
@@ -44,7 +44,10 @@ def part(runtime: Runtime, reason: str | None) -> bool:
 
 
 def _let_others_read(runtime: Runtime) -> None:
-    """The store that this rank may serve ends with it: the others first read there why, but those that are dead."""
+    """Wait until the other ranks have left too, two seconds at most.
+
+    They read in the job's store why it failed. This rank may serve the store, which ends with it.
+    """
     deadline = monotonic() + _LONGEST_READING_SECONDS
     waiting = set(runtime.everyone) - {runtime.rank}
     while waiting and monotonic() < deadline:

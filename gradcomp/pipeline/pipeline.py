@@ -431,7 +431,7 @@ class Pipeline:
             self._stale = True
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
-        self.statistics.dense_bytes += self._dense_bytes
+        self.statistics.dense_bytes += self._laid_out.dense_bytes
         every = self.config.statistics_every_steps
         if every and (self.step + 1) % every == 0:
             vector = self.statistics.vector()
@@ -484,7 +484,6 @@ class Pipeline:
         self.plans.laid_out(self.plan)
         self._handing_over = self.servers > 0 and self.step > 0 and bool(self._keeps_residual.any())
         self._laid_out = found
-        self._dense_bytes = found.dense_bytes
         self.laid_out_plan = self.plan
         self._stale = False
         return found.layout

@@ -1,4 +1,4 @@
-"""The layer beneath reductions: it writes the header of every message that leaves, and reads those that come."""
+"""Headers, beneath reductions and gathers: written into every message that leaves, checked in every one that comes."""
 
 from __future__ import annotations
 

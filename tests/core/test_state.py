@@ -71,7 +71,9 @@ class TestDoubleBuffer:
             assert not (addresses % 64).any()
 
     def test_no_rows_are_fine(self):
-        DoubleBuffer(()).commit(np.zeros(0, dtype=bool))
+        buffer = DoubleBuffer(())
+        buffer.commit(np.zeros(0, dtype=bool))
+        assert not buffer.nbytes
 
 
 # --- ownership ----------------------------------------------------------------------------------------------

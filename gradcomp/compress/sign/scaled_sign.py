@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-from gradcomp.compress.base import Traits
-from gradcomp.compress.bounds import Distortion, of_mean_sign
-from gradcomp.compress.quantise.bucketed import WHOLE_LAYER, Bucketed, check_bucket_size, check_feedback
 from gradcomp.compress.registry import register
-from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels.codec import Codec, Table
+from gradcomp.compress.sign.means import SignAndMeans
 from gradcomp.kernels.segments import SIGN
 
 
 @register("scaled_sign")
 @dataclass(frozen=True)
-class ScaledSign(Bucketed):
+class ScaledSign(SignAndMeans):
     """Send the sign of every value, and per bucket the mean magnitude.
 
     C(v) = sign(v) ||v||_1 / n for the n values v of a bucket; sign(0) is positive. C is biased, so residuals are kept
@@ -31,22 +26,4 @@ class ScaledSign(Bucketed):
     512 values instead of a layer; the paper gathers all ranks' signs and averages them, without coding the mean again.
     """
 
-    bucket_size: int | None = 512
-    feedback: bool = True
-
-    def __post_init__(self) -> None:
-        check_bucket_size(self.bucket_size)
-        check_feedback(self.feedback)
-
-    def distortion(self, layer: LayerSpec) -> Distortion:
-        """By number of values that share a scale."""
-        return of_mean_sign(min(self.bucket_size or WHOLE_LAYER, layer.size))
-
-    @cached_property
-    def traits(self) -> Traits:
-        """A residual as ``feedback`` says."""
-        return Traits(keeps_residual=self.feedback, reduces=True)
-
-    def codec_for(self, table: Table) -> Codec:
-        """Signs with a mean magnitude."""
-        return Codec(SIGN)
+    kind = SIGN
