@@ -1,5 +1,6 @@
 // Payload to outputs, for one codec: GRADCOMP_CLASS. A thread decodes eight elements.
 
+#include "native/body/block_float.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/finish.hpp"
 #include "native/body/signs.hpp"

@@ -4,6 +4,7 @@
 // threads each. All others go through two: ranges, which leaves a codec per bucket, and codes. With
 // GRADCOMP_TEAM > 16 there is only ranges, a block per bucket.
 
+#include "native/body/block_float.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/signs.hpp"
 
