@@ -69,4 +69,4 @@ def _difference(texts: Sequence[str]) -> str:
             pair = [lines[i] if i < len(lines) else "nothing more" for lines in (ours, theirs)]
             if pair[0] != pair[1]:
                 return f"rank 0 has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
-    raise AssertionError(f"digests differ, descriptions do not: {texts}")
+    raise WireFormatError("the digests of what the ranks call differ, and what they call does not")
