@@ -164,6 +164,14 @@ class Call:
                 parameters = tuple(self._shifted(each) for each in parameters)
             self.launches.append(Launch(function, int(blocks), threads, parameters))
 
+    def launch_tiles(
+        self, source: str, name: str, count: int, *parameters: Parameter, defines: Mapping[str, object]
+    ) -> None:
+        """Start as many blocks as the device runs at a time, if there are so many tiles, each of which takes some."""
+        if count > 0:
+            most = self.driver.resident(self.driver.function(source, name, defines), THREADS)
+            self.launch(source, name, min(count, most), *parameters, defines=defines)
+
     def _shifted(self, parameter: Parameter) -> Parameter:
         if isinstance(parameter, Integer | Real):
             return type(parameter)(parameter.place + self._numbers)
