@@ -104,6 +104,34 @@ class BucketProgram:
             for g, found in ends.items():
                 at.note(g, found)
 
+    def rehearse(
+        self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
+    ) -> None:
+        """The same on a device that rehearses: nothing runs, nothing is sent.
+
+        As far as kernels alone look at what they find: a compressor that looks, too, would see what is not there.
+        """
+        exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
+        messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
+        at = Round(self.bucket, 0, header_id, context.ranks, binding, flags)
+        call = self._phase(0).collecting()
+        if self.reduction is not None and self.reduction.by_kernels:
+            for _ in self.reduction.run(context, binding, flags):
+                pass
+        while messages and not self._servers and all(map(_by_kernels, messages.values())):
+            fused = self._write(messages, at, call)
+            call.start()
+            call.finish()
+            replies: Replies = {g: Reply(at.flags_of(g)) for g in self._reduced if g in messages}
+            for each, given in fused:
+                replies |= each.replies(given, at)
+            at = Round(self.bucket, at.number + 1, header_id, context.ranks, binding, flags)
+            call = self._phase(at.number).collecting()
+            messages, _ = _answer(exchanges, replies, call)
+        if not messages:
+            call.start()
+            call.finish()
+
     def _write(self, messages: Mapping[int, Message], at: Round, call: Collected) -> list[_Fused]:
         """Fill the messages of a round, fused by kind, in an order that all ranks share; ``call`` is to be started."""
         by_dtype: dict[str, dict[int, Sum]] = {}
@@ -154,6 +182,13 @@ class BucketProgram:
                 self.bucket, number, gathers, self._rank, self._ranks, self._servers, self._allocator
             )
         return self._gathers[key]
+
+
+def _by_kernels(message: Message) -> bool:
+    """Whether it has a size of its own, and kernels alone look at what is sent and at what comes."""
+    if isinstance(message, Gather):
+        return message.by_kernels and message.fixed
+    return isinstance(message, Reduce) or (isinstance(message, Sum) and message.by_kernels)
 
 
 def _answer(

@@ -114,9 +114,13 @@ class FusedSum:
             states = self._header.read(self._counts, at.header_id, at.ranks)
             check_covers(states, sent, "all ranks")
             at.flags.states |= states
-        for g in self._views:
+        return self.replies(messages, at)
+
+    def replies(self, messages: Mapping[int, Sum], at: Round) -> Replies:
+        """The sums are there."""
+        for g in messages:
             at.bind_outputs(g)
-        return {g: Reply(at.flags_of(g), view) for g, view in self._views.items()}
+        return {g: Reply(at.flags_of(g), self._views[g]) for g in messages}
 
 
 class FusedGather:
@@ -188,12 +192,17 @@ class FusedGather:
             at.note(g, found)
         if self._in_place:
             yield self._move
-            return self._replies(messages, self._payloads, at)
+            return self.replies(messages, at)
         sizes = most = self._most_by_rank(messages)
         if self._varying:
             sizes = yield from self._announce(most, list(messages), at.header_id)
         buffer = yield from self._exchange(sizes)
         return self._replies(messages, self._views(buffer, sizes), at)
+
+    def replies(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
+        """Payloads that are written where they travel have come."""
+        assert self._in_place, "they are nowhere else"
+        return self._replies(messages, self._payloads, at)
 
     def _replies(
         self, messages: Mapping[int, Gather | Broadcast], payloads: list[list[Bytes]], at: Round

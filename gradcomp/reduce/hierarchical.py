@@ -57,6 +57,7 @@ class Hierarchical(Reduction):
     """
 
     sums_travel = True
+    by_kernels = True
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ class CudaKernels:
         self.driver = driver
         plans = Plans(driver)
         self.together, self.finalise, self.start_again = plans.together, plans.finalise, plans.start_again
+        self.rehearsing = plans.rehearsing
         self._parts = [part(plans) for part in PARTS]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

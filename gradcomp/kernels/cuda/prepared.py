@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from operator import is_
 from typing import Any, NamedTuple
@@ -107,6 +107,8 @@ class Underway:
 
     def start(self, prepared: Prepared, arrays: Sequence[Any], numbers: Sequence[int | float]) -> None:
         """Begin; the runs that it is made of are there."""
+        if self._plans.is_rehearsal:
+            return
         self._arrays = arrays
         if prepared.layout is None:
             prepared.skip(arrays)
@@ -212,7 +214,7 @@ class Plans:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.staging = Staging(driver)
-        #: ``together``: what this thread's runs are added to.
+        #: ``together``: what this thread's runs are added to. ``is_rehearsal``: see :meth:`rehearsing`.
         self.thread = threading.local()
         self._kept: dict[Hashable, Prepared] = {}  # what ran last comes last
 
@@ -237,8 +239,23 @@ class Plans:
             together.add(run)
             return
         prepared, own, numbers = self.prepare([run])
-        prepared.run(self.staging, own, numbers)
-        _conclude([run])
+        if not self.is_rehearsal:
+            prepared.run(self.staging, own, numbers)
+            _conclude([run])
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether what this thread runs is only written down."""
+        return getattr(self.thread, "is_rehearsal", False)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside, what this thread runs is written down, and its kernels are loaded; nothing is done."""
+        self.thread.is_rehearsal = True
+        try:
+            yield
+        finally:
+            self.thread.is_rehearsal = False
 
     def repeats(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
