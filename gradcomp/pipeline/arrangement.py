@@ -63,6 +63,9 @@ class Arrangements:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def get(self, key: Hashable, step: int, make: Callable[[], Arrangement]) -> Arrangement:
         """The arrangement of this key, which comes into force with ``step``."""
         kept = self._kept.pop(key, None)

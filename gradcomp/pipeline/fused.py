@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.kernels.cuda.mirrors import fill
+from gradcomp.kernels.pending import Pending
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce.base import Binding, Message, Move, Waits
 from gradcomp.reduce.header import (
@@ -64,6 +65,14 @@ class Round:
         self.binding.outputs(members.table, members.layers)
 
 
+def finished(call: Pending, binding: Binding, phase: str) -> Generator[Pending, None, None]:
+    """Until the device is through with a call, whose results are then where they belong."""
+    if not call.done():
+        yield call
+    with binding.span(phase):
+        call.finish()
+
+
 class FusedSum:
     """Sums of one dtype in one buffer: the groups' elements, then, in the first round, the counts."""
 
@@ -84,13 +93,14 @@ class FusedSum:
         self._flags: dict[int, Bytes] = {}
 
     def write(self, messages: Mapping[int, Sum], at: Round) -> None:
-        """This rank's summands; flags are there when the routine of all writers is done."""
+        """This rank's summands; flags are there when the phase of all writers is done."""
         for g, view in self._views.items():
             at.bind_sources(g)
             self._flags[g] = messages[g].write(view)
 
-    def run(self, messages: Mapping[int, Sum], at: Round) -> Program:
-        """One allreduce."""
+    def run(self, messages: Mapping[int, Sum], at: Round, written: Pending) -> Program:
+        """One allreduce of what is ``written``."""
+        yield from finished(written, at.binding, "encode")
         for g, view in self._views.items():
             if self._header:
                 at.note(g, self._flags[g])
@@ -104,9 +114,13 @@ class FusedSum:
             states = self._header.read(self._counts, at.header_id, at.ranks)
             check_covers(states, sent, "all ranks")
             at.flags.states |= states
-        for g in self._views:
+        return self.replies(messages, at)
+
+    def replies(self, messages: Mapping[int, Sum], at: Round) -> Replies:
+        """The sums are there."""
+        for g in messages:
             at.bind_outputs(g)
-        return {g: Reply(at.flags_of(g), view) for g, view in self._views.items()}
+        return {g: Reply(at.flags_of(g), self._views[g]) for g in messages}
 
 
 class FusedGather:
@@ -157,7 +171,7 @@ class FusedGather:
         self._payloads = self._views(self._buffer, sizes)
 
     def write(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> None:
-        """This rank's payloads; flags are there when the routine of all writers is done."""
+        """This rank's payloads; flags are there when the phase of all writers is done."""
         if self._in_place:
             for views, (g, message) in zip(self._payloads, messages.items(), strict=True):
                 at.bind_sources(g)
@@ -171,18 +185,24 @@ class FusedGather:
             self._flags[g], count = message.write(self._space[g] if serves else self._space[g][:limit])
             self._used[g] = min(count, limit)
 
-    def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
-        """One all-gather, or two."""
+    def run(self, messages: Mapping[int, Gather | Broadcast], at: Round, written: Pending) -> Program:
+        """One all-gather, or two, of what is ``written``."""
+        yield from finished(written, at.binding, "encode")
         for g, found in self._flags.items():
             at.note(g, found)
         if self._in_place:
             yield self._move
-            return self._replies(messages, self._payloads, at)
+            return self.replies(messages, at)
         sizes = most = self._most_by_rank(messages)
         if self._varying:
             sizes = yield from self._announce(most, list(messages), at.header_id)
         buffer = yield from self._exchange(sizes)
         return self._replies(messages, self._views(buffer, sizes), at)
+
+    def replies(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
+        """Payloads that are written where they travel have come."""
+        assert self._in_place, "they are nowhere else"
+        return self._replies(messages, self._payloads, at)
 
     def _replies(
         self, messages: Mapping[int, Gather | Broadcast], payloads: list[list[Bytes]], at: Round

@@ -58,6 +58,7 @@ class Hierarchical(Reduction):
     """
 
     sums_travel = True
+    by_kernels = True
 
     def __init__(
         self,

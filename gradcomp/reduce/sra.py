@@ -34,6 +34,8 @@ class ScatterReduceAllgather(Reduction):
     With other ``roles`` than everybody's, chunks belong to some of the ranks only, or only some have something to add.
     """
 
+    by_kernels = True
+
     def __init__(
         self,
         parts: Sequence[Part],
