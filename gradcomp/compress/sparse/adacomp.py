@@ -39,7 +39,6 @@ class AdaComp(Sparse):
     paper has bins of 50 for convolutions and 500 for other layers. Differs: ``limit``, zeros, and the values.
     """
 
-    fixed = False
     by_kernels = True
 
     bin_size: int = 500

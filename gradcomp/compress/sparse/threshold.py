@@ -38,7 +38,6 @@ class Threshold(Sparse):
     """
 
     level_field: ClassVar[str | None] = "threshold"
-    fixed = False
     by_kernels = True
 
     threshold: float = 0.01
