@@ -36,7 +36,7 @@ class GlobalTopK(Sparse):
     travels under this compressor in one dtype, without layers that nobody used in the last steps.
 
     Wire: at most k values and their coded indices, and a count per layer (4 bytes), to all ranks: (N - 1) d bytes per
-    rank for a payload of d bytes; one round of sizes and one of payloads. ``wire_bytes`` shares k out in proportion to
+    rank for a payload of d bytes; one round, or two where it grows. ``wire_bytes`` shares k out in proportion to
     n.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1].

@@ -25,11 +25,10 @@ class TopK(ByDensity, Sparse):
     a function of the values. The level is the density.
 
     ``zeros``: send elements of 0 too, so that there are always k of them. Of exact or cast values the mean is the same,
-    bit for bit. A payload then has the same size in every step and needs no round of sizes; on a GPU it is made in one
-    call, and read in one.
+    bit for bit. A payload then has the same size in every step; on a GPU it is made in one call, and read in one.
 
     Wire: for every layer its count (4 bytes) and min(k, non-zeros) values and coded indices, to all ranks: (N - 1) d
-    bytes per rank for a payload of d bytes; one round of sizes and one of payloads. With ``zeros`` no count and k
+    bytes per rank for a payload of d bytes; one round, or two where it grows. With ``zeros`` no count and k
     elements, in one round. With exact values and the default coding a density of 1% costs 40.6 bits an element sent
     (48 x less than with 32-bit indices would be 64 bits). ``wire_bytes`` is that of layers with k non-zeros.
     State: a residual per layer.
