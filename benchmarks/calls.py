@@ -37,7 +37,11 @@ RANKS = 2
 MEBI = 1 << 20
 SIZES = (1, 16, 32)  # Mi elements of a bucket
 
-CODECS: dict[str, Compressor] = {"4 bits": Quantize(4), "TopK 1%": TopK(0.01), "PowerSGD 4": PowerSGD(4)}
+CODECS: dict[str, Compressor] = {
+    "4 bits": Quantize(4),
+    "TopK 1%": TopK(0.01, zeros=True),
+    "PowerSGD 4": PowerSGD(4),
+}
 
 #: Python of one phase of one bucket that is at most wanted, in microseconds.
 BAR = 60.0

@@ -264,8 +264,6 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
                 cost(_ALL_TO_ALL if several else _RING, load, job.topology), load, job, network
             )
             fused = [Round(sum(r.busy for r in rounds), sum(r.latency for r in rounds))] if rounds else []
-            if several and not first.fixed and fused:
-                fused.insert(0, Round(0.0, fused[0].latency))  # sizes go first
             ways.append((fused, coding))
         if parts:
             scheme = job.scheme

@@ -17,7 +17,7 @@ from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Pipeline
 
 LAYERS = bench.gpt(64, 2, 3000, 32)
-TOP_K = TopK(0.01)
+TOP_K = TopK(0.01, zeros=True)
 
 
 def row(name: str) -> bench.Row:

@@ -58,7 +58,7 @@ def encodes(gpu: Any, name: str = "encode") -> int:
 
 
 #: By the first kernel of an encode, of which there is one for a bucket.
-COMPRESSORS = {"encode": FOUR_BITS, "contribute_histogram": TopK(0.1), "project": PowerSGD(2)}
+COMPRESSORS = {"encode": FOUR_BITS, "contribute_histogram": TopK(0.1, zeros=True), "project": PowerSGD(2)}
 
 
 @pytest.mark.parametrize("kernel", COMPRESSORS)
@@ -93,7 +93,7 @@ def test_without_overlap_buckets_come_one_by_one(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compressor", "reduction"), [(FOUR_BITS, "sra"), (FOUR_BITS, "ring"), (TopK(0.1), "sra")]
+    ("compressor", "reduction"), [(FOUR_BITS, "sra"), (FOUR_BITS, "ring"), (TopK(0.1, zeros=True), "sra")]
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_means_and_state_are_those_of_the_host_whenever_events_come(

@@ -83,10 +83,8 @@ def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
     table["gradient"], table["next_residual"] = values.ctypes.data, rest.ctypes.data
     table["length"], table["dtype"] = len(values), FLOAT32
     chosen, flags = Selection.allocate(np.array([count])), np.zeros(1, np.uint8)
-    places = chosen.counts, chosen.offsets
-    selection.select_top(
-        table, flags, np.ones(1, np.float32), *places, chosen.indices, chosen.values, decay=1.0
-    )
+    places = chosen.counts, chosen.offsets, chosen.indices, chosen.values, chosen.counts
+    selection.select_top(table, flags, np.ones(1, np.float32), *places, decay=1.0, zeros=True)
     selection.put(table, chosen.offsets, chosen.counts, chosen.indices, np.zeros_like(chosen.values))
     return chosen
 
