@@ -174,6 +174,7 @@ def test_the_run_log_and_the_log_lines():
     assert len(changes) >= 2
     assert "bits" in changes[-1]
     assert "predicted" in changes[-1]
+    assert "of them under control; " in changes[-1]
     assert "measured" in changes[-1]
     (written,) = path.parent.iterdir()  # under the exchanger's name: it is not the job's first
     (run,) = read(written)
