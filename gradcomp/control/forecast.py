@@ -232,7 +232,7 @@ def choose(forecasts: Sequence[Forecast], compute: float, current: int, hidden: 
 
 
 def assignment(job: Job, choice: Compressor) -> list[Compressor]:
-    """Every layer's compressor: those that are not controlled ride along exactly, as under ``Policy.exact``."""
+    """Every layer's compressor: those that are not controlled ride along exactly, as a policy has them."""
     exact = EXACT if choice.traits.reduces else Identity()
     return [
         choice if i in job.controlled else Identity() if layer.dtype == "float64" else exact

@@ -75,6 +75,11 @@ class StepMemory:
         """Gradients as they were handed in; 0 where there is none."""
         table["gradient"] = self.place(self._registry.gradients[layers], table)
 
+    def residuals(self, table: Table, group: Group) -> None:
+        """What feedback adds to the group's gradients; 0 where there is none."""
+        if group.feedback:
+            table["residual"] = self._residuals.first.read_addresses(group.layers, table["start"])
+
     def _prepare(self, group: Group) -> Addresses:
         """What the group's compressor reads instead of gradients, by layer: u = momentum u + clip scale g.
 

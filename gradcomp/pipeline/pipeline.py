@@ -190,9 +190,9 @@ class Pipeline:
         return bool(self.residuals.first.nbytes + self.fields.nbytes)
 
     @property
-    def predicted_bytes(self) -> float:
-        """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
-        return self._laid_out.predicted_bytes
+    def predicted(self) -> npt.NDArray[np.float64]:
+        """By layer, bytes that a rank sends per step as it is laid out, by formula, without headers."""
+        return self._laid_out.predicted
 
     def open(
         self, scale: Number = 1.0, learning_rate: Number = 0.0, digests: Future[Digests] | None = None

@@ -21,14 +21,15 @@ def several_steps(ranks: Simulation) -> None:
         ranks.step()
 
 
+@pytest.mark.parametrize("samples", [None, 2])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
-def test_plans_agree_in_every_step(world):
+def test_plans_agree_in_every_step(world, samples):
     ranks = Simulation(
         LAYERS, Quantize(4, 32), world, shuffle=True, delay=0.3, slice_elements=50,
-        controller=Loudest(5), background=Late(world),
+        controller=Loudest(5, samples=samples), background=Late(world),
     )  # fmt: skip
     observed = []
-    for _ in range(60):
+    for _ in range(60 if samples is None else 90):
         ranks.step().all_means()
         observed.append(tuple(levels(ranks)))
     assert len(set(observed)) >= 4

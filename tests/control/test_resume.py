@@ -31,16 +31,17 @@ def through_files(states, directory):
     return [read_rank(directory, manifest, rank) for rank in range(len(states))]
 
 
+@pytest.mark.parametrize("controller", [Loudest(3), Loudest(3, samples=2)], ids=["sums", "samples"])
 @pytest.mark.parametrize(
     "at", [*range(1, 7), *(pytest.param(at, marks=pytest.mark.full) for at in range(7, 13))]
 )
-def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, tmp_path, monkeypatch):
+def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, controller, tmp_path, monkeypatch):
     finish = PeriodicRun.finish
     # All but the clock.
     monkeypatch.setattr(
         PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
     )
-    whole, first, second = job(3), job(3), job(3)
+    whole, first, second = (job(3, controller) for _ in range(3))
     gradients = [whole.gradients() for _ in range(24)]
     for step in range(at):
         first.step(gradients[step])
@@ -72,18 +73,21 @@ def test_the_saved_phases_are_all_of_them():
     assert phases == set(PeriodicRun.PHASES) - {Phase.MEASURE}
 
 
+@pytest.mark.parametrize("kind", ["sums", "sampled"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_sums_go_to_their_new_owners(world):
-    old, new = job(3, Loudest(30)), job(world, Loudest(30))
+def test_what_was_gathered_goes_to_its_new_owners(world, kind):
+    controller = Loudest(30, samples=None if kind == "sums" else 8)
+    old, new = job(3, controller), job(world, controller)
     for _ in range(7):
         old.step()
     states = [snapshot(p) for p in old.pipelines]
-    sums = {name: v for s in states for name, v in s.control["sums"].items()}
+    sums = {name: v for s in states for name, v in s.control[kind].items()}
+    assert all(v.any() for v in sums.values())
     for rank, pipeline in enumerate(new.pipelines):
         restore(pipeline, merge(states, rank, world))
     found = {}
     for pipeline in new.pipelines:
-        mine = pipeline.controller.own_state()["sums"]
+        mine = pipeline.controller.own_state()[kind]
         assert not mine.keys() & found.keys()
         found |= mine
     assert found.keys() == sums.keys()
