@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import preloaded
 import pytest
-from launching import plain_variables, run_ranks
-from transport_engines import no_mpi, under_mpiexec
+from launching import clean_environment, plain_variables, run_ranks
+from transport_engines import mpich, no_mpi, under, under_mpiexec
 
 pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
 
@@ -80,9 +82,19 @@ print(json.dumps(found) + "\\n", end="", flush=True)
 
 
 @pytest.mark.skipif(bool(no_mpi()), reason=no_mpi())
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_mpi_is_enough(world: int):
-    done = under_mpiexec(PROGRAM.replace("HIDDEN", '("torch",)'), world)
+@pytest.mark.parametrize(
+    ("world", "forks"),
+    [(2, True), *(pytest.param(*case, marks=pytest.mark.full) for case in [(2, False), (3, True)])],
+)
+def test_mpi_is_enough(world: int, forks: bool, tmp_path: Path):
+    source = PROGRAM.replace("HIDDEN", '("torch",)')
+    if forks:
+        (tmp_path / "program.py").write_text(source)
+        quiet = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        program = preloaded.program(preloaded.TENSORFLOW_ALONE, quiet, tmp_path / "program.py")
+        done = under(mpich(), "-n", str(world), *program)
+    else:
+        done = under_mpiexec(source, world)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(json.loads(line) for line in done.stdout.splitlines()) == [
         [rank, world, rank, world, [world * (world + 1) / 2] * 3, *([some] if rank in some else []), False]
