@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import preloaded
 import pytest
 from culprits import culprits
 from launching import run_ranks
@@ -60,7 +61,7 @@ except gc.GradcompError as error:
 
 @pytest.fixture(scope="module")
 def ended():
-    return run_ranks(PROGRAM, 2, timeout=60)
+    return run_ranks(PROGRAM, 2, timeout=60, imported=preloaded.TORCH)
 
 
 def test_a_long_number_in_the_store_is_ignored(ended):
