@@ -22,6 +22,7 @@ from pathlib import Path
 
 TORCH = ("batch", "torch._dynamo", "gradcomp.torch")
 TENSORFLOW = ("batch", "tensorflow", "keras", "gradcomp.torch", "gradcomp.tf")
+HOROVOD = ("batch", "horovod.torch", "gradcomp.torch")
 TENSORFLOW_ALONE = ("without_torch", "tensorflow", "keras", "gradcomp.tf")
 _starting = threading.Lock()
 _SERVER = Path(__file__).parent / "faults/server.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -177,19 +178,30 @@ def over(remote: Callable[[Rank, Sequence[int]], Transport]) -> Callable[[Rank, 
 def no_horovod() -> str:
     probe = "import sys, horovod.torch as hvd; sys.exit(not hvd.gloo_built())"
     if importlib.util.find_spec("horovod") is not None:
-        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False)
-        if done.returncode == 0:
-            return ""
+        with contextlib.suppress(RuntimeError):  # it cannot be imported
+            (done,) = run_ranks(probe, 1, env=lambda _: {}, imported=preloaded.HOROVOD)
+            if done.returncode == 0:
+                return ""
     return f"needs Horovod: scripts/install_horovod.sh {sys.executable}"
 
 
 def under_horovodrun(source: str, world: int) -> list[Finished]:
-    # Its cache, in the home directory, remembers what was found on other machines of this name.
-    launcher = [str(_BIN / "horovodrun"), "--disable-cache", "--gloo", "-np", str(world)]
+    """It and its ranks are forks; those of tests/launchers are none."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
         program = Path(directory) / "program.py"
         program.write_text(source)
-        return [under(*launcher, sys.executable, str(program))]
+        ranks = preloaded.program(preloaded.HOROVOD, clean_environment(), program)
+        # Its cache, in the home directory, remembers what was found on other machines of this name.
+        options = ("--disable-cache", "--gloo", "-np", str(world), *ranks)
+        launcher = (_BIN / "horovodrun").read_text()
+        return run_ranks(
+            launcher,
+            1,
+            env=lambda _: {},
+            timeout=_LAUNCH_SECONDS,
+            arguments=options,
+            imported=preloaded.HOROVOD,
+        )
 
 
 def begin_horovod(r: Rank) -> None:
