@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+PLAIN = ("batch", "contract", "gradcomp.transport.shm")
 TORCH = ("batch", "torch._dynamo", "gradcomp.torch")
 TENSORFLOW = ("batch", "tensorflow", "keras", "gradcomp.torch", "gradcomp.tf")
 HOROVOD = ("batch", "horovod.torch", "gradcomp.torch")

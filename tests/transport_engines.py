@@ -34,6 +34,11 @@ def rank_of_process() -> int:
 
 def by_hand(source: str, world: int) -> list[Finished]:
     """Processes without a launcher."""
+    return run_ranks(source, world, timeout=_LAUNCH_SECONDS, imported=preloaded.PLAIN)
+
+
+def on_gpus(source: str, world: int) -> list[Finished]:
+    """Interpreters, for a GPU's libraries outlive no fork."""
     return run_ranks(source, world, timeout=_LAUNCH_SECONDS)
 
 
@@ -125,8 +130,18 @@ def no_open_mpi() -> str:
     return "" if here else "needs mpi4py and Open MPI: make openmpi"
 
 
-def under_mpiexec(source: str, world: int, env: Mapping[str, str] | None = None) -> Finished:
-    return under(mpich(), "-n", str(world), sys.executable, "-c", source, env=env)
+def under_mpiexec(
+    source: str, world: int, env: Mapping[str, str] | None = None, imported: tuple[str, ...] = preloaded.PLAIN
+) -> Finished:
+    """Forks of a process that has ``imported`` modules; interpreters, if these are none."""
+    with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
+        program = Path(directory) / "program.py"
+        program.write_text(source)
+        rank = [sys.executable, str(program)]
+        if imported:
+            shared = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+            rank = preloaded.program(imported, shared, program)
+        return under(mpich(), "-n", str(world), *rank, env=env)
 
 
 def under_mpirun(source: str, world: int) -> list[Finished]:
@@ -290,6 +305,6 @@ ENGINES = [
 
 #: What only tests/gpu runs.
 ON_GPUS = [
-    Engine(f"nccl-{n}", nccl, by_hand, (n,), leave=None, missing=functools.partial(fewer_gpus_than, n))
+    Engine(f"nccl-{n}", nccl, on_gpus, (n,), leave=None, missing=functools.partial(fewer_gpus_than, n))
     for n in (1, 2, 4)
 ]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import preloaded
 import pytest
-from launching import clean_environment, plain_variables, run_ranks
-from transport_engines import mpich, no_mpi, under, under_mpiexec
+from launching import plain_variables, run_ranks
+from transport_engines import no_mpi, under_mpiexec
 
 pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
 
@@ -83,18 +82,15 @@ print(json.dumps(found) + "\\n", end="", flush=True)
 
 @pytest.mark.skipif(bool(no_mpi()), reason=no_mpi())
 @pytest.mark.parametrize(
-    ("world", "forks"),
-    [(2, True), *(pytest.param(*case, marks=pytest.mark.full) for case in [(2, False), (3, True)])],
+    ("world", "imported"),
+    [
+        pytest.param(2, preloaded.TENSORFLOW_ALONE, id="2"),
+        pytest.param(3, preloaded.TENSORFLOW_ALONE, id="3", marks=pytest.mark.full),
+        pytest.param(2, (), id="2-interpreters", marks=pytest.mark.full),
+    ],
 )
-def test_mpi_is_enough(world: int, forks: bool, tmp_path: Path):
-    source = PROGRAM.replace("HIDDEN", '("torch",)')
-    if forks:
-        (tmp_path / "program.py").write_text(source)
-        quiet = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        program = preloaded.program(preloaded.TENSORFLOW_ALONE, quiet, tmp_path / "program.py")
-        done = under(mpich(), "-n", str(world), *program)
-    else:
-        done = under_mpiexec(source, world)
+def test_mpi_is_enough(world: int, imported: tuple[str, ...]):
+    done = under_mpiexec(PROGRAM.replace("HIDDEN", '("torch",)'), world, imported=imported)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(json.loads(line) for line in done.stdout.splitlines()) == [
         [rank, world, rank, world, [world * (world + 1) / 2] * 3, *([some] if rank in some else []), False]
