@@ -40,7 +40,7 @@ if gc.rank() == 1:
     control = runtime.current().make_control()
     for key in ("question", "at/0", "at/1", "exchanger/all-0/left"):
         control.publish(key, b"1" * 5000)
-time.sleep(3)  # the engine looks at the store meanwhile
+time.sleep(1.5)  # the engine looks at the store meanwhile
 step()
 print("went on", flush=True)
 
@@ -208,6 +208,7 @@ def test_what_is_no_answer_is_none(value):
     assert Answer.parse(value) is None
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_answers_of_any_length_are_no_answers():
     control = LocalControl()
     control.publish("question", b"9" * 5000)
