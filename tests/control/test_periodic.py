@@ -36,7 +36,7 @@ def test_plans_agree_in_every_step(world, samples):
     assert all(plan[4] is None for plan in observed)  # float64 stays exact
 
 
-def test_500_steps_with_random_delays_on_every_rank():
+def test_200_steps_with_random_delays_on_every_rank():
     ranks = Simulation(
         LAYERS,
         Quantize(4, 32, rounding="nearest"),
@@ -47,11 +47,11 @@ def test_500_steps_with_random_delays_on_every_rank():
         background=Late(1),
     )
     versions = []
-    for _ in range(500):
+    for _ in range(200):
         ranks.step()
         levels(ranks)
         versions.append(ranks.pipelines[0].plan.version)
-    assert versions[-1] > 20
+    assert versions[-1] > 8
     assert max(np.diff(versions)) == 1
 
 
