@@ -6,11 +6,15 @@
     python benchmarks/adaptive.py --task lstm --families rank --controllers sweep --link 1gbit    # several references
 
 The tasks are those of convergence.py. References are the papers': 4 bits; TopK 1% and rank 4 on the ResNet, TopK 10%
-and rank 32 on the LSTM. Controllers decide once an epoch of the ResNet, and ten times in the LSTM's run.
+and rank 32 on the LSTM. Controllers decide once an epoch of the ResNet, and ten times in the LSTM's run, or as
+--every-steps says. lgreco has tables from single steps, lgreco-window from gradients added up over the period, as the
+paper has it; rows that end with bf16 send excluded layers in bfloat16.
 
 Columns
     bytes       what a rank sends per step, headers and votes included, in the mean over the whole run
-    fewer       bytes of uniform over those of the row: tables 2 to 4 of Markov et al. 2024, 3.8 of Markov 2024
+    fewer       bytes of uniform over those of the row: tables 2 to 4 of Markov et al. 2024, 3.8 of Markov 2024;
+                (second half) the same over the second half of the steps
+    compressible  bytes per step of the layers that are not excluded, by formula, without headers; (fewer) by these
     worse by    than uniform, relative, per pair; then the mean. The bar is 1%
     overhead    processor time of error tables and program over training time, the larger of the ranks'; the bar is 1%.
     adding      the same of adding gradients up, which the papers do not count; window= makes it less
@@ -76,12 +80,14 @@ def measure(options: argparse.Namespace, runs: list[Run]) -> list[Run]:
         60, options.lstm_steps, options.resnet_epochs, _path(options.data), _path(options.cifar)
     )
     for task in options.task:
-        for arm in arms(task, options.families.split(","), options.controllers.split(",")):
+        for arm in arms(
+            task, options.families.split(","), options.controllers.split(","), options.every_steps
+        ):
             done = {run["seed"] for run in runs if (run["task"], run["row"]) == (task, arm.key)}
             seeds = tuple(seed for seed in range(options.seeds) if seed not in done)
             if not seeds:
                 continue
-            plan = convergence.Plan(task, arm.compression, 1.0, seeds, settings, arm.controller)
+            plan = convergence.Plan(task, arm.compression, 1.0, seeds, settings, arm.controller, arm.exact)
             found = convergence.launch(plan, options.ranks, options.link)
             if found is None:
                 print(f"{task}, {arm.title}: left out, a rank failed; its error is above", file=sys.stderr)
@@ -106,7 +112,12 @@ def _path(path: Path | None) -> str | None:
 def save(options: argparse.Namespace, runs: list[Run]) -> list[dict[str, Any]]:
     """Write runs and rows, if a path was given; returns the rows."""
     rows = [row for task in TASKS for row in evaluate(task, runs)]
-    about = {"lstm_steps": options.lstm_steps, "resnet_epochs": options.resnet_epochs, "link": options.link}
+    about = {
+        "lstm_steps": options.lstm_steps,
+        "resnet_epochs": options.resnet_epochs,
+        "link": options.link,
+        "every_steps": options.every_steps,
+    }
     report.write_json(
         options.json,
         {"benchmark": "adaptive", "machine": report.machine(), "settings": about, "rows": rows, "runs": runs},
@@ -143,6 +154,9 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "bytes_per_step": statistics.mean(own[s]["run_bytes_per_step"] for s in seeds),
                 "dense_ratio": statistics.mean(own[s]["ratio"] for s in seeds),
                 "fewer": statistics.mean(fewer),
+                "fewer_late": _mean_ratio(base, own, seeds, "bytes_per_step"),
+                "compressible": _mean(own, seeds, "compressible_bytes_per_step"),
+                "fewer_compressible": _mean_ratio(base, own, seeds, "compressible_bytes_per_step"),
                 "target": arm.family.target if arm.family and key.endswith("-lgreco") else None,
                 "overhead": max(own[s]["overhead"] for s in seeds),
                 "adding": max(own[s]["adding"] for s in seeds),
@@ -154,11 +168,27 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
+def _mean(runs: dict[int, Run], seeds: Sequence[int], key: str) -> float | None:
+    """None where a run lacks it: those of before it was written down, and GraVAC's, whose plans are not kept."""
+    found = [runs[s].get(key) for s in seeds]
+    return None if None in found else statistics.mean(found)
+
+
+def _mean_ratio(base: dict[int, Run], own: dict[int, Run], seeds: Sequence[int], key: str) -> float | None:
+    pairs = [(base[s].get(key), own[s].get(key)) for s in seeds]
+    return None if any(not a or not b for a, b in pairs) else statistics.mean(a / b for a, b in pairs)
+
+
 def _every_controller() -> list[str]:
     names = [
         *DEFAULT,
+        "lgreco-window",
+        "lgreco-norm",
+        "lgreco-8",
         "lgreco-narrow",
-        "lgreco-squared",
+        "hybrid-window",
+        "uniform-bf16",
+        "lgreco-bf16",
         "lgreco-time",
         "lgreco-position",
         "adaqs",
@@ -184,7 +214,9 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                     ", ".join(f"{m:.4g}" for m in row["metrics"]),
                     f"{100 * row['mean_worse']:+.2f}" if adaptive else None,
                     f"{row['bytes_per_step']:,.0f}",
-                    f"{row['fewer']:.2f}" if adaptive else None,
+                    _fewer(row) if adaptive else None,
+                    None if row["compressible"] is None else f"{row['compressible']:,.0f}",
+                    _factor(row["fewer_compressible"]) if adaptive else None,
                     bar,
                     f"{100 * row['overhead']:.2f}" if adaptive else None,
                     f"{100 * row['adding']:.2f}" if adaptive else None,
@@ -193,12 +225,22 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                 ]
             )
         headers = [
-            f"{task}: row", f"{METRICS[task][0]} by seed", "worse by %", "bytes per step", "fewer", "bar", "overhead %",
+            f"{task}: row", f"{METRICS[task][0]} by seed", "worse by %", "bytes per step", "fewer (second half)",
+            "compressible", "fewer", "bar", "overhead %",
             "adding %",
             "plans", "steps by factor",
         ]  # fmt: skip
         tables.append(report.table(headers, cells))
     return "\n\n".join(tables)
+
+
+def _fewer(row: dict[str, Any]) -> str:
+    late = row["fewer_late"]
+    return f"{row['fewer']:.2f}" + ("" if late is None else f" ({late:.2f})")
+
+
+def _factor(number: float | None) -> str | None:
+    return None if number is None else f"{number:.2f}"
 
 
 def _factors(row: dict[str, Any]) -> str | None:
@@ -216,6 +258,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_training(parser, TASKS)
     parser.add_argument("--families", default=",".join(f.key for f in FAMILIES))
     parser.add_argument("--controllers", default=",".join(DEFAULT))
+    parser.add_argument("--every-steps", type=int, help="steps between decisions, instead of the task's own")
     options = parser.parse_args(arguments)
     check_training(parser, options)
     if options.task is None:

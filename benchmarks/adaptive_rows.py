@@ -17,7 +17,7 @@ LEVELS = {
     "rank": {LSTM: ("8", "16", "32", "64"), RESNET: ("1", "2", "4", "8")},
 }
 
-#: Steps between decisions: an epoch of the ResNet's, and a tenth of the LSTM's run.
+#: Steps between decisions: an epoch of the ResNet's, and a tenth of the LSTM's run as it is by default.
 EVERY = {LSTM: 100, RESNET: 78}
 
 
@@ -70,6 +70,7 @@ class Arm:
     compression: str
     controller: str
     family: Family | None = None
+    exact: str = "float32"
 
 
 #: GraVAC's compressors; the density that they come with is not used, and no momentum beside the optimizer's.
@@ -109,9 +110,11 @@ def sweep_arms(task: str, family: Family) -> list[Arm]:
     return rows
 
 
-def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list[Arm]:
+def arms(
+    task: str, families: Sequence[str], controllers: Sequence[str], every_steps: int | None = None
+) -> list[Arm]:
     """The rows of a task: uncompressed first, then by family uniform and what was asked for; last GraVAC's."""
-    every = EVERY[task]
+    every = every_steps or EVERY[task]
     rows = [Arm(DENSE, "uncompressed", "none", "")]
     for family in FAMILIES:
         if family.key not in families:
@@ -120,8 +123,10 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
         forms = {
             UNIFORM: "",
             "lgreco": f"lgreco:every_steps={every}",
+            "lgreco-window": f"lgreco:every_steps={every},window={every}",
+            "lgreco-norm": f"lgreco:every_steps={every},metric=norm",
+            "lgreco-8": f"lgreco:every_steps={every},samples=8",
             "lgreco-narrow": f"lgreco:every_steps={every},widen=false",
-            "lgreco-squared": f"lgreco:every_steps={every},metric=squared",
             "lgreco-time": f"lgreco:every_steps={every},objective=time",
             "lgreco-position": f"lgreco:every_steps={every},objective=position",
             "kmeans": f"kmeans:every_steps={every}",
@@ -131,9 +136,18 @@ def arms(task: str, families: Sequence[str], controllers: Sequence[str]) -> list
             "accordion": f"accordion:{ends}",
             "lgreco-accordion": f"lgreco:every_steps={every},accordion=[accordion:{ends}]",
             "hybrid": f"lgreco:every_steps={every},levels=hybrid",
+            "hybrid-window": f"lgreco:every_steps={every},levels=hybrid,window={every}",
         }
+        forms |= {f"{name}-bf16": forms[name] for name in (UNIFORM, "lgreco")}
         rows += [
-            Arm(f"{family.key}-{name}", f"{family.title}, {name}", family.compression[task], form, family)
+            Arm(
+                f"{family.key}-{name}",
+                f"{family.title}, {name}",
+                family.compression[task],
+                form,
+                family,
+                "bf16" if name.endswith("-bf16") else "float32",
+            )
             for name, form in forms.items()
             if name in controllers or (name == UNIFORM and set(controllers) != {SWEEP})
         ]

@@ -4,11 +4,12 @@
 
 Two ranks in one process exchange the gradients of a GPT of 125 M parameters, under one codec and one size of buckets a
 row, over a driver that does nothing but count. So the figures are those of the program itself: what its Python takes in
-a bucket's spans of the trace ("encode", "reduce", "decode"), the least of the steps, the median over buckets; in the
-thread's own time, so that whatever else runs on the machine does not count. Messages stay on the device, as
-over NCCL; over a transport on the host their bytes are copied once more each way. Driver calls are one rank's in one
-step: "synchronize" blocks the thread, "wait" is an event that it asks for, "event" is one of the frameworks'. Memory
-that kernels would fill holds zeros.
+a phase of a bucket, the least of the steps, the median over buckets; in the thread's own time, so that whatever else
+runs on the machine does not count for much. A phase is what the trace has between two rounds: "encode" before the
+first, "decode" behind the last, "between" where there are two rounds: the reduction of codes, or PowerSGD's Q from the
+sum of P. Messages stay on the device, as over NCCL; over a transport on the host their bytes are copied once more each
+way. Driver calls are one rank's in one step: "synchronize" blocks the thread, "wait" is an event that it asks for,
+"event" is one of the frameworks'. Memory that kernels would fill holds zeros.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import report
 from null_device import NullTransport, NullWorld, null_device
 
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
+from gradcomp.core.statistics import Span
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Pipeline, memory
 
@@ -35,12 +37,17 @@ RANKS = 2
 MEBI = 1 << 20
 SIZES = (1, 16, 32)  # Mi elements of a bucket
 
-CODECS: dict[str, Compressor] = {"4 bits": Quantize(4), "TopK 1%": TopK(0.01), "PowerSGD 4": PowerSGD(4)}
+CODECS: dict[str, Compressor] = {
+    "4 bits": Quantize(4),
+    "TopK 1%": TopK(0.01, zeros=True),
+    "PowerSGD 4": PowerSGD(4),
+}
 
 #: Python of one phase of one bucket that is at most wanted, in microseconds.
 BAR = 60.0
 
-PHASES = ("encode", "reduce", "decode")
+PHASES = ("encode", "between", "decode")
+SPANS = ("encode", "reduce", "decode")  # of the trace, that count
 CALLS = (
     "launch",
     "upload",
@@ -160,19 +167,29 @@ def measure(
         calls = {kind: (driver.calls - before)[kind] / RANKS for kind in CALLS}  # type: ignore[union-attr]
         calls["event"] = len(layers)
         if step > 1:
-            found: dict[str, dict[int, float]] = {phase: defaultdict(float) for phase in PHASES}
-            for span in first.trace.spans():
-                if span.step == first.step - 1 and span.name in PHASES:
-                    found[span.name][span.bucket] += span.end - span.begin
-                    seconds -= span.end - span.begin
-            for phase, by_bucket in found.items():
-                for bucket, each in by_bucket.items():
+            for bucket, found in between_rounds(first.trace.spans(), first.step - 1).items():
+                seconds -= sum(found)
+                for phase, each in zip(
+                    ("encode", *("between",) * (len(found) - 2), "decode"), found, strict=True
+                ):
                     spans[phase][bucket] = min(each, spans[phase].get(bucket, each))
             rest.append((seconds - timed.seconds) / buckets)
         for pipeline in pipelines:
             pipeline.commit()
     phases = {phase: 1e6 * statistics.median(each.values()) for phase, each in spans.items() if each}
     return Row(name, mebi, buckets, calls, phases, 1e6 * min(rest))
+
+
+def between_rounds(spans: Sequence[Span], step: int) -> dict[int, list[float]]:
+    """What a step's buckets take before their first round, between two of them, and behind the last."""
+    found: dict[int, list[float]] = defaultdict(lambda: [0.0])
+    for span in spans:
+        if span.step == step:
+            if span.name == "wire":
+                found[span.bucket].append(0.0)
+            elif span.name in SPANS:
+                found[span.bucket][-1] += span.end - span.begin
+    return found
 
 
 def rows(layers: Sequence[LayerSpec], steps: int) -> Iterator[Row]:

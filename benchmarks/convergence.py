@@ -71,6 +71,7 @@ class Plan:
     seeds: tuple[int, ...]
     settings: Settings
     controller: str = ""
+    exact: str = "float32"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -91,7 +92,7 @@ def run_rank(plan: Plan, out: Path) -> None:
     found = []
     for seed in plan.seeds:
         job = make_job(plan.task, plan.settings, data, seed, rank, size)
-        found.append({"seed": seed, **train(job, plan.compression, plan.rate, plan.controller)})
+        found.append({"seed": seed, **train(job, plan.compression, plan.rate, plan.controller, plan.exact)})
     source = getattr(data, "source", None)
     out.with_name(f"{rank}.json").write_text(json.dumps({"source": source, "runs": found}))
     gc.shutdown()

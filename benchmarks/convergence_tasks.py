@@ -15,7 +15,11 @@ from typing import Any
 import models
 from convergence_rows import DIGITS, LSTM
 
-from gradcomp import Compressor
+from gradcomp import Compressor, Policy
+from gradcomp.compress import at_level
+from gradcomp.control.candidates import layer_bytes
+from gradcomp.core.scheme import Scheme
+from gradcomp.core.topology import Topology
 
 #: Smaller than the LSTM of step.py, so that all runs take minutes.
 LSTM_VOCABULARY, LSTM_WIDTH, LSTM_TEST_WORDS = 4_000, 128, 60_000
@@ -131,9 +135,12 @@ def share_work(job: Job, compressor: Compressor, rate: float) -> None:
         job.clip = None
 
 
-def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -> dict[str, Any]:
+def train(
+    job: Job, compression: str, rate: float = 1.0, controller: str = "", exact: str = "float32"
+) -> dict[str, Any]:
     """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
 
+    ``exact``: how excluded layers travel. ``compressible_bytes_per_step``: of the others, over the run, by formula.
     With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
     """
     import torch
@@ -148,7 +155,7 @@ def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -
     optimizer = gc.DistributedOptimizer(
         job.optimizer,
         named_parameters=job.model.named_parameters(),
-        compression=compressor,
+        compression=(policy := Policy(compressor, exact=exact)),
         controller=controller or None,
     )
     plans: list[tuple[int, Any]] = []
@@ -190,6 +197,13 @@ def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -
     }
     exchanger = optimizer._exchanger_or_none()
     running = None if exchanger is None else exchanger.pipeline.controller
+    if exchanger is not None and not isinstance(running, GraVACRun):
+        pipeline = exchanger.pipeline
+        excluded = policy.excluded(pipeline.layers)
+        open_to_choice = [layer for layer in pipeline.layers if layer.name not in excluded]
+        adaptive["compressible_bytes_per_step"] = _compressible(
+            open_to_choice, plans, job.steps, pipeline.transport.size
+        )
     if controller and running is not None:
         adaptive["spent_seconds"] = dict(getattr(running, "spent", {}))
         if isinstance(running, GraVACRun):
@@ -210,3 +224,17 @@ def train(job: Job, compression: str, rate: float = 1.0, controller: str = "") -
         "ratio": dense / wire,
         "step_seconds": statistics.median(step_seconds[half:]),
     }
+
+
+def _compressible(layers: Any, plans: list[tuple[int, Any]], steps: int, world: int) -> float:
+    """Bytes that one rank sends in the mean step for these layers, without headers. The first plan begins the run."""
+    ends = [min(step, steps) for step, _ in plans[1:]] + [steps]
+    total, begin = 0.0, 0
+    for (_, plan), end in zip(plans, ends, strict=True):
+        rows = [plan.by_layer[layer.name] for layer in layers]
+        total += (end - begin) * sum(
+            layer_bytes(at_level(row.compressor, row.level), layer, Scheme("sra"), Topology.one_host(world))
+            for row, layer in zip(rows, layers, strict=True)
+        )
+        begin = end
+    return total / max(steps, 1)

@@ -197,7 +197,8 @@ class Selection:
         self._top(self._body, self._given(number), self._indices, self._values)
 
     def _top(self, body: Any, table: Any, *lists: Any) -> None:
-        body.select_top(table, self._flags, self._factors, self._counts, self._offsets, *lists, decay=1.0)
+        lists = self._counts, self._offsets, *lists, self._found
+        body.select_top(table, self._flags, self._factors, *lists, decay=1.0, zeros=True)
 
     def sampled(self, number: int) -> None:
         self._sampled(self._body, self._given(number), self._indices, self._values)
@@ -306,7 +307,8 @@ def launches(machine: Machine, layers: int) -> int:
     before = machine.driver.launched
     body.encode(kernels.MINMAX, table, payload, flags, draw=Draw(0, 0, 0), scale=1.0, decay=1.0)
     body.decode(kernels.MINMAX, table, payload, flags, divisor=1.0, scale=1.0)
-    body.select_top(table, flags, factors, one, offsets, indices, values, decay=1.0)
+    found = np.zeros_like(one)
+    body.select_top(table, flags, factors, one, offsets, indices, values, found, decay=1.0, zeros=True)
     lists = offsets.reshape(1, -1), one.reshape(1, -1), indices, values
     body.scatter_mean(table, flags, *lists, divisor=1.0, scale=1.0)
     shapes = Shapes(eight, eight, one)

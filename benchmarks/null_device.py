@@ -14,6 +14,7 @@ import numpy as np
 
 from gradcomp.kernels import bodies, devices
 from gradcomp.kernels.cuda.mirrors import is_mirror, mirror
+from gradcomp.kernels.cuda.modules import Module, holding
 from gradcomp.transport.base import Allocator
 from gradcomp.transport.inprocess import InProcessTransport, World
 
@@ -35,6 +36,7 @@ class NullDriver:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
+        self._loaded: set[Module] = set()
         self._next = _FIRST_ADDRESS
 
     def make_current(self) -> None:
@@ -63,6 +65,9 @@ class NullDriver:
         self.calls["zero"] += 1
 
     def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
+        module = holding(source, name, defines)
+        self.calls["load"] += module not in self._loaded
+        self._loaded.add(module)
         return name
 
     def launch(self, function: Any, blocks: int, threads: int, parameters: np.ndarray) -> None:

@@ -37,7 +37,9 @@ struct SelectTopCall {
     const std::int64_t* offsets;
     std::uint32_t* indices;
     float* values;
+    std::int64_t* found;
     double decay;
+    bool zeros;
     CandidateSpace space;
 };
 

@@ -117,7 +117,7 @@ def _launch(
 
 def _imported(path: Path) -> tuple[str, ...]:
     """What the bodies of a file import, but not where a GPU's libraries may be loaded."""
-    return {"torch": preloaded.TORCH, "tf": preloaded.TENSORFLOW}.get(path.parent.name, ())
+    return {"tf": preloaded.TENSORFLOW, "gpu": ()}.get(path.parent.name, preloaded.TORCH)
 
 
 # ------------------------------------------------------------------------------------------ on a rank

@@ -142,6 +142,8 @@ ROWS = {
     "spectral-atomo": Row(SpectralAtomo(2), unbiased=True, draws=True, sized=False),
     "spectral-atomo-momentum": Row(MomentumCorrection(SpectralAtomo(3)), draws=True, sized=False),
     "topk": Row(TopK(0.1), constants=False),
+    "topk-zeros": Row(TopK(0.1, zeros=True), constants=False),
+    "topk-zeros-4": Row(TopK(0.1, values=Quantize(4, 64), zeros=True), constants=False, draws=True),
     "topk-raw": Row(TopK(0.01, indices="raw"), constants=False),
     "topk-packed": Row(TopK(0.2, indices="packed"), constants=False),
     "topk-bitmap": Row(TopK(0.2, indices="bitmap"), constants=False),

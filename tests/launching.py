@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import os
 import signal
@@ -79,15 +80,24 @@ def run_torchrun(
     env: Mapping[str, str] | None = None,
     timeout: float = 90.0,
     arguments: tuple[str, ...] = (),
+    imported: tuple[str, ...] = (),
 ) -> list[Finished]:
-    """As :func:`run_ranks`, through torchrun; the return code of all ranks is torchrun's."""
+    """As :func:`run_ranks`, through torchrun; the return code of all ranks is torchrun's.
+
+    ``imported``: torchrun has imported these modules too when it starts.
+    """
     with _program(source) as program:
         logs = program.parent / "logs"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
-            "--redirects=3", f"--log-dir={logs}", str(program), *arguments,
-        ]  # fmt: skip
-        (whole,) = _finish([_start(command, env or {}, program.parent, "torchrun")], timeout)
+        torchrun = importlib.util.find_spec("torch.distributed.run")
+        assert torchrun is not None
+        options = ["--standalone", f"--nproc-per-node={world}", "--redirects=3", f"--log-dir={logs}"]
+        ranks = [str(program)]
+        start = _start
+        if imported:
+            ranks = ["--no-python", *preloaded.program(imported, clean_environment(), program)]
+            start = functools.partial(_fork, imported, {})
+        command = [sys.executable, str(torchrun.origin), *options, *ranks, *arguments]
+        (whole,) = _finish([start(command, env or {}, program.parent, "torchrun")], timeout)
         return [
             Finished(whole.returncode, _log(logs, rank, "stdout"), _log(logs, rank, "stderr") or whole.stderr)
             for rank in range(world)

@@ -20,10 +20,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+PLAIN = ("batch", "contract", "gradcomp.transport.shm")
 TORCH = ("batch", "torch._dynamo", "gradcomp.torch")
 TENSORFLOW = ("batch", "tensorflow", "keras", "gradcomp.torch", "gradcomp.tf")
+HOROVOD = ("batch", "horovod.torch", "gradcomp.torch")
+TENSORFLOW_ALONE = ("without_torch", "tensorflow", "keras", "gradcomp.tf")
 _starting = threading.Lock()
 _SERVER = Path(__file__).parent / "faults/server.py"
+_LAUNCHED = Path(__file__).with_name("launched.py")
 
 
 class Fork:
@@ -68,6 +72,13 @@ def start(
     with _starting:
         address = _server(modules, frozenset(shared.items()))
     return Fork(address, {**request, "command": command})
+
+
+def program(modules: tuple[str, ...], shared: Mapping[str, str], file: Path) -> list[str]:
+    """What a launcher starts instead of ``python FILE``, for ranks that are forks as in :func:`start`."""
+    with _starting:
+        address = _server(modules, frozenset(shared.items()))
+    return [sys.executable, "-S", "-E", str(_LAUNCHED), address, str(file)]
 
 
 @functools.cache

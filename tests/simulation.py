@@ -28,7 +28,7 @@ from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline, StepResult
-from gradcomp.reduce.header import FIXED, ByteHeader
+from gradcomp.reduce.header import FIXED, ByteHeader, padded
 from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Transport
 from gradcomp.transport.inprocess import InProcessTransport, World
@@ -55,6 +55,13 @@ def payload_of(message: Any) -> np.ndarray:
     fixed = data[: FIXED.itemsize].view(FIXED)[0]
     begin = ByteHeader.size(int(fixed["layers"]))
     return data[begin : begin + int(fixed["payload_bytes"])]
+
+
+def announced_payload(sent: Sequence[tuple[str, bytes]]) -> np.ndarray:
+    """What a rank gathered in one step, of one group whose size varies: behind its size, and in a second message."""
+    first, *rest = [payload_of(data) for _, data in sent]
+    size = int(first[:8].view("<i8")[0])
+    return np.concatenate([first[padded(8) :], *rest])[:size]
 
 
 def plan_for(layers: Sequence[LayerSpec], compressor: Compressor, version: int = 0) -> Plan:

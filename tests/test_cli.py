@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import gradcomp as gc
+from gradcomp.cli import main
 from gradcomp.core.journal import Journal
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "run-log.md"
@@ -49,11 +52,22 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def gradcomp(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user has it."""
     command = [sys.executable, "-m", "gradcomp", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}, check=False
     )
+
+
+def gradcomp(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 SHOWN = """\
@@ -82,8 +96,9 @@ step 500: error 0.9 of the budget
 """
 
 
-def test_the_last_plan_and_its_history_are_printed(log: Path):
-    done = gradcomp("plan", "show", log)
+@pytest.mark.parametrize("run", [gradcomp, process])
+def test_the_last_plan_and_its_history_are_printed(log: Path, run):
+    done = run("plan", "show", log)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == SHOWN.replace("VERSION", gc.__version__)
 
@@ -106,7 +121,7 @@ def test_a_step_and_a_run_can_be_chosen(log: Path):
 
 
 def test_the_version_is_the_package_s():
-    done = gradcomp("--version")
+    done = process("--version")
     assert (done.returncode, done.stdout) == (0, f"gradcomp {gc.__version__}\n")
 
 
@@ -144,6 +159,15 @@ def test_bad_input_is_one_line_and_status_2(log: Path, arguments: list[str], mes
     assert message in line
 
 
+@pytest.mark.parametrize("case", ["unknown command", "missing file"])
+def test_bad_input_is_no_traceback_of_a_process(log: Path, case: str):
+    arguments, message = BAD[case]
+    done = process(*(argument.format(log=log) for argument in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert message in line
+
+
 def test_a_run_without_a_plan_says_so(tmp_path: Path):
     journal = Journal(tmp_path / "run.jsonl")
     journal.run(2, "", "none", LAYERS)
@@ -160,7 +184,7 @@ def test_names_from_a_file_cannot_control_the_terminal(tmp_path: Path):
     journal.plan(0, gc.Plan(0, (gc.Assignment(layer.name, "a\nb", 1),)), 8)
     journal.choice(0, "\x1b")
     journal.close()
-    done = gradcomp("plan", "show", tmp_path / "run.jsonl", PYTHONIOENCODING="ascii")
+    done = process("plan", "show", tmp_path / "run.jsonl", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.replace("\n", "").isprintable()
     assert "\\xe9\\x1b[2J\\n\\ud800" in done.stdout
@@ -240,8 +264,6 @@ ODD = {
 @needs_matplotlib
 @pytest.mark.parametrize(("shapes", "rows"), ODD.values(), ids=ODD)
 def test_odd_plans_are_drawn(tmp_path: Path, recwarn, shapes: list, rows: list):
-    from gradcomp.cli import main
-
     layers = [gc.LayerSpec(str(i), shape) for i, shape in enumerate(shapes)]
     log = odd_log(tmp_path / "run.jsonl", layers, rows)
     assert main(["plan", "show", str(log), "--png", str(tmp_path / "out.png")]) == 0
@@ -258,8 +280,6 @@ def test_a_figure_that_cannot_be_written_is_one_line(log: Path):
 
 
 def test_without_matplotlib_the_message_names_the_extra(log: Path, capsys, monkeypatch):
-    from gradcomp.cli import main
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert main(["plan", "show", str(log), "--png", str(log.with_suffix(".png"))]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -33,6 +34,11 @@ def rank_of_process() -> int:
 
 def by_hand(source: str, world: int) -> list[Finished]:
     """Processes without a launcher."""
+    return run_ranks(source, world, timeout=_LAUNCH_SECONDS, imported=preloaded.PLAIN)
+
+
+def on_gpus(source: str, world: int) -> list[Finished]:
+    """Interpreters, for a GPU's libraries outlive no fork."""
     return run_ranks(source, world, timeout=_LAUNCH_SECONDS)
 
 
@@ -124,8 +130,18 @@ def no_open_mpi() -> str:
     return "" if here else "needs mpi4py and Open MPI: make openmpi"
 
 
-def under_mpiexec(source: str, world: int, env: Mapping[str, str] | None = None) -> Finished:
-    return under(mpich(), "-n", str(world), sys.executable, "-c", source, env=env)
+def under_mpiexec(
+    source: str, world: int, env: Mapping[str, str] | None = None, imported: tuple[str, ...] = preloaded.PLAIN
+) -> Finished:
+    """Forks of a process that has ``imported`` modules; interpreters, if these are none."""
+    with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
+        program = Path(directory) / "program.py"
+        program.write_text(source)
+        rank = [sys.executable, str(program)]
+        if imported:
+            shared = {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+            rank = preloaded.program(imported, shared, program)
+        return under(mpich(), "-n", str(world), *rank, env=env)
 
 
 def under_mpirun(source: str, world: int) -> list[Finished]:
@@ -177,19 +193,30 @@ def over(remote: Callable[[Rank, Sequence[int]], Transport]) -> Callable[[Rank, 
 def no_horovod() -> str:
     probe = "import sys, horovod.torch as hvd; sys.exit(not hvd.gloo_built())"
     if importlib.util.find_spec("horovod") is not None:
-        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False)
-        if done.returncode == 0:
-            return ""
+        with contextlib.suppress(RuntimeError):  # it cannot be imported
+            (done,) = run_ranks(probe, 1, env=lambda _: {}, imported=preloaded.HOROVOD)
+            if done.returncode == 0:
+                return ""
     return f"needs Horovod: scripts/install_horovod.sh {sys.executable}"
 
 
 def under_horovodrun(source: str, world: int) -> list[Finished]:
-    # Its cache, in the home directory, remembers what was found on other machines of this name.
-    launcher = [str(_BIN / "horovodrun"), "--disable-cache", "--gloo", "-np", str(world)]
+    """It and its ranks are forks; those of tests/launchers are none."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
         program = Path(directory) / "program.py"
         program.write_text(source)
-        return [under(*launcher, sys.executable, str(program))]
+        ranks = preloaded.program(preloaded.HOROVOD, clean_environment(), program)
+        # Its cache, in the home directory, remembers what was found on other machines of this name.
+        options = ("--disable-cache", "--gloo", "-np", str(world), *ranks)
+        launcher = (_BIN / "horovodrun").read_text()
+        return run_ranks(
+            launcher,
+            1,
+            env=lambda _: {},
+            timeout=_LAUNCH_SECONDS,
+            arguments=options,
+            imported=preloaded.HOROVOD,
+        )
 
 
 def begin_horovod(r: Rank) -> None:
@@ -278,6 +305,6 @@ ENGINES = [
 
 #: What only tests/gpu runs.
 ON_GPUS = [
-    Engine(f"nccl-{n}", nccl, by_hand, (n,), leave=None, missing=functools.partial(fewer_gpus_than, n))
+    Engine(f"nccl-{n}", nccl, on_gpus, (n,), leave=None, missing=functools.partial(fewer_gpus_than, n))
     for n in (1, 2, 4)
 ]

@@ -51,7 +51,8 @@ class Gather:
     """Ask for every rank's payload of at most ``max_bytes``.
 
     ``write(view)`` fills the payload, in a view of ``max_bytes``, and returns one flag per segment and the bytes used.
-    With ``fixed`` that is always ``max_bytes``; else sizes are exchanged first, in one round for the whole bucket.
+    With ``fixed`` that is always ``max_bytes``; else sizes travel with
+    the first bytes, and what is larger than of late takes a second round.
     ``reply.data`` lists the payloads in rank order; their lengths are what was announced, their bytes nobody checked.
 
     ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's.

@@ -17,6 +17,9 @@ from gradcomp.core.plan import Assignment, Plan
 #: How a layer travels that is not worth compressing, beside layers that are.
 EXACT = Cast("float32")
 
+#: Of layers that are not worth compressing: what ``Policy(exact=...)`` may be.
+_EXACT = ("float32", "bf16")
+
 #: What ``compression="auto"`` chooses from, from least to most compression: see :class:`gradcomp.control.auto.Auto`.
 AUTO_CHOICES = ("none", "bf16", "quantize:bits=8", "quantize:bits=4")
 
@@ -30,13 +33,21 @@ class Policy:
 
     ``overrides`` maps shell patterns on layer names to compressors (or string forms); the first match wins, over
     the filter too: ``Policy(Quantize(4), overrides={"head.*": "none", "embedding.*": Quantize(2)})``.
+
+    ``exact``: how layers travel that the filter excludes. ``"float32"``: exactly, in the reduction's payload or in a
+    sum. ``"bf16"``: rounded to bfloat16, 2 bytes an element and direction, with error feedback where ``default`` has
+    it; beside compressors that do not reduce they take a reduction of their own, two rounds in which the others travel.
+    ConfigError for anything else. What an override sends uncompressed stays exact.
     """
 
     default: Compressor = field(default_factory=Identity)
     overrides: Mapping[str, Compressor | str] = field(default_factory=dict)
     filter: Filter = field(default_factory=Filter)
+    exact: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.exact not in _EXACT:
+            raise ConfigError(f"exact must be one of {', '.join(_EXACT)}, got {self.exact!r}")
         object.__setattr__(self, "default", resolve(self.default))
         object.__setattr__(self, "overrides", {name: resolve(c) for name, c in self.overrides.items()})
 
@@ -47,17 +58,23 @@ class Policy:
         for pattern, compressor in self.overrides.items():
             if fnmatchcase(layer.name, pattern):
                 chosen = resolve(compressor)
-                return (
-                    (self.exact, f"override {pattern!r}") if isinstance(chosen, Identity) else (chosen, None)
-                )
+                uncompressed = isinstance(chosen, Identity)
+                return (self._exactly, f"override {pattern!r}") if uncompressed else (chosen, None)
         if isinstance(self.default, Identity):
             return self.default, "compression is none"
         reason = self.filter.reason_to_exclude(layer)
-        return (self.exact, reason) if reason else (self.default, None)
+        return (self._excluded, reason) if reason else (self.default, None)
 
     @property
-    def exact(self) -> Compressor:
-        """How layers travel that are excluded.
+    def _excluded(self) -> Compressor:
+        """How layers travel that are excluded. Momentum and clipping of the default are theirs, as below."""
+        if self.exact == "float32":
+            return self._exactly
+        return self.default.dense(Cast("bfloat16", feedback=self.default.traits.keeps_residual))
+
+    @property
+    def _exactly(self) -> Compressor:
+        """How layers travel exactly.
 
         They ride in the payload of those that are reduced; with none of those, in an allreduce. Momentum and clipping
         of the default are theirs as well: the optimizer has none, and makes no difference between layers.
@@ -65,7 +82,8 @@ class Policy:
         dense = self.default.dense(Identity())
         if dense.traits.preconditions:
             return dense
-        return EXACT if any(c.traits.reduces for c in self.compressors) else Identity()
+        reduces = self.exact != "float32" or any(c.traits.reduces for c in self.compressors)
+        return EXACT if reduces else Identity()
 
     @property
     def title(self) -> str:
@@ -97,17 +115,13 @@ class Policy:
         return max((step for c in self.compressors for step in c.changes), default=0)
 
     def adjustable(self, layers: Sequence[LayerSpec]) -> list[Compressor | None]:
-        """What a controller may change, once schedules have ended: by layer, None for those that travel exactly."""
-        chosen = [(self.choose(layer)[0].at_step(self.last_change), layer) for layer in layers]
-        return [
-            None
-            if c.traits.exact or c.family_string() == self.exact.family_string() or layer.dtype == "float64"
-            else c
-            for c, layer in chosen
-        ]
+        """What a controller may change, once schedules have ended: by layer, None for those that are excluded."""
+        chosen = [self.choose(layer) for layer in layers]
+        last = [None if reason else c.at_step(self.last_change) for c, reason in chosen]
+        return [None if c is None or c.traits.exact else c for c in last]
 
     def excluded(self, layers: Sequence[LayerSpec]) -> dict[str, str]:
-        """Name -> reason for the layers that travel exactly."""
+        """Name -> reason for the layers that are not compressed, or to bfloat16 at most."""
         reasons = ((layer.name, self.choose(layer)[1]) for layer in layers)
         return {name: reason for name, reason in reasons if reason}
 

@@ -51,6 +51,7 @@ class Accordion(TwoLevels):
         rate_fall: threshold on the relative fall of the learning rate from one period to the next, in (0, 1].
         every_steps: steps in a period.
         window: add up only the last so many steps of it; by default all of them.
+        samples: measure so many single steps of it instead; see :class:`Periodic`.
         memory_bytes: cap on what is held for sums, on every rank.
 
     Wire: twice a period a sum over ranks of float64, 4 numbers and then 2 per layer.

@@ -21,7 +21,8 @@ class Auto(Controller):
 
     The run starts under the first choice. After the first steps, ``warmup_steps`` steps tell when gradients are ready
     and how long a step computes; the slowest rank counts. Meanwhile each choice's codec is timed on another thread. The
-    link is then measured, and for each choice the step is predicted (:mod:`gradcomp.control.forecast`). Taken is the
+    link is then measured. Its rate is fitted, so that the step predicted under the choice in force is the step that was
+    measured. For each choice the step is predicted (:mod:`gradcomp.control.forecast`). Taken is the
     choice with the shortest predicted step among those up to the first whose exposed communication is at most
     ``hidden`` of the time that the step computes; among all, if nothing hides it. A choice that compresses more must
     shorten the predicted step by more than 2%.
@@ -44,7 +45,7 @@ class Auto(Controller):
         check_every: steps between two looks at the step time.
 
     Wire: for each choice, one probe of the link between steps (6 messages of 1 KiB and of 1 MiB a rank), a sum over
-    ranks of N (2 + buckets + 2 choices) float64, and one of 3 + choices; one float64 for each look at the step time.
+    ranks of N (2 + buckets + 2 choices) float64, and one of 4 + choices; one float64 for each look at the step time.
     State: a few numbers, and the times of the steps that are being observed.
     Errors: ConfigError for no choice, an unknown, repeated or scheduled one, or one that brings momentum or clipping;
     numbers that are not positive; layers whose own compressor brings momentum or clipping.

@@ -16,7 +16,7 @@ from gradcomp.compress.policy import EXACT
 from gradcomp.control import rates
 from gradcomp.control.auto_state import AutoState, Limits, explain, median, names_of
 from gradcomp.control.base import Doubles, Environment, Step
-from gradcomp.control.forecast import MARGIN, Observed, Rates, decide
+from gradcomp.control.forecast import MARGIN, Observed, Rates, decide, slower
 from gradcomp.control.phased import Phase, PhasedRun
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.vectors import Floats
@@ -173,14 +173,21 @@ class AutoRun(PhasedRun[AutoState]):
             state.table[:, 1:columns].max(axis=0).tolist(),
             [Rates(*pair) for pair in speeds],
             state.network,
+            self._step_seconds,
         )
         current, hidden = self.current, self.limits.hidden
         return lambda: decide(self.environment, self.compressors, current, observed, hidden)
 
     @property
+    def _step_seconds(self) -> float:
+        """What steps took while they were observed: the mean over ranks of their medians."""
+        assert self._state.table is not None, "it was shared"
+        return float(self._state.table[:, 0].sum()) / self.environment.world
+
+    @property
     def announced(self) -> int:
-        """The choice, seconds computed and exposed, and a prediction for each choice."""
-        return 3 + len(self.compressors)
+        """The choice, seconds computed and exposed, the link's factor, and a prediction for each choice."""
+        return 4 + len(self.compressors)
 
     def announcement(self, decision: list[float]) -> Doubles:
         """As :func:`gradcomp.control.forecast.decide` gives them."""
@@ -189,9 +196,10 @@ class AutoRun(PhasedRun[AutoState]):
     def apply(self, step: Step, sums: Doubles) -> bool:
         """The choice, to be compared with the step time before it."""
         state, before, chosen = self._state, self.current, int(sums[0])
-        assert state.table is not None, "it was shared"
-        seconds = sum(state.table[:, 0].tolist()) / self.environment.world
-        state.predicted, state.table = sums[3:].tolist(), None
+        assert state.network is not None, "the choice was made from it"
+        seconds = self._step_seconds
+        state.network = slower(state.network, float(sums[3]))
+        state.predicted, state.table = sums[4:].tolist(), None
         state.decisions += 1
         self._cruise_under(chosen, step)
         between = len(self.environment.topology.leaders) > 1

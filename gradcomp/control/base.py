@@ -142,7 +142,7 @@ class ControllerRun:
         return False
 
     def accumulate(self, table: Table, layers: npt.NDArray[np.int64], scale: float) -> None:
-        """Gradients of a group at the addresses in ``table``, which is the callee's to change; 0: absent."""
+        """Gradients and residuals of a group at the addresses in ``table``, the callee's to change; 0: none."""
 
     def observe(self, observations: Observations) -> None:
         """What compressors noted while they encoded this step."""

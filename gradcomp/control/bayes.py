@@ -51,6 +51,7 @@ class Bayes(Grouped):
         seed: of the search, whose result is a function of it and of the period's table.
         clusters: levels to search for at most; None for one per layer.
         window: add up only the last so many steps of a period; by default all of them.
+        samples: measure so many single steps of it instead; see :class:`Periodic`.
         memory_bytes: cap on what is held for sums, on every rank.
 
     Wire: twice a period a sum over ranks of float64: 4 numbers per layer and one per level; then 1 per layer.

@@ -42,6 +42,7 @@ class KMeans(Grouped):
         alpha: the budget, relative to the reference; above 0. None: none, only Algorithm 3.1.
         clusters: k; by default the number of levels. Never more than there are different layers.
         window: add up only the last so many steps of a period; by default all of them.
+        samples: measure so many single steps of it instead; see :class:`Periodic`.
         memory_bytes: cap on what is held for sums, on every rank.
 
     Wire: twice a period a sum over ranks of float64: per layer 4 numbers and, with a budget, one per level; then 1.

@@ -37,6 +37,9 @@ _PULL = 0.1
 #: Sums by layer from which they are fitted; other objectives keep two, as checkpoints always held them.
 _SUMS = {"time": 5}
 
+#: Steps of a period whose errors are averaged, unless the user says otherwise.
+_SAMPLES = 4
+
 _MOST_BUCKETS = 10**6
 _OBJECTIVES = ("bytes", "time", "position")
 _METRICS = ("norm", "squared")
@@ -48,8 +51,13 @@ class LGreCo(Periodic):
 
     minimise sum over layers of w(l) bytes(l, c_l)   subject to   sum of error(l, c_l) <= alpha sum of error(l, r_l),
 
-    error(l, c) = ||G_l - C_c(G_l)||, G_l the gradient of layer l accumulated since the last decision, before
-    compression and without feedback; C_c compresses and decompresses; r_l, the reference, is the layer's compression.
+    error(l, c) = mean over sampled steps t of ||g_{l,t} - C_c(g_{l,t})||^2, g_{l,t} the gradient of layer l in step t,
+    before compression and without feedback (with the residual where all choices are of low rank); C_c compresses and
+    decompresses; r_l, the reference, is the layer's compression.
+
+    ``every_steps``: steps in a period. ``samples``: steps of it that are sampled, 4 by default. ``window=W``: as in the
+    paper, error(l, c) = ||G_l - C_c(G_l)||, G_l the gradient accumulated over the last W steps of the period. An
+    embedding's gradient is sparse in a single step, and dense once it has been accumulated.
 
     ``levels``: candidates, levels or compressors, of several families if you like; by default the paper's ranges,
     [D/2, 2 D] for bits and ranks, [D/10, 10 D] for densities; ``"hybrid"``: 5 numbers of bits, 4 densities and 4 ranks,
@@ -57,31 +65,35 @@ class LGreCo(Periodic):
     into which the budget is divided; errors are rounded up to whole steps, at least one. ``objective``: ``"bytes"``,
     w = 1; ``"time"``, w = T(l), seconds per further byte of the layer's buckets, fitted with a common latency to the
     wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
-    position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"norm"``, or ``"squared"``,
-    under which errors of layers add up to that of the model. ``accordion``: its choice is each period's reference
-    (section 5.3), and ``levels`` then go by default from its high compression's range to its low one's.
+    position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"squared"``, under which
+    errors of layers add up to that of the model, or ``"norm"``, their roots; by default the first with samples, the
+    second with a window. ``accordion``: its choice is each period's reference (section 5.3), and ``levels`` then go by
+    default from its high compression's range to its low one's; gradients add up by default, since its rule compares
+    their norms.
 
     ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
     become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range.
 
     Layers without a gradient in the period keep their level. If nothing fits, the reference is taken, with a warning.
 
-    Wire, state, ``window``, ``memory_bytes``: see :class:`Periodic`.
+    Wire, state, ``memory_bytes``: see :class:`Periodic`.
     Errors: ConfigError for empty or impossible ``levels``, a reference outside of them, ``alpha`` or ``buckets`` that
     are not positive, unknown words.
     Source: Markov et al. 2024, Algorithm 1 and section 4; Markov 2024, chapter 4 and appendix B.
-    Differs: layers are measured by the ranks that look after them instead of by one worker, each on its own gradients;
-    the budget is the sum of the rounded errors (otherwise the reference itself would not fit); equal costs go to the
-    smaller error; bytes are those on the wire, scales and indices included; every family may be mixed.
+    Differs: errors are those of single steps, by default (the authors' published hook takes the last 10 steps, after
+    the residual was added); layers are measured by the ranks that look after them instead of by one worker, each on its
+    own gradients; the budget is the sum of the rounded errors (otherwise the reference itself would not fit); equal
+    costs go to the smaller error; bytes are those on the wire, scales and indices included; every family may be mixed.
     """
 
     name: ClassVar[str] = "lgreco"
 
+    every_steps: int = 100
     levels: Candidates | None = None
     alpha: float = 1.0
     buckets: int = 10_000
     objective: str = "bytes"
-    metric: str = "norm"
+    metric: str | None = None
     accordion: Accordion | None = field(default=None, kw_only=True)
     widen: bool = field(default=True, kw_only=True)
 
@@ -94,12 +106,23 @@ class LGreCo(Periodic):
             raise ConfigError(f"buckets must be at most {_MOST_BUCKETS}, got {self.buckets!r}")
         if self.objective not in _OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {self.objective!r}")
-        if self.metric not in _METRICS:
+        if self.metric is not None and self.metric not in _METRICS:
             raise ConfigError(f"metric must be one of {', '.join(_METRICS)}, got {self.metric!r}")
         if self.accordion is not None and not isinstance(self.accordion, Accordion):
             raise ConfigError(f"accordion must be an Accordion, got {self.accordion!r}")
         if not isinstance(self.widen, bool):
             raise ConfigError(f"widen must be true or false, got {self.widen!r}")
+
+    @property
+    def sampled(self) -> int:
+        """By default some, unless gradients are to add up."""
+        adds_up = self.window is not None or self.accordion is not None
+        return super().sampled or (0 if adds_up else _SAMPLES)
+
+    @property
+    def squared(self) -> bool:
+        """Whether squares are budgeted."""
+        return self.metric == "squared" or (self.metric is None and self.sampled > 0)
 
     @property
     def by_times(self) -> bool:
@@ -173,7 +196,7 @@ class LGreCo(Periodic):
         norms[:] = remembered(norms, observed.norm)
         choices = observed.current.copy()
         heard = np.flatnonzero(~observed.silent)
-        errors = observed.errors[heard] ** 2 if self.metric == "squared" else observed.errors[heard]
+        errors = observed.errors[heard] ** 2 if self.squared else observed.errors[heard]
         allowed = np.take_along_axis(errors, reference[heard, None], axis=1)[:, 0]
         costs = observed.candidates.costs[heard] * self._weights(observed, fits)[heard, None]
         found = self._solve(errors, allowed, costs)
@@ -226,9 +249,15 @@ class LGreCo(Periodic):
         assert observed.errors is not None, "asked for"
         rows = np.arange(len(choices))
         costs, errors = observed.candidates.costs, observed.errors
+
+        def total(chosen: Numbers) -> float:
+            """In the norm of the model's gradient if squares are budgeted."""
+            found = errors[rows, chosen]
+            return float(np.sqrt(np.square(found).sum()) if self.squared else found.sum())
+
         return (
-            f"{costs[rows, choices].sum() / 1e6:.3f} MB at error {errors[rows, choices].sum():.3g}, the reference "
-            f"{costs[rows, reference].sum() / 1e6:.3f} MB at {errors[rows, reference].sum():.3g}"
+            f"layers under control: {costs[rows, choices].sum() / 1e6:.3f} MB at error {total(choices):.3g}, the "
+            f"reference {costs[rows, reference].sum() / 1e6:.3f} MB at {total(reference):.3g}"
         )
 
 

@@ -30,6 +30,7 @@ class Linear(Grouped):
         alpha: budget on the sum of the layers' errors, relative to the reference's, met as ``KMeans`` does; None for no
             budget, as in the source, which may send several times what the reference does.
         window: add up only the last so many steps of a period; by default all of them.
+        samples: measure so many single steps of it instead; see :class:`Periodic`.
         memory_bytes: cap on what is held for sums, on every rank.
 
     Wire: twice a period a sum over ranks of float64, 4 numbers and one per level for each layer; then 1.

@@ -1,4 +1,4 @@
-"""A periodic controller at work: gradients add up, each layer's on one rank, and are what is measured and shared."""
+"""A periodic controller at work: what ranks gather of gradients, each layer's on one rank, is measured and shared."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from time import thread_time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.control.accumulators import Accumulators, share_out
+from gradcomp.control.accumulators import share_out
 from gradcomp.control.base import Doubles, Environment, Step
 from gradcomp.control.candidates import CandidateLevels
 from gradcomp.control.ends import crowded_ends, goes_on
+from gradcomp.control.gathering import Gathering, Held, Share, Windowed
 from gradcomp.control.layer_statistics import COLUMNS, measure
 from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
+from gradcomp.control.sampling import Sampled
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Level
-from gradcomp.core.vectors import Floats, HostVector, Vector
+from gradcomp.core.vectors import Floats, Vector
 from gradcomp.kernels.codec import Table
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class PeriodicState(PhasedState):
     """``choices``: family and level of each layer. ``sent``: bytes of this period, in the order of ``choices``.
 
     ``rate``: the learning rate of the last step; ``rate_before``: its mean over ranks when tables were last shared.
-    ``wide``: ranges have been widened.
+    ``wide``: ranges have been widened. ``columns``: of the rows that ranks hold of single steps; None if of sums.
     """
 
     choices: dict[str, tuple[str, Level]]
@@ -59,6 +61,7 @@ class PeriodicState(PhasedState):
     rate: float | None = None
     rate_before: float | None = None
     wide: bool | None = None
+    columns: int | None = None
 
 
 class PeriodicRun(PhasedRun[PeriodicState]):
@@ -80,59 +83,79 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         self._numbers = {
             spec.name: int(i) for i, spec in zip(candidates.layers, candidates.specs, strict=True)
         }
-        sizes = {int(i): s.size for i, s in zip(candidates.layers, candidates.specs, strict=True)}
-        owners = share_out(sizes, environment.world)
-        self._check_memory(sizes, owners)
-        self._own = {
-            name: i for name, i in self._numbers.items() if owners[i] == environment.rank and sizes[i]
-        }
-        own = self._own.values()
-        self._sums = Accumulators(
-            [sizes[i] if i in own else 0 for i in range(len(environment.layers))], environment.zeros
-        )
-        self._taken: dict[int, Vector] = {}  # what is being measured
-        self._adding = False
+        self._gathering = self._gather()
         #: Processor seconds of this rank: adding gradients up, measuring, deciding.
         self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
         self._wire = np.zeros(rows, dtype=np.float32)  # as it is saved
         self._said: set[tuple[str, bool, bool]] = set()
+
+    def _gather(self) -> Gathering:
+        environment, controller, candidates = self.environment, self.controller, self.candidates
+        sizes = {int(i): s.size for i, s in zip(candidates.layers, candidates.specs, strict=True)}
+        owners = share_out(sizes, environment.world)
+        kind = Sampled if controller.sampled else Windowed
+        self._check_memory(sizes, owners, kind)
+        own = {name: i for name, i in self._numbers.items() if owners[i] == environment.rank and sizes[i]}
+        gathers = set(own.values())
+        share = Share(
+            environment,
+            own,
+            [sizes[i] if i in gathers else 0 for i in range(len(environment.layers))],
+            lambda values, left: self._timed("measure", lambda: self._measure(values, left)),
+            controller.memory_bytes,
+        )
+        every = controller.every_steps
+        gathering = (
+            Sampled(share, every, controller.sampled)
+            if controller.sampled
+            else Windowed(share, every, controller.window or every)
+        )
+        gathering.range_over(candidates, self._width)
+        self._state.columns = gathering.columns
+        return gathering
 
     @property
     def _width(self) -> int:
         """Columns of the table that is shared."""
         return COLUMNS + (self.candidates.width if self.controller.needs_errors else 0)
 
-    def _check_memory(self, sizes: Mapping[int, int], owners: Mapping[int, int]) -> None:
+    def _check_memory(
+        self, sizes: Mapping[int, int], owners: Mapping[int, int], kind: type[Gathering]
+    ) -> None:
         cap = self.controller.memory_bytes
         loads = [0] * self.environment.world
         for layer, rank in owners.items():
-            loads[rank] += 8 * sizes[layer]
+            loads[rank] += kind.ELEMENT_BYTES * sizes[layer]
         if cap is not None and max(loads) > cap:
             raise ConfigError(
-                f"{self.controller.name}: sums of gradients take {max(loads)} bytes on a rank, memory_bytes allows "
+                f"{self.controller.name}: {kind.TITLE} take {max(loads)} bytes on a rank, memory_bytes allows "
                 f"{cap}; allow more, or exclude large layers"
             )
 
     # -- gather ------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Close the period when its time has come, and begin the next; sums include the last accepted step."""
-        state, every = self._state, self.controller.every_steps
-        if state.phase is Phase.GATHER and step - state.begun >= every:
-            self._taken = self._sums.take()
+        """Close the period when its time has come, and begin the next; it includes the last accepted step."""
+        state = self._state
+        if state.phase is Phase.GATHER and step - state.begun >= self.controller.every_steps:
+            self._gathering.close()
             state.begun, state.phase = step, Phase.MEASURE
-        end = state.begun + every  # late work does not make a period longer
-        self._adding = max(state.begun, end - (self.controller.window or every)) <= step < end
+        self._gathering.open(step - state.begun)
         super().begin(step)
 
     @property
     def accumulates(self) -> bool:
-        """In the window."""
-        return self._adding
+        """Where the period wants this step."""
+        return self._gathering.adding
+
+    @property
+    def overdue(self) -> bool:
+        """Also while the sample before is being measured."""
+        return self._gathering.overdue or super().overdue
 
     def accumulate(self, table: Table, layers: Numbers, scale: float) -> None:
-        """Add the gradients of layers that are this rank's."""
-        self._timed("add", lambda: self._sums.add(table, layers, scale))
+        """Gather the gradients of layers that are this rank's."""
+        self._timed("add", lambda: self._gathering.add(table, layers, scale))
 
     def _timed(self, what: str, work: Callable[[], T]) -> T:
         began = thread_time()
@@ -141,9 +164,8 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return result
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """Accept the sums."""
-        if self._adding:
-            self._sums.commit(present)
+        """Accept what was gathered."""
+        self._gathering.commit(present)
 
     def finish(self, step: Step) -> bool:
         """Count seconds and bytes, and go on."""
@@ -167,12 +189,10 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     def measuring(self) -> Callable[[], Doubles]:
         """This rank's rows of the table."""
-        taken, cap = self._taken, self.controller.memory_bytes
-        left = None if cap is None else max(cap - self._sums.nbytes, 0)
-        return lambda: self._timed("measure", lambda: self._measure(taken, left))
+        return self._gathering.measuring()
 
-    def _measure(self, taken: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
-        return measure(self.candidates, taken, self._width, self.environment.seed, memory_bytes)
+    def _measure(self, values: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
+        return measure(self.candidates, values, self._width, self.environment.seed, memory_bytes)
 
     def row(self, measured: Doubles) -> Doubles:
         """This rank's rows, and its shares of the mean seconds on the wire and of the mean learning rate."""
@@ -183,7 +203,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         """The table of all layers. One with a NaN in it is not used: the period was in vain."""
         state, layers = self._state, self.candidates.layers
         table = sums[: len(layers) * self._width].reshape(len(layers), self._width)
-        self._taken = {}
+        self._gathering.drop()
         if np.isnan(sums).any() or np.isinf(table[:, :COLUMNS]).any():
             if self.environment.rank == 0:
                 logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
@@ -292,6 +312,8 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         for row, reference in enumerate(self.candidates.reference.tolist()):
             found = self.candidates.find(row, before[row].family_string(), before[row].level)
             self.current[row] = reference if found is None else found
+        self._gathering.range_over(self.candidates, self._width)
+        self._state.columns = self._gathering.columns
 
     def choose(self) -> None:
         """Let :attr:`choices` be those in force."""
@@ -306,13 +328,11 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     # -- state -------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, dict[str, Floats]]:
-        """The sums, and those that are being measured; seconds on the wire."""
-        sums = {name: self._sums.value(i).copy() for name, i in self._own.items()}
-        taken = {name: self._taken[i].read().copy() for name, i in self._own.items() if i in self._taken}
+        """What was gathered; seconds on the wire."""
         wire = {name: self._wire[row : row + 1].copy() for row, name in enumerate(self._numbers)}
-        return {"sums": sums, "wire": wire, **({"taken": taken} if taken else {})}
+        return {**self._gathering.state(), "wire": wire}
 
-    def resume(self, saved: PeriodicState, own: Mapping[str, Mapping[str, Any]]) -> bool:
+    def resume(self, saved: PeriodicState, own: Held) -> bool:
         """Choices that this controller does not offer, and layers that are new, take their reference."""
         if len(saved.sent) != len(saved.choices):
             raise StateError(f"not a state of {self.name}: bytes of {len(saved.sent)} layers")
@@ -330,6 +350,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             rate=saved.rate,
             rate_before=saved.rate_before,
             wide=self._state.wide,
+            columns=self._state.columns,
         )
         if bool(saved.wide) != bool(self._state.wide):
             self._range_over(bool(saved.wide))
@@ -338,25 +359,15 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             self.current[row] = reference if found is None else found
             self._wire[row] = own.get("wire", {}).get(name, self._wire[row : row + 1]).reshape(-1)[0]
         self.choose()
-        self._taken = {}
-        for name, layer in self._own.items():
-            if (value := _fitting(own, "sums", name, self._sums.value(layer).size)) is not None:
-                self._sums.set(layer, value)
-            if (value := _fitting(own, "taken", name, self._sums.value(layer).size)) is not None:
-                self._taken[layer] = HostVector(value)
+        gathered = self._gathering.resume(own)
         whole = same and saved.choices.keys() == names.keys()
         if saved.phase in (Phase.DECIDE, Phase.ANNOUNCE):
             shape = (len(names), _SAVED + self._width - COLUMNS)
             whole &= saved.seen is not None and saved.seen.table.shape == shape
         else:
-            whole &= saved.phase is Phase.GATHER or self._taken.keys() == set(self._own.values())
+            # Of the same columns on all ranks: a rank without layers has nothing that could not fit.
+            whole &= saved.phase is Phase.GATHER or (gathered and saved.columns == self._state.columns)
         if not whole:
-            self._taken = {}  # the period that has begun goes on
+            self._gathering.drop()  # the period that has begun goes on
         self._state.seen = saved.seen if whole else None
         return whole
-
-
-def _fitting(own: Mapping[str, Mapping[str, Any]], kind: str, name: str, size: int) -> Floats | None:
-    """A saved array of one layer, if it is there and as long as it has to be."""
-    value = own.get(kind, {}).get(name)
-    return None if value is None or value.size != size else np.array(value, dtype=np.float32).reshape(-1)

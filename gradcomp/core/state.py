@@ -70,6 +70,10 @@ class DoubleBuffer:
         offsets = self._offsets[rows]
         return current + offsets, self._total - current + offsets
 
+    def turn(self, rows: Indices) -> bytes:
+        """What decides about :meth:`places` beside the rows: which of the two arenas is current for each."""
+        return self._current[rows].tobytes()
+
     def load(self, rows: Indices) -> Floats:
         """Copies of the rows' current values, one behind the other."""
         return self._arenas.take(self._places(rows, self._current[rows]))

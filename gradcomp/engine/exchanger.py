@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import GradcompError, StateError, WireFormatError
+from gradcomp.core.errors import ConfigError, GradcompError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO
@@ -23,9 +23,12 @@ from gradcomp.engine.plan_log import PlanLog
 from gradcomp.engine.progress import Progress
 from gradcomp.engine.terms import Terms, agree_on_terms
 from gradcomp.engine.watchdog import Watchdog
-from gradcomp.kernels.devices import Device
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Number, Pipeline, StepResult
 from gradcomp.pipeline.memory import Allocate
+from gradcomp.pipeline.request_group import RequestGroup, Run
+from gradcomp.pipeline.requests import Array, PreparedRequest, Request
+from gradcomp.reduce.base import Memory
 from gradcomp.reduce.header import APPLIED
 from gradcomp.transport.base import Handle, Transport
 
@@ -87,6 +90,7 @@ class Exchanger:
         if transport.rank == 0 and (agreed.controller is not None or agreed.journal is not None):
             self._plan_log = PlanLog(self._pipeline, agreed.journal, terms.controller, terms.compression)
         self._progress = Progress(engine, watchdog, config, self._pipeline, terms)
+        self._group: RequestGroup | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -194,6 +198,52 @@ class Exchanger:
         self._check()
         self._progress.wait_for(self._transport.allreduce(array))
 
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Local: what this rank needs to run the request, with a state of its own.
+
+        A problem of the request is raised, on all ranks, when it is run. ConfigError beside dedicated servers, which
+        take part in steps only.
+        """
+        if self._pipeline.servers:
+            raise ConfigError(f"{request.kind}: dedicated servers take part in steps only")
+        transport = self._transport
+        memory = transport.allocator(HOST)
+        checksums = self._config.checksums and transport.checksums
+        return PreparedRequest(
+            request,
+            transport.rank,
+            transport.size,
+            seed=self._config.seed,
+            checksums=checksums,
+            memory=Memory(memory, memory),
+        )
+
+    def begin(self, runs: Sequence[Run]) -> None:
+        """Collective, between steps: begin a group of requests; :meth:`finish` waits for it. Returns at once.
+
+        All ranks begin the same groups in the same order, between the same two steps. Until :meth:`finish`, inputs and
+        outputs belong to the engine's thread, and no step and no other collective may begin.
+        """
+        self._check()
+        if self.is_open:
+            raise StateError("a step is open: requests run between steps")
+        self._group = RequestGroup(runs, self._transport, self._round_complete)
+        self._progress.start(self._group.poll)
+
+    def finish(self) -> list[list[Array]]:
+        """Block until the group is done: every run's arrays, by layer. Errors: see :class:`RequestGroup`."""
+        group, self._group = self._group, None
+        if group is None:
+            raise StateError("no group of requests has begun")
+        self._progress.finish()
+        if isinstance(group.verdict, StateError):
+            self._progress.end_with(group.verdict)  # all ranks have found it: nobody is to be told
+        return group.results
+
+    def _round_complete(self, begin: float, end: float) -> None:
+        self._pipeline.advances += 1
+        self._pipeline.statistics.wire_seconds += end - begin
+
     def listen(self) -> bool:
         """On a server, between steps, blocking: whether the trainers begin a step, or are done for now."""
         self._check()
@@ -214,6 +264,9 @@ class Exchanger:
 
         A rank that ends between backward and ``step()`` votes against the step.
         """
+        if self._progress.busy:
+            self.abort(f"rank {self._transport.rank} ended while a group of requests was under way")
+            return
         if self.owes_vote and self.error is None:
             self.owes_vote = False
             self._leave_with(self._transport.allreduce(np.zeros(1, dtype=np.float32)), "all ranks to vote")
@@ -260,7 +313,7 @@ class Exchanger:
 
     def leave(self) -> None:
         """Say that this rank opens no further step: those that wait for it in one need not wait for the deadline."""
-        if self.error is None and not self._closed and not self.is_open:
+        if self.error is None and not self._closed and not self.is_open and not self._progress.busy:
             self._progress.depart()
 
     def abort(self, message: str) -> None:
@@ -276,7 +329,7 @@ class Exchanger:
         if self._plan_log is not None:
             self._plan_log.close()
         self._progress.end_service()
-        if self.error is None and not self._aborted and not self._pipeline.is_open:
+        if self.error is None and not (self._aborted or self._pipeline.is_open or self._progress.busy):
             self._transport.close()
         else:
             self._transport.abandon()
@@ -287,5 +340,7 @@ class Exchanger:
             raise self.error
         if self._closed:
             raise StateError("the exchanger is closed")
+        if self._progress.busy:
+            raise StateError("a group of requests is under way: finish() waits for it")
         if os.getpid() != self._pid:
             raise StateError("gradcomp does not run in a forked child; initialise it there, or use spawn")

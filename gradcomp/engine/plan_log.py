@@ -13,7 +13,8 @@ logger = logging.getLogger("gradcomp")
 class PlanLog:
     """Rank 0's account of one exchanger's plans. A controller that changes its mind every step says what is notable.
 
-    ``measured``: bytes sent per step under a plan, headers and votes included; ``predicted``: by formula, without.
+    ``measured``: bytes sent per step under a plan, headers and votes included; ``predicted``: by formula, without;
+    ``under control``: those predicted for the layers that the controller chooses for.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class PlanLog:
             if controller is not None:
                 self._say(step, version)
             if self._journal is not None:
-                self._journal.plan(step, pipeline.laid_out_plan, round(pipeline.predicted_bytes))
+                self._journal.plan(step, pipeline.laid_out_plan, round(pipeline.predicted.sum()))
                 if controller is not None and controller.reason:
                     self._journal.choice(step, controller.reason)
             self._version, self._began = version, self._reached
@@ -58,16 +59,18 @@ class PlanLog:
         before = ""
         if steps:
             mean = (self._reached[1] - self._began[1]) / steps
-            before = f", {mean / 1e6:.3f} MB measured under plan {self._version}"
+            before = f"; {mean / 1e6:.3f} MB measured, with headers, under plan {self._version}"
         assert pipeline.controller is not None, "whoever changes the plan"
         reason = f" ({pipeline.controller.reason})" if pipeline.controller.reason else ""
+        controlled = pipeline.predicted[pipeline.controller.environment.controlled]
         logger.info(
-            "step %d: plan %d by %s: %s; %.3f MB per step and rank predicted%s%s",
+            "step %d: plan %d by %s: %s; %.3f MB per step and rank predicted, %.3f of them under control%s%s",
             step,
             version,
             pipeline.controller.name,
             histogram(pipeline.laid_out_plan),
-            pipeline.predicted_bytes / 1e6,
+            pipeline.predicted.sum() / 1e6,
+            controlled.sum() / 1e6,
             before,
             reason,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
@@ -23,7 +24,7 @@ _LIFE_SECONDS = 1.0
 
 
 class Progress(StepWatch):
-    """A step or a collective between steps, until it is done or fails; one at a time.
+    """A step, or collectives between steps, until it is done or fails; one at a time.
 
     ``is_open``: a step has begun that nobody has waited for. ``cue``: a message that goes with it. ``collectives``: how
     many began since the last step. ``error``: why there will be no further one. From :meth:`begin` until the wait ends
@@ -45,7 +46,7 @@ class Progress(StepWatch):
         self._transport = transport
         self._listener = terms.listener
         self._advice = terms.advice
-        self._collective: Handle | None = None
+        self._work: Callable[[], Waiting] | None = None
         self._done = threading.Event()
         self._seen_advances = 0
         engine.add(self)
@@ -72,12 +73,25 @@ class Progress(StepWatch):
 
     def wait_for(self, handle: Handle) -> None:
         """Wait for a collective between steps; the engine polls it as it does a step."""
+        self.start(lambda: _poll(handle))
+        self.finish()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something was started between steps that nobody has waited for."""
+        return self._work is not None
+
+    def start(self, work: Callable[[], Waiting]) -> None:
+        """Begin something between steps; the engine polls it as it does a step."""
         self.collectives += 1
         self.begin()
-        self._collective = handle
+        self._work = work
         self._engine.wake()
+
+    def finish(self) -> None:
+        """Wait for it."""
         self.wait()
-        self._collective = None
+        self._work = None
         if self.error is not None:
             raise self.error
 
@@ -123,12 +137,12 @@ class Progress(StepWatch):
         if self.verdict is not None:
             self._heed(self.verdict)
             return Waiting.NOTHING
-        collective = self._collective
-        if self._done.is_set() or (not self.is_open and collective is None):
+        work = self._work
+        if self._done.is_set() or (not self.is_open and work is None):
             return Waiting.NOTHING
         # From here on the training thread waits, or is about to: what it handed in stays until we say "done".
         try:
-            waiting = self._pipeline.poll() if collective is None else _poll(collective)
+            waiting = self._pipeline.poll() if work is None else work()
             if waiting is Waiting.NOTHING and self.cue is not None:
                 waiting = _poll(self.cue)
         except GradcompError as error:
@@ -141,9 +155,9 @@ class Progress(StepWatch):
             self.since = monotonic()
         if waiting is Waiting.NOTHING:
             self.cue = None
-            if collective is None and (divergence := self._divergence()) is not None:
+            if work is None and (divergence := self._divergence()) is not None:
                 # All ranks have found it in the same step: nobody is to be told.
-                self._end_with(divergence)
+                self.end_with(divergence)
             self._done.set()
         return waiting
 
@@ -199,11 +213,12 @@ class Progress(StepWatch):
             self._pipeline.abandon()  # those who are told may take their gradients back
         finally:
             try:
-                self._end_with(error)
+                self.end_with(error)
             finally:
                 self._done.set()
 
-    def _end_with(self, error: GradcompError) -> None:
+    def end_with(self, error: GradcompError) -> None:
+        """It goes on no further; the communicator is in order."""
         self.error, self.since = error, None
         if self._listener is not None:
             self._listener.failed(error)

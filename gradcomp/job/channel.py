@@ -7,29 +7,20 @@ failure, which the :class:`Watchdog` finds out. A store that does not answer end
 
 from __future__ import annotations
 
-import hashlib
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import (
-    ConfigError,
-    GradcompError,
-    PlanMismatchError,
-    StateError,
-    TransportError,
-    WireFormatError,
-)
-from gradcomp.core.text import printable
+from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, TransportError
 from gradcomp.engine.keys import ABORT, LEFT, Position
 from gradcomp.engine.watch import Roster, Watch
 from gradcomp.engine.watchdog import Watchdog
@@ -37,27 +28,14 @@ from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.runtime import current
+from gradcomp.pipeline.calls import Call, compare
 from gradcomp.transport.base import Bytes, Handle, Transport
 
 T = TypeVar("T")
 
 _LONGEST_PAUSE_SECONDS = 200e-6  # between polls of a collective
-_MOST_DESCRIPTION_BYTES = 1 << 26
 _DRAIN_SECONDS = 10.0  # for a thread whose calls have ended
 _CHUNK_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Call:
-    """What this rank calls. ``lines`` must be the same on all ranks; ``number`` is shared with them.
-
-    ``problem``: why this rank cannot take part. It still meets the others, so that all of them raise ConfigError.
-    """
-
-    name: str
-    lines: Sequence[str]
-    number: int = 0
-    problem: str | None = None
 
 
 class _CallWatch(Watch):
@@ -214,30 +192,14 @@ class Channel:
 
     def _agree(self, call: Call) -> list[int]:
         """Every rank's number, if all call the same and none has a problem."""
-        description = "\n".join(call.lines).encode()
-        text = description if call.problem is None else call.problem.encode()
-        header = np.zeros(7, dtype=np.int64)
-        header[:3] = call.problem is not None, call.number, len(text)
-        header[3:] = np.frombuffer(hashlib.sha256(description).digest(), dtype=np.int64)
-        raw = self.allgather(header.view(np.uint8), [header.nbytes] * self.size)
-        headers = raw.view(np.int64).reshape(self.size, -1)
-        troubled = np.flatnonzero(headers[:, 0])
-        if len(troubled) == 0 and (headers[:, 3:] == headers[0, 3:]).all():
-            return [int(number) for number in headers[:, 1]]
-        texts = self._exchange_texts(text, [int(length) for length in headers[:, 2]])
-        if len(troubled) > 0:
-            raise ConfigError(f"{call.name}: rank {troubled[0]}: {printable(texts[troubled[0]])}")
-        raise PlanMismatchError(f"{call.name}: the ranks do not call the same: {_difference(texts)}")
-
-    def _exchange_texts(self, text: bytes, lengths: list[int]) -> list[str]:
-        if not all(0 <= length <= _MOST_DESCRIPTION_BYTES for length in lengths):
-            raise WireFormatError(f"descriptions of {lengths} bytes")
-        whole = self.allgather(np.frombuffer(text, dtype=np.uint8), lengths).tobytes()
-        ends = np.cumsum(lengths)
-        return [
-            whole[end - length : end].decode(errors="replace")
-            for end, length in zip(ends, lengths, strict=True)
-        ]
+        rounds = compare(call, self.rank, self.size)
+        while True:
+            try:
+                operation = next(rounds)
+            except StopIteration as end:
+                numbers: list[int] = end.value
+                return numbers
+            self._wait(partial(operation.issue, self._group))
 
     def _wait(self, issue: Callable[[], Handle]) -> None:
         """Issue a collective and poll it until it is done, or the watchdog ends the wait."""
@@ -309,14 +271,3 @@ def chunks(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[list[
         held_bytes += size_bytes(item)
     if chunk:
         yield chunk
-
-
-def _difference(texts: Sequence[str]) -> str:
-    """The first line in which a rank differs from rank 0."""
-    for rank, text in enumerate(texts):
-        ours, theirs = texts[0].split("\n"), text.split("\n")
-        for i in range(max(len(ours), len(theirs))):
-            pair = [lines[i] if i < len(lines) else "nothing more" for lines in (ours, theirs)]
-            if pair[0] != pair[1]:
-                return f"rank 0 has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
-    raise AssertionError(f"digests differ, descriptions do not: {texts}")

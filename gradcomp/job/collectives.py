@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import WireFormatError
-from gradcomp.job.channel import Call, Channel, alone, channel_of
+from gradcomp.job.channel import Channel, alone, channel_of
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.pipeline.calls import Call
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -35,11 +35,12 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
         reasons[reason] = reasons.get(reason, 0) + 1
     why = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     logger.info(
-        "%s over %d layers: %.1f%% of %.2f MB compressed; exact: %s; state %.2f MB; %d buckets",
+        "%s over %d layers: %.1f%% of %.2f MB compressed; %s: %s; state %.2f MB; %d buckets",
         policy.title,
         len(pipeline.layers),
         100 * compressed / total,
         total / 1e6,
+        "exact" if policy.exact == "float32" else policy.exact,
         why,
         (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
         len(pipeline.layout.buckets),

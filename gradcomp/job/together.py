@@ -10,8 +10,9 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.text import printable
-from gradcomp.job.channel import Call, channel_of
+from gradcomp.job.channel import channel_of
 from gradcomp.job.network import Ranks
+from gradcomp.pipeline.calls import Call
 
 T = TypeVar("T")
 

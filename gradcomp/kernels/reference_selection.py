@@ -83,12 +83,15 @@ def select_top(
     offsets: Numbers,
     indices: Indices,
     values: Floats,
+    found: Numbers,
     *,
     decay: float,
+    zeros: bool,
 ) -> None:
-    """`contribute`, and select the counts[i] elements of row i with the largest |c|: TopK.
+    """`contribute`, and select the counts[i] elements of row i with the largest |c|: TopK. found[i]: how many.
 
-    A row with a non-finite c gets its flag, and the indices 0, 1, ... with values of 0.
+    With ``zeros`` exactly counts[i]; a row with a non-finite c gets its flag, and the indices 0, 1, ... with values of
+    0. Without, c = 0 is not selected: min(counts[i], number of c != 0) elements, and none of a row with a non-finite c.
 
     Args:
         table: SEGMENT rows; reads gradient, residual; writes next residual.
@@ -98,7 +101,9 @@ def select_top(
         offsets: int64, one per row: where the row's selection begins.
         indices: uint32, written.
         values: float32, written: c of the selected elements.
+        found: int64, one per row, written; may be ``counts``.
         decay: factor of the residual.
+        zeros: whether elements of 0 may be selected.
 
     Raises:
         ValueError: also for a float64 gradient.
@@ -109,21 +114,24 @@ def select_top(
         factors=(factors, np.float32, False),
         counts=(counts, np.int64, False),
         offsets=(offsets, np.int64, False),
+        found=(found, np.int64, True),
     )
     check_narrow(table)
     check_next_residuals(table)
     check_counts(table, counts)
     check_places(table, offsets, counts, indices, values, writable=True)
     for i, segment in enumerate(table):
-        place = slice(int(offsets[i]), int(offsets[i] + counts[i]))
-        if _contribute(segment, factors[i], decay):
-            flags[i] |= 1
-            indices[place] = np.arange(counts[i])
-            values[place] = 0
-            continue
+        wanted = int(counts[i])
+        finite = not _contribute(segment, factors[i], decay)
+        flags[i] |= not finite
         c = next_residual_of(segment)
-        chosen = largest_of(c, np.arange(len(c)), int(counts[i]))
-        indices[place], values[place] = chosen, c[chosen]
+        if finite:
+            chosen = largest_of(c, np.arange(len(c)) if zeros else np.flatnonzero(c), wanted)
+        else:
+            chosen = np.arange(wanted if zeros else 0)
+        place = slice(int(offsets[i]), int(offsets[i]) + len(chosen))
+        indices[place], values[place] = chosen, c[chosen] if finite else 0
+        found[i] = len(chosen)
 
 
 def select_above(

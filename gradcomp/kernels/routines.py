@@ -7,9 +7,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradcomp.kernels import bodies
+from gradcomp.kernels.pending import Pending
 
 _thread = threading.local()
 
@@ -29,11 +30,11 @@ class Routine:
 
     Between two times only the contents of the arrays change, of tables only the columns of addresses. A routine goes
     through one of two doors. :func:`gradcomp.kernels.together` runs its block every time, with numbers of its own;
-    what the device has checked once it does not check again. :meth:`collecting` takes parts that say by a key whether
+    what the device has checked once it does not check again. :class:`Phase` takes parts that say by a key whether
     anything is new; if nothing is, none of them is asked. On the host the kernels run one by one, every time.
     """
 
-    __slots__ = ("_given", "_keys", "arrays", "device", "prepared", "runs")
+    __slots__ = ("arrays", "device", "prepared", "runs")
 
     def __init__(self) -> None:
         self.device: Any = None  # its kernels; None on the host, or as long as nobody knows
@@ -41,62 +42,144 @@ class Routine:
         self.prepared: Any = None
         self.arrays: Sequence[Any] = ()
         self.runs: list[Any] = []
-        self._keys: list[Hashable] = []
-        self._given: list[Any] = []
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """What this thread runs by :func:`run` meanwhile is done at the end, in one call on a device.
 
-        It is the same calls in every step, mostly; else they are put together anew.
-        """
-        assert getattr(_thread, "parts", None) is None, "a routine is no part of another one"
-        parts: list[_Part] = []
-        _thread.parts = parts
-        try:
-            yield
-        finally:
-            _thread.parts = None
-        if parts:
-            self._run(parts)
+class _Kept(NamedTuple):
+    """A routine, by the parts that it was put together from."""
 
-    def _run(self, parts: Sequence[_Part]) -> None:
+    keys: list[Hashable]
+    given: list[Any]
+    routine: Routine
+
+
+class Phase:
+    """What is done in one phase of a bucket in every step: mostly the same calls, or those of some steps before."""
+
+    #: Routines that are kept: state that alternates between two places has two.
+    MOST = 2
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []  # what ran last comes last
+
+    def collecting(self) -> Collected:
+        """What is done this time; see :class:`Collected`."""
+        return Collected(self)
+
+    def find(self, keys: list[Hashable], given: list[Any]) -> _Kept | None:
+        """The routine of these parts; one of the same keys over other arrays is forgotten."""
+        kept = self._kept
+        for place in range(len(kept) - 1, -1, -1):
+            one = kept[place]
+            if one.keys == keys:
+                if len(one.given) == len(given) and all(map(is_, given, one.given)):
+                    return one
+                del kept[place]
+        return None
+
+    def keep(self, one: _Kept) -> None:
+        """For the next time."""
+        if self._kept and self._kept[-1] is one:
+            return
+        self.forget(one)
+        self._kept.append(one)
+        del self._kept[: -self.MOST]
+
+    def forget(self, one: _Kept) -> None:
+        """It has failed, perhaps."""
+        self._kept = [each for each in self._kept if each is not one]
+
+
+class Collected:
+    """Blocks; what their thread runs by :func:`run` inside is done by :meth:`start`, in one call on a device.
+
+    From then on it is a :class:`gradcomp.kernels.pending.Pending`.
+    """
+
+    __slots__ = ("_call", "_is_new", "_one", "_parts", "_phase", "kernels")
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+        self._parts: list[_Part] = []
+        self._call: Pending | None = None
+        self.kernels: Any = None
+
+    def __enter__(self) -> Collected:
+        assert getattr(_thread, "parts", None) is None, "a phase is no part of another one"
+        _thread.parts = self._parts
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.parts = None
+
+    def start(self) -> None:
+        """Behind the last block."""
+        parts, phase = self._parts, self._phase
+        if not parts:
+            return
         keys = [part.key for part in parts]
         given = [array for part in parts for array in part.arrays]
-        if self.prepared is None or keys != self._keys or not all(map(is_, given, self._given)):
-            self.prepared, self.runs, self.device = None, [], bodies.device_of(given)
-        if self.device is None:
+        one = phase.find(keys, given)
+        self._is_new = one is None
+        if one is None:
+            one = _Kept(keys, given, Routine())
+            one.routine.device = bodies.device_of(given)
+        self._one, device = one, one.routine.device
+        if device is None:
             for part in parts:
                 part.work()
-        else:
-            try:
-                if self.prepared is not None:
-                    self.device.run_again(self)
-                else:
-                    self._put_together(parts, given)
-            except BaseException as error:
-                self.prepared = None
-                if isinstance(error, ValueError):  # one by one they say where the fault is
+            self._conclude()
+            return
+        try:
+            if self._is_new:
+                with device.together(device, one.routine) as started:
                     for part in parts:
                         part.work()
-                raise
-        self._keys, self._given = keys, given
-        for part in parts:
+                self._call = started
+            else:
+                self._call = device.start_again(one.routine)
+        except ValueError:
+            self._failed()
+            raise
+
+    def done(self) -> bool:
+        """See :class:`gradcomp.kernels.pending.Pending`."""
+        return self._call is None or self._call.done()
+
+    def finish(self) -> None:
+        """See :class:`gradcomp.kernels.pending.Pending`."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        one = self._one
+        try:
+            call.finish()
+            if self._is_new and one.routine.prepared is not None:
+                one.routine.device.finalise(one.routine, one.given)
+        except ValueError:
+            self._failed()
+            raise
+        self._conclude()
+
+    def _failed(self) -> None:
+        """One by one, the parts say where the fault is."""
+        self._phase.forget(self._one)
+        for part in self._parts:
+            part.work()
+
+    def _conclude(self) -> None:
+        one = self._one
+        if one.routine.prepared is not None:
+            self._phase.keep(one)
+        for part in self._parts:
             if part.after is not None:
                 part.after()
-
-    def _put_together(self, parts: Sequence[_Part], given: Sequence[Any]) -> None:
-        with self.device.together(self.device, self) as started:
-            for part in parts:
-                part.work()
-        started.finish()
-        if self.prepared is not None:
-            self.device.finalise(self, given)
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside, what this thread runs is no part of its routine: results are there when :func:`run` returns."""
+    """Inside, what this thread runs is no part of its phase: results are there when :func:`run` returns."""
     parts = getattr(_thread, "parts", None)
     _thread.parts = None
     try:
@@ -111,9 +194,9 @@ def run(
     work: Callable[[], None],
     after: Callable[[], None] | None = None,
 ) -> None:
-    """Let ``work`` call kernels, at the end of this thread's routine, or at once where it is in none.
+    """Let ``work`` call kernels, at the end of this thread's phase, or at once where it is in none.
 
-    A routine that is the same as the last time is repeated on a device: with what the arrays hold now, and without
+    A phase that is the same as one before is repeated on a device: with what the arrays hold now, and without
     asking ``work``. So ``work`` does nothing but call kernels, none of which needs what another one leaves on the host.
 
     Args:

@@ -75,6 +75,8 @@ class Layers:
 
     def spoil(self, exact: Floats, flags: Bytes) -> None:
         """NaN in ``exact``, the exact layers' part of a message, where flags are set, and so in all ranks' sum."""
+        if not np.count_nonzero(flags):
+            return
         for row in np.flatnonzero(flags[self.exact]).tolist():
             start = int(self.exact_at[row]) // 4 - self.p_size
             fill(exact[start : start + int(self.exact_lengths[row])], np.nan)

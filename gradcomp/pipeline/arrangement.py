@@ -36,8 +36,8 @@ class Arrangement:
 
     ``fingerprint``: of the plan but for its version. ``order``: of the layers that travel. ``sizes``: of residuals.
     ``fields``: what compressors keep, by layer. ``ranges``: second residuals. ``travels``: pairs of layers and buckets;
-    ``position``: by layer, the last bucket that it travels in. ``predicted_bytes``: that one rank sends in a step, by
-    formula; ``sent``: by layer, those of its buckets.
+    ``position``: by layer, the last bucket that it travels in. ``predicted``: by layer, bytes that one rank sends in a
+    step, by formula; ``sent``: by layer, those of its buckets.
     """
 
     layout: Layout
@@ -50,7 +50,7 @@ class Arrangement:
     dense_bytes: int
     travels: tuple[npt.NDArray[np.int64], ...]
     position: npt.NDArray[np.int64]
-    predicted_bytes: float
+    predicted: npt.NDArray[np.float64]
     sent: npt.NDArray[np.float64]
 
 
@@ -62,6 +62,9 @@ class Arrangements:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
 
     def get(self, key: Hashable, step: int, make: Callable[[], Arrangement]) -> Arrangement:
         """The arrangement of this key, which comes into force with ``step``."""
@@ -135,10 +138,12 @@ class Arranger:
         travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
         position = np.zeros(len(layers), dtype=np.int64)
         np.maximum.at(position, *travels)
-        sent = np.zeros(len(layout.buckets))
+        sent, predicted = np.zeros(len(layout.buckets)), np.zeros(len(layers))
         for bucket in layout.buckets:
             for group in bucket.groups:
-                sent[bucket.number] += sent_bytes(group, self._scheme, self._topology).sum()
+                of_layers = sent_bytes(group, self._scheme, self._topology)
+                sent[bucket.number] += of_layers.sum()
+                np.add.at(predicted, group.layers, of_layers)
         compressors = compressors_of(layers, plan)
         world = self._topology.world
         return Arrangement(
@@ -152,7 +157,7 @@ class Arranger:
             2 * sum(layers[i].nbytes for i in order) * (world - 1) // world,
             travels,
             position,
-            float(sent.sum()),
+            predicted,
             by_layer(travels, sent, len(layers)),
         )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from gradcomp.compress.messages import Broadcast, Bytes, Gather, Message, Reduce, Reply, Sum
+from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Gather, Message, Reduce, Reply, Sum
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.pending import Pending
-from gradcomp.kernels.routines import Routine
+from gradcomp.kernels.routines import Collected, Phase
 from gradcomp.kernels.step import StepContext
-from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round
+from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round, finished
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.framing import Framed, framed
@@ -22,6 +23,10 @@ _Framed = Generator[Framed, None, Replies]
 
 #: Makes the reduction of a bucket's parts, for its number of layers and its own number.
 MakeReduction = Callable[[Sequence[Part], int, int], Reduction]
+
+
+#: Messages of a kind, and by group what they are made of.
+_Fused = tuple[Any, Mapping[int, Any]]
 
 
 class BucketProgram:
@@ -44,7 +49,7 @@ class BucketProgram:
         self._allocator = allocate
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
-        self._routines: dict[tuple[str, int], Routine] = {}
+        self._phases: list[Phase] = []  # before round 0, between it and round 1, ...
         # Whether a generator reduces is the same in every step, and asking for its first message has no effect.
         first = [next(group.compressor.exchange(group, context)) for group in bucket.groups]
         self._reduced = tuple(g for g, message in enumerate(first) if isinstance(message, Reduce))
@@ -69,33 +74,66 @@ class BucketProgram:
         """Exchange the bucket once. Yields what it waits for; resumed when that is complete."""
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
-        number = 0
+        at = Round(self.bucket, 0, header_id, context.ranks, binding, flags)
+        call = self._phase(0).collecting()
+        with binding.span("encode"):
+            fused = self._write(messages, at, call)
+            call.start()
         while messages:
-            at = Round(self.bucket, number, header_id, context.ranks, binding, flags)
-            programs = self._programs(messages, at, context)
+            programs = [each.run(given, at, call) for each, given in fused]
+            if at.number == 0 and self._reduced:
+                assert self.reduction is not None, (
+                    "the first messages were the same when the program was made"
+                )
+                programs.insert(0, self._reduce(self.reduction, at, context))
             replies = yield from _lock_step(
-                [framed(program, header_id, flags, binding, 2 * number) for program in programs]
+                [framed(program, header_id, flags, binding, 2 * at.number) for program in programs]
             )
-            messages = {}
-            ends: dict[int, Bytes] = {}
+            # What a reply makes kernels do and what fills the next message is one call of a device.
+            call = self._phase(at.number + 1).collecting()
             with binding.span("decode"):
-                with self._routine("decode", number).collecting():
-                    for g in sorted(replies):
-                        try:
-                            messages[g] = exchanges[g].send(replies[g])
-                        except StopIteration as end:
-                            ends[g] = end.value
-                for g, found in ends.items():
-                    at.note(g, found)
-            number += 1
+                messages, ends = _answer(exchanges, replies, call)
+                if not messages:
+                    call.start()
+            at = Round(self.bucket, at.number + 1, header_id, context.ranks, binding, flags)
+            if messages:
+                with binding.span("encode"):
+                    fused = self._write(messages, at, call)
+                    call.start()
+            yield from finished(call, binding, "encode" if messages else "decode")
+            for g, found in ends.items():
+                at.note(g, found)
 
-    def _programs(self, messages: Mapping[int, Message], at: Round, context: StepContext) -> list[Program]:
-        """Programs of one round, in an order that all ranks share."""
-        programs: list[Program] = []
-        if any(isinstance(message, Reduce) for message in messages.values()):
-            assert at.number == 0, "a compressor reduces in its first round only"
-            assert self.reduction is not None, "the first messages were the same when the program was made"
-            programs.append(self._reduce(self.reduction, at, context))
+    def rehearse(
+        self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
+    ) -> None:
+        """The same on a device that rehearses: nothing runs, nothing is sent.
+
+        As far as kernels alone look at what they find: a compressor that looks, too, would see what is not there.
+        """
+        exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
+        messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
+        at = Round(self.bucket, 0, header_id, context.ranks, binding, flags)
+        call = self._phase(0).collecting()
+        if self.reduction is not None and self.reduction.by_kernels:
+            for _ in self.reduction.run(context, binding, flags):
+                pass
+        while messages and not self._servers and all(map(_by_kernels, messages.values())):
+            fused = self._write(messages, at, call)
+            call.start()
+            call.finish()
+            replies: Replies = {g: Reply(at.flags_of(g)) for g in self._reduced if g in messages}
+            for each, given in fused:
+                replies |= each.replies(given, at)
+            at = Round(self.bucket, at.number + 1, header_id, context.ranks, binding, flags)
+            call = self._phase(at.number).collecting()
+            messages, _ = _answer(exchanges, replies, call)
+        if not messages:
+            call.start()
+            call.finish()
+
+    def _write(self, messages: Mapping[int, Message], at: Round, call: Collected) -> list[_Fused]:
+        """Fill the messages of a round, fused by kind, in an order that all ranks share; ``call`` is to be started."""
         by_dtype: dict[str, dict[int, Sum]] = {}
         gathers: dict[int, Gather | Broadcast] = {}
         for g, message in messages.items():
@@ -103,21 +141,21 @@ class BucketProgram:
                 by_dtype.setdefault(message.dtype, {})[g] = message
             elif isinstance(message, Gather | Broadcast):
                 gathers[g] = message
-        fused_sums = [(self._fused_sum(at.number, sums), sums) for sums in by_dtype.values()]
-        fused_gathers = [(self._fused_gather(at.number, gathers), gathers)] if gathers else []
-        if fused_sums or fused_gathers:
-            with at.binding.span("encode"), self._routine("encode", at.number).collecting():
-                for sum_, sums in fused_sums:
-                    sum_.write(sums, at)
-                for gather, payloads in fused_gathers:
-                    gather.write(payloads, at)
-        programs += [fused.run(given, at) for fused, given in fused_sums]
-        programs += [fused.run(given, at) for fused, given in fused_gathers]
-        return programs
+            else:
+                assert at.number == 0, "a compressor reduces in its first round only"
+        fused: list[_Fused] = [(self._fused_sum(at.number, sums), sums) for sums in by_dtype.values()]
+        if gathers:
+            fused.append((self._fused_gather(at.number, gathers), gathers))
+        with call:
+            for each, given in fused:
+                each.write(given, at)
+        return fused
 
-    def _routine(self, phase: str, number: int) -> Routine:
-        """What kernels do in a phase of a round, of all groups together."""
-        return self._routines.setdefault((phase, number), Routine())
+    def _phase(self, number: int) -> Phase:
+        """What kernels do between two rounds, of all groups together."""
+        if number == len(self._phases):
+            self._phases.append(Phase())
+        return self._phases[number]
 
     def _reduce(self, reduction: Reduction, at: Round, context: StepContext) -> Program:
         results = yield from reduction.run(context, at.binding, at.flags)
@@ -144,6 +182,31 @@ class BucketProgram:
                 self.bucket, number, gathers, self._rank, self._ranks, self._servers, self._allocator
             )
         return self._gathers[key]
+
+
+def _by_kernels(message: Message) -> bool:
+    """Whether it has a size of its own, and kernels alone look at what is sent and at what comes."""
+    if isinstance(message, Gather):
+        return message.by_kernels and message.fixed
+    return isinstance(message, Reduce) or (isinstance(message, Sum) and message.by_kernels)
+
+
+def _answer(
+    exchanges: Sequence[Exchange], replies: Replies, call: Collected
+) -> tuple[dict[int, Message], dict[int, Bytes]]:
+    """Send compressors their replies: the next messages of some, and of those that are through, their flags.
+
+    Flags are there when ``call`` is finished.
+    """
+    messages: dict[int, Message] = {}
+    ends: dict[int, Bytes] = {}
+    with call:
+        for g in sorted(replies):
+            try:
+                messages[g] = exchanges[g].send(replies[g])
+            except StopIteration as end:
+                ends[g] = end.value
+    return messages, ends
 
 
 def _lock_step(programs: Sequence[_Framed]) -> _Framed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
-from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.errors import ConfigError
 from gradcomp.kernels.cuda.mirrors import fill
+from gradcomp.kernels.pending import Pending
+from gradcomp.pipeline.announced import Announced, gathered
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.reduce.base import Binding, Message, Move, Waits
+from gradcomp.reduce.base import Binding, Waits
 from gradcomp.reduce.header import (
     NONFINITE,
     BucketFlags,
@@ -23,7 +25,7 @@ from gradcomp.reduce.header import (
     check_covers,
     padded,
 )
-from gradcomp.transport.base import AllGather, Allocator, AllReduce, host_allocator
+from gradcomp.transport.base import Allocator, AllReduce, host_allocator
 
 Bytes = npt.NDArray[np.uint8]
 Replies = dict[int, Any]
@@ -64,6 +66,14 @@ class Round:
         self.binding.outputs(members.table, members.layers)
 
 
+def finished(call: Pending, binding: Binding, phase: str) -> Generator[Pending, None, None]:
+    """Until the device is through with a call, whose results are then where they belong."""
+    if not call.done():
+        yield call
+    with binding.span(phase):
+        call.finish()
+
+
 class FusedSum:
     """Sums of one dtype in one buffer: the groups' elements, then, in the first round, the counts."""
 
@@ -84,13 +94,14 @@ class FusedSum:
         self._flags: dict[int, Bytes] = {}
 
     def write(self, messages: Mapping[int, Sum], at: Round) -> None:
-        """This rank's summands; flags are there when the routine of all writers is done."""
+        """This rank's summands; flags are there when the phase of all writers is done."""
         for g, view in self._views.items():
             at.bind_sources(g)
             self._flags[g] = messages[g].write(view)
 
-    def run(self, messages: Mapping[int, Sum], at: Round) -> Program:
-        """One allreduce."""
+    def run(self, messages: Mapping[int, Sum], at: Round, written: Pending) -> Program:
+        """One allreduce of what is ``written``."""
+        yield from finished(written, at.binding, "encode")
         for g, view in self._views.items():
             if self._header:
                 at.note(g, self._flags[g])
@@ -104,16 +115,20 @@ class FusedSum:
             states = self._header.read(self._counts, at.header_id, at.ranks)
             check_covers(states, sent, "all ranks")
             at.flags.states |= states
-        for g in self._views:
+        return self.replies(messages, at)
+
+    def replies(self, messages: Mapping[int, Sum], at: Round) -> Replies:
+        """The sums are there."""
+        for g in messages:
             at.bind_outputs(g)
-        return {g: Reply(at.flags_of(g), view) for g, view in self._views.items()}
+        return {g: Reply(at.flags_of(g), self._views[g]) for g in messages}
 
 
 class FusedGather:
     """Payloads for everybody: gathered from all ranks, or broadcast by one; one part per rank, behind a header.
 
-    A part holds the payloads in the order of the groups. Where sizes depend on data, a round of sizes comes first, and
-    payloads are copied to where they belong then; else they are written there. The first ``servers`` ranks send flags
+    A part holds the payloads in the order of the groups. Where sizes depend on data, :class:`Announced` has the rounds,
+    and payloads are copied to where they belong; else they are written there. The first ``servers`` ranks send flags
     only, and compressors do not know of them.
     """
 
@@ -129,7 +144,7 @@ class FusedGather:
     ) -> None:
         self._rank, self._world, self._servers = rank, world, servers
         self._most = {g: message.max_bytes for g, message in messages.items()}
-        self._varying = [g for g, message in messages.items() if not message.fixed]
+        varying = [column for column, message in enumerate(messages.values()) if not message.fixed]
         self._layers = len(bucket.layers)
         if sum(self._most.values()) > _MOST_PART_BYTES:
             raise ConfigError(
@@ -140,6 +155,7 @@ class FusedGather:
         self._space: dict[int, Bytes] = {}
         self._flags: dict[int, Bytes] = {}
         self._used: dict[int, int] = {}
+        self._announced = Announced(self._layers, rank, world, varying) if varying else None
         fixed = all(isinstance(message, Gather) and message.fixed for message in messages.values())
         self._in_place = fixed and not servers
         if not self._in_place:
@@ -153,11 +169,11 @@ class FusedGather:
         make = allocate if by_kernels else host_allocator
         self._buffer = make(ends[-1], [(begin, begin + header.nbytes) for begin in [0, *ends[:-1]]])
         # The same views in every step: what kernels do with them is kept.
-        self._move = self._gather(self._buffer, header)
+        self._move = gathered(rank, self._buffer, header)
         self._payloads = self._views(self._buffer, sizes)
 
     def write(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> None:
-        """This rank's payloads; flags are there when the routine of all writers is done."""
+        """This rank's payloads; flags are there when the phase of all writers is done."""
         if self._in_place:
             for views, (g, message) in zip(self._payloads, messages.items(), strict=True):
                 at.bind_sources(g)
@@ -171,18 +187,27 @@ class FusedGather:
             self._flags[g], count = message.write(self._space[g] if serves else self._space[g][:limit])
             self._used[g] = min(count, limit)
 
-    def run(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Program:
-        """One all-gather, or two."""
+    def run(self, messages: Mapping[int, Gather | Broadcast], at: Round, written: Pending) -> Program:
+        """One all-gather, or two where sizes depend on data, of what is ``written``."""
+        yield from finished(written, at.binding, "encode")
         for g, found in self._flags.items():
             at.note(g, found)
         if self._in_place:
             yield self._move
-            return self._replies(messages, self._payloads, at)
-        sizes = most = self._most_by_rank(messages)
-        if self._varying:
-            sizes = yield from self._announce(most, list(messages), at.header_id)
-        buffer = yield from self._exchange(sizes)
-        return self._replies(messages, self._views(buffer, sizes), at)
+            return self.replies(messages, at)
+        sizes = self._most_by_rank(messages)
+        if self._announced is not None:
+            own = [space[: self._used[g]] for g, space in self._space.items()]
+            payloads = yield from self._announced.run(own, sizes, at.header_id)
+        else:
+            buffer = yield from self._exchange(sizes)
+            payloads = self._views(buffer, sizes)
+        return self._replies(messages, payloads, at)
+
+    def replies(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
+        """Payloads that are written where they travel have come."""
+        assert self._in_place, "they are nowhere else"
+        return self._replies(messages, self._payloads, at)
 
     def _replies(
         self, messages: Mapping[int, Gather | Broadcast], payloads: list[list[Bytes]], at: Round
@@ -214,30 +239,6 @@ class FusedGather:
         most[: self._servers] = 0
         return most
 
-    def _announce(
-        self, most: npt.NDArray[np.int64], groups: list[int], header_id: HeaderId
-    ) -> Waits[npt.NDArray[np.int64]]:
-        """The round of sizes: eight bytes for each group whose size varies."""
-        header = ByteHeader(self._layers, np.full(self._world, 8 * len(self._varying), dtype=np.int64))
-        buffer = np.zeros(sum(header.message_bytes), dtype=np.uint8)
-        parts = buffer.reshape(self._world, -1)
-        told = slice(header.nbytes, header.nbytes + 8 * len(self._varying))
-        parts[self._rank, told] = np.array([self._used[g] for g in self._varying], dtype="<i8").view(np.uint8)
-        yield self._gather(buffer, header)
-        sizes = most.copy()
-        columns = [groups.index(g) for g in self._varying]
-        for sender in range(self._world):
-            announced = parts[sender, told].view("<i8")
-            wrong = (announced < 0) | (announced > most[sender, columns])
-            if wrong.any():
-                raise WireFormatError(
-                    f"step {header_id.step}, bucket {header_id.bucket}: "
-                    f"rank {sender} announced payloads of "
-                    f"{announced.tolist()} bytes where at most {most[sender, columns].tolist()} are possible"
-                )
-            sizes[sender, columns] = announced
-        return sizes
-
     def _exchange(self, sizes: npt.NDArray[np.int64]) -> Waits[Bytes]:
         header = ByteHeader(self._layers, sizes.sum(axis=1))
         total = sum(header.message_bytes)
@@ -246,7 +247,7 @@ class FusedGather:
         mine = self._bounds(sizes)[self._rank].tolist()
         for (g, space), begin in zip(self._space.items(), mine, strict=True):
             self._buffer[begin : begin + self._used[g]] = space[: self._used[g]]
-        yield self._gather(self._buffer[:total], header)
+        yield gathered(self._rank, self._buffer[:total], header)
         return self._buffer
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -256,13 +257,3 @@ class FusedGather:
         begins = np.cumsum(parts) - parts + header
         bounds: npt.NDArray[np.int64] = begins[:, None] + np.cumsum(sizes, axis=1) - sizes
         return bounds
-
-    def _gather(self, buffer: Bytes, header: ByteHeader) -> Move:
-        """One message per rank, one behind the other."""
-        ends = np.cumsum(header.message_bytes).tolist()
-        messages = [
-            Message(buffer[end - size : end], header, r)
-            for r, (end, size) in enumerate(zip(ends, header.message_bytes, strict=True))
-        ]
-        arrivals = [(r, message) for r, message in enumerate(messages) if r != self._rank]
-        return Move(AllGather(buffer, header.message_bytes), [messages[self._rank]], arrivals)

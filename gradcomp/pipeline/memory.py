@@ -54,16 +54,31 @@ class StepMemory:
         bases = self._prepare(group) if group.prepared else self._registry.gradients
         # Tables of whole groups come in every step, and mostly layers are whole.
         whole = table is group.inputs and group.scratch.once("whole", lambda: not table["start"].any())
-        table["gradient"] = bases[layers] if whole else _at(bases[layers], table, offsets)
+        table["gradient"] = bases[layers] if whole else self.place(bases[layers], table, offsets)
         if group.feedback:
             starts = 0 if whole else table["start"]
             table["residual"], table["next_residual"] = self._residuals.first.addresses(layers, starts)
         elif group.compressor.traits.contributes:
             table["next_residual"] = _floats_at(self._workspace(group, "contributions")[layers], table)
 
+    def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
+        """Addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
+        if offsets is None:
+            if not table["start"].any():
+                return bases
+            offsets = byte_offsets(table)
+        if np.count_nonzero(bases) == len(bases):
+            return bases + offsets
+        return np.where(bases == 0, bases, bases + offsets)
+
     def gradients(self, table: Table, layers: Sizes) -> None:
         """Gradients as they were handed in; 0 where there is none."""
-        table["gradient"] = _at(self._registry.gradients[layers], table)
+        table["gradient"] = self.place(self._registry.gradients[layers], table)
+
+    def residuals(self, table: Table, group: Group) -> None:
+        """What feedback adds to the group's gradients; 0 where there is none."""
+        if group.feedback:
+            table["residual"] = self._residuals.first.read_addresses(group.layers, table["start"])
 
     def _prepare(self, group: Group) -> Addresses:
         """What the group's compressor reads instead of gradients, by layer: u = momentum u + clip scale g.
@@ -73,7 +88,7 @@ class StepMemory:
         if group in self._prepared:
             return self._prepared[group]
         compressor, table, layers = group.compressor, group.table.copy(), group.layers
-        table["gradient"] = _at(self._registry.gradients[layers], table)
+        table["gradient"] = self.place(self._registry.gradients[layers], table)
         factors = self._context.factors(len(table))
         if compressor.traits.clip_norm is not None:
             norms = np.zeros(len(table))
@@ -120,7 +135,7 @@ class StepMemory:
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
         """Outputs of the layers that some rank had; the others stay as they are."""
         self._allocate_outputs()
-        table["output"] = _at(self._registry.outputs[layers], table, offsets)
+        table["output"] = self.place(self._registry.outputs[layers], table, offsets)
 
     def _allocate_outputs(self) -> None:
         if self._outputs_ready:
@@ -164,17 +179,6 @@ class _Span:
             end = perf_counter()
             self._times.statistics.codec_seconds += end - self._begin
             self._times.trace.add(self._name, self._step, self._bucket, self._begin, end)
-
-
-def _at(bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
-    """Addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
-    if offsets is None:
-        if not table["start"].any():
-            return bases
-        offsets = byte_offsets(table)
-    if np.count_nonzero(bases) == len(bases):
-        return bases + offsets
-    return np.where(bases == 0, bases, bases + offsets)
 
 
 def _floats_at(bases: Addresses, table: Table) -> Addresses:

@@ -29,7 +29,7 @@ from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.kernels.step import StepContext
+from gradcomp.kernels.step import Observations, StepContext
 from gradcomp.pipeline.arrangement import Arrangements, Arranger
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.conclusions import agree_on_order, check_same_plan, collective, compare, completed
@@ -40,6 +40,7 @@ from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.layout import Bucket, Layout
 from gradcomp.pipeline.memory import Allocate, StepMemory, Times
 from gradcomp.pipeline.ordering import Ordering
+from gradcomp.pipeline.rehearsal import rehearse
 from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
@@ -189,9 +190,9 @@ class Pipeline:
         return bool(self.residuals.first.nbytes + self.fields.nbytes)
 
     @property
-    def predicted_bytes(self) -> float:
-        """Bytes that a rank sends per step as it is laid out, by formula, without headers."""
-        return self._laid_out.predicted_bytes
+    def predicted(self) -> npt.NDArray[np.float64]:
+        """By layer, bytes that a rank sends per step as it is laid out, by formula, without headers."""
+        return self._laid_out.predicted
 
     def open(
         self, scale: Number = 1.0, learning_rate: Number = 0.0, digests: Future[Digests] | None = None
@@ -385,23 +386,29 @@ class Pipeline:
 
     def _exchange(self, program: BucketProgram, flags: BucketFlags) -> Generator[Framed, None, None]:
         bucket, old, new = program.bucket, self.learning_rate, self._open_learning_rate
-        context = StepContext(
-            self._arranger.draw(self.step),
-            self.trainers,
-            self.servers,
-            scale=1.0 / self._scale,
-            unscale=self._scale,
-            average=self._average,
-            rate_ratio=old / new if old and new else 1.0,
-            fields=self.fields,
-            observations=self._steering.observations,
-            number=self.step,
-        )
+        ratio = old / new if old and new else 1.0
+        context = self._context(self._scale, ratio, self._steering.observations)
         times = Times(self.trace, self.statistics)
         memory = StepMemory(bucket, context, flags, self.registry, self.residuals, self._allocate, times)
         self._steering.start(bucket.groups, memory, context.scale)
         header_id = HeaderId(self._check, self.step, bucket.number, self._checksums)
         return program.run(header_id, context, memory, flags)
+
+    def _context(
+        self, scale: float, rate_ratio: float, observations: Observations | None = None
+    ) -> StepContext:
+        return StepContext(
+            self._arranger.draw(self.step),
+            self.trainers,
+            self.servers,
+            scale=1.0 / scale,
+            unscale=scale,
+            average=self._average,
+            rate_ratio=rate_ratio,
+            fields=self.fields,
+            observations=observations,
+            number=self.step,
+        )
 
     def _completed(self, bucket: int, begin: float, end: float) -> None:
         """A round has come."""
@@ -471,6 +478,7 @@ class Pipeline:
         """Buckets and their programs for the current plan, order, cold and sparse layers; state moves along."""
         order, cold = self.ordering.travelling, self.ordering.cold
         key = (self.plan.assignments, order, cold)
+        is_new = key not in self._arrangements
         found = self._arrangements.get(key, self.step, lambda: self._arranger.arrange(self.plan, order, cold))
         self._programs = found.programs
         self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
@@ -486,6 +494,8 @@ class Pipeline:
         self._laid_out = found
         self.laid_out_plan = self.plan
         self._stale = False
+        if is_new:
+            rehearse(found.programs, self.device, self.layers, self._context(1.0, 1.0), self.residuals)
         return found.layout
 
     def _take_numbers(self) -> None:

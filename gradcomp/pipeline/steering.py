@@ -64,6 +64,7 @@ class Steering:
         for group in groups:
             table = group.table.copy()
             memory.gradients(table, group.layers)
+            memory.residuals(table, group)
             self._active.accumulate(table, group.layers, scale)
 
     def contribute(self, step: int, transport: Transport) -> None:

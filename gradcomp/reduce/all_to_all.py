@@ -29,6 +29,8 @@ class AllToAllBroadcast(Reduction):
     Source: Markov 2024, section 2.2.1, "Full mesh", whose d N^2 counts all ranks.
     """
 
+    by_kernels = True
+
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:

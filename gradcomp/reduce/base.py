@@ -131,10 +131,12 @@ class Reduction(ABC):
     It moves payloads. What is written before them, and read, is a matter of :mod:`gradcomp.reduce.framing`.
     ``ranges`` lists what this rank re-quantises under feedback; whoever keeps the state calls :meth:`assign` with one
     row number per range. ``rounds``: how often one execution yields, on every rank. ``bytes_sent``: bytes that it sends
-    from this rank, headers included. ``sums_travel``: codes stand for sums over some of the ranks.
+    from this rank, headers included. ``sums_travel``: codes stand for sums over some of the ranks. ``by_kernels``:
+    kernels alone look at what comes, so that a device can go through :meth:`run` beforehand.
     """
 
     sums_travel: ClassVar[bool] = False
+    by_kernels: ClassVar[bool] = False
 
     ranges: Sequence[Range] = ()
     rounds: int

@@ -64,15 +64,22 @@ class ChunkSegments:
 class Chunks:
     """The segments of a bucket's parts, cut into ``count`` chunks of nearly equal payload bytes.
 
-    Borders fall on quantisation buckets. A chunk travels as one message, of ``sizes[j]`` bytes: a header, then the
-    payloads of its pieces, part by part.
+    Borders fall on quantisation buckets, or where ``borders`` says: by part, ``count + 1`` elements of every segment's
+    layer. A chunk travels as one message, of ``sizes[j]`` bytes: a header, then the payloads of its pieces, part by
+    part.
     """
 
-    def __init__(self, parts: Sequence[Part], layers: int, count: int) -> None:
+    def __init__(
+        self, parts: Sequence[Part], layers: int, count: int, borders: Sequence[Sizes] | None = None
+    ) -> None:
         self.parts = parts
         self.layers = layers
         self.count = count
-        self._chunk_segments = _cut(parts, count)
+        self._chunk_segments = (
+            _cut(parts, count)
+            if borders is None
+            else [_cut_at(part, at) for part, at in zip(parts, borders, strict=True)]
+        )
         begins = np.full(count, ByteHeader.size(layers), dtype=np.int64)
         for part, segments in zip(parts, self._chunk_segments, strict=True):
             ends = np.concatenate(([0], np.cumsum(part.codec.wire_bytes(segments.table))))
@@ -235,6 +242,13 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
                     chunk += 1
         cut.append(_chunk_segments(part, np.array(rows, dtype=np.int64).reshape(-1, 4), count))
     return cut
+
+
+def _cut_at(part: Part, borders: Sizes) -> ChunkSegments:
+    begins, lengths = borders[:, :-1] - part.group.table["start"][:, None], np.diff(borders)
+    chunks, segments = np.nonzero(lengths.T)
+    rows = np.stack([chunks, segments, begins[segments, chunks], lengths[segments, chunks]], axis=1)
+    return _chunk_segments(part, rows, borders.shape[1] - 1)
 
 
 def _chunk_segments(part: Part, rows: npt.NDArray[np.int64], count: int) -> ChunkSegments:

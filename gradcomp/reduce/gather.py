@@ -34,6 +34,8 @@ class GatherAndSum(Reduction):
     which one rank does, as servers do for other frameworks' sparse gradients. ``docs/decisions/0013`` has the reading.
     """
 
+    by_kernels = True
+
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:

@@ -19,7 +19,7 @@ from gradcomp.kernels import crc32c
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAGIC = 0x6347
 
 #: State of a layer on one rank in one step: bits of one byte.

@@ -33,8 +33,9 @@ from gradcomp.reduce.chunks import Chunks, Mean, encode
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to, to_owners
 from gradcomp.reduce.partial import carried, contribute
+from gradcomp.reduce.reduce_scatter import Roles
 from gradcomp.reduce.registry import register
-from gradcomp.reduce.sra import Roles, ScatterReduceAllgather
+from gradcomp.reduce.sra import ScatterReduceAllgather
 from gradcomp.reduce.whole import as_float32, floats
 from gradcomp.transport.base import Exchange
 
@@ -57,6 +58,7 @@ class Hierarchical(Reduction):
     """
 
     sums_travel = True
+    by_kernels = True
 
     def __init__(
         self,
@@ -157,8 +159,7 @@ class Hierarchical(Reduction):
             with binding.span("reduce"):
                 self._add(context, binding, flags)
             context, binding = replace(context, scale=1.0), _Sums(binding, self._addresses())
-        yield from inner.reduce_scatter(context, binding, flags)
-        yield from inner.all_gather()
+        yield from inner.gather_means(context, binding, flags)
         if self._several:
             operation = Exchange([(member, self._mean.buffer) for member in self._others], [])
             yield Move(operation, [] if self._between else self._mean.messages)

@@ -34,6 +34,7 @@ class Ring(Reduction):
     """
 
     sums_travel = True
+    by_kernels = True
 
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY

@@ -36,6 +36,7 @@ class Tree(Reduction):
     """
 
     sums_travel = True
+    by_kernels = True
 
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY

@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.job.channel import Call, alone, current_channel
+from gradcomp.job.channel import alone, current_channel
 from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload
 from gradcomp.job.process_sets import Members, root_of
+from gradcomp.pipeline.calls import Call
 from gradcomp.tf.ordered import plain
 
 _DTYPES = {

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcomp.job.channel import Call, Channel, channel_of, chunks
+from gradcomp.job.channel import Channel, channel_of, chunks
 from gradcomp.job.collectives import refuse
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members, root_of
+from gradcomp.pipeline.calls import Call
 from gradcomp.tf.ordered import plain, run
 from gradcomp.tf.tensors import VALUES, Array, bytes_of, name_of
 

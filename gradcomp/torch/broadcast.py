@@ -13,10 +13,11 @@ import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.text import printable
-from gradcomp.job.channel import Call, Channel, alone, chunks, current_channel
+from gradcomp.job.channel import Channel, alone, chunks, current_channel
 from gradcomp.job.checkpoint_manager import not_from_checkpoint
 from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload
 from gradcomp.job.process_sets import Members, root_of
+from gradcomp.pipeline.calls import Call
 from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
 
 _ALIGNMENT_BYTES = 16

@@ -51,10 +51,12 @@ void squares(const Rows& rows, const Vector<double>& out) {
 
 void select_top(const Rows& rows, const Bytes& flags, const ConstFloats& factors,
                 const ConstNumbers& count_vector, const ConstNumbers& offset_vector,
-                const Vector<std::uint32_t>& indices, const Vector<float>& values, double decay) {
+                const Vector<std::uint32_t>& indices, const Vector<float>& values,
+                const Vector<std::int64_t>& found, double decay, bool zeros) {
     const auto table = view_table(rows);
     check_rows("flags", flags, table);
     check_rows("factors", factors, table);
+    check_rows("found", found, table);
     const auto counts = copy_rows("counts", count_vector, table);
     const auto offsets = copy_rows("offsets", offset_vector, table);
     gradcomp::check_layers(table);
@@ -65,7 +67,8 @@ void select_top(const Rows& rows, const Bytes& flags, const ConstFloats& factors
     const Candidates candidates(table, counts);
     run(gradcomp::active_kernels().select_top,
         gradcomp::SelectTopCall{table, flags.data(), factors.data(), counts.data(), offsets.data(),
-                                indices.data(), values.data(), decay, candidates.space()});
+                                indices.data(), values.data(), found.data(), decay, zeros,
+                                candidates.space()});
 }
 
 void select_above(const Rows& rows, const ConstFloats& thresholds, const ConstNumbers& limit_vector,
@@ -167,7 +170,8 @@ void add_selections(nb::module_& module) {
                "decay"_a);
     module.def("squares", &squares, array("table"), array("out"));
     module.def("select_top", &select_top, array("table"), array("flags"), array("factors"), array("counts"),
-               array("offsets"), array("indices"), array("values"), nb::kw_only(), "decay"_a);
+               array("offsets"), array("indices"), array("values"), array("found"), nb::kw_only(), "decay"_a,
+               "zeros"_a);
     module.def("select_above", &select_above, array("table"), array("thresholds"), array("limits"),
                array("offsets"), array("indices"), array("values"), array("found"));
     module.def("sample_thresholds", &sample_thresholds, array("table"), array("counts"), array("thresholds"),

@@ -5,7 +5,8 @@
 //   draws                   whether it can round stochastically
 //   Range                   what one pass over a bucket's contributions finds out; padding() does not
 //                           disturb it; of several chunks (sums.hpp) end_chunk() ends each, then join()
-//                           joins them
+//                           joins them. On a GPU blocks share a large bucket: gather() gives all lanes what
+//                           they have found together, merge() adds another range; sums go by end_chunk()
 //   Codec(range, level, n)  to encode a bucket of n elements; representable() says whether all is finite,
 //                           write() writes the record
 //   Codec(record, level)    to decode
@@ -84,6 +85,16 @@ class MinMax {
         void end_chunk(Trees&) {}
         template <class Trees>
         void join(const Trees&) {}
+        void gather() {
+            low_ = splat(reduce_min(low_));
+            high_ = splat(reduce_max(high_));
+            largest_ = splat(reduce_max(largest_));
+        }
+        void merge(const Range& other) {
+            low_ = min(low_, other.low_);
+            high_ = GRADCOMP_BODY::max(high_, other.high_);
+            largest_ = GRADCOMP_BODY::max(largest_, other.largest_);
+        }
         // The sum turns -0 into +0, whichever of the two a minimum picked.
         float low() const { return reduce_min(low_) + 0.0f; }
         float high() const { return reduce_max(high_) + 0.0f; }
@@ -156,6 +167,8 @@ class L2Norm {
     void join(const Trees& trees) {
         squares_.join(trees[0]);
     }
+    void gather() {}
+    void merge(const L2Norm&) {}
     float norm() const { return static_cast<float>(__builtin_sqrt(squares_.total())); }
 
   private:
@@ -170,6 +183,8 @@ class LInfNorm {
     void end_chunk(Trees&) {}
     template <class Trees>
     void join(const Trees&) {}
+    void gather() { largest_ = splat(reduce_max(largest_)); }
+    void merge(const LInfNorm& other) { largest_ = max(largest_, other.largest_); }
     float norm() const { return float_of(reduce_max(largest_)); }
 
   private:

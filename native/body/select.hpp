@@ -199,23 +199,28 @@ inline void select_top(const SelectTopCall& call) {
         std::uint32_t* const indices = call.indices + call.offsets[row];
         float* const values = call.values + call.offsets[row];
         NoCandidates none;
+        call.found[row] = 0;
         if (wanted == 0) {
             if (!sift_contributions(segment, source, none)) call.flags[row] |= 1;
             continue;
         }
-        Candidates list(call.space, segment.length, wanted,
-                        sampled_floor(segment, source, wanted, call.space.bits));
+        const std::int32_t least = call.zeros ? -1 : 0;
+        const std::int32_t sampled = sampled_floor(segment, source, wanted, call.space.bits);
+        const std::int32_t floor = sampled < least ? least : sampled;
+        Candidates list(call.space, segment.length, wanted, floor);
         if (!sift_contributions(segment, source, list)) {
             call.flags[row] |= 1;
+            if (!call.zeros) continue;
+            call.found[row] = wanted;
             for (std::int64_t i = 0; i < wanted; ++i) indices[i] = static_cast<std::uint32_t>(i);
             std::memset(values, 0, static_cast<std::size_t>(wanted) * sizeof(float));
             continue;
         }
-        if (list.count() < wanted) {
-            list.restart(-1);
+        if (list.count() < wanted && floor > least) {
+            list.restart(least);
             sift_next_residual(segment, list);
         }
-        list.finish(indices, values);
+        call.found[row] = list.finish(indices, values);
     }
     stream_fence();
 }

@@ -20,6 +20,8 @@ class MeanMagnitude {
     void join(const Trees& trees) {
         sum_.join(trees[0]);
     }
+    void gather() {}
+    void merge(const MeanMagnitude&) {}
     float scale(std::int64_t elements) const {
         return static_cast<float>(sum_.total() / static_cast<double>(elements));
     }
@@ -38,6 +40,8 @@ class Presence {
     void end_chunk(Trees&) {}
     template <class Trees>
     void join(const Trees&) {}
+    void gather() { largest_ = splat(reduce_max(largest_)); }
+    void merge(const Presence& other) { largest_ = max(largest_, other.largest_); }
     float scale(std::int64_t) const {
         const std::int32_t largest = reduce_max(largest_);
         if (largest >= float32_overflow) return float_of(largest);
@@ -112,6 +116,8 @@ class Sides {
         low_.join(trees[0]);
         high_.join(trees[1]);
     }
+    void gather() { negatives_ = splat(static_cast<std::int32_t>(total(negatives_))); }
+    void merge(const Sides& other) { negatives_ = negatives_ + other.negatives_; }
     float low() const { return mean(low_, total(negatives_)); }
     float high(std::int64_t elements) const { return mean(high_, elements - total(negatives_)); }
 

@@ -1,12 +1,6 @@
-// One lane per thread of a GPU. The sixteen lanes of a vector are a team of as many threads, half a warp;
-// where a whole block works on one bucket, GRADCOMP_TEAM is its size, and each of its half warps adds up
-// chunks of what is summed in order (sums.hpp). What reduces a vector to a number is called by all threads of
-// a team together.
+// One lane per thread of a GPU. The sixteen lanes of a vector are a team of as many threads, half a warp.
+// What reduces a vector to a number is called by all threads of a warp together.
 #pragma once
-
-#ifndef GRADCOMP_TEAM
-#define GRADCOMP_TEAM 16
-#endif
 
 namespace gradcomp::GRADCOMP_BODY {
 
@@ -117,44 +111,28 @@ using SmallTable = LargeTable;
 // --- what a team of threads does together
 // -------------------------------------------------------------------
 
-inline constexpr int team_threads = GRADCOMP_TEAM;
-static_assert(team_threads == 16 || team_threads % 32 == 0);
+inline constexpr int team_threads = 16;
+
+// Threads that wait for each other are those of a warp, all of them: the mask is a constant.
+inline constexpr std::uint32_t whole_warp = 0xFFFFFFFF;
 
 // This thread's number in its team.
 inline int team_rank() {
     return static_cast<int>(threadIdx.x) % team_threads;
 }
 
-inline std::uint32_t half_warp_mask() {
-    return 0xFFFFu << (threadIdx.x & 16);
-}
-
-// Of the sixteen threads of half a warp; `op` does not depend on the order.
-template <class T, class Op>
-inline T reduce_half_warp(T x, Op op) {
-    for (int distance = 8; distance > 0; distance /= 2)
-        x = op(x, __shfl_xor_sync(half_warp_mask(), x, distance, 16));
-    return x;
-}
-
-// The sum of sixteen lanes by a fixed tree, in the first of them.
-inline double half_warp_tree(double x) {
-    for (int distance = 8; distance > 0; distance /= 2)
-        x = x + __shfl_down_sync(half_warp_mask(), x, distance, 16);
-    return x;
-}
-
+// Of the threads of a team; `op` does not depend on the order.
 template <class T, class Op>
 inline T reduce_team(T x, Op op) {
-    x = reduce_half_warp(x, op);
-    if constexpr (team_threads > 16) {
-        __shared__ T parts[team_threads / 16];
-        __syncthreads();  // of what an earlier call left there
-        if (threadIdx.x % 16 == 0) parts[threadIdx.x / 16] = x;
-        __syncthreads();
-        x = parts[0];
-        for (int part = 1; part < team_threads / 16; ++part) x = op(x, parts[part]);
-    }
+    for (int distance = team_threads / 2; distance > 0; distance /= 2)
+        x = op(x, __shfl_xor_sync(whole_warp, x, distance, team_threads));
+    return x;
+}
+
+// The sum of the lanes of a team by a fixed tree, in the first of its threads.
+inline double half_warp_tree(double x) {
+    for (int distance = team_threads / 2; distance > 0; distance /= 2)
+        x = x + __shfl_down_sync(whole_warp, x, distance, team_threads);
     return x;
 }
 
@@ -196,7 +174,7 @@ class SquareSums {
     double sum_ = 0.0;
 };
 
-// The sum of the lanes of half a warp by a fixed tree, in the first of its threads.
+// The same of sums in double precision.
 template <class Sums>
 inline double lane_tree(const Sums& sums) {
     return half_warp_tree(sums.lane());

@@ -51,14 +51,10 @@ using ChunkPairs = ChunkPair[2];
 
 #ifdef GRADCOMP_CUDA
 
-// The sum of a chunk for each half warp of a team, in all its threads.
+// In all threads of a team.
 template <class Lanes>
-inline double sum_of_chunks(const Lanes& lanes) {
-    const double sum = lane_tree(lanes);
-    if constexpr (team_threads == 16)
-        return __shfl_sync(half_warp_mask(), sum, 0, 16);
-    else
-        return tree_of_half_warps<team_threads / 16>(sum);
+inline double sum_of_chunk(const Lanes& lanes) {
+    return __shfl_sync(whole_warp, lane_tree(lanes), 0, team_threads);
 }
 
 #else
@@ -67,7 +63,7 @@ inline double sum_of_chunks(const Lanes& lanes) {
 using Doubles8 = double __attribute__((vector_size(64)));
 
 template <class Lanes>
-inline double sum_of_chunks(const Lanes& lanes) {
+inline double sum_of_chunk(const Lanes& lanes) {
     return lane_tree(lanes);
 }
 
@@ -82,7 +78,7 @@ class OrderedSum {
 
     template <class Tree>
     void end_chunk(Tree& tree) {
-        tree.add(sum_of_chunks(lanes_));
+        tree.add(sum_of_chunk(lanes_));
         lanes_ = Lanes{};
     }
 
@@ -92,7 +88,7 @@ class OrderedSum {
     }
 
     // One of the two is zero.
-    double total() const { return joined_ + sum_of_chunks(lanes_); }
+    double total() const { return joined_ + sum_of_chunk(lanes_); }
 
   private:
     Lanes lanes_;

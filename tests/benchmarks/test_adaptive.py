@@ -12,8 +12,13 @@ from gradcomp.control import controller_from_string
 
 EVERYTHING = [
     *DEFAULT,
+    "lgreco-window",
+    "lgreco-norm",
+    "lgreco-8",
     "lgreco-narrow",
-    "lgreco-squared",
+    "hybrid-window",
+    "uniform-bf16",
+    "lgreco-bf16",
     "lgreco-time",
     "lgreco-position",
     "adaqs",
@@ -89,6 +94,7 @@ def test_figures(tmp_path):
 
 def run(row: str, seed: int, metric: float, sent: float, **more):
     return {"task": "resnet", "row": row, "seed": seed, "metric": metric, "run_bytes_per_step": sent, "ratio": 10.0,
+            "bytes_per_step": sent / 2,
             "overhead": 0.005, "adding": 0.01, "plans": [[0, []], [9, []]], **more}  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def test_a_short_run(run_script, tmp_path):
         "benchmarks/selection.py", "--elements", "20000", "--rounds", "1", "--json", str(path), check=False
     )
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2 * len(bench.INPUTS) * len(bench.DENSITIES), done.stdout + done.stderr
+    assert len(rows) == 3 * len(bench.INPUTS) * len(bench.DENSITIES), done.stdout + done.stderr
     assert all(row["right"] for row in rows)
     assert {row["bar"] for row in rows if row["isa"] != "baseline"} <= {1.0, 15.0, 30.0}
     assert f"of {sum(row['bar'] is not None for row in rows)} bars missed" in done.stdout

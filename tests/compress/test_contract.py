@@ -130,7 +130,7 @@ def test_mean_of_many_steps_is_the_true_mean(row: Row):
     layers = [LayerSpec("vector", (61,)), LayerSpec("matrix", (8, 12))]
     ranks = Simulation(layers, row.compressor, 2)
     gradients = ranks.gradients()
-    steps = [ranks.step(gradients).all_means() for _ in range(400)]
+    steps = [ranks.step(gradients).all_means() for _ in range(200)]
     for layer in range(len(layers)):
         means = np.array([step[layer] for step in steps], dtype=np.float64)
         error = means.mean(axis=0) - true_mean(gradients, layer)
@@ -168,10 +168,8 @@ def test_the_seed_decides_every_draw(row: Row):
 
 
 VARIANTS = {
-    "sliced": {"slice_elements": CAP},
-    "small-slices": {"slice_elements": 50},
-    "overlap-off": {"slice_elements": CAP, "overlap": False},
-    "any-timing": {"slice_elements": CAP, "shuffle": True, "delay": 0.5, "seed": 5},
+    "sliced, without overlap": {"slice_elements": CAP, "overlap": False},
+    "in small slices, at any time": {"slice_elements": 50, "shuffle": True, "delay": 0.5, "seed": 5},
 }
 
 
@@ -272,6 +270,8 @@ def test_bytes_sent_follow_the_formula(row: Row, world: int):
                 slack += 2 * (world - 1) ** 2  # each cut may fall inside a byte, and then takes one more
         elif isinstance(message, Gather):
             low += world * (world - 1) * (padded(payload) + header)
+            if not message.fixed:
+                low += world * (world - 1) * (padded(8) + header)  # sizes first
         else:
             assert isinstance(message, Broadcast)
             indices, values = message.max_bytes, payload - message.max_bytes
@@ -305,6 +305,9 @@ def test_wire_bytes_is_what_travels(row: Row):
             assert 0 <= travelled - payload <= 1  # a cut may fall inside a byte, and then takes one more
         else:
             counts = 4 * CountHeader(1).length  # behind the first sum, where nothing was gathered before
+            group = ranks.pipelines[0].layout.buckets[0].groups[0]
+            message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), 2)))
+            sizes = padded(8) if isinstance(message, Gather) and not message.fixed else 0
             travelled = max(
                 sum(
                     len(payload_of(data)) if kind == "allgatherv" else len(data) - (counts if at == 0 else 0)
@@ -312,7 +315,7 @@ def test_wire_bytes_is_what_travels(row: Row):
                 )
                 for messages in sent
             )
-            assert travelled == payload
+            assert travelled == payload + sizes
 
 
 # --- error feedback -----------------------------------------------------------------------------------------
@@ -330,7 +333,7 @@ def test_error_feedback_telescopes(row: Row, world: int):
 
 
 @rows_where(lambda row: row.telescopes and row.steady)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_error_feedback_telescopes_through_everything_that_moves_state(row: Row, seed: int):
     """Re-ordered buckets, absent and cold layers, skipped and discarded steps, changes of level and compressor."""
     world = 3
@@ -437,10 +440,8 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(row: Row):
 
 
 @every_row
-@pytest.mark.parametrize("moved", [False, True], ids=["same-level", "after-a-change-of-level"])
-def test_a_run_goes_on_from_its_files_bit_for_bit(row: Row, moved: bool, tmp_path: Path):
-    if moved and row.elsewhere is None:
-        return  # there is no other level
+def test_a_run_goes_on_from_its_files_bit_for_bit(row: Row, tmp_path: Path):
+    moved = row.elsewhere is not None  # there is another level
     settings = {"slice_elements": CAP, "cold_after_steps": 2}
     straight = Simulation(LAYERS, row.compressor, 2, **settings)
     for step in range(4):

@@ -200,3 +200,59 @@ def test_layers_that_are_excluded_have_the_same_momentum(kind):
     for expected in (1.0, 1.5, 1.75):
         for mean in ranks.step(ones).all_means():
             np.testing.assert_allclose(mean.astype(np.float64), expected, rtol=1e-6)
+
+
+# --- excluded layers in bfloat16 --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("default", "rest"),
+    [
+        (TOP, Cast("bfloat16", feedback=True)),
+        (TopK(0.05, feedback=False), Cast("bfloat16")),
+        (Quantize(4), Cast("bfloat16")),
+        (Quantize(4, rounding="nearest"), Cast("bfloat16", feedback=True)),
+        (Warmup(TOP, 2), Cast("bfloat16", feedback=True)),
+        (MomentumCorrection(TOP, 0.8), MomentumCorrection(Cast("bfloat16", feedback=True), 0.8)),
+    ],
+)
+def test_excluded_layers_in_bfloat16(default, rest):
+    policy = Policy(default, overrides={"head": "none"}, exact="bf16")
+    assert policy.choose(MODEL[1]) == (rest, "bias")
+    assert policy.choose(MODEL[2])[0].traits.exact  # the user said so
+    assert policy.choose(MODEL[3]) == (Identity(), "float64")
+    assert [c is not None for c in policy.adjustable(MODEL)] == [True, False, False, False]
+    assert policy.excluded(MODEL) == Policy(default, overrides={"head": "none"}).excluded(MODEL)
+
+
+def test_bfloat16_is_for_layers_that_are_excluded():
+    assert set(chosen(Policy(exact="bf16")).values()) == {"none"}
+    with pytest.raises(ConfigError, match="exact"):
+        Policy(TOP, exact="fp8")
+
+
+@pytest.mark.parametrize("default", [TOP, Quantize(4, rounding="nearest"), "powersgd:rank=2"])
+def test_bfloat16_takes_half_the_bytes_and_loses_nothing_with_feedback(default):
+    layers = [LayerSpec("w", (64, 64)), LayerSpec("b", (5000,), kind="bias")]
+    sent = {}
+    for exact in ("float32", "bf16"):
+        ranks = Simulation(layers, Policy(default, exact=exact), 3, slice_elements=1500)
+        sent[exact] = ranks.pipelines[0].predicted
+        total, applied = np.zeros(5000), np.zeros(5000)
+        for _ in range(12):
+            gradients = ranks.gradients()
+            total += sum(rank[1].astype(np.float64) for rank in gradients) / 3
+            applied += ranks.step(gradients).mean(1)
+        left = (
+            sum(p.residuals.first.value(1).astype(np.float64) for p in ranks.pipelines) / 3
+            if exact == "bf16"
+            else 0
+        )
+        for pipeline in ranks.pipelines:
+            for row, owned in enumerate(pipeline.residuals.ranges):
+                if owned.layer == 1 and exact == "bf16":
+                    left[owned.start : owned.end] += pipeline.residuals.second.value(row)
+        np.testing.assert_allclose(total - applied, left, atol=1e-5)
+        assert (np.abs(total - applied).max() > 1e-4) == (exact == "bf16")
+    assert sent["bf16"][0] == sent["float32"][0]
+    assert sent["bf16"][1] == pytest.approx(sent["float32"][1] / 2, rel=0.02)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from compress.selecting import is_top, samples, select
 
-from gradcomp import DGC, Compressor, ConfigError, RedSync, SIDCo, TopK
+from gradcomp import DGC, AdaComp, Compressor, ConfigError, GlobalTopK, RedSync, SIDCo, TopK
 from gradcomp.compress import from_string
 
 KINDS = [DGC, RedSync, SIDCo]
@@ -28,9 +28,32 @@ SIZE = 20_000
 def test_selection_is_of_the_largest_and_within_its_limit(compressor: Compressor, name: str):
     found = select(compressor, samples(SIZE)[name])
     assert is_top(found.p[0], found.indices[0])
-    assert 1 <= len(found.indices[0]) <= found.limits[0]
+    assert min(1, np.count_nonzero(found.p[0])) <= len(found.indices[0]) <= found.limits[0]
     assert found.values[0] == found.p[0][found.indices[0]].tolist()
     assert found.flags == [0]
+
+
+@pytest.mark.parametrize(
+    "compressor", [*COMPRESSORS, TopK(0.3), GlobalTopK(0.9), AdaComp(limit=1.0)], ids=Compressor.to_string
+)
+def test_no_zero_is_selected(compressor: Compressor):
+    layers = samples(SIZE)
+    layers["one of many"] = np.where(np.arange(SIZE) == 77, np.float32(-1e-45), np.float32(-0.0))
+    found = select(compressor, *layers.values())
+    assert all(map(all, found.values))
+    zero, one = (found.indices[list(layers).index(name)] for name in ("zero", "one of many"))
+    assert (zero, one) == ([], [77])
+
+
+def test_top_k_selects_k_or_all_that_are_not_zero():
+    layers = {"empty": np.zeros(0, np.float32), **samples(SIZE)}
+    for density in (0.001, 0.3, 1.0):
+        with_zeros, without = (
+            select(TopK(density, zeros=zeros), *layers.values()) for zeros in (True, False)
+        )
+        assert [len(row) for row in with_zeros.indices] == with_zeros.limits
+        for p, indices, expected in zip(with_zeros.p, without.indices, with_zeros.indices, strict=True):
+            assert indices == [i for i in expected if p[i] != 0]
 
 
 @every_compressor

@@ -3,7 +3,7 @@
 ``python tests/control/golden_runs.py NAME...`` (with ``tests`` on the path) writes these cases, or else all, into
 ``golden/controllers.json`` anew. It was written by the code before controllers shared one phased base, and GraVAC by
 energy before there was another gain: checkpoints of that code must load, and lead to the same plans. That of
-lgreco_time is younger: its times are fitted with a latency.
+lgreco_time is younger: its times are fitted with a latency. L-GreCo's gradients add up, as they did by default.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ CASES = {
     "kmeans": Case("kmeans:every_steps=7,levels=2/4/8,alpha=1.5"),
     "linear": Case("linear:every_steps=7,levels=2/4/8,window=3,alpha=none"),
     "bayes": Case("bayes:every_steps=7,levels=2/3/4/8,alpha=3.0,trials=8"),
-    "lgreco": Case("lgreco:every_steps=7"),
-    "lgreco_time": Case("lgreco:every_steps=7,objective=time,levels=2/4/6,alpha=1.5"),
+    "lgreco": Case("lgreco:every_steps=7,window=7"),
+    "lgreco_time": Case("lgreco:every_steps=7,window=7,objective=time,levels=2/4/6,alpha=1.5"),
     "schedule": Case(""),
     "fixed_plan": Case(""),
     "gravac": Case("gravac:minimum=2,maximum=16,window=6,epsilon=0.5,gain=energy", TopK(0.1)),
@@ -119,14 +119,14 @@ def _fix_clock(run: Any) -> None:
 
 
 class Run:
-    """One simulated run."""
+    """One simulated run, of the case's controller or another one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, controller: Any = None) -> None:
         case = CASES[name]
         self.background = Background()
         self.ranks = Simulation(
-            case.layers, case.compression, WORLD, controller=controller_of(name), background=self.background,
-            slice_elements=100, **case.options,
+            case.layers, case.compression, WORLD, controller=controller or controller_of(name),
+            background=self.background, slice_elements=100, **case.options,
         )  # fmt: skip
         self.runs = [p.controller for p in self.ranks.pipelines]
         for run in self.runs:

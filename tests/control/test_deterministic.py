@@ -24,7 +24,7 @@ NEAREST = Quantize(4, 32, rounding="nearest")
 STEPS = 18
 
 
-def job(seed: int, *, deterministic: bool = True, every: int = 5) -> Simulation:
+def job(seed: int, *, deterministic: bool = True, every: int = 5, samples: int | None = None) -> Simulation:
     return Simulation(
         LAYERS,
         NEAREST,
@@ -34,7 +34,7 @@ def job(seed: int, *, deterministic: bool = True, every: int = 5) -> Simulation:
         delay=0.1,
         reorder=False,
         slice_elements=50,
-        controller=Loudest(every),
+        controller=Loudest(every, samples=samples),
         background=Late(seed),
         deterministic=deterministic,
     )
@@ -65,8 +65,9 @@ def history(ranks: Simulation, first: int = 0) -> list:
     return found
 
 
-def test_runs_repeat_whatever_the_background_takes():
-    first, second = history(job(1)), history(job(2))
+@pytest.mark.parametrize("samples", [None, 3])
+def test_runs_repeat_whatever_the_background_takes(samples):
+    first, second = (history(job(seed, samples=samples)) for seed in (1, 2))
     assert len({plan for plan, _, _ in first}) >= 3
     assert first == second
 
@@ -76,12 +77,13 @@ def test_without_it_they_do_not():
     assert plans[0] != plans[1]
 
 
-def test_resumed_in_any_phase_is_uninterrupted():
-    expected, saved = history(job(1)), job(2)
+@pytest.mark.parametrize("samples", [None, 3])
+def test_resumed_in_any_phase_is_uninterrupted(samples):
+    expected, saved = history(job(1, samples=samples)), job(2, samples=samples)
     for at in range(1, 11):
         saved.step()
-        if at >= 5:
-            resumed = job(at)
+        if at >= 5 or samples:
+            resumed = job(at, samples=samples)
             for pipeline, other in zip(resumed.pipelines, saved.pipelines, strict=True):
                 restore(pipeline, snapshot(other))
             assert history(resumed, at) == expected[at:], f"saved after step {at}"
@@ -147,7 +149,7 @@ def train(model, optimizer, first: int, last: int) -> list:
 
 @on_ranks(2, deterministic=True)
 def test_real_runs_repeat_and_resume():
-    controller = gc.LGreCo(8)
+    controller = gc.LGreCo(8, alpha=2.0)
     expected = train(*make(controller, 1), 0, 16)
     assert len({plan for plan, _ in expected}) >= 2
     for at in (9, 11):  # while layers are measured, and while rank 0 decides

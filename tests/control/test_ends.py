@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -78,25 +79,26 @@ def gradients(step: int, world: int):
     return found
 
 
-def run(controller, steps: int = 40, world: int = 2, stop: int | None = None, background=None, own=TopK(0.1)):  # noqa: B008
-    """Plans after every step, and the ranks; ``stop``: a checkpoint is written there, and gone on from."""
+def job(controller, world: int = 2, **options) -> Simulation:
+    return Simulation(LAYERS, TopK(0.1), world, controller=controller, **options)
 
-    def job():
-        return Simulation(
-            LAYERS, own, world, controller=controller, **({"background": background} if background else {})
-        )
 
-    ranks, found = job(), []
-    for step in range(steps):
-        if step == stop:
-            states = [snapshot(p) for p in ranks.pipelines]
-            ranks = job()
-            for pipeline, state in zip(ranks.pipelines, states, strict=True):
-                restore(pipeline, state)
-        ranks.step(gradients(step, world)).all_means()
+def run(controller, steps: int = 40, world: int = 2, **options):
+    """Plans after every step, and the ranks."""
+    ranks = job(controller, world, **options)
+    return go_on(ranks, 0, steps), ranks
+
+
+def go_on(ranks: Simulation, first: int, last: int, saved: dict | None = None) -> list:
+    """Plans after every step; checkpoints of the moment before it are put into ``saved``."""
+    found = []
+    for step in range(first, last):
+        if saved is not None:
+            saved[step] = deepcopy([snapshot(p) for p in ranks.pipelines])
+        ranks.step(gradients(step, ranks.size)).all_means()
         found.append(levels(ranks))
         assert len({json.dumps(p.controller.shared_state()) for p in ranks.pipelines}) == 1
-    return found, ranks
+    return found
 
 
 def test_densities_widen_once_and_the_log_says_so(caplog):
@@ -139,13 +141,18 @@ def test_ranks_widen_alike_whatever_takes_how_long(world):
     )  # alone, a rank sends nothing that it could save
 
 
-@pytest.mark.parametrize("stop", range(4, 24))
-def test_resumed_is_uninterrupted_before_and_after(stop):
-    controller = LGreCo(5)
-    whole, ranks = run(controller)
-    resumed, again = run(controller, stop=stop)
-    assert resumed == whole
-    assert again.state() == ranks.state()
+def test_resumed_is_uninterrupted_before_and_after():
+    whole, saved = job(LGreCo(5)), {}
+    expected = go_on(whole, 0, 30, saved)
+    wide = [saved[step][0].shared.control["state"].get("wide") for step in range(30)]
+    assert not wide[6]
+    assert wide[18]
+    for stop in range(6, 19):
+        resumed = job(LGreCo(5))
+        for pipeline, state in zip(resumed.pipelines, saved[stop], strict=True):
+            restore(pipeline, state)
+        assert go_on(resumed, stop, 30) == expected[stop:], f"saved before step {stop}"
+        assert resumed.state() == whole.state()
 
 
 def test_a_run_that_has_widened_goes_back_to_a_checkpoint_of_before():

@@ -21,9 +21,11 @@ from gradcomp.control.forecast import (
     assignment,
     choose,
     decide,
+    fit_link,
     forecast,
     last_end,
     layer_readiness,
+    observed_job,
     order_of,
     plan_trips,
 )
@@ -324,10 +326,15 @@ MODEL = [
 SPEEDS = [Rates(8e9, 8e9), Rates(8e9, 10e9), Rates(5e9, 9e9), Rates(5e9, 9e9)]
 
 
+def observation(beta: float, alpha: float = 1e-5, world: int = 2, current: int = 0) -> Observed:
+    """Without compression the model has two buckets, complete after 30 and 50 ms; a step takes what is predicted."""
+    observed = Observed([1, 1, 1, 0, 0, 0], [0.01, 0.03, 0.05], SPEEDS, link(beta, alpha), 0.0)
+    job = observed_job(setting_of(MODEL, world), CHOICES[current], observed)
+    return replace(observed, step=forecast(job, CHOICES[current], SPEEDS[current], observed.network).step)
+
+
 def decision(beta: float, alpha: float = 1e-5, world: int = 2, current: int = 0, controlled=None) -> int:
-    """Without compression the model has two buckets, complete after 30 and 50 ms."""
-    position = [1, 1, 1, 0, 0, 0]
-    observed = Observed(position, [0.01, 0.03, 0.05], SPEEDS, link(beta, alpha))
+    observed = observation(beta, alpha, world, current)
     return int(decide(setting_of(MODEL, world, controlled), CHOICES, current, observed, 0.05)[0])
 
 
@@ -356,15 +363,35 @@ def test_from_any_choice_a_fast_network_leads_back_to_none():
 
 
 def test_a_decision_says_what_it_predicts():
-    observed = Observed([0], [0.01, 0.02], SPEEDS, link(1e-9, 1e-5))
-    chosen, compute, exposed, *predicted = decide(
-        setting_of([LayerSpec("w", (1 << 20,))]), CHOICES, 0, observed, 0.05
-    )
-    assert compute == 0.02
     job = replace(job_of([LayerSpec("w", (1 << 20,))], [0.02]))
     expected = [forecast(job, c, r, link(1e-9, 1e-5)) for c, r in zip(CHOICES, SPEEDS, strict=True)]
+    observed = Observed([0], [0.01, 0.02], SPEEDS, link(1e-9, 1e-5), expected[0].step)
+    chosen, compute, exposed, factor, *predicted = decide(
+        setting_of([LayerSpec("w", (1 << 20,))]), CHOICES, 0, observed, 0.05
+    )
+    assert (compute, factor) == (0.02, 1.0)
     assert predicted == [one.step for one in expected]
     assert exposed == expected[int(chosen)].exposed
+
+
+@pytest.mark.parametrize("current", [0, 3])
+@pytest.mark.parametrize(
+    ("factor", "fitted"), [(0.7, 0.7), (3.3, 3.3), (0.1, 0.25), (40.0, 4.0), (1.005, 1.0)]
+)
+def test_a_link_whose_rate_the_probe_misses_is_fitted(factor, fitted, current):
+    """Steps are those of a link that takes ``factor`` times what the probe says; all predictions become right."""
+    true = observation(8e-8 * factor, current=current)
+    wrong = replace(true, network=link(8e-8, 1e-5))
+    found = decide(setting_of(MODEL), CHOICES, current, wrong, 0.05)
+    expected = decide(setting_of(MODEL), CHOICES, current, observation(8e-8 * fitted, current=current), 0.05)
+    assert found[0] == expected[0]
+    assert found[3:] == pytest.approx([fitted, *expected[4:]], rel=1e-3)
+
+
+def test_a_link_that_hides_everything_is_left_as_measured():
+    observed = observation(1e-13)
+    job = observed_job(setting_of(MODEL), CHOICES[0], observed)
+    assert fit_link(job, CHOICES[0], SPEEDS[0], observed.network, observed.step * 1.01) == 1.0
 
 
 def test_the_buckets_are_those_of_the_layout():

@@ -8,6 +8,7 @@ import json
 import pytest
 from control.golden_runs import CASES, GOLDEN, Run, fixed_rates, whole, with_control
 
+from gradcomp.compress import at_level
 from gradcomp.control import rates
 
 SAVED = json.loads(GOLDEN.read_text(encoding="utf-8"))
@@ -23,7 +24,7 @@ def speeds(monkeypatch):
 
 @pytest.mark.parametrize("name", HERE)
 def test_plans_are_those_of_before(name):
-    assert whole(name)[0] == SAVED[name]["plans"]
+    assert read(whole(name)[0]) == read(SAVED[name]["plans"])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,12 @@ def test_checkpoints_of_before_have_todays_form_and_lead_to_the_plans_of_before(
         again = Run(name)
         again.resume(with_control(states, saved["ranks"]))
         assert getattr(again.runs[0], "phase", None) is None or again.runs[0].phase.name == kind
-        assert again.plans(at) == saved["plans"], kind
+        assert read(again.plans(at)) == read(saved["plans"]), kind
+
+
+def read(plans):
+    """Compressors for their strings, which name fields that they did not have before."""
+    return {step: [at_level(family, level) for family, level in plan] for step, plan in plans.items()}
 
 
 def form(value):

@@ -80,13 +80,14 @@ def test_within_the_budget_and_never_dearer_than_the_reference(seed, metric, alp
 def test_the_optimum_up_to_rounding(seed):
     controller = LGreCo(10, levels=[2, 4, 6])
     observed = see(controller, seed=seed)
-    budget = total(observed, observed.candidates.reference, observed.errors)
+    squares = observed.errors**2
+    budget = total(observed, observed.candidates.reference, squares)
     every = itertools.product(range(3), repeat=4)
     strict = 1 - len(LAYERS) / controller.buckets
     best = min(
         total(observed, c, observed.candidates.costs)
         for c in every
-        if total(observed, c, observed.errors) <= budget * strict
+        if total(observed, c, squares) <= budget * strict
     )
     assert total(observed, controller.decide(observed).choices, observed.candidates.costs) <= best
 
@@ -350,6 +351,6 @@ def test_string_form():
     assert controller_from_string(text) == LGreCo(7, levels=(2, 4, TopK(0.1)), objective="time")
     nested = "lgreco:every_steps=7,accordion=[accordion:low=4,high=2,every_steps=7]"
     assert controller_from_string(nested) == LGreCo(7, accordion=Accordion(low=4, high=2, every_steps=7))
-    for wrong in ("lgrec:every_steps=5", "lgreco:every=5", "lgreco", "lgreco:every_steps=5,every_steps=6"):
+    for wrong in ("lgrec:every_steps=5", "lgreco:every=5", "lgreco:every_steps=5,every_steps=6"):
         with pytest.raises(ConfigError):
             controller_from_string(wrong)

@@ -21,21 +21,22 @@ def several_steps(ranks: Simulation) -> None:
         ranks.step()
 
 
+@pytest.mark.parametrize("samples", [None, 2])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
-def test_plans_agree_in_every_step(world):
+def test_plans_agree_in_every_step(world, samples):
     ranks = Simulation(
         LAYERS, Quantize(4, 32), world, shuffle=True, delay=0.3, slice_elements=50,
-        controller=Loudest(5), background=Late(world),
+        controller=Loudest(5, samples=samples), background=Late(world),
     )  # fmt: skip
     observed = []
-    for _ in range(60):
+    for _ in range(60 if samples is None else 90):
         ranks.step().all_means()
         observed.append(tuple(levels(ranks)))
     assert len(set(observed)) >= 4
     assert all(plan[4] is None for plan in observed)  # float64 stays exact
 
 
-def test_500_steps_with_random_delays_on_every_rank():
+def test_200_steps_with_random_delays_on_every_rank():
     ranks = Simulation(
         LAYERS,
         Quantize(4, 32, rounding="nearest"),
@@ -46,11 +47,11 @@ def test_500_steps_with_random_delays_on_every_rank():
         background=Late(1),
     )
     versions = []
-    for _ in range(500):
+    for _ in range(200):
         ranks.step()
         levels(ranks)
         versions.append(ranks.pipelines[0].plan.version)
-    assert versions[-1] > 20
+    assert versions[-1] > 8
     assert max(np.diff(versions)) == 1
 
 

@@ -26,40 +26,51 @@ def job(world: int, controller=None) -> Simulation:
 
 def through_files(states, directory):
     """As a checkpoint holds them."""
+    directory.mkdir(exist_ok=True)
     files = tuple(write_rank(directory, state) for state in states)
     manifest = Manifest.from_text(Manifest(states[0].shared, files).to_text())
     return [read_rank(directory, manifest, rank) for rank in range(len(states))]
 
 
+@pytest.mark.parametrize("controller", [Loudest(3), Loudest(3, samples=2)], ids=["sums", "samples"])
 @pytest.mark.parametrize(
-    "at", [*range(1, 7), *(pytest.param(at, marks=pytest.mark.full) for at in range(7, 13))]
+    "period", [range(1, 4), range(4, 7), pytest.param(range(7, 13), marks=pytest.mark.full)], ids=str
 )
-def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(at, tmp_path, monkeypatch):
+def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(period, controller, tmp_path, monkeypatch):
     finish = PeriodicRun.finish
     # All but the clock.
     monkeypatch.setattr(
         PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
     )
-    whole, first, second = job(3), job(3), job(3)
-    gradients = [whole.gradients() for _ in range(24)]
-    for step in range(at):
-        first.step(gradients[step])
-    for pipeline, state in zip(
-        second.pipelines, through_files([snapshot(p) for p in first.pipelines], tmp_path), strict=True
-    ):
-        restore(pipeline, state)
+
+    def after(ranks, drawn):
+        means = [mean.tobytes() for mean in ranks.step(drawn).all_means()]
+        running = [p.controller for p in ranks.pipelines]
+        shared = [json.dumps(run.shared_state()) for run in running]
+        own = [
+            {
+                (kind, name): value.tobytes()
+                for kind, values in run.own_state().items()
+                for name, value in values.items()
+            }
+            for run in running
+        ]
+        return means, levels(ranks), shared, own
+
+    whole, saved, expected = job(3, controller), {}, []
+    gradients = [whole.gradients() for _ in range(period.stop + 11)]
     for step, drawn in enumerate(gradients):
-        expected = whole.step(drawn).all_means()
-        if step >= at:
-            found = second.step(drawn).all_means()
-            assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
-            assert levels(second) == levels(whole)
-            for a, b in zip(second.pipelines, whole.pipelines, strict=True):
-                assert json.dumps(a.controller.shared_state()) == json.dumps(b.controller.shared_state())
-                for kind, values in b.controller.own_state().items():
-                    for name, value in values.items():
-                        assert a.controller.own_state()[kind][name].tobytes() == value.tobytes()
+        if step in period:
+            states = [snapshot(p) for p in whole.pipelines]
+            saved[step] = through_files(states, tmp_path / str(step))
+        expected.append(after(whole, drawn))
     assert whole.pipelines[0].plan.version >= 2
+    for at, states in saved.items():
+        resumed = job(3, controller)
+        for pipeline, state in zip(resumed.pipelines, states, strict=True):
+            restore(pipeline, state)
+        for step in range(at, len(gradients)):
+            assert after(resumed, gradients[step]) == expected[step], f"saved before step {at}: step {step}"
 
 
 def test_the_saved_phases_are_all_of_them():
@@ -72,18 +83,21 @@ def test_the_saved_phases_are_all_of_them():
     assert phases == set(PeriodicRun.PHASES) - {Phase.MEASURE}
 
 
+@pytest.mark.parametrize("kind", ["sums", "sampled"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_sums_go_to_their_new_owners(world):
-    old, new = job(3, Loudest(30)), job(world, Loudest(30))
+def test_what_was_gathered_goes_to_its_new_owners(world, kind):
+    controller = Loudest(30, samples=None if kind == "sums" else 8)
+    old, new = job(3, controller), job(world, controller)
     for _ in range(7):
         old.step()
     states = [snapshot(p) for p in old.pipelines]
-    sums = {name: v for s in states for name, v in s.control["sums"].items()}
+    sums = {name: v for s in states for name, v in s.control[kind].items()}
+    assert all(v.any() for v in sums.values())
     for rank, pipeline in enumerate(new.pipelines):
         restore(pipeline, merge(states, rank, world))
     found = {}
     for pipeline in new.pipelines:
-        mine = pipeline.controller.own_state()["sums"]
+        mine = pipeline.controller.own_state()[kind]
         assert not mine.keys() & found.keys()
         found |= mine
     assert found.keys() == sums.keys()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -80,14 +81,15 @@ def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
     for step in range(80):
         ranks.step(drawn(ranks, step)).all_means()
         found.append(tuple(levels(ranks)))
+        if step >= 40 and len(set(found)) > 1:
+            break
     if world > 1 or name not in ("bayes", "lgreco"):  # alone, a rank sends nothing that it could save
         assert len(set(found)) >= 2
     assert all(plan[4] is None for plan in found)
 
 
-@pytest.mark.parametrize("at", [5, 6, 8, 11])
 @pytest.mark.parametrize("name", CHANGING)
-def test_resumed_is_uninterrupted(name, at, monkeypatch):
+def test_resumed_is_uninterrupted(name, monkeypatch):
     finish = PeriodicRun.finish  # all but the clock
     monkeypatch.setattr(
         PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
@@ -96,23 +98,24 @@ def test_resumed_is_uninterrupted(name, at, monkeypatch):
     def job():
         return Simulation(LAYERS, Quantize(4, 32, rounding="nearest"), 2, controller=CHANGING[name])
 
-    whole, first, second = job(), job(), job()
+    def after(ranks, these):
+        means = ranks.step(these).all_means()
+        states = [json.dumps(p.controller.shared_state()) for p in ranks.pipelines]
+        return [None if a is None else a.tobytes() for a in means], levels(ranks), states
+
+    whole, expected, saved = job(), [], {}
     gradients = [drawn(whole, step) for step in range(22)]
-    for step in range(at):
-        first.step(gradients[step])
-    for a, b in zip(first.pipelines, second.pipelines, strict=True):
-        restore(b, snapshot(a))
     for step, these in enumerate(gradients):
-        expected = whole.step(these).all_means()
-        if step >= at:
-            found = second.step(these).all_means()
-            assert [None if a is None else a.tobytes() for a in found] == [
-                None if a is None else a.tobytes() for a in expected
-            ]
-            assert levels(second) == levels(whole)
-            for a, b in zip(second.pipelines, whole.pipelines, strict=True):
-                assert json.dumps(a.controller.shared_state()) == json.dumps(b.controller.shared_state())
+        if step in (5, 6, 8, 11):
+            saved[step] = deepcopy([snapshot(p) for p in whole.pipelines])
+        expected.append(after(whole, these))
     assert whole.pipelines[0].plan.version >= 1
+    for at, states in saved.items():
+        resumed = job()
+        for pipeline, state in zip(resumed.pipelines, states, strict=True):
+            restore(pipeline, state)
+        for step in range(at, len(gradients)):
+            assert after(resumed, gradients[step]) == expected[step], f"saved before step {at}: step {step}"
 
 
 @pytest.mark.parametrize("own", [PowerSGD(4), TopK(0.05)])

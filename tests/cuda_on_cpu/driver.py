@@ -76,6 +76,7 @@ class CpuDriver:
         self.order = order
         self._parallel = parallel
         self.launched: list[tuple[str, int]] = []
+        self.residents = 3  # blocks of a kernel that go through tiles
         self.synchronized = 0
         self.late = 0
         self.current_in: set[int] = set()  # threads that work on the device
@@ -123,6 +124,9 @@ class CpuDriver:
         parallel = {"CUDA_ON_CPU_PARALLEL": 1} if self._parallel else {}
         library = compiled(self._folder, name, {**defines, **parallel})
         return library, getattr(library, kernel), kernel
+
+    def resident(self, function: Any, threads: int) -> int:
+        return self.residents
 
     def launch(self, function: Any, blocks: int, threads: int, parameters: np.ndarray) -> None:
         library, kernel, name = function

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from kernels import standin
 from simulation import plan_for
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
@@ -76,9 +77,15 @@ def test_a_pipeline_that_nobody_chose_for_takes_the_host_s() -> None:
     assert pipeline.config.slice_elements == HOST_SLICE
 
 
+@pytest.fixture
+def gpu() -> Iterator[Device]:
+    with standin.device() as (device, _):
+        yield device
+
+
 @pytest.mark.parametrize(("second", "elements"), [("device", DEVICE_SLICE), ("host", HOST_SLICE)])
-def test_exchangers_are_made_with_it(second: str, elements: int) -> None:
-    places = {"host": HOST, "device": Device("stub", driver=object())}  # which nobody asks for anything yet
+def test_exchangers_are_made_with_it(second: str, elements: int, gpu: Device) -> None:
+    places = {"host": HOST, "device": gpu}
     transports, control = World(2).transports(), LocalControl()
     engines, watchdogs = [Engine(), Engine()], [Watchdog(control, rank) for rank in range(2)]
     plan = plan_for(LAYERS, Quantize(4))

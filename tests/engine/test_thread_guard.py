@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import preloaded
 import pytest
 from culprits import culprits
 from launching import run_ranks
@@ -39,7 +40,7 @@ if gc.rank() == 1:
     control = runtime.current().make_control()
     for key in ("question", "at/0", "at/1", "exchanger/all-0/left"):
         control.publish(key, b"1" * 5000)
-time.sleep(3)  # the engine looks at the store meanwhile
+time.sleep(1.5)  # the engine looks at the store meanwhile
 step()
 print("went on", flush=True)
 
@@ -60,7 +61,7 @@ except gc.GradcompError as error:
 
 @pytest.fixture(scope="module")
 def ended():
-    return run_ranks(PROGRAM, 2, timeout=60)
+    return run_ranks(PROGRAM, 2, timeout=60, imported=preloaded.TORCH)
 
 
 def test_a_long_number_in_the_store_is_ignored(ended):
@@ -207,6 +208,7 @@ def test_what_is_no_answer_is_none(value):
     assert Answer.parse(value) is None
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_answers_of_any_length_are_no_answers():
     control = LocalControl()
     control.publish("question", b"9" * 5000)

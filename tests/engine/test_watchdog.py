@@ -89,6 +89,7 @@ def test_a_rank_answers_before_it_waits_for_anything(two: list[Watchdog]) -> Non
     assert asks.ask([1])[1].positions.get("user/all", NOWHERE) == NOWHERE
 
 
+@pytest.mark.usefixtures("short_patience")
 def test_of_a_rank_that_is_dead_nothing_is_known(two: list[Watchdog]) -> None:
     assert two[0].ask([1]) == {}
 

@@ -151,6 +151,8 @@ def test_selections(seed: int, body: Any) -> None:
     both("contribute", decay=0.9)
     both("select_top", counts)
     both("select_top", lengths)
+    both("select_top", counts, zeros=False)
+    both("select_top", lengths, zeros=False)
     thresholds = both("sample_thresholds", counts, stride=37, phase=5)
     both("select_above", thresholds, [2 * count for count in counts])
     both("tail", thresholds)

@@ -12,7 +12,8 @@ import pytest
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, WireFormatError
 from gradcomp.engine.watchdog import Watchdog
-from gradcomp.job.channel import Call, Channel
+from gradcomp.job.channel import Channel
+from gradcomp.pipeline.calls import Call
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
 

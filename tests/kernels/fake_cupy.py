@@ -78,6 +78,8 @@ class Fake:
 
         self.runtime = SimpleNamespace(
             CUDARuntimeError=RuntimeFailure,
+            cudaDevAttrMultiProcessorCount=16,
+            deviceGetAttribute=lambda attribute, index: {(16, 1): 132}[attribute, index],
             getDevice=self.get_device,
             setDevice=self.set_device,
             memGetInfo=lambda: (123, 456),
@@ -92,7 +94,12 @@ class Fake:
         self.cuda: Any = ModuleType("cupy.cuda")
         self.cupy.cuda = self.cuda
         self.cuda.runtime = self.runtime
-        self.cuda.driver = SimpleNamespace(CUDADriverError=DriverFailure)
+        self.asked: list[tuple[int, int, int]] = []  # what kernels take of a processor
+        self.blocks = 3  # of a kernel that it holds
+        self.cuda.driver = SimpleNamespace(
+            CUDADriverError=DriverFailure,
+            occupancyMaxActiveBlocksPerMultiprocessor=lambda *given: self.asked.append(given) or self.blocks,
+        )
         self.cuda.nvrtc = SimpleNamespace()
         self.cuda.Device = lambda index: SimpleNamespace(id=index, compute_capability="90")
         self.cuda.Stream, self.cuda.Event, self.cuda.MemoryPool = Stream, Event, Pool

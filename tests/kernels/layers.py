@@ -70,12 +70,15 @@ class Layers:
         body.contribute(self.table, self.flags, self.factors, decay=decay)
         return self.flags.tolist(), self.next_residual_bytes()
 
-    def select_top(self, body: Any, counts: Sequence[int], decay: float = 1.0) -> Any:
+    def select_top(self, body: Any, counts: Sequence[int], decay: float = 1.0, *, zeros: bool = True) -> Any:
         numbers, offsets, indices, values = self.space(counts)
-        body.select_top(self.table, self.flags, self.factors, numbers, offsets, indices, values, decay=decay)
+        found = np.full(len(self.layers), -1, np.int64)
+        lists = numbers, offsets, indices, values, found
+        body.select_top(self.table, self.flags, self.factors, *lists, decay=decay, zeros=zeros)
+        assert not zeros or found.tolist() == list(counts)
         return (
             self.flags.tolist(),
-            self.selections(offsets, numbers, indices, values),
+            self.selections(offsets, found, indices, values),
             values.tobytes(),
             self.next_residual_bytes(),
         )

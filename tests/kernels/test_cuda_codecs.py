@@ -1,4 +1,4 @@
-"""What only a GPU's codecs have: a block for a large bucket, vectors where memory allows them."""
+"""What only a GPU's codecs have: several blocks for a large bucket, tiles of a block, vectors where memory allows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_on_cpu.driver import CpuDriver
 from kernels.groups import CODECS, Group, Segment, nearest_level
-from kernels.standin import cuda_body
+from kernels.standin import FOLDER, cuda_body
 
 from gradcomp.kernels import reference, segments
+from gradcomp.kernels.cuda.body import CudaKernels
 
 
 class Aligned(Group):
@@ -28,7 +30,10 @@ class Aligned(Group):
 
 
 LARGE = 9001
-"""Elements of a bucket that a block works on; the next one begins in the middle of a byte, and of a vector."""
+"""Elements of a bucket that a team does not read; the next one begins in the middle of a byte, and of a vector."""
+
+PART = 16 * 4096
+"""Elements that a block adds up of such a bucket."""
 
 
 def both(group: Group, kernel: str, *arguments: Any, **settings: Any) -> None:
@@ -61,6 +66,53 @@ def test_buckets_of_a_block(codec: str) -> None:
     both(group, "encode", stochastic=True)
     payloads = [group.encode(reference, stochastic=False, scale=scale).payload for scale in (1.0, 0.3)]
     both(group, "reduce", payloads, stochastic=False)
+
+
+@pytest.mark.parametrize("codec", ["l2", "onebit", pytest.param("minmax", marks=pytest.mark.full)])
+def test_many_blocks_find_the_scale_of_a_layer(codec: str) -> None:
+    """A bucket of two parts and a rest, in the order of the reference; one of fewer elements beside it."""
+    rng = np.random.default_rng(0)
+    bits = nearest_level(CODECS[codec], 3)
+    lengths = (2 * PART + 4099, 100)
+    rows = [Segment(rng.normal(size=n).astype(np.float32), bits=bits, bucket_size=1 << 30) for n in lengths]
+    group, driver = Group(CODECS[codec], rows), CpuDriver(FOLDER, 2)
+    expected = group.encode(reference)
+    assert group.encode(CudaKernels(driver)) == expected
+    assert [(name, blocks) for name, blocks in driver.launched if "parts" in name] == [
+        ("encode_parts", 3 + 1),
+        ("join_parts", 2),
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("codec", ["sign", "codebook-l2", "onebit"])
+def test_more_parts_than_a_team_joins_at_once(codec: str) -> None:
+    rng = np.random.default_rng(0)
+    bits = nearest_level(CODECS[codec], 3)
+    rows = [Segment(rng.normal(size=18 * PART + 5).astype(np.float32), bits=bits, bucket_size=1 << 30)]
+    group = Group(CODECS[codec], rows)
+    assert group.encode(cuda_body(2)) == group.encode(reference)
+
+
+@pytest.mark.parametrize("residents", [1, 4, 1000])
+def test_blocks_share_the_tiles(residents: int) -> None:
+    """As many blocks as run at a time go through all tiles, whatever rows these belong to; never more than tiles."""
+    rng = np.random.default_rng(0)
+    rows = [
+        Segment(rng.normal(size=n).astype(np.float32), next_residual=True, bucket_size=64)
+        for n in (64 * 16 * 3 + 5, 0, 7, 64 * 16 * 2)
+    ]
+    group, driver = Group(segments.MINMAX, rows), CpuDriver(FOLDER, 1)
+    driver.residents = residents
+    body = CudaKernels(driver)
+    expected = group.encode(reference)
+    assert group.encode(body) == expected
+    payloads = [expected.payload] * 2
+    assert group.reduce(body, payloads) == group.reduce(reference, payloads)
+    assert group.decode(body, expected.payload) == group.decode(reference, expected.payload)
+    launched = dict(driver.launched)
+    assert launched["encode_nearest"] == launched["reduce_nearest"] == min(residents, 4 + 1 + 2)
+    assert launched["decode"] == min(residents, 3)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])

@@ -10,7 +10,7 @@ import pytest
 from kernels import standin
 
 from gradcomp.kernels import indices, routines
-from gradcomp.kernels.routines import Routine
+from gradcomp.kernels.routines import Phase
 
 
 @pytest.fixture
@@ -31,13 +31,15 @@ class Lists:
         self.indices = np.array([1, 5, 9, 0, 7], np.uint32)
         self.payload = device.array(20, np.uint8)
         self.decoded = np.zeros(5, np.uint32)
-        self.routine = Routine()
+        self.phase = Phase()
 
     def encode(self, key: int = 0) -> None:
-        with self.routine.collecting():
+        with self.phase.collecting() as started:
             routines.run(
                 key, (self.indices, self.payload), lambda: self._code(indices.encode_indices, self.indices)
             )
+        started.start()
+        started.finish()
 
     def decode(self) -> Any:
         self._code(indices.decode_indices, self.decoded)
@@ -83,10 +85,11 @@ def test_an_error_of_a_repeated_call_is_that_of_its_part(gpu: Any) -> None:
 
 def test_on_the_host_kernels_are_asked_for_every_time() -> None:
     asked: list[str] = []
-    routine = Routine()
+    phase = Phase()
     for _ in range(2):
-        with routine.collecting():
+        with phase.collecting() as call:
             routines.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))
+        call.start()
     assert asked == ["work", "after"] * 2
 
 

@@ -80,6 +80,7 @@ def kernels(layers: list[Layer]) -> dict[str, Callable[[Any], Any]]:
         "contribute": lambda body: Layers(layers).contribute(body),
         "squares": lambda body: Layers(layers).squares(body),
         "select_top": lambda body: Layers(layers).select_top(body, ones),
+        "select_top without zeros": lambda body: Layers(layers).select_top(body, ones, zeros=False),
         "select_above": lambda body: Layers(layers, c).select_above(body, [0.5] * len(layers), ones),
         "sample_thresholds": lambda body: Layers(layers, c).sample_thresholds(body, ones, 3, 1),
         "tail": lambda body: Layers(layers, c).tail(body, [0.5] * len(layers)),
@@ -106,11 +107,12 @@ def test_one_round_trip_and_as_many_launches_however_many_rows(
 
 @pytest.mark.parametrize("name", kernels(layers_of(1)))
 def test_no_rows(driver: CpuDriver, body: CudaKernels, name: str) -> None:
-    if name in {"select_top", "select_above"}:  # `Layers.space` is for some rows
+    if name.startswith(("select_top", "select_above")):  # `Layers.space` is for some rows
         none = Layers([])
         flat = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.float32))
-        if name == "select_top":
-            body.select_top(none.table, none.flags, none.factors, *flat, decay=1.0)
+        if name.startswith("select_top"):
+            found = np.zeros(0, np.int64)
+            body.select_top(none.table, none.flags, none.factors, *flat, found, decay=1.0, zeros=False)
         else:
             body.select_above(none.table, none.factors, *flat, np.zeros(0, np.int64))
     else:
@@ -127,9 +129,13 @@ def test_ties_at_the_borders_of_tiles(body: CudaKernels) -> None:
     c[257 * 16384 + 7] = 2
     for count in (1, 2, 300, 515, 600):
         result, expected = (
-            Layers([Layer(c), Layer(c[:20_000])]).select_top(each, [count, 2]) for each in (body, reference)
+            [
+                Layers([Layer(c), Layer(c[:20_000])]).select_top(each, [count, 2], zeros=zeros)[:3]
+                for zeros in (True, False)
+            ]
+            for each in (body, reference)
         )
-        assert result[:3] == expected[:3]
+        assert result == expected
 
 
 def selection() -> tuple[Layers, Any, Any, Any, Any]:
@@ -143,7 +149,8 @@ def test_selections_that_lie_on_the_device(body: CudaKernels) -> None:
     expected, (layers, counts, offsets, indices, values) = selection(), selection()
     places = on_device(indices), on_device(values)
     for each, flat, run in ((expected[0], expected[3:], reference), (layers, places, body)):
-        run.select_top(each.table, each.flags, each.factors, counts, offsets, *flat, decay=1.0)
+        lists = counts, offsets, *flat, counts
+        run.select_top(each.table, each.flags, each.factors, *lists, decay=1.0, zeros=False)
     assert (indices == expected[3]).all()
     assert values.tobytes() == expected[4].tobytes()
     for other in (expected[4], values):
@@ -260,6 +267,7 @@ def test_next_residuals_that_vectors_fit_into(
             [
                 own.contribute(each, 0.9),
                 own.select_top(each, wanted, 0.9),
+                own.select_top(each, wanted, 0.9, zeros=False),
                 own.select_above(each, [1.0] * len(layers), wanted),
                 own.sample_thresholds(each, wanted, 3, 1),
                 own.tail(each, [1.0] * len(layers)),

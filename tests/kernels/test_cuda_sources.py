@@ -74,6 +74,28 @@ def test_shared_memory_is_counted() -> None:
     assert sizes == {"squares": 16 * 8, "join": 16 * 8, "tail": 16 * 8 + 8 * 8 + 8 * 4}
 
 
+@pytest.mark.parametrize(
+    ("source", "kernel"),
+    [("encode.cu", "encode_nearest"), ("encode.cu", "reduce_nearest"), ("decode.cu", "decode")],
+)
+def test_the_next_tile_is_fetched(source: str, kernel: str) -> None:
+    text = nvrtc.ptx(holding(source, kernel, {"GRADCOMP_CLASS": "MinMax"}), ARCHITECTURE)
+    body = text[text.index(f".entry {kernel}(") :]
+    assert "%nctaid" in body  # a tile is as far from the next one as there are blocks
+    assert "prefetch.global.L2" in body
+
+
+def test_whole_warps_wait_for_each_other() -> None:
+    """A mask that depends on a thread, or on who is there, makes the compiler look for threads at every exchange."""
+    waits = re.compile(r"__\w+_sync\((\w+)|__syncwarp\((\w*)")
+    files = [*FOLDER.glob("*.cu*"), *(FOLDER.parents[2] / "native" / "body").glob("*.hpp")]
+    texts = {path.name: path.read_text() for path in files}
+    found = {(name, "".join(masks)) for name, text in texts.items() for masks in waits.findall(text)}
+    assert ("simd_cuda.hpp", "whole_warp") in found
+    assert {mask for _, mask in found} <= {"", "whole_warp", "0xFFFFFFFF"}
+    assert not any("__activemask" in text for text in texts.values())
+
+
 def test_a_source_is_one_text() -> None:
     text = source.flat("encode.cu")
     assert "#include" not in text

@@ -145,13 +145,14 @@ def test_later_steps_write_nothing_down_anew(ranks: Any, monkeypatch: Any) -> No
     assert made["calls"] == 0
 
 
-def test_a_bucket_waits_three_times(ranks: Any) -> None:
+def test_a_bucket_waits_for_three_events_and_blocks_for_nothing(ranks: Any) -> None:
     simulation, driver = ranks
     for _ in range(2):
         simulation.step()
-    before = driver.synchronized
+    before = driver.waited, driver.synchronized
     simulation.step()
-    assert driver.synchronized - before == 3
+    assert driver.waited - before[0] == 3
+    assert driver.synchronized == before[1]
 
 
 def test_an_exact_layer_that_is_not_finite_reaches_every_rank(ranks: Any) -> None:

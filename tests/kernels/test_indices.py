@@ -166,6 +166,7 @@ LONG = [
 ]
 
 
+@pytest.mark.factors("length", "share")
 @pytest.mark.parametrize(("name", "length", "share"), LONG)
 def test_long_rows(name: str, length: int, share: float) -> None:
     chosen = choose(length, max(1, int(length * share)))

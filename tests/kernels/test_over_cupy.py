@@ -75,6 +75,16 @@ def test_a_struct_of_parameters_is_one_argument_by_value(made: Any) -> None:
     assert struct.__array_interface__["data"] == parameters.__array_interface__["data"]
 
 
+def test_as_many_blocks_run_at_a_time_as_all_processors_hold(made: Any) -> None:
+    """By the device's own number of processors, and what CUDA says of the kernel; one where it says none."""
+    fake, driver = made
+    kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=99))
+    assert driver.resident(kernel, 256) == 3 * 132
+    assert fake.asked == [(99, 256, 0)]
+    fake.blocks = 0
+    assert driver.resident(kernel, 256) == 1
+
+
 @pytest.mark.parametrize("stream", [5, 0], ids=["the stream itself", "the default one beside it"])
 def test_gradients_of_a_stream_that_is_captured_are_refused(stream: int, made: Any) -> None:
     fake, driver = made

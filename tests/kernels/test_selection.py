@@ -80,8 +80,9 @@ def best(c: Any, candidates: Any, count: int) -> list[int]:
 def test_reference_selects_what_sorting_selects(c: Any, data: Any) -> None:
     count = data.draw(st.integers(0, len(c)))
     layers = Layers([Layer(c)])
-    _, (top,), _, _ = layers.select_top(reference, [count])
-    assert top == best(c, range(len(c)), count)
+    for zeros in (True, False):
+        _, (top,), _, _ = layers.select_top(reference, [count], zeros=zeros)
+        assert top == best(c, range(len(c)) if zeros else np.flatnonzero(c).tolist(), count)
     threshold = data.draw(st.sampled_from([*map(abs, c.tolist()), 0.0, -1.0, 0.5]))
     above = [i for i in range(len(c)) if abs(c[i]) >= threshold]
     assert layers.select_above(reference, [threshold], [count])[1] == [best(c, above, count)]
@@ -117,9 +118,8 @@ def test_reference_contribution_and_values() -> None:
     assert flags == [2]
     assert next_residual == layer.contribution(0.9).tobytes()
     counts, offsets, indices, values = layers.space([7])
-    reference.select_top(
-        layers.table, layers.flags, layers.factors, counts, offsets, indices, values, decay=0.9
-    )
+    lists = counts, offsets, indices, values, counts
+    reference.select_top(layers.table, layers.flags, layers.factors, *lists, decay=0.9, zeros=False)
     place = slice(offsets[0], offsets[0] + 7)
     assert (values[place] == layer.contribution(0.9)[indices[place]]).all()
 
@@ -160,7 +160,8 @@ SHARES = {
 def test_small_layers(same: Any, share: Any) -> None:
     layers = small_layers()[:: same.step]
     counts = [share(layer.length) for layer in layers]
-    same("select_top", layers, counts, decay=0.9)
+    for zeros in (True, False):
+        same("select_top", layers, counts, decay=0.9, zeros=zeros)
     c = [layer.contribution() for layer in layers]
     for threshold in (-1.0, 0.0, 0.7):
         same("select_above", layers, [threshold] * len(layers), counts, contributions=c)
@@ -229,7 +230,8 @@ def test_long_layers(same: Any, gradient: Any) -> None:
     layers = [Layer(gradient)]
     c = [gradient]
     for count in (1, 70, 700, 7000, 30_000, LENGTH - 1, LENGTH):
-        same("select_top", layers, [count])
+        for zeros in (True, False):
+            same("select_top", layers, [count], zeros=zeros)
         (threshold,) = same("sample_thresholds", layers, [count], 10, 3, contributions=c)
         for limit in (count, 2 * count):
             same("select_above", layers, [threshold], [limit], contributions=c)
@@ -276,9 +278,10 @@ def test_non_finite_layers(same: Any, value: float, place: int) -> None:
     layers = [Layer(gradient), Layer(poisoned), Layer(short), Layer(gradient[:5], poisoned[-5:])]
     last = place == LENGTH - 1
     for counts in ([70, 70, 1, 3], [0] * 4):
-        flags, selections, _, _ = same("select_top", layers, counts)
-        assert flags == [2, 3, 3, 3 if last else 2]
-        assert selections[1] == list(range(counts[1]))
+        for zeros in (True, False):
+            flags, selections, _, _ = same("select_top", layers, counts, zeros=zeros)
+            assert flags == [2, 3, 3, 3 if last else 2]
+            assert selections[1] == list(range(counts[1] if zeros else 0))
     assert same("contribute", layers)[0] == flags
     same("squares", layers)
 
@@ -322,7 +325,8 @@ def test_any_numbers(name: str, layers: list[Layer], data: Any) -> None:
 
 def check_any_numbers(same: Comparison, layers: list[Layer], data: Any) -> None:
     counts = [data.draw(st.integers(0, layer.length)) for layer in layers]
-    same("select_top", layers, counts, data.draw(st.sampled_from([1.0, 0.5, 1e30])))
+    decay, zeros = data.draw(st.sampled_from([1.0, 0.5, 1e30])), data.draw(st.booleans())
+    same("select_top", layers, counts, decay, zeros=zeros)
     same("squares", layers)
     with np.errstate(all="ignore"):
         c = [layer.contribution() for layer in layers]

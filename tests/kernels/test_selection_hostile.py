@@ -44,6 +44,7 @@ class Arguments:
         self.squares = np.zeros(1)
         self.maxima = np.zeros(1, np.float32)
         self.stride, self.phase = 2, 0
+        self.zeros = False
 
     def calls(self, body: Any) -> dict[str, Callable[[], None]]:
         flat = (self.offsets, self.indices, self.values)
@@ -51,7 +52,14 @@ class Arguments:
             "contribute": lambda: body.contribute(self.table, self.flags, self.factors, decay=1.0),
             "squares": lambda: body.squares(self.table, self.sums),
             "select_top": lambda: body.select_top(
-                self.table, self.flags, self.factors, self.counts, *flat, decay=1.0
+                self.table,
+                self.flags,
+                self.factors,
+                self.counts,
+                *flat,
+                self.found,
+                decay=1.0,
+                zeros=self.zeros,
             ),
             "select_above": lambda: body.select_above(
                 self.table, self.thresholds, self.counts, *flat, self.found
@@ -160,7 +168,7 @@ USED_BY = {
     "indices": SELECTING,
     "values": SELECTING,
     "thresholds": {"select_above", "sample_thresholds", "tail"},
-    "found": {"select_above"},
+    "found": {"select_top", "select_above"},
     "sums": {"squares", "tail"},
     "squares": {"tail"},
     "maxima": {"tail"},
@@ -186,7 +194,7 @@ WRITTEN_BY = {
     "indices": {"select_top", "select_above"},
     "values": {"select_top", "select_above", "take"},
     "thresholds": {"sample_thresholds"},
-    "found": {"select_above"},
+    "found": {"select_top", "select_above"},
     "counts": {"tail"},
     "sums": {"squares", "tail"},
     "squares": {"tail"},

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
-from launching import run_command
+from launching import clean_environment, run_command
 from named_hosts import NamedHosts
 from slurm_cluster import SlurmCluster
 
@@ -27,11 +28,17 @@ Reports = list[dict[str, Any]]
 def train(tmp_path: Path) -> Callable[..., Reports]:
     """``train(launcher command, world, env)``: what the ranks of train.py report, in rank order.
 
-    They have trained with compression, hold the same parameters, and nobody needed Horovod for it.
+    They have trained with compression, hold the same parameters, and nobody needed Horovod for it. With ``forks``
+    the launcher starts forks of a process that has imported PyTorch.
     """
 
-    def run(launcher: list[str], world: int, env: Mapping[str, str] | None = None) -> Reports:
-        done = run_command([*launcher, sys.executable, str(TRAIN), str(tmp_path)], env=env)
+    def run(
+        launcher: list[str], world: int, env: Mapping[str, str] | None = None, forks: bool = False
+    ) -> Reports:
+        program = [sys.executable, str(TRAIN)]
+        if forks:
+            program = preloaded.program(preloaded.TORCH, clean_environment(), TRAIN)
+        done = run_command([*launcher, *program, str(tmp_path)], env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         paths = [tmp_path / f"{rank}.json" for rank in range(world)]
         reports = [json.loads(path.read_text()) for path in paths]

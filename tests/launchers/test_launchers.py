@@ -11,6 +11,11 @@ ONE_HOST = [[rank, 2, rank, 2, 0, 1] for rank in range(2)]
 TWO_HOSTS = [[rank, 4, rank % 2, 2, rank // 2, 2] for rank in range(4)]
 
 
+either = pytest.mark.parametrize(
+    "forks", [pytest.param(True, id="forks"), pytest.param(False, id="interpreters", marks=pytest.mark.full)]
+)
+
+
 def places(reports) -> list[list[int]]:
     return [report["place"] for report in reports]
 
@@ -33,8 +38,9 @@ def test_torchrun(train) -> None:
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["torchrun"] * 2)
 
 
-def test_mpich(train, mpich) -> None:
-    reports = train([*mpich, "-n", "2"], 2)
+@either
+def test_mpich(train, mpich, forks: bool) -> None:
+    reports = train([*mpich, "-n", "2"], 2, forks=forks)
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
 
 
@@ -45,8 +51,10 @@ def test_mpi_carries_the_gradients_too(train, mpich) -> None:
     assert said(reports, "transports") == [["MpiTransport"]] * 2
 
 
-def test_open_mpi(train, open_mpi) -> None:
-    reports = train([str(open_mpi), "--allow-run-as-root", "--oversubscribe", "-np", "2"], 2)
+@either
+def test_open_mpi(train, open_mpi, forks: bool) -> None:
+    launcher = [str(open_mpi), "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    reports = train(launcher, 2, forks=forks)
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["mpirun"] * 2)
 
 

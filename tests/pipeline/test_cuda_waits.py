@@ -11,7 +11,17 @@ import pytest
 from kernels import standin
 from simulation import Simulation
 
-from gradcomp import DeviceError, Filter, LayerSpec, Policy, PowerSGD, Quantize, WireFormatError
+from gradcomp import (
+    Compressor,
+    DeviceError,
+    Filter,
+    LayerSpec,
+    Policy,
+    PowerSGD,
+    Quantize,
+    TopK,
+    WireFormatError,
+)
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.layout import Launch, Source
 from gradcomp.kernels.cuda.prepared import Plans
@@ -29,9 +39,9 @@ def gpu() -> Iterator[Any]:
         yield device
 
 
-def ranks_of(gpu: Any, world: int = 2, **settings: Any) -> Simulation:
+def ranks_of(gpu: Any, compressor: Compressor = FOUR_BITS, world: int = 2, **settings: Any) -> Simulation:
     devices = [gpu] + [HOST] * (world - 1)
-    return Simulation(LAYERS, FOUR_BITS, world, devices=devices, slice_elements=ONE_LAYER, **settings)
+    return Simulation(LAYERS, compressor, world, devices=devices, slice_elements=ONE_LAYER, **settings)
 
 
 def hand_in(ranks: Simulation, gradients: Any) -> None:
@@ -43,25 +53,32 @@ def hand_in(ranks: Simulation, gradients: Any) -> None:
         rank.pipeline.registry.flush()
 
 
-def encodes(gpu: Any) -> int:
-    return sum(name.startswith("encode") for name, _ in gpu.driver.launched)
+def encodes(gpu: Any, name: str = "encode") -> int:
+    return sum(each.startswith(name) for each, _ in gpu.driver.launched)
 
 
-def test_the_next_bucket_is_encoded_while_the_first_one_is_not_through(gpu: Any) -> None:
-    ranks = ranks_of(gpu)
+#: By the first kernel of an encode, of which there is one for a bucket.
+COMPRESSORS = {"encode": FOUR_BITS, "contribute_histogram": TopK(0.1, zeros=True), "project": PowerSGD(2)}
+
+
+@pytest.mark.parametrize("kernel", COMPRESSORS)
+def test_the_next_bucket_is_encoded_while_the_first_one_is_not_through(kernel: str, gpu: Any) -> None:
+    ranks = ranks_of(gpu, COMPRESSORS[kernel])
     ranks.step()
-    first, one = ranks.pipelines[0], encodes(gpu) // len(LAYERS)
-    issued = ranks.ranks[0].transport._number
-    before = encodes(gpu)
+    first, one = ranks.pipelines[0], encodes(gpu, kernel) // len(LAYERS)
+    assert one > 0
+    before = encodes(gpu, kernel)
     hand_in(ranks, ranks.gradients())
+    issued, blocked = ranks.ranks[0].transport._number, gpu.driver.synchronized
     gpu.driver.held = True
     assert {first.poll() for _ in range(9)} == {Waiting.DEVICE}
-    assert encodes(gpu) - before == 2 * one  # and of no further one, which takes memory
+    assert encodes(gpu, kernel) - before == 2 * one  # and of no further one, which takes memory
     assert ranks.ranks[0].transport._number == issued
     assert first.position[1:] == (0, -1)
     gpu.driver.held = False
     first.poll()
     assert ranks.ranks[0].transport._number > issued
+    assert gpu.driver.synchronized == blocked
 
 
 def test_without_overlap_buckets_come_one_by_one(gpu: Any) -> None:
@@ -75,10 +92,12 @@ def test_without_overlap_buckets_come_one_by_one(gpu: Any) -> None:
     assert encodes(gpu) - before == one
 
 
-@pytest.mark.parametrize("reduction", ["sra", "ring"])
+@pytest.mark.parametrize(
+    ("compressor", "reduction"), [(FOUR_BITS, "sra"), (FOUR_BITS, "ring"), (TopK(0.1, zeros=True), "sra")]
+)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_means_and_state_are_those_of_the_host_whenever_events_come(
-    world: int, reduction: str, gpu: Any
+    world: int, compressor: Compressor, reduction: str, gpu: Any
 ) -> None:
     chance = random.Random(world)
 
@@ -87,8 +106,8 @@ def test_means_and_state_are_those_of_the_host_whenever_events_come(
 
     settings: dict[str, Any] = {"slice_elements": ONE_LAYER, "reduction": reduction}
     for places in ([gpu] * world, [HOST] * (world - 1) + [gpu]):
-        alone = Simulation(LAYERS, FOUR_BITS, world, **settings)
-        ranks = Simulation(LAYERS, FOUR_BITS, world, devices=places, shuffle=True, **settings)
+        alone = Simulation(LAYERS, compressor, world, **settings)
+        ranks = Simulation(LAYERS, compressor, world, devices=places, shuffle=True, **settings)
         for _ in range(2):
             gradients = alone.gradients()
             expected, found = alone.step(gradients), ranks.step(gradients, during=during)

@@ -25,7 +25,8 @@ KINDS = {
     "turns": Turns(),
     "turns varying": Turns(varying=True),
     "rounds": Rounds(),
-    "top": TopK(0.2),
+    "top": TopK(0.2, zeros=True),
+    "non-zeros": TopK(0.5),
     "quantised": Quantize(4, 16),
     "sum": Identity(),
 }
@@ -110,6 +111,31 @@ def test_messages_of_a_kind_share_a_collective():
         "allgatherv",
         "allgatherv",
     ]
+
+
+def test_a_second_round_only_where_a_payload_does_not_fit():
+    ranks = job(of("varying"), 2, record=True, reorder=False)
+    largest = 0
+    for count in (3, 3, 2, 5, 5, 1, 5, 6):
+        gradients = ranks.gradients()
+        gradients[1][0][count:] = 0
+        assert same_bytes(ranks.step(gradients).mean(0), job(of("varying"), 2).step(gradients).mean(0))
+        for rank in ranks.ranks:
+            assert len(rank.transport.sent) == (2 if count > largest else 1)
+            rank.transport.sent.clear()
+        largest = max(largest, count)
+
+
+def test_the_room_follows_what_was_sent_in_the_last_steps():
+    ranks = job(of("varying"), 2, record=True, reorder=False)
+    sizes = []
+    for step in range(20):
+        for rank in ranks.ranks:
+            rank.transport.sent.clear()
+        ranks.step([[g if step == 0 else 0 * g for g in of_rank] for of_rank in ranks.gradients()])
+        sizes.append(len(ranks.ranks[0].transport.sent[0][1]))
+    assert sizes == [sizes[0]] + [sizes[1]] * 16 + [sizes[0]] * 3
+    assert sizes[0] < sizes[1]
 
 
 @pytest.mark.parametrize("kind", ["fixed", "varying", "turns varying", "rounds", "top"])

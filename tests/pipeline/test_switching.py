@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from late import Late
 from loudest import Loudest
 from simulation import Simulation, plan_for, true_mean
+from tiers import every_value
 
 from gradcomp import (
     DGC,
@@ -214,8 +216,7 @@ def test_a_controller_ends(late):
     assert compressors(ranks) == {"none"}
 
 
-@pytest.mark.parametrize("at", range(2, 9))
-@pytest.mark.parametrize("who", [[0], [2], [0, 1]])
+@pytest.mark.parametrize(("who", "at"), every_value(product([(0,), (2,), (0, 1)], range(2, 9))))
 def test_a_rank_that_did_not_ask_is_not_left_behind_in_silence(who, at):
     # In any phase of a controller, whose votes these are not.
     ranks = Simulation(LAYERS, NEAREST, 3, controller=Loudest(3), slice_elements=50)

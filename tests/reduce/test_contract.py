@@ -10,6 +10,7 @@ from compress import test_contract as contract
 from configurations import ROWS
 from reduce.schemes import PARTIAL, REDUCTIONS
 from simulation import Simulation
+from tiers import every_value
 
 from gradcomp.core.topology import Topology
 
@@ -45,14 +46,20 @@ def under(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def every_pair(condition=lambda row: True) -> pytest.MarkDecorator:
-    """Reductions and rows, but for what is refused: votes in partial sums."""
+    """Reductions and rows, but for what is refused: votes in partial sums.
+
+    The default run has every reduction, and every class under one that makes partial sums and under one that does not.
+    """
     pairs = {
         f"{name}-{reduction}": (ROWS[name], reduction)
         for name in CHOSEN
         for reduction in OTHERS
         if condition(ROWS[name]) and not (name.startswith("signum") and reduction in PARTIAL)
     }
-    return pytest.mark.parametrize(("row", "reduction"), pairs.values(), ids=pairs)
+    cases = every_value(
+        pairs.values(), lambda pair: [(type(pair[0].compressor), pair[1] in PARTIAL), pair[1]]
+    )
+    return pytest.mark.parametrize(("row", "reduction"), cases, ids=pairs)
 
 
 @every_pair()
@@ -89,7 +96,7 @@ def test_state(row, reduction: str, under, tmp_path: Path):
     contract.test_a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row, contract.LARGE, float("nan"))
     if row.overflows:
         contract.test_a_sum_that_overflows_is_seen_by_all(row)
-    contract.test_a_run_goes_on_from_its_files_bit_for_bit(row, False, tmp_path)
+    contract.test_a_run_goes_on_from_its_files_bit_for_bit(row, tmp_path)
 
 
 @every_pair()

@@ -141,6 +141,7 @@ def test_momentum_is_corrected_in_a_traced_function() -> None:
     import keras
     from keras_checks import assert_alike, data, fit, model
 
+    from gradcomp.job import runtime
     from gradcomp.tf import callbacks
     from gradcomp.tf.optimizer import DistributedOptimizer
 
@@ -150,6 +151,9 @@ def test_momentum_is_corrected_in_a_traced_function() -> None:
     optimizer = DistributedOptimizer(keras.optimizers.SGD(rates[0], momentum=momentum))
     ours.compile(optimizer=optimizer, loss="mse")
     fit(ours, x, y, epochs=3, callbacks=[callbacks.LearningRateSchedule(1.0, rates.__getitem__)])
+    assert_alike(ours.weights, optimizer.variables)
+    if runtime.rank() > 0:
+        return  # its weights are rank 0's
     # The same by hand: v = momentum * (new / old) v - new * g in the step that changes the rate.
     velocity = [np.zeros_like(w) for w in alone.get_weights()]
     import tensorflow as tf
@@ -167,7 +171,6 @@ def test_momentum_is_corrected_in_a_traced_function() -> None:
             old = rate
     for mine, other in zip(ours.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5)
-    assert_alike(ours.weights, optimizer.variables)
 
 
 @on_ranks(2, env=ENV)
@@ -259,18 +262,18 @@ def test_training_goes_on_after_a_kill_bit_for_bit() -> None:
     from pathlib import Path
 
     directory, other = shared_directory(), shared_directory()
-    whole, optimizer, _ = _train(other, 4)
+    whole, optimizer, _ = _train(other, 3)
     with pytest.raises(_Killed):
-        _train(directory, 4, [Kill()])
+        _train(directory, 3, [Kill()])
     assert [path.name for path in Path(directory).glob("epoch-*")] == ["epoch-2-iteration-16"]
-    resumed, again, epochs = _train(directory, 4)
-    assert epochs == [2, 3]
+    resumed, again, epochs = _train(directory, 3)
+    assert epochs == [2]
     for mine, theirs in zip(
         [*whole.weights, *optimizer.variables], [*resumed.weights, *again.variables], strict=True
     ):
         assert np.array_equal(np.asarray(mine), np.asarray(theirs)), mine.path
     state, resumed_state = optimizer.compression_state(), again.compression_state()
-    assert state["step"] == resumed_state["step"] == 32
+    assert state["step"] == resumed_state["step"] == 24
     assert state["rate"] == pytest.approx(0.01)
     assert any(np.abs(residual).max() > 0 for residual in state["residuals"].values())
     for name, residual in state["residuals"].items():
@@ -280,11 +283,11 @@ def test_training_goes_on_after_a_kill_bit_for_bit() -> None:
     assert not Path(directory).exists()
 
     with pytest.raises(_Killed):
-        _train(directory, 4, [Kill()], save_freq=3)
+        _train(directory, 3, [Kill()], save_freq=3)
     assert [path.name for path in Path(directory).glob("epoch-*")] == ["epoch-2-iteration-18"]
-    _, counted, epochs = _train(directory, 4)
-    assert epochs == [2, 3]  # from the beginning of the epoch, as with Keras
-    assert int(counted.iterations) == counted.compression_state()["step"] == 18 + 16
+    _, counted, epochs = _train(directory, 3)
+    assert epochs == [2]  # from the beginning of the epoch, as with Keras
+    assert int(counted.iterations) == counted.compression_state()["step"] == 18 + 8
 
 
 @on_ranks(2, env=ENV)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import preloaded
 import pytest
 from launching import plain_variables, run_ranks
 from transport_engines import no_mpi, under_mpiexec
@@ -80,9 +81,16 @@ print(json.dumps(found) + "\\n", end="", flush=True)
 
 
 @pytest.mark.skipif(bool(no_mpi()), reason=no_mpi())
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_mpi_is_enough(world: int):
-    done = under_mpiexec(PROGRAM.replace("HIDDEN", '("torch",)'), world)
+@pytest.mark.parametrize(
+    ("world", "imported"),
+    [
+        pytest.param(2, preloaded.TENSORFLOW_ALONE, id="2"),
+        pytest.param(3, preloaded.TENSORFLOW_ALONE, id="3", marks=pytest.mark.full),
+        pytest.param(2, (), id="2-interpreters", marks=pytest.mark.full),
+    ],
+)
+def test_mpi_is_enough(world: int, imported: tuple[str, ...]):
+    done = under_mpiexec(PROGRAM.replace("HIDDEN", '("torch",)'), world, imported=imported)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(json.loads(line) for line in done.stdout.splitlines()) == [
         [rank, world, rank, world, [world * (world + 1) / 2] * 3, *([some] if rank in some else []), False]

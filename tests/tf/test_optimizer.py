@@ -63,6 +63,7 @@ def _optimizer(kind: str, arguments: dict[str, Any]) -> Any:
 def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
     from keras_checks import assert_alike, data, fit, model
 
+    from gradcomp.job import runtime
     from gradcomp.tf.optimizer import DistributedOptimizer
 
     kind, arguments, compiling = CASES[name]
@@ -72,10 +73,12 @@ def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
     optimizer = DistributedOptimizer(_optimizer(kind, arguments))
     ours.compile(optimizer=optimizer, loss="mse", **compiling)
     fit(ours, x, y)
-    alone.compile(optimizer=_optimizer(kind, arguments), loss="mse", **compiling)
-    fit(alone, whole_x, whole_y, batch=8)
     assert_alike(ours.weights, optimizer.variables)
     assert optimizer.statistics().steps == 8 // arguments.get("gradient_accumulation_steps", 1)
+    if runtime.rank() > 0:
+        return  # its weights are rank 0's
+    alone.compile(optimizer=_optimizer(kind, arguments), loss="mse", **compiling)
+    fit(alone, whole_x, whole_y, batch=8)
     for mine, other, before in zip(ours.get_weights(), alone.get_weights(), start, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-6)
         assert np.abs(mine - before).max() > 1e-4  # there was something to agree about
@@ -128,6 +131,8 @@ def test_embeddings(name: str) -> None:
     assert_alike(ours.weights, optimizer.variables)
     if name == "clipped":
         return  # Keras takes the norm of a row that comes twice for that of two rows, we send it once
+    if rank > 0:
+        return
     alone = build()
     alone.compile(optimizer=make(), loss="mse")
     fit(alone, x.reshape(-1, 4), y.reshape(-1, 2), batch=6)
@@ -147,11 +152,10 @@ def test_mixed_precision_with_compression(policy: str) -> None:
     ours = model(policy=policy)
     optimizer = DistributedOptimizer(keras.optimizers.Adam(0.02), compression())
     ours.compile(optimizer=optimizer, loss="mse")
-    before = ours.evaluate(x, y, verbose=0)
-    fit(ours, x, y, epochs=3)
+    losses = fit(ours, x, y, epochs=3).history["loss"]
     assert isinstance(ours.optimizer, Distributed)
     assert_alike(ours.weights, ours.optimizer.variables)
-    assert ours.evaluate(x, y, verbose=0) < before
+    assert losses[-1] < losses[0]
     assert optimizer.statistics().steps == 24
     assert optimizer.statistics().ratio > 1.5
     scaled = isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -190,6 +194,7 @@ def test_passes_are_summed() -> None:
     from keras_checks import assert_alike, data, fit, model
 
     from gradcomp.core.errors import ConfigError
+    from gradcomp.job import runtime
     from gradcomp.tf.optimizer import DistributedOptimizer
 
     x, y, whole_x, whole_y = data()
@@ -197,11 +202,12 @@ def test_passes_are_summed() -> None:
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
     ours.compile(optimizer=optimizer, loss="mse")
     fit(ours, x, y)
-    alone.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), loss="mse")
-    fit(alone, whole_x, whole_y, batch=8)
     assert_alike(ours.weights)
-    for mine, other in zip(ours.get_weights(), alone.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-6)
+    if runtime.rank() == 0:
+        alone.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), loss="mse")
+        fit(alone, whole_x, whole_y, batch=8)
+        for mine, other in zip(ours.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-6)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=3"):
         DistributedOptimizer(
             keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), backward_passes_per_step=2

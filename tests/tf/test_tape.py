@@ -96,11 +96,21 @@ def check(mode: str, words: bool, **arguments: Any) -> None:
     make = text_model if words else mlp
     ours, alone = make(), make()
     traces = train(ours, mode, words, functools.partial(DistributedGradientTape, **arguments), mine())
+    if mode == "graph":
+        assert traces == 1
+    assert_same_on_all_ranks(ours)
+    if runtime.rank() > 0:
+        return  # its weights are rank 0's
     train(alone, mode, words, lambda tape: tape, slice(None))
     for weight, other in zip(ours.trainable_variables, alone.trainable_variables, strict=True):
         np.testing.assert_allclose(weight.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
-    if mode == "graph":
-        assert traces == 1
+
+
+def assert_same_on_all_ranks(model: Any) -> None:
+    (exchange,) = exchanges(model.trainable_variables)
+    assert exchange.exchanger is not None
+    digest = b"".join(variable.numpy().tobytes() for variable in model.trainable_variables)
+    assert set(exchange.exchanger.allgather_bytes(digest)) == {digest}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,10 +119,23 @@ def test_ranks_train_as_one_would_with_all_data(mode: str) -> None:
     check(mode, words=False)
 
 
-@pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "dense"])
+@pytest.mark.parametrize(
+    "as_dense", [pytest.param(False, id="gathered"), pytest.param(True, id="dense", marks=pytest.mark.full)]
+)
 @on_ranks(2, env=ENV)
 def test_an_embedding_and_an_lstm(as_dense: bool) -> None:
     check("graph", words=True, sparse_as_dense=as_dense)
+
+
+@pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "dense"])
+@on_ranks(2, env=ENV)
+def test_rows_arrive_as_rows_or_dense(as_dense: bool) -> None:
+    table = tf.Variable(tf.ones([5, 2]))
+    with DistributedGradientTape(tf.GradientTape(), sparse_as_dense=as_dense) as tape:
+        loss = tf.reduce_sum(tf.gather(table, [0, 3, 3 + runtime.rank()]))
+    mean = tape.gradient(loss, table)
+    assert isinstance(mean, tf.IndexedSlices) != as_dense
+    np.testing.assert_allclose(tf.convert_to_tensor(mean)[:, 0], [1.0, 0.0, 0.0, 1.5, 0.5])
 
 
 @on_ranks(2, env=ENV)
@@ -126,10 +149,7 @@ def test_compressed_training_is_the_same_on_all_ranks_and_learns() -> None:
     )
     assert traces == 1
     assert float(loss(y, model(x))) < before
-    (exchange,) = exchanges(model.trainable_variables)
-    assert exchange.exchanger is not None
-    digest = b"".join(variable.numpy().tobytes() for variable in model.trainable_variables)
-    assert set(exchange.exchanger.allgather_bytes(digest)) == {digest}
+    assert_same_on_all_ranks(model)
 
 
 # ------------------------------------------------------------------------- which exchange

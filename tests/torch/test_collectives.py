@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import preloaded
 import pytest
@@ -134,30 +136,39 @@ except gc.GradcompError as error:
 """
 
 
-def survivors(fault: str, culprit: int, world: int = 3, timeout: float = 60) -> list[Finished]:
+def survivors(fault: str, culprit: int, timeout: float) -> list[Finished]:
     program = FAULT.format(fault=fault, culprit=culprit, timeout=timeout)
-    results = run_ranks(program, world, timeout=100, imported=preloaded.TORCH)
+    results = run_ranks(program, 3, timeout=100, imported=preloaded.TORCH)
     return [result for rank, result in enumerate(results) if rank != culprit]
 
 
-@pytest.mark.parametrize(
-    ("fault", "culprit"),
-    [
-        pytest.param("os._exit(1)", 2, id="dies"),
-        pytest.param("os._exit(1)", 0, id="rank 0, which holds the store, dies"),
-        pytest.param("raise RuntimeError('mine')", 1, id="raises"),
-    ],
-)
-def test_lost_rank_is_a_transport_error_on_all_others(fault: str, culprit: int) -> None:
-    for result in survivors(fault, culprit):
+FAULTS = {
+    "stays away": ("time.sleep(4)", 1, 2.0),
+    "dies": ("os._exit(1)", 2, 60.0),
+    "rank 0, which holds the store, dies": ("os._exit(1)", 0, 60.0),
+    "raises": ("raise RuntimeError('mine')", 1, 60.0),
+}
+
+
+@pytest.fixture(scope="module")
+def lost() -> Iterator[Callable[[str], list[Finished]]]:
+    """``lost(name)``: how the others ended. Two faults run beside each other, for they mostly wait."""
+    with ThreadPoolExecutor(2) as pool:
+        running = {name: pool.submit(survivors, *fault) for name, fault in FAULTS.items()}
+        yield lambda name: running[name].result()
+
+
+@pytest.mark.parametrize("name", list(FAULTS)[1:])
+def test_lost_rank_is_a_transport_error_on_all_others(lost, name: str) -> None:
+    for result in lost(name):
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("TransportError"), result.stdout
         assert "still unusable" in result.stdout
         assert "no end after" not in result.stdout  # they did not wait for the deadline
 
 
-def test_rank_that_stays_away_is_named_by_all_others() -> None:
-    for result in survivors("time.sleep(4)", 1, timeout=2):
+def test_rank_that_stays_away_is_named_by_all_others(lost) -> None:
+    for result in lost("stays away"):
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("TransportError"), result.stdout
         for said in (result.stdout, result.stderr):  # the warning before

@@ -87,7 +87,7 @@ def logged(level: int):
 
 
 CONTROLLERS = {
-    "lgreco": gc.LGreCo(8),
+    "lgreco": gc.LGreCo(8, alpha=3),
     "lgreco by string": "lgreco:every_steps=8,metric=squared,objective=position,alpha=3",
     "lgreco with accordion": gc.LGreCo(8, accordion=gc.Accordion(low=5, high=3, every_steps=8)),
     "hybrid": gc.LGreCo(8, levels=[2, 3, 4, 6, gc.PowerSGD(2), gc.PowerSGD(8), gc.TopK(0.1)], alpha=3),
@@ -128,7 +128,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(family):
     # Background work at once, so that plans change in the same steps.
     terms.in_background = at_once
     directory = gc.broadcast_object(tempfile.mkdtemp() if gc.rank() == 0 else None, 0)
-    controller = gc.LGreCo(5)
+    controller = gc.LGreCo(5, alpha=3)
     model, optimizer = make(controller, family)
     before = train(model, optimizer, 0, 9)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
@@ -163,7 +163,7 @@ def test_the_run_log_and_the_log_lines():
     object.__setattr__(current().config, "run_log", str(path))
     try:
         with logged(logging.INFO) as lines:
-            model, optimizer = make(gc.LGreCo(8))
+            model, optimizer = make(gc.LGreCo(8, alpha=3))
             train(model, optimizer, 0, 30, pause=0.001)
     finally:
         object.__setattr__(current().config, "run_log", "")
@@ -174,6 +174,7 @@ def test_the_run_log_and_the_log_lines():
     assert len(changes) >= 2
     assert "bits" in changes[-1]
     assert "predicted" in changes[-1]
+    assert "of them under control; " in changes[-1]
     assert "measured" in changes[-1]
     (written,) = path.parent.iterdir()  # under the exchanger's name: it is not the job's first
     (run,) = read(written)
@@ -192,7 +193,7 @@ def test_the_hook_takes_one_too():
     model = net()
     wrapped = DistributedDataParallel(model)
     state, hook = ddp_comm_hook(
-        wrapped, gc.Policy(gc.Quantize(4, 64), filter=EVERYTHING), controller=gc.LGreCo(6)
+        wrapped, gc.Policy(gc.Quantize(4, 64), filter=EVERYTHING), controller=gc.LGreCo(6, alpha=3)
     )
     wrapped.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -207,7 +208,7 @@ def test_the_hook_takes_one_too():
 
 @on_ranks(2)
 def test_added_parameters_keep_what_was_chosen():
-    model, optimizer = make(gc.LGreCo(6))
+    model, optimizer = make(gc.LGreCo(6, alpha=3))
     train(model, optimizer, 0, 20, pause=0.001)
     before = optimizer.plan()
     extra = torch.nn.Parameter(torch.randn(32, 32))
@@ -239,7 +240,7 @@ def test_what_is_no_controller():
 
 @on_ranks(2)
 def test_gradients_that_are_not_finite_do_no_harm():
-    model, optimizer = make(gc.LGreCo(6))
+    model, optimizer = make(gc.LGreCo(6, alpha=3))
     for step in range(30):
         optimizer.zero_grad()
         backward(model, step)

@@ -9,8 +9,10 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import preloaded
 import pytest
@@ -516,15 +518,43 @@ def alone(environ: dict[str, str], timeout: float = 1) -> list[str]:
     return answer
 
 
-def test_missing_ranks_are_named() -> None:
-    kind, message = alone(plain_variables(0, 3, str(free_port())))
+def two_of_one_rank() -> list[list]:
+    port = str(free_port())
+    return said(forks(join(4), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
+
+
+def with_secrets(*secrets: str) -> list[list]:
+    port = str(free_port())
+    ranks = lambda rank: {**plain_variables(rank, 2, port), "GRADCOMP_SECRET": secrets[rank]}  # noqa: E731
+    return said(forks(join(), 2, env=ranks))
+
+
+SECRETS = {"one of two": ("the secret of a job", ""), "two": ("the secret of a job", "another job's secret")}
+
+
+@pytest.fixture(scope="module")
+def waited() -> Iterator[Callable[[str], Any]]:
+    """``waited(name)``: what ranks say that wait for others. They run beside each other."""
+    port = str(free_port())
+    waiting: dict[str, Callable[[], Any]] = {
+        "two of one rank": two_of_one_rank,
+        "no rank 0": lambda: [port, *alone(plain_variables(1, 2, port))],
+        "rank 0 alone": lambda: alone(plain_variables(0, 3, str(free_port()))),
+        **{name: functools.partial(with_secrets, *secrets) for name, secrets in SECRETS.items()},
+    }
+    with ThreadPoolExecutor(3) as pool:
+        running = {name: pool.submit(program) for name, program in waiting.items()}
+        yield lambda name: running[name].result()
+
+
+def test_missing_ranks_are_named(waited) -> None:
+    kind, message = waited("rank 0 alone")
     assert kind == "TransportError"
     assert "rank 1, 2 of 3 did not arrive" in message
 
 
-def test_missing_rank_0_is_named_by_its_address() -> None:
-    port = str(free_port())
-    kind, message = alone(plain_variables(1, 2, port))
+def test_missing_rank_0_is_named_by_its_address(waited) -> None:
+    port, kind, message = waited("no rank 0")
     assert kind == "TransportError"
     assert f"rank 1 at 127.0.0.1:{port}" in message
 
@@ -538,13 +568,9 @@ def test_port_in_use_is_a_transport_error() -> None:
     assert "cannot be served" in message
 
 
-@pytest.mark.parametrize(
-    "secrets", [("the secret of a job", ""), ("the secret of a job", "another job's secret")]
-)
-def test_ranks_with_different_secrets_are_refused(secrets: tuple[str, str]) -> None:
-    port = str(free_port())
-    ranks = lambda rank: {**plain_variables(rank, 2, port), "GRADCOMP_SECRET": secrets[rank]}  # noqa: E731
-    for kind, message in said(forks(join(), 2, env=ranks)):
+@pytest.mark.parametrize("secrets", SECRETS)
+def test_ranks_with_different_secrets_are_refused(waited, secrets: str) -> None:
+    for kind, message in waited(secrets):
         assert kind == "ConfigError"
         assert "GRADCOMP_SECRET" in message
         assert "rank 1" in message
@@ -555,9 +581,8 @@ def test_short_secret_is_refused() -> None:
         discover({**TORCHRUN, "GRADCOMP_SECRET": "short"})
 
 
-def test_two_processes_of_one_rank_are_refused() -> None:
-    port = str(free_port())
-    answers = said(forks(join(4), 3, env=lambda index: plain_variables(min(index, 1), 3, port)))
+def test_two_processes_of_one_rank_are_refused(waited) -> None:
+    answers = waited("two of one rank")
     assert {kind for kind, _ in answers} == {"TransportError"}
     assert sum("another process says that it is rank 1" in message for _, message in answers) == 1
 

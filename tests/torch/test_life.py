@@ -35,9 +35,15 @@ either = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def under_torchrun():
-    return run_torchrun(TRAIN, 2)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(preloaded.TORCH, id="forks"),
+        pytest.param((), id="interpreters", marks=pytest.mark.full),
+    ],
+)
+def under_torchrun(request):
+    return run_torchrun(TRAIN, 2, imported=request.param)
 
 
 def test_torchrun_ranks_end_in_good_order_without_shutdown(under_torchrun):

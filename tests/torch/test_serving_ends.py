@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import preloaded
 import pytest
@@ -55,14 +57,29 @@ except gc.TransportError as error:
 """
 
 
-def run(scenario: str, transport: str = "torch") -> tuple[list[Finished], list[dict[str, dict]]]:
+Run = tuple[list[Finished], list[dict[str, dict]]]
+SCENARIOS = [
+    *[("trainer killed", "torch"), ("all trainers killed", "torch"), ("server killed", "torch")],
+    *[("", "torch"), ("", "shm"), ("server does not serve", "torch")],
+]
+
+
+def launch(scenario: str, transport: str) -> Run:
     ended = run_ranks(PROGRAM, 3, arguments=(scenario, transport), timeout=50, imported=preloaded.TORCH)
     said = [{one["event"]: one for one in map(json.loads, end.stdout.splitlines())} for end in ended]
     return ended, said
 
 
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., Run]]:
+    """``run(scenario, transport)``: how its ranks ended. Three run beside each other, for they mostly wait."""
+    with ThreadPoolExecutor(3) as pool:
+        running = {case: pool.submit(launch, *case) for case in SCENARIOS}
+        yield lambda scenario, transport="torch": running[scenario, transport].result()
+
+
 @pytest.mark.parametrize("transport", ["torch", "shm"])
-def test_the_end_of_the_trainers_program_ends_a_servers(transport: str):
+def test_the_end_of_the_trainers_program_ends_a_servers(run, transport: str):
     """Nobody calls done(), or shutdown()."""
     ended, said = run("", transport)
     assert [end.returncode for end in ended] == [0, 0, 0], ended
@@ -93,7 +110,7 @@ def test_under_mpi_servers_hear_of_the_end_before_mpi_ends():
         ("server killed", [0]),
     ],
 )
-def test_who_is_left_raises_soon(scenario: str, victims: list[int]):
+def test_who_is_left_raises_soon(run, scenario: str, victims: list[int]):
     ended, said = run(scenario)
     fault = max(said[victim]["fault"]["at"] for victim in victims)
     for rank in {0, 1, 2} - set(victims):
@@ -105,7 +122,7 @@ def test_who_is_left_raises_soon(scenario: str, victims: list[int]):
         assert ended[victim].returncode == -signal.SIGKILL
 
 
-def test_a_server_that_ends_without_serving_says_so_to_the_trainers():
+def test_a_server_that_ends_without_serving_says_so_to_the_trainers(run):
     ended, said = run("server does not serve")
     assert ended[0].returncode == 0
     for rank in (1, 2):

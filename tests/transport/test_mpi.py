@@ -188,6 +188,7 @@ def test_counts_that_an_old_mpi_cannot_have_are_refused():
     succeeds(done)
 
 
+@pytest.mark.alone
 def test_polls_with_pauses_move_large_messages():
     """Where each test of a request moves 8 KB, one test per poll would take 2048 polls."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -316,6 +317,17 @@ def test_calls_of_nccl(machine: Machine) -> None:
     ]
     with pytest.raises(TransportError, match="NCCL failed: NCCL_ERROR_REMOTE_ERROR"):
         ours.check()
+
+
+@pytest.mark.parametrize(("set_before", "found"), [("", "0"), ("1", "1")])
+def test_connections_are_made_with_the_communicator_unless_the_user_has_said_otherwise(
+    set_before: str, found: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
+    if set_before:
+        monkeypatch.setenv("NCCL_RUNTIME_CONNECT", set_before)
+    joined(machine, [0])
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == found
 
 
 def test_a_status_that_cupy_has_no_name_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

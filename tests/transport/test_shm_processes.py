@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import preloaded
 import pytest
 from launching import Finished, run_ranks
 from tiers import every_value
@@ -31,7 +32,10 @@ _JOIN = "transport = ShmTransport(rank, size, meet)\n"
 def run(body: str, size: int, start: str = _START + _JOIN, timeout: float = 40.0) -> list[Finished]:
     with tempfile.TemporaryDirectory(prefix="gradcomp-meet-") as directory:
         tests = str(Path(__file__).parent.parent)
-        return run_ranks(start + textwrap.dedent(body), size, arguments=(directory, tests), timeout=timeout)
+        program = start + textwrap.dedent(body)
+        return run_ranks(
+            program, size, arguments=(directory, tests), timeout=timeout, imported=preloaded.PLAIN
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from gradcomp.kernels.segments import FP32
 from gradcomp.kernels.step import StepContext
 from gradcomp.kernels.subspace import Layers
 
-_EXACT = Codec(FP32)
+EXACT = Codec(FP32)
+"""Of layers that are not approximated."""
 
 
 def check_rank(rank: Level) -> None:
@@ -141,13 +142,13 @@ class Matrices(Layers):
         """
         if len(self.exact):
             table = self._exact_rows(group.inputs)
-            _EXACT.encode(table, view.view(np.uint8), flags, context.draw, context.scale, context.decay)
+            EXACT.encode(table, view.view(np.uint8), flags, context.draw, context.scale, context.decay)
 
     def read_exact(self, group: Group, context: StepContext, total: Floats, flags: Bytes) -> None:
         """Write the means of the layers that travel exactly, from their sum; NaN where a layer is flagged."""
         if len(self.exact):
             table = self._exact_rows(group.table)
-            _EXACT.decode(table, total.view(np.uint8), flags, context.divisor, context.unscale)
+            EXACT.decode(table, total.view(np.uint8), flags, context.divisor, context.unscale)
 
     def _exact_rows(self, table: Table) -> Table:
         rows = table[self.exact]

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.compress.base import Traits
-from gradcomp.compress.lowrank.base import LowRank, Matrices, clamped_rank, elements, matrix_shape
+from gradcomp.compress.lowrank.base import EXACT, LowRank, Matrices, clamped_rank, elements, matrix_shape
 from gradcomp.compress.messages import Bytes, Exchange, Floats, Sum
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.state import Begin
-from gradcomp.kernels import lowrank, subspace
-from gradcomp.kernels.codec import Group, Sizes
+from gradcomp.core.state import Begin, DoubleBuffer
+from gradcomp.kernels import lowrank, routines, subspace
+from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.selection import contribute
 from gradcomp.kernels.step import StepContext
 
@@ -88,28 +89,46 @@ class PowerSGD(LowRank):
         return (yield from (self._half if self.alternate else self._whole)(group, context, matrices))
 
     def _whole(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
-        scratch = group.scratch
-        scratch.once("placed", matrices.place)
-        own = scratch.array("own_q", matrices.q_size, device=scratch.device)
+        inputs, outputs = group.inputs, group.table
+        memory = group.scratch.once("memory", lambda: _Memory.of(group, matrices))
+        own, flags, found = memory.own, memory.flags, memory.found
         divisor, scale = context.divisor, context.unscale
-        flags = np.zeros(len(group.table), dtype=np.uint8)
 
         def write_p(view: Floats) -> Bytes:
-            factors, q = context.factors(len(flags)), self._q(group, context, matrices)
-            subspace.project(matrices, flags, factors, q, view, scale=context.scale, decay=context.decay)
+            flags.fill(0)
+            kept, turn = self._kept_q(context, memory)
+            values = self._fresh(context, matrices, memory) if kept is None else kept.memory
+
+            def work() -> None:
+                begins = matrices.q_at if kept is None else kept.places(memory.layers)[0]
+                q, factors = lowrank.Factor(values, begins), context.factors(len(flags))
+                subspace.project(matrices, flags, factors, q, view, scale=context.scale, decay=context.decay)
+
+            routines.run((context.scale, context.decay, turn), (inputs, view, values), work)
             return flags
 
         p = yield Sum(matrices.p_size + matrices.exact_size, write_p, by_kernels=True)
-        found = p.flags.copy()
+        found[:] = p.flags
 
         def write_q(view: Floats) -> Bytes:
-            subspace.iterate(matrices, found, p.data, view, own, divisor=divisor, scale=scale)
-            return np.zeros_like(flags)
+            def work() -> None:
+                subspace.iterate(matrices, found, p.data, view, own, divisor=divisor, scale=scale)
+
+            routines.run(
+                (divisor, scale, _written(outputs)), (inputs, outputs, p.data, view, own, found), work
+            )
+            return memory.none
 
         q = yield Sum(matrices.q_size, write_q, by_kernels=True)
-        kept = self._kept(group, context, matrices) if self.warm_start else None
-        left = own if group.feedback else None
-        subspace.finish(matrices, found, p.data, left, q.data, kept, divisor=divisor, scale=scale)
+        kept, turn = self._kept_q(context, memory)
+
+        def work() -> None:
+            left = own if group.feedback else None
+            places = None if kept is None else subspace.Kept(kept.memory, *kept.places(memory.layers))
+            subspace.finish(matrices, found, p.data, left, q.data, places, divisor=divisor, scale=scale)
+
+        arrays = (inputs, outputs, p.data, own, q.data, found, None if kept is None else kept.memory)
+        routines.run((divisor, scale, turn, _written(outputs)), arrays, work)
         return found
 
     def _half(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
@@ -151,36 +170,86 @@ class PowerSGD(LowRank):
         _remember(_Q, group, context, q, matrices)
         return matrices.join(low, exact)
 
-    def _kept(self, group: Group, context: StepContext, matrices: Matrices) -> subspace.Kept:
-        layers = group.scratch.once("low", lambda: group.layers[matrices.low])
-        field = context.field(_Q)
-        return subspace.Kept(field.memory, *field.places(layers))
+    def _kept_q(self, context: StepContext, memory: _Memory) -> tuple[DoubleBuffer | None, bytes]:
+        """Where Q is kept from step to step, and which of its two places holds that of the last one."""
+        if not self.warm_start:
+            return None, b""
+        kept = context.field(_Q)
+        return kept, kept.turn(memory.layers)
 
-    def _q(self, group: Group, context: StepContext, matrices: Matrices) -> lowrank.Factor:
-        """The Q that this step begins with."""
-        if self.warm_start:
-            kept = self._kept(group, context, matrices)
-            return lowrank.Factor(kept.memory, kept.before)
-        hashes = group.table["layer"][matrices.low]
-        fresh = lowrank.random_factors(
-            matrices.columns, matrices.ranks, hashes, seed=context.draw.seed, step=context.draw.step
+    def _fresh(self, context: StepContext, matrices: Matrices, memory: _Memory) -> Floats:
+        """A new Q."""
+        draw = context.draw
+        memory.fresh[:] = lowrank.random_factors(
+            matrices.columns, matrices.ranks, memory.hashes, seed=draw.seed, step=draw.step
         )
-        return matrices.q(fresh)
+        return memory.fresh
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """What a group needs in every step: the same arrays, so that a device keeps its calls.
+
+    ``own``: this rank's Q. ``flags``: of what is sent; ``found``: of the mean; ``none``: no flags. ``layers``,
+    ``hashes``: of the matrices. ``fresh``: a Q that is drawn.
+    """
+
+    own: Floats
+    flags: Bytes
+    found: Bytes
+    none: Bytes
+    layers: Sizes
+    hashes: npt.NDArray[np.uint32]
+    fresh: Floats
+
+    @staticmethod
+    def of(group: Group, matrices: Matrices) -> _Memory:
+        matrices.place()
+        rows, low = len(group.table), matrices.low
+        none, flags, found = np.zeros((3, rows), dtype=np.uint8)
+        return _Memory(
+            group.scratch.device.array(matrices.q_size, np.float32),
+            flags,
+            found,
+            none,
+            group.layers[low],
+            group.table["layer"][low],
+            np.zeros(matrices.q_size, np.float32),
+        )
+
+
+def _written(table: Table) -> bytes:
+    """Which rows have an output."""
+    written: bytes = (table["output"] != 0).tobytes()
+    return written
 
 
 def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange:
     """Nothing in the group is worth approximating."""
+    inputs, outputs = group.inputs, group.table
+    memory = group.scratch.once("memory", lambda: _Memory.of(group, matrices))
+    flags, found = memory.flags, memory.found
 
     def write(view: Floats) -> Bytes:
-        flags = np.zeros(len(group.table), dtype=np.uint8)
-        matrices.write_exact(group, context, view, flags)
-        matrices.spoil(view, flags)
+        flags.fill(0)
+        scale, decay = context.scale, context.decay
+        routines.run(
+            (scale, decay),
+            (inputs, view),
+            lambda: EXACT.encode(inputs, view.view(np.uint8), flags, context.draw, scale, decay),
+            lambda: matrices.spoil(view, flags),
+        )
         return flags
 
     reply = yield Sum(matrices.exact_size, write, by_kernels=True)
-    flags = reply.flags.copy()
-    matrices.read_exact(group, context, reply.data, flags)
-    return flags
+    found[:] = reply.flags
+    total = reply.data.view(np.uint8)
+    routines.run(
+        (context.divisor, context.unscale, _written(outputs)),
+        (outputs, reply.data, found),
+        lambda: EXACT.decode(outputs, total, found, context.divisor, context.unscale),
+    )
+    return found
 
 
 def _begin(side: int, rank: int, seed: int, layer: int) -> Begin:

@@ -33,7 +33,7 @@ class SpectralAtomo(Spectral):
     vectors among them, travel exactly. The level is the rank, at most min(n, m).
 
     Wire: 4 + 4 k (n + m) bytes per layer, with k atoms, r in expectation and min(n, m) at most, to all ranks: (N - 1) d
-    bytes per rank. Two rounds: sizes, then payloads. s_i / p_i is part of the vectors.
+    bytes per rank. One round, or two where they grow. s_i / p_i is part of the vectors.
     State: none.
     Errors: ConfigError for a rank below 1; WireFormatError for counts and lengths that cannot be;
     numpy.linalg.LinAlgError should LAPACK not converge.

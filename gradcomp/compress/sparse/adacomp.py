@@ -31,15 +31,14 @@ class AdaComp(Sparse):
     The paper sends the sign of G times the layer's mean of the bins' maxima. Here values travel as ``values`` says:
     exactly by default; ``OneBit()`` is the closest to the paper, with means per sign instead of the means of maxima.
 
-    Wire: at most ceil(limit n) values and coded indices, with 4 bytes per layer that say how many: two rounds, the
-    first for the sizes.
+    Wire: at most ceil(limit n) values and coded indices, with 4 bytes per layer that say how many: one round,
+    or two where a payload grows.
     State: a residual per layer.
     Errors: ConfigError for a bin without elements or a limit outside (0, 1].
     Source: AdaComp (Chen et al. 2018), Algorithm 2, which Markov 2024 compares with in section 3.7.3; the
     paper has bins of 50 for convolutions and 500 for other layers. Differs: ``limit``, zeros, and the values.
     """
 
-    fixed = False
     by_kernels = True
 
     bin_size: int = 500

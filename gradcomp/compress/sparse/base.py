@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.step import StepContext
 
+#: Zeros lie below it, and nothing else does.
+LEAST_MAGNITUDE: Final = np.finfo(np.float32).smallest_subnormal
+
 
 def check_density(density: Level) -> None:
     """ConfigError unless it is in (0, 1]."""
@@ -40,7 +43,7 @@ def elements_at(density: float | npt.NDArray[np.float64], lengths: Sizes) -> Siz
 
 @dataclass(frozen=True)
 class ByDensity(Compressor):
-    """Base of the compressors that send round(``density`` n) elements of a layer: their level is the density."""
+    """Base of the compressors that select round(``density`` n) elements of a layer: their level is the density."""
 
     level_field: ClassVar[str | None] = "density"
 
@@ -87,8 +90,6 @@ class Sparse(Compressor):
     indices: str = field(default="auto", kw_only=True)
     feedback: bool = field(default=True, kw_only=True)
 
-    #: Whether a layer's size and level alone decide how many elements are sent.
-    fixed = True
     #: Whether kernels alone touch what ``select`` selects, so that it may stay on a device.
     by_kernels = False
 
@@ -116,6 +117,11 @@ class Sparse(Compressor):
             coded = Distortion(0.0)
         bound = max(coded.bound, 1.0 - count / max(layer.size, 1) * (1.0 - coded.bound))
         return Distortion(bound, selects=coded.bears_feedback)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a layer's size and level alone decide how many elements are sent."""
+        return False
 
     @cached_property
     def traits(self) -> Traits:

@@ -82,7 +82,9 @@ class CLTk(Summed):
                 chosen.offsets,
                 chosen.indices,
                 chosen.values,
+                chosen.counts,
                 decay=context.decay,
+                zeros=True,  # other ranks' elements there need not be 0
             )
             return flags, form.encode(chosen, view, 0)
 

@@ -40,8 +40,8 @@ class DGC(EstimatedThreshold):
     densities of 25, 6.25, 1.5625 and 0.4%, those above ``density``, for equal parts of so many steps. The optimizer
     must have no momentum of its own; a warning says so if it has.
 
-    Wire: at most k values and coded indices, with 4 bytes per layer that say how many: two rounds, the first for the
-    sizes.
+    Wire: at most k values and coded indices, with 4 bytes per layer that say how many: one round, or two
+    where a payload grows.
     State: a residual and, with momentum, u per layer: 16 bytes per element.
     Errors: ConfigError for a density or sample outside (0, 1], a momentum outside [0, 1), a warm-up of fewer steps
     than it has densities, and what LocalClip refuses.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.messages import Bytes
-from gradcomp.compress.sparse.base import ByDensity, Sparse
+from gradcomp.compress.sparse.base import LEAST_MAGNITUDE, ByDensity, Sparse
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
@@ -28,11 +28,10 @@ def is_number(value: object) -> bool:
 class EstimatedThreshold(ByDensity, Sparse):
     """Base: S = the elements with |p| >= t, where t is chosen for about k = round(density n) of them.
 
-    If there are more than ``limits``, the largest of them (re-selection; ties to the lower index). A row that is not
-    finite selects nothing. The level is the density.
+    If there are more than ``limits``, the largest of them (re-selection; ties to the lower index). Elements of 0 are
+    not selected, whatever the threshold; a row that is not finite selects nothing. The level is the density.
     """
 
-    fixed = False
     by_kernels = True
 
     @abstractmethod
@@ -47,6 +46,7 @@ class EstimatedThreshold(ByDensity, Sparse):
         thresholds = np.full(len(table), np.nan, dtype=np.float32)  # which nothing reaches
         rows = table[finite]
         thresholds[finite] = self.thresholds(rows, rows["level"].astype(np.int64), context.draw.step)
+        thresholds = np.maximum(thresholds, LEAST_MAGNITUDE)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
         selection.select_above(
             table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gradcomp.compress.base import Traits
 from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.base import Sparse, check_density
+from gradcomp.compress.sparse.base import LEAST_MAGNITUDE, Sparse, check_density
 from gradcomp.compress.sparse.payload import Selection, places_of
 from gradcomp.core.plan import Level
 from gradcomp.kernels import selection
@@ -28,22 +28,22 @@ _DENSITY_UNITS = 1 << 30
 class GlobalTopK(Sparse):
     """Send the k = round(density n) elements of largest magnitude of the whole model, n elements in all; at least one.
 
-    S = the k largest |p_i| over all layers together, ties by layer, in the order in which they travel, and then by
-    lower index. Layers of small gradients may send nothing for long. Where densities differ by layer, k = round(sum
-    over layers of density n). The level is the density.
+    S = the k largest |p_i| over all layers together, or all that are not 0 if those are fewer; ties by layer, in the
+    order in which they travel, and then by lower index. Layers of small gradients may send nothing for long. Where
+    densities differ by layer, k = round(sum over layers of density n). The level is the density.
 
     For comparison: the selection waits for the last gradient, so nothing overlaps with backward. One model is what
     travels under this compressor in one dtype, without layers that nobody used in the last steps.
 
-    Wire: k values and their coded indices, and a count per layer (4 bytes), to all ranks: (N - 1) d bytes per rank for
-    a payload of d bytes; one round of sizes and one of payloads. ``wire_bytes`` shares k out in proportion to n.
+    Wire: at most k values and their coded indices, and a count per layer (4 bytes), to all ranks: (N - 1) d bytes per
+    rank for a payload of d bytes; one round, or two where it grows. ``wire_bytes`` shares k out in proportion to
+    n.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1].
     Source: Markov et al. 2024, section 5.3; Markov 2024, section 4.6.3 (Global TopK).
     """
 
     level_field: ClassVar[str | None] = "density"
-    fixed = False
 
     density: float = 0.01
 
@@ -116,7 +116,8 @@ def _common_threshold(table: Table, flags: Bytes, count: int) -> npt.NDArray[np.
         return int(counts.sum())
 
     # Enough reach `low`, too few reach `high`.
-    low, found = 0, reached(0)
+    low = int(LEAST_MAGNITUDE.view(np.uint32))
+    found = reached(low)
     high = int(maxima.max(initial=0).view(np.uint32)) + 1
     while found > 2 * count and high - low > 1:
         middle = (low + high) // 2

@@ -207,9 +207,9 @@ class Levels:
         _point_to(table, "gradient", first.values, first)
         table["next_residual"] = table["gradient"]  # where the same values are written
         finite = np.zeros(len(table), dtype=np.uint8)
-        selection.select_top(
-            table, finite, self._ones, top.counts, top.offsets, top.indices, top.values, decay=1.0
-        )
+        places = top.counts, top.offsets, top.indices, top.values, top.counts
+        # The selected are sorted anew; zeros among them stay as they are.
+        selection.select_top(table, finite, self._ones, *places, decay=1.0, zeros=True)
 
     def candidate(self) -> Selection:
         """The second selection, its indices counted within layers."""

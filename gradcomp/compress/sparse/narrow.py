@@ -14,7 +14,8 @@ def narrow(chosen: Selection, counts: Sizes) -> Selection:
     """Of the selected elements of every row the ``counts[i]`` largest, ties to the lower index.
 
     Selecting at one density and narrowing to a lower one gives exactly what selecting at the lower one gives, for
-    selections of the largest (TopK): the n elements need not be read again. ``chosen`` stays as it is.
+    selections of the largest (TopK with zeros; without them, of as many as were selected): the n elements need not be
+    read again. ``chosen`` stays as it is.
 
     Args:
         chosen: selections of any rows, with finite values.
@@ -42,7 +43,9 @@ def narrow(chosen: Selection, counts: Sizes) -> Selection:
         narrowed.offsets,
         narrowed.indices,
         narrowed.values,
+        narrowed.counts,
         decay=1.0,
+        zeros=True,
     )
     # The kernel counts from the first selected element of a row.
     narrowed.indices[:] = chosen.indices[narrowed.indices + np.repeat(chosen.offsets, counts)]

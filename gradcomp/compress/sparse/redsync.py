@@ -29,8 +29,8 @@ class RedSync(EstimatedThreshold):
 
     The compressor of the paper that sends one mean per sign instead of the selected values is ``values=OneBit()``.
 
-    Wire: at most ceil((1 + tolerance) k) values and coded indices, with 4 bytes per layer that say how many: two
-    rounds, the first for the sizes.
+    Wire: at most ceil((1 + tolerance) k) values and coded indices, with 4 bytes per layer that say how many: one
+    round, or two where a payload grows.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1] or a tolerance that is not positive.
     Source: RedSync (Fang et al. 2019), threshold binary search, as used in Tyagi and Swany 2023, section IV. Differs:

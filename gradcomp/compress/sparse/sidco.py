@@ -36,8 +36,8 @@ class SIDCo(EstimatedThreshold):
     k / 2 is not taken (equal magnitudes, tails that end suddenly). Of more than 2k elements the 2k largest are sent, so
     that a layer sends between k / 2 and 2k.
 
-    Wire: at most 2k values and coded indices, with 4 bytes per layer that say how many: two rounds, the first for the
-    sizes. Each stage reads the layer once.
+    Wire: at most 2k values and coded indices, with 4 bytes per layer that say how many: one round, or two
+    where a payload grows. Each stage reads the layer once.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1], an unknown distribution, or fewer than one stage.
     Source: SIDCo (Abdelmoniem et al. 2021), which Markov 2024 uses for Top-K in section 3.7.2. Differs: the

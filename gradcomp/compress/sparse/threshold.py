@@ -29,7 +29,7 @@ class Threshold(Sparse):
     A residual holds less than lambda in every element (unless capacity is short), for as long as no more arrives.
 
     Wire: for every layer its count (4 bytes), coded indices and values, to all ranks: (N - 1) d bytes per rank for a
-    payload of d bytes; one round of sizes and one of payloads. ``wire_bytes`` is that of layers filled to capacity.
+    payload of d bytes; one round, or two where it grows. ``wire_bytes`` is that of layers filled to capacity.
     State: a residual per layer.
     Errors: ConfigError for a threshold that is not a positive float32, or a capacity outside (0, 1].
     Source: Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, as L-GreCo
@@ -38,7 +38,6 @@ class Threshold(Sparse):
     """
 
     level_field: ClassVar[str | None] = "threshold"
-    fixed = False
     by_kernels = True
 
     threshold: float = 0.01

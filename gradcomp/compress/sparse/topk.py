@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import ByDensity, Sparse
 from gradcomp.compress.sparse.payload import Selection
+from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group
@@ -18,19 +19,36 @@ from gradcomp.kernels.step import StepContext
 @register("topk")
 @dataclass(frozen=True)
 class TopK(ByDensity, Sparse):
-    """Send the k = round(density n) elements of largest magnitude of each layer, at least one.
+    """Send the k = round(density n) elements of largest magnitude of each layer, but none that is 0.
 
-    Ties go to the lower index, so that the selection is a function of the values. The level is the density.
+    S = the k largest |p|, at least one, without those that are 0. Ties go to the lower index, so that the selection is
+    a function of the values. The level is the density.
 
-    Wire: k values and k coded indices, to all ranks: (N - 1) d bytes per rank for a payload of d bytes; one round. With
-    exact values and the default coding a density of 1% costs 40.6 bits an element sent (48 x less than with 32-bit
-    indices would be 64 bits).
+    ``zeros``: send elements of 0 too, so that there are always k of them. Of exact or cast values the mean is the same,
+    bit for bit. A payload then has the same size in every step; on a GPU it is made in one call, and read in one.
+
+    Wire: for every layer its count (4 bytes) and min(k, non-zeros) values and coded indices, to all ranks: (N - 1) d
+    bytes per rank for a payload of d bytes; one round, or two where it grows. With ``zeros`` no count and k
+    elements, in one round. With exact values and the default coding a density of 1% costs 40.6 bits an element sent
+    (48 x less than with 32-bit indices would be 64 bits). ``wire_bytes`` is that of layers with k non-zeros.
     State: a residual per layer.
-    Errors: ConfigError for a density outside (0, 1].
-    Source: Markov 2024, section 2.2.3 (Top-K); Markov et al. 2024. Selection is per layer, as in both.
+    Errors: ConfigError for a density outside (0, 1], and for ``zeros`` that is neither true nor false.
+    Source: Markov 2024, section 2.2.3 (Top-K); Markov et al. 2024. Selection is per layer, as in both. Differs: zeros.
     """
 
     by_kernels = True
+
+    zeros: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.zeros, bool):
+            raise ConfigError(f"zeros must be true or false, got {self.zeros!r}")
+
+    @property
+    def fixed(self) -> bool:
+        """With zeros there are always k elements."""
+        return self.zeros
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         """That of the k largest."""
@@ -42,9 +60,11 @@ class TopK(ByDensity, Sparse):
             group.inputs,
             flags,
             context.factors(len(group.table)),
-            chosen.counts,
+            group.scratch.once("limits", lambda: self.limits(group.table)),
             chosen.offsets,
             chosen.indices,
             chosen.values,
+            chosen.counts,
             decay=context.decay,
+            zeros=self.zeros,
         )

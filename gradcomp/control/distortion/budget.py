@@ -18,6 +18,10 @@ class Budget:
         """Whether that is within the limit."""
         return self.nbytes is None or nbytes <= self.nbytes
 
+    def less(self, nbytes: int) -> Budget:
+        """What is left beside so many bytes."""
+        return self if self.nbytes is None else Budget(self.nbytes - nbytes, self.what)
+
     def require(self, nbytes: int) -> None:
         """ConfigError that says how much is needed if it is not within the limit."""
         if not self.allows(nbytes):

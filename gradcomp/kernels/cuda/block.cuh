@@ -5,8 +5,6 @@
 
 namespace gradcomp::cuda {
 
-inline constexpr std::uint32_t whole_warp = 0xFFFFFFFF;
-
 // The sum of what the threads before this one bring; `total` becomes that of all.
 template <class T>
 inline T sum_before(T x, T& total) {

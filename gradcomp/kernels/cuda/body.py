@@ -35,7 +35,8 @@ class CudaKernels:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         plans = Plans(driver)
-        self.together, self.finalise, self.run_again = plans.together, plans.finalise, plans.run_again
+        self.together, self.finalise, self.start_again = plans.together, plans.finalise, plans.start_again
+        self.rehearsing = plans.rehearsing
         self._parts = [part(plans) for part in PARTS]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -42,7 +42,8 @@ class Call:
     """See the module. Arrays that lie on the device already are used where they are.
 
     ``source`` says of an array that each run of a prepared call brings another one of the same size. Where several
-    calls become one, :meth:`renumber` says where in a run's arrays and numbers those of each are.
+    calls become one, :meth:`renumber` says where in a run's arrays and numbers those of each are, and within one of
+    them :meth:`part` says it for its parts.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -52,11 +53,18 @@ class Call:
         self.lists: list[tuple[Ref, Sequence[Parameter]]] = []
         self._arrays: Sequence[int] = ()
         self._numbers = 0
+        self._whole: tuple[Sequence[int], int] = (), 0
         self._shared: dict[tuple[str, int], Ref] = {}
 
     def renumber(self, arrays: Sequence[int], numbers: int) -> None:
         """From now on array i is number ``arrays[i]`` of a run's, and number i is ``numbers + i``."""
-        self._arrays, self._numbers = arrays, numbers
+        self._arrays, self._numbers = self._whole = arrays, numbers
+
+    def part(self, arrays: Sequence[int], numbers: int) -> None:
+        """The same within what was renumbered last."""
+        of, first = self._whole
+        self._arrays = [of[i] for i in arrays] if of else arrays
+        self._numbers = first + numbers
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -163,6 +171,14 @@ class Call:
             if self._numbers:
                 parameters = tuple(self._shifted(each) for each in parameters)
             self.launches.append(Launch(function, int(blocks), threads, parameters))
+
+    def launch_tiles(
+        self, source: str, name: str, count: int, *parameters: Parameter, defines: Mapping[str, object]
+    ) -> None:
+        """Start as many blocks as the device runs at a time, if there are so many tiles, each of which takes some."""
+        if count > 0:
+            most = self.driver.resident(self.driver.function(source, name, defines), THREADS)
+            self.launch(source, name, min(count, most), *parameters, defines=defines)
 
     def _shifted(self, parameter: Parameter) -> Parameter:
         if isinstance(parameter, Integer | Real):

@@ -45,19 +45,29 @@ inline void write_words(std::uint8_t* p, int bytes, const std::uint32_t (&words)
     }
 }
 
+// What is read once. Of many words nothing is said: compilers would have all their bytes in registers at
+// once.
+template <int n, class T>
+inline T load(const T* p) {
+    if constexpr (n > 2)
+        return *p;
+    else
+        return __ldcs(p);
+}
+
 // The bytes that do not count are zero.
 template <int n>
 inline void read_words(const std::uint8_t* p, int bytes, std::uint32_t (&words)[n]) {
     if (n % 4 == 0 && bytes == 4 * n && aligned(p, 16)) {
 #pragma unroll
         for (int j = 0; j + 3 < n; j += 4) {
-            const uint4 four = reinterpret_cast<const uint4*>(p)[j / 4];
+            const uint4 four = load<n>(reinterpret_cast<const uint4*>(p) + j / 4);
             words[j] = four.x, words[j + 1] = four.y, words[j + 2] = four.z, words[j + 3] = four.w;
         }
     } else if (bytes % 4 == 0 && aligned(p, 4)) {
 #pragma unroll
         for (int j = 0; j < n; ++j)
-            words[j] = 4 * j < bytes ? reinterpret_cast<const std::uint32_t*>(p)[j] : 0;
+            words[j] = 4 * j < bytes ? load<n>(reinterpret_cast<const std::uint32_t*>(p) + j) : 0;
         return;
     }
 #pragma unroll
@@ -66,11 +76,12 @@ inline void read_words(const std::uint8_t* p, int bytes, std::uint32_t (&words)[
 #pragma unroll
         for (int j = 0; j < 2 * n; ++j)
             if (2 * j < bytes)
-                words[j / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(p)[j]} << (16 * (j % 2));
+                words[j / 2] |= std::uint32_t{load<n>(reinterpret_cast<const std::uint16_t*>(p) + j)}
+                                << (16 * (j % 2));
     } else {
 #pragma unroll
         for (int i = 0; i < 4 * n; ++i)
-            if (i < bytes) words[i / 4] |= static_cast<std::uint32_t>(p[i]) << (8 * (i % 4));
+            if (i < bytes) words[i / 4] |= static_cast<std::uint32_t>(load<n>(p + i)) << (8 * (i % 4));
     }
 }
 
@@ -155,28 +166,35 @@ inline I32 read_code(const std::uint8_t* codes, std::int64_t i, int bits) {
 // Where the payload of a row has its scale records and its codes.
 template <class Class>
 struct Payload {
-    std::int64_t bucket_size;
-    std::int64_t buckets;
+    std::int32_t bucket_size;
     std::int64_t scale_bytes;
 
     explicit Payload(const Segment& segment)
         : bucket_size(Class::record_bytes > 0 ? segment.bucket_size : 2048),
-          buckets((segment.length + bucket_size - 1) / bucket_size),
-          scale_bytes(buckets * Class::record_bytes) {}
+          scale_bytes((segment.length + bucket_size - 1) / bucket_size * Class::record_bytes) {}
+};
+
+// The record of a bucket, as it comes from memory.
+template <class Class>
+struct Record {
+    static constexpr int bytes = static_cast<int>(Class::record_bytes);
+    std::uint32_t words[(bytes + 3) / 4 + (bytes == 0 ? 1 : 0)];
+
+    void read(const std::uint8_t* payload, std::int64_t bucket) {
+        if constexpr (bytes > 0) read_words(payload + bucket * bytes, bytes, words);
+    }
+
+    Class codec(const Level& level) const {
+        return Class(reinterpret_cast<const std::uint8_t*>(words), level);
+    }
 };
 
 // A codec from its record.
 template <class Class>
 inline Class codec_of(const std::uint8_t* payload, std::int64_t bucket, const Level& level) {
-    constexpr int words = static_cast<int>(Class::record_bytes + 3) / 4;
-    const std::uint8_t* const record = payload + bucket * Class::record_bytes;
-    if constexpr (words == 0) {
-        return Class(record, level);
-    } else {
-        std::uint32_t copy[words];
-        read_words(record, static_cast<int>(Class::record_bytes), copy);
-        return Class(reinterpret_cast<const std::uint8_t*>(copy), level);
-    }
+    Record<Class> record = {};
+    record.read(payload, bucket);
+    return record.codec(level);
 }
 
 }  // namespace gradcomp::cuda

@@ -64,8 +64,9 @@ _ONE_BIT_TO_NEAREST = {MINMAX: "TwoMeans", L2: "Sign<MeanMagnitude>", LINF: "Sig
 CODED = tuple(_CLASSES)
 """The codecs that encode.cu and decode.cu know: all but float64's."""
 
-_CODEC_BYTES = 64  # of the state of a bucket between two kernels
+_KEPT_BYTES = 64  # of the state of a bucket, or of a part of one, between two kernels
 _LARGEST_OF_TEAM = 8192  # elements of a bucket that sixteen threads read
+_PART = 16 * 4096  # elements of a larger one that a block reads
 _TEAMS = THREADS // 16
 _PIECE = 2048  # elements that stand for a bucket where codecs know none
 _DECODED = 4 * GROUP * THREADS  # elements that a block decodes
@@ -123,8 +124,8 @@ def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arr
             call.launch("rows.cu", "decode_doubles", blocks, *parameters)
         else:
             blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
-            parameters = (*rows, given, skipped, job.bad, _magnitudes(call, arrays), Real(1), Real(0))
-            call.launch("decode.cu", "decode", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
+            parameters = (*rows, blocks, given, skipped, job.bad, _magnitudes(call, arrays), Real(1), Real(0))
+            call.launch_tiles("decode.cu", "decode", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
         _collect(call, job, members, found)
 
 
@@ -140,8 +141,8 @@ def write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_],
     for name, found_at in classes_of(codec, table["level"][chosen]):
         job = _Job.of(call, table, chosen[found_at])
         blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
-        parameters = (*rows, given, 0, 0, _magnitudes(call, arrays), 1.0, Real(0))
-        call.launch("decode.cu", "decode_add", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
+        parameters = (*rows, blocks, given, 0, 0, _magnitudes(call, arrays), 1.0, Real(0))
+        call.launch_tiles("decode.cu", "decode_add", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
 
 
 def write_nonzero(call: Call, table: SegmentTable, out: Bytes) -> None:
@@ -178,7 +179,7 @@ class _Job:
         return int(begins[-1]), (self._rows, self._call.give(begins), len(self.table))
 
     def placed(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
-        """The same for encode.cu and decode.cu: blocks find their row and tile in a table."""
+        """Tiles for encode.cu, ranges.cu and decode.cu: blocks find a tile's row in a table."""
         places = places_of(counts)
         return len(places), (self._rows, self._call.give(places))
 
@@ -193,26 +194,33 @@ def _encode_class(
     written: Parameter,
     common: tuple[Parameter, ...],
 ) -> None:
-    """One kernel where buckets allow it, two where they do not."""
+    """One kernel where buckets allow it; else others find codecs before."""
     length = job.table["length"]
     size = np.minimum(job.table["bucket_size"] if has_buckets(codec) else _PIECE, length)
     buckets = -(-length // np.maximum(size, 1))
     largest = int(size.max(initial=0))
     defines: dict[str, object] = {"GRADCOMP_CLASS": name}
+    by_teams, rows = job.placed(-(-buckets // _TEAMS))
     if largest <= _LARGEST_OF_TEAM and ((size % GROUP == 0) | (buckets <= 1)).all():
-        blocks, rows = job.placed(-(-buckets // _TEAMS))
-        parameters = (*rows, written, job.bad, 0, 0, *common)
-        call.launch("encode.cu", f"{stem}_{rounding}", blocks, *parameters, defines=defines)
+        parameters = (*rows, by_teams, written, job.bad, 0, 0, 0, 0, *common)
+        call.launch_tiles("encode.cu", f"{stem}_{rounding}", by_teams, *parameters, defines=defines)
         return
-    wide = largest > _LARGEST_OF_TEAM
-    kept = (call.workspace(int(buckets.sum()) * _CODEC_BYTES), call.give(np.cumsum(buckets) - buckets))
-    blocks, rows = job.placed(buckets if wide else -(-buckets // _TEAMS))
-    parameters = (*rows, written, job.bad, *kept, *common)
-    team = {"GRADCOMP_TEAM": THREADS} if wide else {}
-    call.launch("encode.cu", f"{stem}_ranges", blocks, *parameters, defines=defines | team)
+    first_buckets = call.give(np.cumsum(buckets) - buckets)
+    kept: tuple[Parameter, ...] = (call.workspace(int(buckets.sum()) * _KEPT_BYTES), first_buckets, 0, 0)
+    if largest <= _LARGEST_OF_TEAM:
+        parameters = (*rows, by_teams, written, job.bad, *kept, *common)
+        call.launch("ranges.cu", f"{stem}_ranges", by_teams, *parameters, defines=defines)
+    else:
+        parts = buckets * -(-size // _PART)
+        blocks, rows_of_parts = job.placed(parts)
+        kept = (*kept[:2], call.workspace(blocks * _KEPT_BYTES), call.give(np.cumsum(parts) - parts))
+        parameters = (*rows_of_parts, blocks, written, job.bad, *kept, *common)
+        call.launch("ranges.cu", f"{stem}_parts", blocks, *parameters, defines=defines)
+        parameters = (*rows, by_teams, written, job.bad, *kept, *common)
+        call.launch("ranges.cu", "join_parts", by_teams, *parameters, defines=defines)
     blocks, rows = job.placed(groups(job.table))
-    parameters = (*rows, written, job.bad, *kept, *common)
-    call.launch("encode.cu", f"{stem}_codes_{rounding}", blocks, *parameters, defines=defines)
+    parameters = (*rows, blocks, written, job.bad, *kept, *common)
+    call.launch_tiles("encode.cu", f"{stem}_codes_{rounding}", blocks, *parameters, defines=defines)
 
 
 def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]]:

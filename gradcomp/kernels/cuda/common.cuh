@@ -47,18 +47,60 @@ inline std::int64_t row_of(const std::int64_t* tiles, std::int64_t rows, std::in
     return low;
 }
 
-// What a block works on, from a table that the host lays out: one load, where a search would be several.
-struct Place {
-    std::int64_t row, tile;
+// To the compiler x is another number from here on: what follows from it is worked out behind, and takes no
+// registers before.
+inline void here(std::uint32_t& x) {
+    asm volatile("" : "+r"(x));
+}
 
-    explicit Place(std::uint64_t places) {
-        const uint2 found = at<uint2>(places)[blockIdx.x];
+// A tile's row, and its number there, from a table that the host lays out: one load, where a search would be
+// several.
+struct Place {
+    std::uint32_t row, tile;
+
+    Place(std::uint64_t places, std::uint32_t number) {
+        const uint2 found = at<uint2>(places)[number];
         row = found.x, tile = found.y;
+    }
+
+    // The same, of which nothing is known any more.
+    Place again() const {
+        Place found = *this;
+        here(found.row), here(found.tile);
+        return found;
     }
 };
 
+// Call work(place, next, more) for every tile that is a block's: as many blocks as the device runs at a time
+// share all of them. The next place is on its way while one is worked on; it counts if there are more.
+template <class Params, class Work>
+inline void for_tiles(const Params& params, Work work) {
+    const auto tiles = static_cast<std::uint32_t>(params.tiles);
+    std::uint32_t tile = blockIdx.x;
+    Place place(params.places, tile);
+    for (bool more = true; more;) {
+        const std::uint32_t following = tile + gridDim.x;
+        more = following < tiles;
+        const Place next(params.places, more ? following : tile);
+        work(place, next, more);
+        tile = following;
+        place = next;
+    }
+}
+
+// Bring bytes to the cache that all processors share, by so many threads, a line of 128 bytes for each in
+// turn.
+inline void fetch_ahead(const void* begin, std::int64_t bytes, int thread, int threads) {
+#pragma unroll 1
+    for (std::int64_t i = 128 * thread; i < bytes; i += 128 * threads)
+        prefetch_l2(static_cast<const std::uint8_t*>(begin) + i);
+}
+
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) {
     return a < b ? a : b;
+}
+inline std::int64_t not_negative(std::int64_t x) {
+    return x > 0 ? x : 0;
 }
 
 // How many of eight elements there are, if so many are left.
@@ -124,11 +166,57 @@ inline void write_halves(std::uint16_t* p, std::int64_t count, const std::uint16
         if (i < count) p[i] = x[i];
 }
 
-// Elements that half a warp reads or writes together, eight per thread.
-inline constexpr int strip = 16 * group;
+// Elements that a team reads or writes together, eight per thread.
+inline constexpr int strip = team_threads * group;
 
-// Where in a strip a thread's eight begin. A vector holds four: for neighbours to access neighbouring ones,
-// the threads of a pair take eight of the strip's first and of its second half, and swap one vector.
+// What a team holds of a bucket in shared memory: all of one of 512 elements, which is read once.
+inline constexpr int held = 4 * strip;
+inline constexpr int vectors_of_stage = held / (4 * team_threads);
+
+// A thread's vectors of four elements: those of a team are neighbours, one after another.
+inline int place_of_vector(int i) {
+    return i * team_threads + static_cast<int>(threadIdx.x) % team_threads;
+}
+
+// Elements in shared memory, a team's own. The second team of a warp has its halves of 32 elements swapped:
+// what both read at a time lies in different banks. All places are a thread's own and a constant.
+class Stage {
+  public:
+    explicit Stage(float4 (&own)[held / 4])
+        : own_(reinterpret_cast<float*>(own)), swapped_(static_cast<int>(threadIdx.x) & 16) {}
+
+    // A vector, see place_of_vector.
+    float4* vector(int i) const { return four((4 * team_rank() ^ swapped_) + 4 * team_threads * i); }
+
+    // The thread's eight elements of a strip.
+    void read(int strip_begin, float (&x)[8]) const {
+        const float4* const eight = four((group * team_rank() ^ swapped_) + strip_begin);
+        const float4 low = eight[0], high = eight[1];
+        x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+        x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    }
+    void write(int strip_begin, const float (&x)[8]) const {
+        float4* const eight = four((group * team_rank() ^ swapped_) + strip_begin);
+        eight[0] = make_float4(x[0], x[1], x[2], x[3]);
+        eight[1] = make_float4(x[4], x[5], x[6], x[7]);
+    }
+
+    // Of 32 elements, the thread's one of the first and of the second half.
+    void read_pair(int begin, float& first, float& second) const {
+        const float* const pair = own_ + begin + team_rank();
+        first = pair[swapped_], second = pair[16 - swapped_];
+    }
+
+  private:
+    float4* four(int first) const { return reinterpret_cast<float4*>(own_ + first); }
+
+    float* own_;
+    int swapped_;
+};
+
+// Where in a strip of global memory a thread's eight begin. A vector holds four: for neighbours to access
+// neighbouring ones, the threads of a pair take eight of the strip's first and of its second half, and swap
+// one vector.
 inline int place_in_strip() {
     const unsigned thread = threadIdx.x % 16;
     return static_cast<int>(8 * (thread / 2 + thread % 2 * 8));
@@ -139,7 +227,7 @@ inline void swap_vectors(float (&x)[8]) {
     const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float other = __shfl_xor_sync(half_warp_mask(), odd ? x[i] : x[4 + i], 1, 16);
+        const float other = __shfl_xor_sync(whole_warp, odd ? x[i] : x[4 + i], 1);
         x[i] = odd ? other : x[i];
         x[4 + i] = odd ? x[4 + i] : other;
     }
@@ -158,10 +246,11 @@ inline void store_vectors(float* strip_begin, const float (&x)[8]) {
     __stcs(vectors + 16, make_float4(x[4], x[5], x[6], x[7]));
 }
 
-// A strip of an array that `left` elements follow from its begin on. The half warps of a warp may be at
-// different strips, all threads of one at the same.
-inline void write_strip(float* p, std::int64_t left, const float (&x)[8]) {
-    if (left >= strip && aligned(p, 16)) {
+// A strip of an array that `left` elements follow from its begin on. The teams of a warp are at different
+// strips of one array, a multiple of sixteen bytes apart; `least`: what is left for the second team. All
+// threads of a warp go one way.
+inline void write_strip(float* p, std::int64_t left, std::int64_t least, const float (&x)[8]) {
+    if (least >= strip && aligned(p, 16)) {
         float y[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = x[i];
@@ -172,8 +261,8 @@ inline void write_strip(float* p, std::int64_t left, const float (&x)[8]) {
     write_floats(p + place_in_strip(), smaller(group, left - place_in_strip()), x);
 }
 
-inline void read_strip(const float* p, std::int64_t left, float (&x)[8]) {
-    if (left >= strip && aligned(p, 16)) {
+inline void read_strip(const float* p, std::int64_t left, std::int64_t least, float (&x)[8]) {
+    if (least >= strip && aligned(p, 16)) {
         load_vectors(p, x);
         swap_vectors(x);
         return;
@@ -217,11 +306,12 @@ inline void write_output(const Segment& segment, std::int64_t first, std::int64_
     write_halves(to<std::uint16_t>(segment.output) + first, count, half);
 }
 
-// A strip of them.
-inline void write_output_strip(const Segment& segment, std::int64_t first, const float (&x)[8]) {
+// A strip of them; `left` and `least` as above.
+inline void write_output_strip(const Segment& segment, std::int64_t first, std::int64_t least,
+                               const float (&x)[8]) {
     const std::int64_t left = segment.length - first;
     if (segment.dtype == Dtype::float32)
-        write_strip(to<float>(segment.output) + first, left, x);
+        write_strip(to<float>(segment.output) + first, left, least, x);
     else
         write_output(segment, first + place_in_strip(), smaller(group, left - place_in_strip()), x);
 }

@@ -63,6 +63,10 @@ class Driver(Protocol):
         """A kernel of a source file, compiled when it is first asked for."""
         ...
 
+    def resident(self, function: Any, threads: int) -> int:
+        """How many blocks of a kernel the device runs at a time, at least one."""
+        ...
+
     def launch(self, function: Any, blocks: int, threads: int, parameters: Bytes) -> None:
         """Start a kernel with one argument, the struct of its parameters, which are copied before this returns."""
         ...

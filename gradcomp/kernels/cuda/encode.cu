@@ -1,263 +1,163 @@
 // Contributions to payload and next residual, for one codec: GRADCOMP_CLASS.
 //
 // Buckets of up to 8192 elements, two chunks, whose codes begin with a byte go through one kernel, a team of
-// threads each. All others go through two: ranges, which leaves a codec per bucket, and codes. With
-// GRADCOMP_TEAM > 16 there is only ranges, a block per bucket.
+// threads each. Of all others ranges.cu leaves a codec per bucket, and a second kernel here writes codes.
+//
+// A block goes through tiles, as far apart as there are blocks. While it works on one, the next one's place
+// is on its way, and then its data, to the cache that all processors share.
 
-#include "native/body/block_float.hpp"
-#include "native/body/codebook.hpp"
-#include "native/body/signs.hpp"
-
-#include "philox.cuh"
-#include "sources.cuh"
+#include "encode.cuh"
 
 using namespace gradcomp;
 using namespace gradcomp::cuda;
 
 namespace gradcomp::cuda {
 
-using Class = GRADCOMP_CLASS;
+// --- buckets of whole groups: a team for each ---
 
-struct EncodeParams {
-    std::uint64_t rows, places;  // see Place
-    std::uint64_t payload;       // written
-    std::uint64_t bad;           // a byte per row: something is not finite
-    std::uint64_t codecs;        // of all buckets; ranges writes them, codes reads them
-    std::uint64_t codec_begins;  // number of the first bucket of each row
-    std::uint64_t payloads;      // addresses, of reduce
-    std::int64_t payload_count;
-    std::uint64_t magnitudes;
-    std::uint64_t seed;
-    std::int64_t step, rank;
-    double scale, decay, divisor;
-};
-
-// Whether a range comes out the same in whatever order elements are added.
-template <class Range>
-inline constexpr bool order_free = false;
-template <>
-inline constexpr bool order_free<MinMax::Range> = true;
-template <>
-inline constexpr bool order_free<LInfNorm> = true;
-template <>
-inline constexpr bool order_free<Presence> = true;
-
-inline constexpr int teams = 256 / team_threads;
-
-// What codec.py makes room for.
-static_assert(sizeof(Class) <= 64);
-
-// A bucket of a row, and who works on it.
-struct Job {
-    std::int64_t row;
-    const Segment& segment;  // in global memory: a copy would take registers
-    std::int64_t bucket, begin, elements;
-    std::uint8_t *payload, *codes;  // of the row
-    bool any;
-
-    explicit Job(const EncodeParams& params) : Job(params, Place(params.places)) {}
-
-    Job(const EncodeParams& params, const Place& place)
-        : row(place.row), segment(at<Segment>(params.rows)[place.row]) {
-        const Payload<Class> layout(segment);
-        bucket = place.tile * teams + threadIdx.x / team_threads;
-        any = bucket < layout.buckets;
-        begin = bucket * layout.bucket_size;
-        elements = smaller(layout.bucket_size, segment.length - begin);
-        payload = to<std::uint8_t>(params.payload) + segment.payload;
-        codes = payload + layout.scale_bytes;
-    }
-
-    // By one thread: the record of the bucket, and whether it is sound.
-    void write(const EncodeParams& params, const Class& codec) const {
-        if (!codec.representable()) to<std::uint8_t>(params.bad)[row] = 1;
-        codec.write(payload + bucket * Class::record_bytes);
-    }
-};
-
-inline Stream stream_of(const EncodeParams& params) {
-    return {params.seed, static_cast<std::uint32_t>(params.step), static_cast<std::uint32_t>(params.rank)};
-}
-
-// --- buckets of whole groups: half a warp for each, strip by strip ---
-
-// Strips that a thread holds at once: all of a bucket of 512 elements, which is read once.
-inline constexpr int strips = 4;
-inline constexpr int held = strips * strip;
-static_assert(chunk_elements % held == 0);
-
-using Held = float[strips][8];
-
-// Add elements of a bucket, of which `left` are held.
-inline void add_held(typename Class::Range& range, const Held& c, int left) {
+// Add what is staged of a bucket, of which so many elements are left.
+inline void add_staged(typename Class::Range& range, const Stage& stage, int left) {
     if constexpr (order_free<typename Class::Range>) {
-        if (left >= held) {
-#pragma unroll
-            for (int k = 0; k < strips; ++k)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) range.add({c[k][i]});
-            return;
-        }
-#pragma unroll
-        for (int k = 0; k < strips; ++k) {
-            const int count = count_of(left - k * strip - place_in_strip());
+        const int end = left < held ? left : held;
+#pragma unroll 1
+        for (int begin = 0; begin < end; begin += strip) {
+            float c[8];
+            stage.read(begin, c);
+            const int count = count_of(end - begin - group * team_rank());
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (i < count) range.add({c[k][i]});
+                if (i < count) range.add({c[i]});
         }
     } else {
-        // To the lanes by way of shared memory, where the two strips of a warp lie in different banks.
-        alignas(16) __shared__ float of_teams[teams][strip + 16];
-        float* const own = of_teams[threadIdx.x / team_threads];
-#pragma unroll
-        for (int k = 0; k < strips; ++k) {
-            const int count = left - k * strip;
-            if (count <= 0) continue;
-            __syncwarp(half_warp_mask());  // of the strip before
-            auto* const vectors = reinterpret_cast<float4*>(own + place_in_strip());
-            vectors[0] = make_float4(c[k][0], c[k][1], c[k][2], c[k][3]);
-            vectors[1] = make_float4(c[k][4], c[k][5], c[k][6], c[k][7]);
-            __syncwarp(half_warp_mask());
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (16 * i + team_rank() < count) range.add({own[16 * i + team_rank()]});
+#pragma unroll 4
+        for (int begin = 0; begin < held; begin += 32) {
+            float first, second;
+            stage.read_pair(begin, first, second);
+            if (begin + team_rank() < left) range.add({first});
+            if (begin + 16 + team_rank() < left) range.add({second});
         }
     }
 }
 
-// `whole`: everything that is held exists.
-template <bool stochastic, bool whole>
-inline void encode_held(const EncodeParams& params, const Job& job, std::int64_t begin, int left,
-                        const Held& c, const Class& codec) {
-    const Segment& segment = job.segment;
+// Write codes of what is staged; what they lose comes in its place, if anybody wants to know.
+template <bool stochastic>
+inline void encode_staged(const EncodeParams& params, const Job& job, std::int64_t begin, int end,
+                          const Stage& stage, const Class& codec) {
+    using Code = Class::Code;
     const Stream stream = stream_of(params);
-    const std::int64_t first = begin + place_in_strip();
-    std::uint8_t* const codes = job.codes + place_of_codes<typename Class::Code>(first, segment.bits);
-    float* const next_residual = to<float>(segment.next_residual) + begin;
-#pragma unroll
-    for (int k = 0; k < strips; ++k) {
-        if (!whole && left <= k * strip) continue;
-        float u[8] = {};
-        if constexpr (stochastic) draw(stream, segment.layer, segment.start + first + k * strip, u);
+    // Once, not after every store that might have changed them.
+    const int bits = job.segment.bits;
+    const std::uint32_t layer = job.segment.layer;
+    const bool residual = job.segment.next_residual != 0;
+    const int own = group * team_rank();
+    const std::int64_t start = job.segment.start + begin + own;
+    std::uint8_t* const codes =
+        job.payload(params) + job.layout.scale_bytes + place_of_codes<Code>(begin + own, bits);
+#pragma unroll 1
+    for (int first = 0; first < end; first += strip) {
+        float c[8], u[8] = {};
+        stage.read(first, c);
+        if constexpr (stochastic) draw(stream, layer, start + first, u);
         I32 code[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) code[i] = codec.template code<stochastic>({c[k][i]}, {u[i]});
-        const int count = whole ? static_cast<int>(group) : count_of(left - k * strip - place_in_strip());
-        write_codes<typename Class::Code>(
-            codes + place_of_codes<typename Class::Code>(k * strip, segment.bits), count, segment.bits, code);
-        if (segment.next_residual == 0) continue;
-        float lost[8];
+        for (int i = 0; i < 8; ++i) code[i] = codec.template code<stochastic>({c[i]}, {u[i]});
+        write_codes<Code>(codes + place_of_codes<Code>(first, bits), count_of(end - first - own), bits, code);
+        if (!residual) continue;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) lost[i] = (F32{c[k][i]} - codec.value(code[i])).v;
-        write_strip(next_residual + k * strip, whole ? strip : left - k * strip, lost);
+        for (int i = 0; i < 8; ++i) c[i] = (F32{c[i]} - codec.value(code[i])).v;
+        stage.write(first, c);
+    }
+}
+
+// `whole`: for both teams of the warp, all of it exists.
+inline void write_staged(float* p, int end, bool whole, const Stage& stage) {
+    if (whole && aligned(p, 16)) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < vectors_of_stage; ++i)
+            __stcs(reinterpret_cast<float4*>(p) + place_of_vector(i), *stage.vector(i));
+        return;
+    }
+    p += group * team_rank();
+#pragma unroll 1
+    for (int first = 0; first < end; first += strip) {
+        float x[8];
+        stage.read(first, x);
+        write_floats(p + first, count_of(end - first - group * team_rank()), x);
+    }
+}
+
+// Elements of a bucket from `done` on, to where the team reads them.
+template <class Source>
+inline void fill(const Source& source, const Job& job, int done, const Stage& stage) {
+    const int left = static_cast<int>(job.elements) - done;
+    // A team without a bucket looks at its neighbour's record.
+    const std::int64_t bucket = job.elements > 0 ? job.bucket : job.bucket - 1;
+    __syncwarp();  // of what was there before
+    source.stage(bucket, job.begin + done, left, job.least - done >= held, stage);
+    __syncwarp();
+}
+
+template <class Source>
+inline Class find_codec(const EncodeParams& params, const Job& job, const Stage& stage) {
+    const Source source(params, job.segment);
+    typename Class::Range range;
+    const auto elements = static_cast<int>(job.elements), most = static_cast<int>(job.most);
+    const bool several = most > chunk_elements;
+    ChunkPairs trees;
+    for (int done = 0; done < most; done += held) {
+        fill(source, job, done, stage);
+        add_staged(range, stage, elements - done);
+        const int end = done + held;
+        if (several && (end % chunk_elements == 0 || end >= most)) range.end_chunk(trees);
+    }
+    if (several) range.join(trees);
+    const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), elements);
+    job.write(params, codec);
+    return codec;
+}
+
+template <bool stochastic, class Source>
+inline void encode_tile(const EncodeParams& params, const Place& place, const Place& next, bool more,
+                        const Stage& stage) {
+    const Job job(params, place);
+    if (job.most > 0) {
+        const Class codec = find_codec<Source>(params, job, stage);
+        if (more) {
+            const Job ahead(params, next);
+            const auto count = static_cast<int>(smaller(ahead.elements, held));
+            Source(params, ahead.segment)
+                .fetch_ahead(ahead.bucket, ahead.begin, count, team_rank(), team_threads);
+        }
+        const Job same(params, place.again());
+        const auto elements = static_cast<int>(same.elements), most = static_cast<int>(same.most);
+        for (int done = 0; done < most; done += held) {
+            if (most > held) fill(Source(params, same.segment), same, done, stage);
+            const int end = elements - done < held ? elements - done : held;
+            encode_staged<stochastic>(params, same, same.begin + done, end, stage, codec);
+            if (same.segment.next_residual != 0)
+                write_staged(to<float>(same.segment.next_residual) + same.begin + done, end,
+                             same.least - done >= held, stage);
+        }
     }
 }
 
 template <bool stochastic, class Source>
 inline void encode_buckets(const EncodeParams& params) {
-    const Job job(params);
-    if (!job.any) return;
-    const Source source(params, job.segment);
-    Held c;
-    typename Class::Range range;
-    const auto elements = static_cast<int>(job.elements);
-    const bool several = elements > chunk_elements;
-    ChunkPairs trees;
-    for (int done = 0; done < elements; done += held) {
-        source.read_strips(job.bucket, job.begin + done, elements - done, c);
-        add_held(range, c, elements - done);
-        const int end = done + held;
-        if (several && (end % chunk_elements == 0 || end >= elements)) range.end_chunk(trees);
-    }
-    if (several) range.join(trees);
-    const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), job.elements);
-    if (team_rank() == 0) job.write(params, codec);
-    for (int done = 0; done < elements; done += held) {
-        if (elements > held) source.read_strips(job.bucket, job.begin + done, elements - done, c);
-        if (elements - done >= held)
-            encode_held<stochastic, true>(params, job, job.begin + done, held, c, codec);
-        else
-            encode_held<stochastic, false>(params, job, job.begin + done, elements - done, c, codec);
-    }
+    __shared__ float4 staged[teams][held / 4];
+    const Stage stage(staged[threadIdx.x / team_threads]);
+    for_tiles(params, [&](const Place& place, const Place& next, bool more) {
+        encode_tile<stochastic, Source>(params, place, next, more, stage);
+    });
 }
 
-// --- buckets of any size ---
-
-// Add the elements begin..end of a row, at most a chunk, by half a warp. Its threads read a strip, of which
-// each takes every sixteenth element by way of shared memory; the next strip is on its way meanwhile.
-template <class Source>
-inline void add_chunk(typename Class::Range& range, const Source& source, std::int64_t begin,
-                      std::int64_t end, std::int64_t length) {
-    __shared__ float strips_of_block[team_threads / 16][strip + 16];
-    float* const own = strips_of_block[team_rank() / 16];
-    const int lane = team_rank() % 16;
-    const std::int64_t origin = begin / 8 * 8;  // where groups begin that a source can read
-    const auto skipped = static_cast<int>(begin - origin);
-    float c[8] = {};
-    const auto fetch = [&](std::int64_t first) {
-        const std::int64_t place = first + 8 * lane;
-        if (place < end) source.read(place, smaller(group, length - place), c);
-    };
-    fetch(origin);
-    for (std::int64_t first = origin; first < end; first += strip) {
-        __syncwarp(half_warp_mask());  // of the strip before
-#pragma unroll
-        for (int i = 0; i < 8; ++i) own[8 * lane + i] = c[i];
-        __syncwarp(half_warp_mask());
-        fetch(first + strip);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const int i = (lane + skipped) % 16 + 16 * k;
-            if (first + i >= begin && first + i < end) range.add({own[i]});
-        }
-    }
-}
-
-template <class Source>
-inline Class::Range range_of(const Source& source, const Job& job) {
-    typename Class::Range range;
-    const std::int64_t begin = job.begin, end = begin + job.elements, length = job.segment.length;
-    const std::int64_t origin = begin / 8 * 8 + 8 * team_rank();
-    if constexpr (order_free<typename Class::Range>) {
-        for (std::int64_t first = origin; first < end; first += 8 * team_threads) {
-            float c[8];
-            source.read(first, smaller(group, length - first), c);
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (first + i >= begin && first + i < end) range.add({c[i]});
-        }
-    } else if constexpr (team_threads == 16) {
-        add_elements<ChunkPairs>(range, source, job.bucket, begin, end);
-    } else {
-        constexpr std::int64_t round = team_threads / 16 * chunk_elements;
-        ChunkTrees trees;
-        for (std::int64_t first = begin; first < end; first += round) {
-            const std::int64_t chunk = smaller(first + team_rank() / 16 * chunk_elements, end);
-            add_chunk(range, source, chunk, smaller(chunk + chunk_elements, end), length);
-            range.end_chunk(trees);
-        }
-        range.join(trees);
-    }
-    return range;
-}
-
-template <class Source>
-inline void find_ranges(const EncodeParams& params) {
-    const Job job(params);
-    if (!job.any) return;
-    const Source source(params, job.segment);
-    const Class codec(range_of(source, job), Level(job.segment, at<float>(params.magnitudes)), job.elements);
-    if (team_rank() != 0) return;
-    job.write(params, codec);
-    to<Class>(params.codecs)[at<std::int64_t>(params.codec_begins)[job.row] + job.bucket] = codec;
-}
+// --- codes of buckets of any size ---
 
 // Eight codes per thread, of as many buckets as they happen to belong to.
 template <bool stochastic, class Source>
-inline void encode_codes(const EncodeParams& params) {
-    const Place place(params.places);
+inline void encode_codes_of_tile(const EncodeParams& params, const Place& place) {
     const Segment segment = at<Segment>(params.rows)[place.row];
-    const std::int64_t first = 8 * (place.tile * 256 + threadIdx.x);
+    const std::int64_t first = 8 * (std::int64_t{place.tile} * 256 + threadIdx.x);
     if (first >= segment.length) return;
     const std::int64_t count = smaller(group, segment.length - first);
     const Source source(params, segment);
@@ -291,14 +191,29 @@ inline void encode_codes(const EncodeParams& params) {
     if (segment.next_residual != 0) write_floats(to<float>(segment.next_residual) + first, count, lost);
 }
 
+template <bool stochastic, class Source>
+inline void encode_codes(const EncodeParams& params) {
+    constexpr std::int64_t tile_elements = 256 * group;
+    for_tiles(params, [&](const Place& place, const Place& next, bool more) {
+        if (more) {
+            const Segment& segment = at<Segment>(params.rows)[next.row];
+            const std::int64_t first = next.tile * tile_elements;
+            const auto count = static_cast<int>(smaller(tile_elements, segment.length - first));
+            const std::int64_t bucket = first / Payload<Class>(segment).bucket_size;
+            Source(params, segment).fetch_ahead(bucket, first, count, static_cast<int>(threadIdx.x), 256);
+        }
+        encode_codes_of_tile<stochastic, Source>(params, place);
+    });
+}
+
 }  // namespace gradcomp::cuda
 
-// Two blocks share a processor's registers, 128 for a thread, or three where 80 are enough: one loads while
-// others compute.
+// Three blocks share a processor's registers, 80 for a thread: one loads while others compute. Two, with 128,
+// reduce where a bucket is summed in order, or a table is looked into: that takes what payloads need.
 template <class Codec>
-inline constexpr int nearest_blocks = 2;
+inline constexpr int reducing_blocks = order_free<typename Codec::Range> ? 3 : 2;
 template <>
-inline constexpr int nearest_blocks<MinMax> = 3;
+inline constexpr int reducing_blocks<Codebook<LInfNorm, LargeTable>> = 2;
 
 // The families of this source; modules.py lists which of them are compiled, and for what.
 #define ENCODE_NEAREST 1
@@ -307,30 +222,27 @@ inline constexpr int nearest_blocks<MinMax> = 3;
 #define REDUCE_STOCHASTIC 4
 #define CODES_NEAREST 5
 #define CODES_STOCHASTIC 6
-#define RANGES 7
-
-#if GRADCOMP_TEAM == 16
 
 #if IN_MODULE(ENCODE_NEAREST)
-KERNEL(256, nearest_blocks<Class>) encode_nearest(const EncodeParams __grid_constant__ params) {
+KERNEL(256, 3) encode_nearest(const EncodeParams __grid_constant__ params) {
     encode_buckets<false, FromGradient>(params);
 }
 #endif
 
 #if IN_MODULE(ENCODE_STOCHASTIC)
-KERNEL(256, 2) encode_stochastic(const EncodeParams __grid_constant__ params) {
+KERNEL(256, 3) encode_stochastic(const EncodeParams __grid_constant__ params) {
     encode_buckets<Class::draws, FromGradient>(params);
 }
 #endif
 
 #if IN_MODULE(REDUCE_NEAREST)
-KERNEL(256, 2) reduce_nearest(const EncodeParams __grid_constant__ params) {
+KERNEL(256, reducing_blocks<Class>) reduce_nearest(const EncodeParams __grid_constant__ params) {
     encode_buckets<false, FromPayloads<Class>>(params);
 }
 #endif
 
 #if IN_MODULE(REDUCE_STOCHASTIC)
-KERNEL(256, 2) reduce_stochastic(const EncodeParams __grid_constant__ params) {
+KERNEL(256, reducing_blocks<Class>) reduce_stochastic(const EncodeParams __grid_constant__ params) {
     encode_buckets<Class::draws, FromPayloads<Class>>(params);
 }
 #endif
@@ -350,16 +262,5 @@ KERNEL(256, 2) encode_codes_stochastic(const EncodeParams __grid_constant__ para
 }
 KERNEL(256, 2) reduce_codes_stochastic(const EncodeParams __grid_constant__ params) {
     encode_codes<Class::draws, FromPayloads<Class>>(params);
-}
-#endif
-
-#endif
-
-#if IN_MODULE(RANGES)
-KERNEL(256, 2) encode_ranges(const EncodeParams __grid_constant__ params) {
-    find_ranges<FromGradient>(params);
-}
-KERNEL(256, 2) reduce_ranges(const EncodeParams __grid_constant__ params) {
-    find_ranges<FromPayloads<Class>>(params);
 }
 #endif

@@ -95,7 +95,8 @@ class Tile {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             bad |= i < count && !is_finite(c[i]);
-            key[i] = i < count ? bits_of(c[i]) & 0x7FFFFFFF : -1;
+            const std::int32_t bits = bits_of(c[i]) & 0x7FFFFFFF;
+            key[i] = i < count && bits >= cut_ ? bits : -1;
         }
         return bad;
     }

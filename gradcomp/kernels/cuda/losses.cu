@@ -31,7 +31,7 @@ struct LossParams {
 inline constexpr int most_levels = 32;
 
 inline double sum_of_team(double x) {
-    return reduce_half_warp(x, [](double a, double b) { return a + b; });
+    return reduce_team(x, [](double a, double b) { return a + b; });
 }
 
 // One team per bucket, whose values stay in registers while level after level is tried; larger ones in cache.
@@ -43,8 +43,11 @@ inline void find_losses(const LossParams& params) {
     Segment segment = at<Segment>(params.rows)[row];
     const Payload<Class> layout(segment);
     const std::int64_t bucket = (blockIdx.x - tiles[row]) * 16 + threadIdx.x / 16;
-    const std::int64_t begin = smaller(bucket * layout.bucket_size, segment.length);
-    const std::int64_t end = smaller(begin + layout.bucket_size, segment.length);
+    const auto begin_of = [&](std::int64_t number) {
+        return smaller(number * layout.bucket_size, segment.length);
+    };
+    const std::int64_t begin = begin_of(bucket), end = begin_of(bucket + 1);
+    const std::int64_t most = begin_of(bucket / 2 * 2 + 1) - begin_of(bucket / 2 * 2);
     const FromGradient source(params, segment);
     const Stream stream{params.seed, static_cast<std::uint32_t>(params.step),
                         static_cast<std::uint32_t>(params.rank)};
@@ -53,7 +56,7 @@ inline void find_losses(const LossParams& params) {
     const std::int64_t origin = begin / 8 * 8 + 8 * team_rank();
     float c[kept][8];
     typename Class::Range range;
-    add_elements(range, source, bucket, begin, end);
+    add_elements(range, source, bucket, begin, end - begin, most);
 #pragma unroll
     for (int k = 0; k < kept; ++k) {
         const std::int64_t first = origin + 8 * 16 * k;

@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 
-from gradcomp.kernels.cuda.call import THREADS
 from gradcomp.kernels.cuda.codes import CODED, classes_of, encoders_of, has_buckets, rounding
 from gradcomp.kernels.cuda.factors import RANKS
 from gradcomp.kernels.cuda.source import PRELUDE, flat, options
@@ -103,8 +102,8 @@ def _of_encoder(name: str, how: str, any_bucket: bool) -> Iterator[Module]:
     if any_bucket:
         codes = (f"encode_codes_{how}", f"reduce_codes_{how}")
         yield Module("encode.cu", codes, defines, f"CODES_{how}".upper())
-        for team in ((), (("GRADCOMP_TEAM", str(THREADS)),)):
-            yield Module("encode.cu", ("encode_ranges", "reduce_ranges"), defines + team, "RANGES")
+        yield Module("ranges.cu", ("encode_ranges", "reduce_ranges"), defines, "RANGES")
+        yield Module("ranges.cu", ("encode_parts", "reduce_parts", "join_parts"), defines, "PARTS")
 
 
 @cache

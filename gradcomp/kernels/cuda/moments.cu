@@ -31,8 +31,8 @@ KERNEL(256) moments(const MomentParams __grid_constant__ params) {
         }
     }
     const auto add = [](double a, double b) { return a + b; };
-    sum = reduce_half_warp(sum, add);
-    squares = reduce_half_warp(squares, add);
+    sum = reduce_team(sum, add);
+    squares = reduce_team(squares, add);
     if (threadIdx.x % 16 == 0) {
         sums[threadIdx.x / 16][0] = sum;
         sums[threadIdx.x / 16][1] = squares;

@@ -71,7 +71,6 @@ KERNEL(256) keep(const KeepParams __grid_constant__ params) {
 
 namespace {
 
-constexpr std::uint32_t whole_warp = 0xFFFFFFFF;
 constexpr int threads = 512;
 constexpr int each = 8;
 static_assert(threads * each == chunk_elements);

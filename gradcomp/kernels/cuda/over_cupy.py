@@ -178,6 +178,13 @@ class CupyDriver:
                 self._functions[key] = self._modules[module].get_function(name)
         return self._functions[key]
 
+    def resident(self, function: Any, threads: int) -> int:
+        """On all processors, by the registers and the shared memory that the kernel takes."""
+        with self.current():
+            each = int(_driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, threads, 0))
+            processors = int(_cuda.deviceGetAttribute(_cuda.cudaDevAttrMultiProcessorCount, self._index))
+            return max(1, each * processors)
+
     def launch(self, function: Any, blocks: int, threads: int, parameters: Bytes) -> None:
         """Does not wait."""
         struct = parameters.view(

@@ -17,7 +17,8 @@ inline void philox(const Stream& stream, std::uint32_t block, std::uint32_t laye
     std::uint32_t c0 = block, c1 = layer, c2 = stream.step, c3 = stream.rank;
     std::uint32_t key0 = static_cast<std::uint32_t>(stream.seed);
     std::uint32_t key1 = static_cast<std::uint32_t>(stream.seed >> 32);
-#pragma unroll
+    // A loop, or the keys of all rounds would stay in registers.
+#pragma unroll 2
     for (int round = 0; round < 10; ++round) {
         const std::uint32_t low0 = c0 * 0xD2511F53u, high0 = __umulhi(c0, 0xD2511F53u);
         const std::uint32_t low1 = c2 * 0xCD9E8D57u, high1 = __umulhi(c2, 0xCD9E8D57u);
@@ -33,16 +34,21 @@ inline void philox(const Stream& stream, std::uint32_t block, std::uint32_t laye
 
 // Draws in (0, 1) of the layer's elements first..first+8.
 inline void draw(const Stream& stream, std::uint32_t layer, std::int64_t first, float (&u)[8]) {
-    std::uint32_t words[8] = {}, behind[4];
+    std::uint32_t words[8] = {};
     const auto block = static_cast<std::uint32_t>(first / 8);
     const int skipped = static_cast<int>(first % 8);
-    philox(stream, block, layer, behind);
+    // The second time for what layers need that begin elsewhere; one copy of the code does both.
+#pragma unroll 1
+    for (std::uint32_t k = 0; k < (skipped != 0 ? 2 : 1); ++k) {
+        std::uint32_t found[4];
+        philox(stream, block + k, layer, found);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = behind[i];
+        for (int i = 0; i < 4; ++i) {
+            if (k == 0) words[i] = found[i];
+            words[4 + i] = found[i];
+        }
+    }
     if (skipped != 0) {
-        philox(stream, block + 1, layer, behind);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[4 + i] = behind[i];
         // Step by step, so that words stay in registers.
 #pragma unroll
         for (int i = 0; i < 6; ++i)

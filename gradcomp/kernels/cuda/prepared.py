@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from operator import is_
 from typing import Any, NamedTuple
@@ -90,46 +90,79 @@ def _conclude(runs: Sequence[_Run]) -> None:
             run.after()
 
 
-class Together:
-    """What a thread runs inside of it becomes one call, which is started at the end; see :meth:`Plans.together`.
+class Underway:
+    """A prepared call that was started: a :class:`gradcomp.kernels.pending.Pending`.
 
-    After that it is a :class:`gradcomp.kernels.pending.Pending`. If nobody finishes it, what the device uses stays
-    until the device is behind the call.
+    If nobody finishes it, what the device uses stays until the device is behind the call.
     """
 
-    __slots__ = (
-        *("_arrays", "_asked", "_given", "_hits", "_layout", "_plans", "_reached", "_routine", "_runs"),
-        *("_staged", "_started", "kernels"),
-    )
+    __slots__ = ("_arrays", "_layout", "_plans", "_reached", "_runs", "_staged", "_started", "kernels")
 
-    def __init__(self, plans: Plans, kernels: Any, routine: Routine | None) -> None:
+    def __init__(self, plans: Plans, kernels: Any = None) -> None:
         self.kernels = kernels
         self._plans = plans
+        self._runs: list[_Run] = []
+        self._started: Started | None = None
+        self._reached = False
+
+    def start(self, prepared: Prepared, arrays: Sequence[Any], numbers: Sequence[int | float]) -> None:
+        """Begin; the runs that it is made of are there."""
+        if self._plans.is_rehearsal:
+            return
+        self._arrays = arrays
+        if prepared.layout is None:
+            prepared.skip(arrays)
+            _conclude(self._runs)
+            return
+        self._layout, self._staged = prepared.layout, prepared.staged(self._plans.staging)
+        # After an error nobody knows what still uses what was staged: it is not put back.
+        self._started = prepared.layout.start(self._staged, arrays, numbers)
+
+    def done(self) -> bool:
+        """Asked, not waited for."""
+        if self._started is not None and not self._reached:
+            self._reached = self._plans.driver.reached(self._started.event)
+            return self._reached
+        return True
+
+    def finish(self) -> None:
+        """See :class:`gradcomp.kernels.pending.Pending`."""
+        started = self._started
+        if started is None:
+            return
+        if not self.done():
+            self._plans.driver.synchronize()
+        self._started = None
+        self._layout.deliver(started, self._arrays)
+        self._plans.staging.put_back(self._staged)
+        _conclude(self._runs)
+
+    def __del__(self) -> None:
+        started = self._started
+        if started is not None:
+            self._plans.staging.leave(started.event, self._staged, (started, self._arrays))
+
+
+class Together(Underway):
+    """What a thread runs inside of it becomes one call, which is started at the end; see :meth:`Plans.together`."""
+
+    __slots__ = ("_asked", "_given", "_hits", "_routine")
+
+    def __init__(self, plans: Plans, kernels: Any, routine: Routine | None) -> None:
+        super().__init__(plans, kernels)
         self._routine = routine
         self._asked: Any = None
         self._given: list[Any] = []  # by run, what it was asked for with
         self._hits = 0
-        self._runs: list[_Run] = []
-        self._started: Started | None = None
-        self._reached = False
 
     def __enter__(self) -> Together:
         self._plans.thread.together = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        plans = self._plans
-        plans.thread.together = None
-        if kind is not None or not self._runs:
-            return
-        prepared, self._arrays, numbers = self._prepare()
-        if prepared.layout is None:
-            prepared.skip(self._arrays)
-            _conclude(self._runs)
-            return
-        self._layout, self._staged = prepared.layout, prepared.staged(plans.staging)
-        # After an error nobody knows what still uses what was staged: it is not put back.
-        self._started = prepared.layout.start(self._staged, self._arrays, numbers)
+        self._plans.thread.together = None
+        if kind is None and self._runs:
+            self.start(*self._prepare())
 
     def repeat(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
@@ -174,30 +207,6 @@ class Together:
         routine.runs = list(zip(self._given, runs, strict=True))
         return found
 
-    def done(self) -> bool:
-        """Asked, not waited for."""
-        if self._started is not None and not self._reached:
-            self._reached = self._plans.driver.reached(self._started.event)
-            return self._reached
-        return True
-
-    def finish(self) -> None:
-        """See :class:`gradcomp.kernels.pending.Pending`."""
-        started = self._started
-        if started is None:
-            return
-        if not self.done():
-            self._plans.driver.synchronize()
-        self._started = None
-        self._layout.deliver(started, self._arrays)
-        self._plans.staging.put_back(self._staged)
-        _conclude(self._runs)
-
-    def __del__(self) -> None:
-        started = self._started
-        if started is not None:
-            self._plans.staging.leave(started.event, self._staged, (started, self._arrays))
-
 
 class Plans:
     """The prepared calls of a device, by what decides about them."""
@@ -205,7 +214,7 @@ class Plans:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.staging = Staging(driver)
-        #: ``together``: what this thread's runs are added to.
+        #: ``together``: what this thread's runs are added to. ``is_rehearsal``: see :meth:`rehearsing`.
         self.thread = threading.local()
         self._kept: dict[Hashable, Prepared] = {}  # what ran last comes last
 
@@ -230,8 +239,23 @@ class Plans:
             together.add(run)
             return
         prepared, own, numbers = self.prepare([run])
-        prepared.run(self.staging, own, numbers)
-        _conclude([run])
+        if not self.is_rehearsal:
+            prepared.run(self.staging, own, numbers)
+            _conclude([run])
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether what this thread runs is only written down."""
+        return getattr(self.thread, "is_rehearsal", False)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside, what this thread runs is written down, and its kernels are loaded; nothing is done."""
+        self.thread.is_rehearsal = True
+        try:
+            yield
+        finally:
+            self.thread.is_rehearsal = False
 
     def repeats(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
@@ -257,19 +281,22 @@ class Plans:
     def finalise(self, routine: Routine, changing: Sequence[Any]) -> None:
         """From now on what these arrays and views of them hold changes; nothing else that is read, and no number."""
         arrays, runs = routine.arrays, [run for _, run in routine.runs]
+        held = [each for each in changing if isinstance(each, np.ndarray)]
         chosen = {
             number
             for number, array in enumerate(arrays)
-            if isinstance(array, np.ndarray) and any(np.may_share_memory(array, each) for each in changing)
+            if isinstance(array, np.ndarray) and any(np.may_share_memory(array, each) for each in held)
         }
         numbers = [number for run in runs for number in run.numbers]
         routine.prepared = routine.prepared.finalised(arrays, numbers, chosen)
         routine.runs = [(None, run) for run in runs if run.found is not None or run.after is not None]
 
-    def run_again(self, routine: Routine) -> None:
-        """Do all of what was finalised, and wait until results are in their arrays."""
-        routine.prepared.run(self.staging, routine.arrays, ())
-        _conclude([run for _, run in routine.runs])
+    def start_again(self, routine: Routine) -> Underway:
+        """Start all of what was finalised."""
+        found = Underway(self)
+        found._runs = [run for _, run in routine.runs]
+        found.start(routine.prepared, routine.arrays, ())
+        return found
 
     def prepare(self, runs: Sequence[_Run]) -> tuple[Prepared, Sequence[Any], Sequence[int | float]]:
         """Runs as one call, and its arrays and numbers."""

@@ -23,8 +23,6 @@ constexpr int ranks = GRADCOMP_RANKS;
 // where too many sums would not stay in them.
 #define PAIRED_KERNEL(when) extern "C" __global__ void __launch_bounds__(256, (when) ? 2 : 1)
 
-constexpr std::uint32_t whole_warp = 0xFFFFFFFF;
-
 }  // namespace
 
 #define PROJECT 1

@@ -179,9 +179,11 @@ KERNEL(256) scan(const SelectParams __grid_constant__ params) {
         if (tile < tiles[row + 1]) to<std::uint64_t>(params.tile_begins)[tile] = before + sum;
         before += total;
     }
-    if (params.found != 0 && threadIdx.x == 0)
+    if (params.found != 0 && threadIdx.x == 0) {
+        const bool bad = params.bad != 0 && at<std::uint8_t>(params.bad)[row] != 0;
         to<std::int64_t>(params.found)[row] =
-            above(before) + smaller(with_last(before), at<State>(params.states)[row].need);
+            bad ? 0 : above(before) + smaller(with_last(before), at<State>(params.states)[row].need);
+    }
 }
 
 KERNEL(256) write_selection(const SelectParams __grid_constant__ params) {
@@ -191,6 +193,7 @@ KERNEL(256) write_selection(const SelectParams __grid_constant__ params) {
     auto* const indices = to<std::uint32_t>(params.indices) + offset;
     auto* const values = to<float>(params.values) + offset;
     if (params.bad != 0 && at<std::uint8_t>(params.bad)[tile.row] != 0) {
+        if (params.found != 0) return;  // none are
         const std::int64_t end = smaller(tile.end, at<std::int64_t>(params.wanted)[tile.row]);
         for (std::int64_t i = tile.begin + threadIdx.x; i < end; i += 256) {
             indices[i] = static_cast<std::uint32_t>(i);

@@ -70,8 +70,10 @@ class SelectionKernels(Kernels):
         offsets: Numbers,
         indices: Indices,
         values: Floats,
+        found: Numbers,
         *,
         decay: float,
+        zeros: bool,
     ) -> None:
         """See `reference_selection.select_top`."""
         check_vectors(
@@ -80,27 +82,38 @@ class SelectionKernels(Kernels):
             factors=(factors, np.float32, False),
             counts=(counts, np.int64, False),
             offsets=(offsets, np.int64, False),
+            found=(found, np.int64, True),
         )
         check_narrow(table)
         check_next_residuals(table)
         _check_flat(indices, values, selecting=True)
         bad = np.zeros(len(table), dtype=np.uint8)
+        limits = counts.copy()  # found may be the same array
 
         def write_down(call: Call) -> None:
-            check_counts(table, counts)
-            check_inside(table, offsets, counts, min(len(indices), len(values)))
-            found = call.result(bad, Source(2), zero=True)
-            contribution = Contribution(call.give(factors, Source(1)), Real(0), found)
-            selection = RadixSelect(call, table, contribution, wanted=call.give(counts))
+            check_counts(table, limits)
+            check_inside(table, offsets, limits, min(len(indices), len(values)))
+            rows = call.result(bad, Source(2), zero=True)
+            contribution = Contribution(call.give(factors, Source(1)), Real(0), rows)
+            cuts = 0 if zeros else call.give(np.ones(len(table), dtype=np.int32))
+            selection = RadixSelect(call, table, contribution, wanted=call.give(limits), cuts=cuts)
             selection.find(contributing=True)
+            if not zeros:
+                _write_some(call, selection, offsets, limits, indices, values, call.result(found, Source(5)))
+                return
             index_list, value_list = (
-                to_write(call, each, i, offsets, counts) for i, each in ((3, indices), (4, values))
+                to_write(call, each, i, offsets, limits) for i, each in ((3, indices), (4, values))
             )
             selection.write(call.give(offsets), index_list, value_list)
 
-        key = ("top", fixed_columns(table), *_lists_key(offsets, counts, indices, values))
-        arrays = (table, factors, bad, indices, values)
+        key = ("top", zeros, fixed_columns(table), *_lists_key(offsets, limits, indices, values))
+        # Of what is known beforehand nothing is read back.
+        arrays = (
+            (table, factors, bad, indices, values) if zeros else (table, factors, bad, indices, values, found)
+        )
         self._plans.run(key, write_down, arrays, (float(decay),), (flags, bad))
+        if zeros:
+            found[:] = limits
 
     def select_above(
         self,
@@ -131,7 +144,7 @@ class SelectionKernels(Kernels):
             given = call.give(cuts, Source(1))
             selection = RadixSelect(call, table, wanted=call.give(limits), cuts=given)
             selection.find()
-            _write_some(call, selection, offsets, limits, indices, values, found)
+            _write_some(call, selection, offsets, limits, indices, values, call.result(found, Source(2)))
 
         key = ("above", fixed_columns(table), *_lists_key(offsets, limits, indices, values))
         self._plans.run(key, write_down, (table, cuts, found, indices, values))
@@ -168,7 +181,7 @@ class SelectionKernels(Kernels):
             marks = _mark_bins(call, table, call.give(factors, Source(1)), bin_size)
             selection = RadixSelect(call, table, wanted=call.give(limits), candidates=marks)
             selection.find()
-            _write_some(call, selection, offsets, limits, indices, values, found)
+            _write_some(call, selection, offsets, limits, indices, values, call.result(found, Source(2)))
 
         key = ("adacomp", bin_size, fixed_columns(table), *_lists_key(offsets, limits, indices, values))
         self._plans.run(key, write_down, (table, factors, found, indices, values))
@@ -352,13 +365,13 @@ def _write_some(
     limits: Numbers,
     indices: Indices,
     values: Floats,
-    found: Numbers,
+    found: Parameter,
 ) -> None:
-    """Up to so many elements of each row, and how many, into a run's arrays 2 to 4."""
+    """Up to so many elements of each row, into a run's arrays 3 and 4, and how many."""
     index_list, value_list = (
         to_write(call, each, i, offsets, limits, all_of_it=False) for i, each in ((3, indices), (4, values))
     )
-    selection.write(call.give(offsets), index_list, value_list, call.result(found, Source(2)))
+    selection.write(call.give(offsets), index_list, value_list, found)
 
 
 def _lists_key(offsets: Numbers, counts: Numbers, indices: Any, values: Any) -> tuple[Hashable, ...]:

@@ -7,6 +7,11 @@
 
 namespace gradcomp::cuda {
 
+// x + factor * y
+inline float4 plus(const float4& x, float factor, const float4& y) {
+    return make_float4(x.x + factor * y.x, x.y + factor * y.y, x.z + factor * y.z, x.w + factor * y.w);
+}
+
 // c = scale * gradient + decay * residual
 class FromGradient {
   public:
@@ -28,41 +33,51 @@ class FromGradient {
         for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
     }
 
-    // Strips from `begin` on, a multiple of eight, of a bucket; zero where less than that is left.
-    template <int strips>
-    void read_strips(std::int64_t, std::int64_t begin, int left, float (&c)[strips][8]) const {
+    // What a stage holds of a bucket, from `begin` on, a multiple of eight; zero where less than that is
+    // left. `whole`: of what the teams of the warp stage, all exists.
+    void stage(std::int64_t, std::int64_t begin, int left, bool whole, const Stage& stage) const {
         const float* const gradient = at<float>(segment_.gradient) + begin;
         const float* const residual = at<float>(segment_.residual) + begin;
         const bool vectors = segment_.dtype == Dtype::float32 && segment_.gradient != 0 &&
                              aligned(gradient, 16) && (segment_.residual == 0 || aligned(residual, 16));
-        if (left < strips * strip || !vectors) {
-#pragma unroll
-            for (int k = 0; k < strips; ++k) {
-                const int place = k * strip + place_in_strip();
-                read(begin + place, count_of(left - place), c[k]);
+        if (!whole || !vectors) {
+            const int own = group * team_rank();
+#pragma unroll 1
+            for (int first = 0; first < held; first += strip) {
+                float c[8];
+                read(begin + first + own, count_of(left - first - own), c);
+                stage.write(first, c);
             }
             return;
         }
-        // All loads before the first value is used.
+        // As many loads at a time as registers hold.
+        constexpr int at_once = vectors_of_stage / 2;
+#pragma unroll 1
+        for (int first = 0; first < vectors_of_stage; first += at_once) {
+            float4 g[at_once], r[at_once] = {};  // what begins as nothing takes no registers before
 #pragma unroll
-        for (int k = 0; k < strips; ++k) load_vectors(gradient + k * strip, c[k]);
-        if (segment_.residual == 0) {
+            for (int i = 0; i < at_once; ++i) {
+                g[i] = __ldcs(reinterpret_cast<const float4*>(gradient) + place_of_vector(first + i));
+                if (segment_.residual != 0)
+                    r[i] = __ldcs(reinterpret_cast<const float4*>(residual) + place_of_vector(first + i));
+            }
 #pragma unroll
-            for (int k = 0; k < strips; ++k)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) c[k][i] = scale_ * c[k][i];
-        } else {
-            // Strip by strip: registers for all of it would keep other blocks away.
-#pragma unroll
-            for (int k = 0; k < strips; ++k) {
-                float r[8];
-                load_vectors(residual + k * strip, r);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) c[k][i] = scale_ * c[k][i] + decay_ * r[i];
+            for (int i = 0; i < at_once; ++i) {
+                float4 c = make_float4(scale_ * g[i].x, scale_ * g[i].y, scale_ * g[i].z, scale_ * g[i].w);
+                if (segment_.residual != 0) c = plus(c, decay_, r[i]);
+                *stage.vector(first + i) = c;
             }
         }
-#pragma unroll
-        for (int k = 0; k < strips; ++k) swap_vectors(c[k]);
+    }
+
+    // Elements that are read soon, by so many threads of which each knows its number.
+    void fetch_ahead(std::int64_t, std::int64_t first, int count, int thread, int threads) const {
+        const int size = segment_.dtype == Dtype::float32 ? 4 : 2;
+        if (segment_.gradient != 0)
+            cuda::fetch_ahead(at<std::uint8_t>(segment_.gradient) + first * size, count * size, thread,
+                              threads);
+        if (segment_.residual != 0)
+            cuda::fetch_ahead(at<float>(segment_.residual) + first, 4 * count, thread, threads);
     }
 
     float one(std::int64_t, std::int64_t i) const {
@@ -75,16 +90,17 @@ class FromGradient {
     float scale_, decay_;
 };
 
-// Add the elements begin..end of a bucket, one by one, by half a warp. `Trees`: for as many chunks as there
-// may be.
+// Add so many elements of a bucket, one by one, by a team; `most`: of the warp's two teams. A chunk without
+// elements adds zero. `Trees`: for as many chunks as there may be.
 template <class Trees = ChunkTrees, class Range, class Source>
 inline void add_elements(Range& range, const Source& source, std::int64_t bucket, std::int64_t begin,
-                         std::int64_t end) {
-    const bool several = end - begin > chunk_elements;
+                         std::int64_t elements, std::int64_t most) {
+    const bool several = most > chunk_elements;
     Trees trees;
-    for (std::int64_t chunk = begin; chunk < end; chunk += chunk_elements) {
-        for (std::int64_t i = chunk + team_rank(); i < smaller(chunk + chunk_elements, end); i += 16)
-            range.add({source.one(bucket, i)});
+    for (std::int64_t chunk = 0; chunk < most; chunk += chunk_elements) {
+        for (std::int64_t i = chunk + team_rank(); i < smaller(chunk + chunk_elements, elements);
+             i += team_threads)
+            range.add({source.one(bucket, begin + i)});
         if (several) range.end_chunk(trees);
     }
     if (several) range.join(trees);
@@ -147,7 +163,7 @@ class FromPayloads {
           level_(segment, at<float>(params.magnitudes)),
           payloads_(at<std::uint64_t>(params.payloads)),
           count_(params.payload_count),
-          mean_(static_cast<float>(params.divisor), 1.0f),
+          divisor_(static_cast<float>(params.divisor)),
           decay_(static_cast<float>(params.decay)) {}
 
     void read(std::int64_t first, std::int64_t count, float (&c)[8]) const {
@@ -164,7 +180,7 @@ class FromPayloads {
 #pragma unroll
             for (int i = 0; i < 8; ++i) c[i] = c[i] + values[i];
         }
-        mean_(c);
+        Finish(divisor_, 1.0f)(c);
         if (segment_.residual == 0) return;
         float r[8] = {};
         read_floats(at<float>(segment_.residual) + first, count, r);
@@ -172,46 +188,51 @@ class FromPayloads {
         for (int i = 0; i < 8; ++i) c[i] = c[i] + decay_ * r[i];
     }
 
-    template <int strips>
-    void read_strips(std::int64_t bucket, std::int64_t begin, int left, float (&c)[strips][8]) const {
-        // As many at once as registers hold beside the sums.
-        constexpr int at_once = sizeof(Code) == 1 ? strips : 1;
-        const std::int64_t origin = place_of_codes<Code>(begin + place_in_strip(), segment_.bits);
+    // See FromGradient.
+    void stage(std::int64_t bucket, std::int64_t begin, int left, bool whole, const Stage& stage) const {
+        const int own = group * team_rank();
+        const std::int64_t origin = layout_.scale_bytes + place_of_codes<Code>(begin + own, segment_.bits);
+#pragma unroll 1
+        for (int first = 0; first < held; first += strip) {
+            float c[8];
 #pragma unroll
-        for (int k = 0; k < strips; ++k)
+            for (int i = 0; i < 8; ++i) c[i] = -0.0f;  // to which anything is added as it is
+            // What the next sender has sent is on its way while one is added.
+            Record<Class> next_record = {};
+            Packed<Code> next_codes = {};
+#pragma unroll 1
+            for (std::int64_t sender = 0; sender <= count_; ++sender) {
+                const Record<Class> record = next_record;
+                const Packed<Code> codes = next_codes;
+                if (sender < count_) {
+                    const std::uint8_t* const payload = from(sender);
+                    next_record.read(payload, bucket);
+                    next_codes.read(payload + origin + place_of_codes<Code>(first, segment_.bits),
+                                    count_of(left - first - own), segment_.bits);
+                }
+                if (sender == 0) continue;
+                const Class codec = record.codec(level_);
+                I32 code[8];
+                codes.unpack(segment_.bits, code);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) c[k][i] = -0.0f;  // to which anything is added as it is
+                for (int i = 0; i < 8; ++i) c[i] = c[i] + codec.value(code[i]).v;
+            }
+            stage.write(first, c);
+        }
+        finish(begin, left, whole, stage);
+    }
+
+    // See FromGradient. `bucket`: of the first of them.
+    void fetch_ahead(std::int64_t bucket, std::int64_t first, int count, int thread, int threads) const {
+        if (count <= 0) return;
         for (std::int64_t sender = 0; sender < count_; ++sender) {
             const std::uint8_t* const payload = from(sender);
-            const std::uint8_t* const codes = payload + layout_.scale_bytes + origin;
-            const Class codec = codec_of<Class>(payload, bucket, level_);
-#pragma unroll
-            for (int first = 0; first < strips; first += at_once) {
-                Packed<Code> packed[at_once];
-#pragma unroll
-                for (int k = 0; k < at_once; ++k)
-                    packed[k].read(codes + place_of_codes<Code>((first + k) * strip, segment_.bits),
-                                   count_of(left - (first + k) * strip - place_in_strip()), segment_.bits);
-#pragma unroll
-                for (int k = 0; k < at_once; ++k) {
-                    I32 code[8];
-                    packed[k].unpack(segment_.bits, code);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) c[first + k][i] = c[first + k][i] + codec.value(code[i]).v;
-                }
-            }
+            cuda::fetch_ahead(payload + layout_.scale_bytes + place_of_codes<Code>(first, segment_.bits),
+                              bytes_of<Code>(count, segment_.bits), thread, threads);
+            if (thread == 0 && Class::record_bytes > 0) prefetch_l2(payload + bucket * Class::record_bytes);
         }
-#pragma unroll
-        for (int k = 0; k < strips; ++k) mean_(c[k]);
-        if (segment_.residual == 0) return;
-        const float* const residual = at<float>(segment_.residual) + begin;
-#pragma unroll
-        for (int k = 0; k < strips; ++k) {
-            float r[8] = {};
-            read_strip(residual + k * strip, left - k * strip, r);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) c[k][i] = c[k][i] + decay_ * r[i];
-        }
+        if (segment_.residual != 0)
+            cuda::fetch_ahead(at<float>(segment_.residual) + first, 4 * count, thread, threads);
     }
 
     // An element of a bucket.
@@ -223,11 +244,50 @@ class FromPayloads {
                 codec.value(read_code<Code>(from(sender) + layout_.scale_bytes, i, segment_.bits)).v;
             c = sender == 0 ? value : c + value;
         }
-        c = mean_(F32{c}).v;
+        c = Finish(divisor_, 1.0f)(F32{c}).v;
         return segment_.residual == 0 ? c : c + decay_ * at<float>(segment_.residual)[i];
     }
 
   private:
+    // From sums to contributions.
+    void finish(std::int64_t begin, int left, bool whole, const Stage& stage) const {
+        const Finish mean(divisor_, 1.0f);
+        const float* const residual = segment_.residual == 0 ? nullptr : at<float>(segment_.residual) + begin;
+        if (!whole || !aligned(residual, 16)) {
+#pragma unroll 1
+            for (int first = 0; first < held; first += strip) {
+                const int place = first + group * team_rank();
+                float c[8], r[8] = {};
+                stage.read(first, c);
+                if (residual != nullptr) read_floats(residual + place, count_of(left - place), r);
+                mean(c);
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (residual != nullptr) c[i] = c[i] + decay_ * r[i];
+                stage.write(first, c);
+            }
+            return;
+        }
+        __syncwarp();
+        constexpr int at_once = vectors_of_stage / 2;
+#pragma unroll 1
+        for (int first = 0; first < vectors_of_stage; first += at_once) {
+            float4 r[at_once] = {};
+            if (residual != nullptr)
+#pragma unroll
+                for (int i = 0; i < at_once; ++i)
+                    r[i] = __ldcs(reinterpret_cast<const float4*>(residual) + place_of_vector(first + i));
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                float4* const own = stage.vector(first + i);
+                float c[4] = {own->x, own->y, own->z, own->w};
+                mean(c);
+                const float4 found = make_float4(c[0], c[1], c[2], c[3]);
+                *own = residual == nullptr ? found : plus(found, decay_, r[i]);
+            }
+        }
+    }
+
     const std::uint8_t* from(std::int64_t sender) const {
         return at<std::uint8_t>(payloads_[sender]) + segment_.payload;
     }
@@ -237,8 +297,7 @@ class FromPayloads {
     Level level_;
     const std::uint64_t* payloads_;
     std::int64_t count_;
-    Finish mean_;
-    float decay_;
+    float divisor_, decay_;
 };
 
 }  // namespace gradcomp::cuda

@@ -45,15 +45,17 @@ class SubspaceKernels(Kernels):
 
         def write_down(call: Call) -> None:
             write_project(call, arrays[:5], (*layers.shapes, layers.p_at, q.at), layers.low)
-            call.renumber((0, 1, 5), 1)
+            call.part((0, 1, 5), 1)
             payload = message.view(np.uint8)
             write_encode(call, FP32, False, (table, payload, found[1], None), layers.exact)
 
-        key = ("subspace_project", layers, q.at.tobytes(), place_of(q.values), place_of(message))
-        self._plans.run(key, write_down, arrays, numbers)
-        flags |= found[0] | found[1]
-        if flags.any():
+        def after() -> None:
+            np.bitwise_or(flags, found[0], out=flags)
+            np.bitwise_or(flags, found[1], out=flags)
             layers.spoil(message[layers.p_size :], flags)
+
+        key = ("subspace_project", layers, q.at.tobytes(), place_of(q.values), place_of(message))
+        self._plans.run(key, write_down, arrays, numbers, after=after)
 
     def subspace_iterate(
         self,
@@ -73,13 +75,13 @@ class SubspaceKernels(Kernels):
         written = _outputs(outputs)
 
         def write_down(call: Call) -> None:
-            call.renumber((1,), 0)
+            call.part((1,), 0)
             write_orthogonalise(call, total, (layers.rows, layers.ranks, layers.p_at))
-            call.renumber((4, 1, 5, 5, 6), 0)
+            call.part((4, 1, 5, 5, 6), 0)
             chosen = np.zeros(len(table), dtype=np.bool_)
             chosen[layers.exact] = outputs["output"][layers.exact] != 0
             write_decode(call, FP32, chosen, (outputs, total.view(np.uint8), found, None, flags))
-            call.renumber((0, 1, 2, 3), 2)
+            call.part((0, 1, 2, 3), 2)
             write_back_project(call, arrays[:4], _columns(layers), layers.low)
 
         key = ("subspace_iterate", layers, written, *map(place_of, arrays[1:4]))
@@ -109,10 +111,10 @@ class SubspaceKernels(Kernels):
         def write_down(call: Call) -> None:
             if own is not None:
                 write_subtract(call, arrays[:3], _columns(layers), layers.low)
-            call.renumber((4, 1, 3, 5, 6), 0)
+            call.part((4, 1, 3, 5, 6), 0)
             write_expand(call, (outputs, p, q, found, flags), _columns(layers), layers.low)
             if kept is not None:
-                call.renumber((3, 7), 2)
+                call.part((3, 7), 2)
                 sides = (layers.columns, layers.ranks, layers.q_at, kept.before, kept.after)
                 write_keep(call, (q, kept.memory), sides)
 

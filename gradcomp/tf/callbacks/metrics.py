@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from gradcomp.job.channel import Call, channel_of
+from gradcomp.job.channel import channel_of
+from gradcomp.pipeline.calls import Call
 from gradcomp.tf.callbacks.common import ranks_of
 
 

@@ -1,0 +1,108 @@
+"""Payloads whose sizes depend on data: sizes travel in front of what fits into a room that all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.errors import WireFormatError
+from gradcomp.reduce.base import Message, Move, Waits
+from gradcomp.reduce.header import ByteHeader, HeaderId, padded
+from gradcomp.transport.base import AllGather
+
+Bytes = npt.NDArray[np.uint8]
+Sizes = npt.NDArray[np.int64]
+
+#: A rank's room is the most that it has sent in so many steps.
+_STEPS = 16
+
+
+class Announced:
+    """All-gathers of payloads of any sizes up to a limit, every step one or two of them.
+
+    The first message of a rank has the sizes of its groups' payloads, 8 bytes for each that varies, and then the first
+    bytes of the payloads, as many as there is room for. All ranks see all sizes, so all know whether some rank's
+    payloads did not fit. If so, the rests follow in a second round. The room of a rank is the largest total of its last
+    16 steps, at first 0. It follows what is sent, and no rank has to ask for it.
+
+    ``varying``: the columns, one for each group, whose sizes travel; of the others they are what is possible.
+    """
+
+    def __init__(self, layers: int, rank: int, world: int, varying: Sequence[int]) -> None:
+        self._layers, self._rank, self._world = layers, rank, world
+        self._varying = list(varying)
+        self._told_bytes = padded(8 * len(varying))
+        self._totals = np.zeros((_STEPS, world), dtype=np.int64)
+        self._step = 0
+        self._buffers: list[Bytes] = [np.zeros(0, dtype=np.uint8)] * 2
+
+    def run(self, own: Sequence[Bytes], most: Sizes, header_id: HeaderId) -> Waits[list[list[Bytes]]]:
+        """For every group, the payloads of all ranks; ``own``: this rank's. ``most``: bytes, by rank and group."""
+        room = np.minimum(self._totals.max(axis=0), most.sum(axis=1))
+        told = self._told_bytes
+        mine = np.concatenate(own) if len(own) > 1 else own[0]
+        fits = min(len(mine), int(room[self._rank]))
+
+        header, parts = self._parts(0, told + room)
+        part = parts[self._rank]
+        part[:] = 0
+        part[: 8 * len(self._varying)].view("<i8")[:] = [len(own[g]) for g in self._varying]
+        part[told : told + fits] = mine[:fits]
+        yield gathered(self._rank, self._buffers[0], header)
+
+        sizes = self._read(parts, most, header_id)
+        totals = sizes.sum(axis=1)
+        self._totals[self._step % _STEPS] = totals
+        self._step += 1
+        payloads = [part[told:] for part in parts]
+        rests = np.maximum(totals - room, 0)
+        if rests.any():
+            header, parts = self._parts(1, rests)
+            parts[self._rank][:] = mine[fits:]
+            yield gathered(self._rank, self._buffers[1], header)
+            for rank in np.flatnonzero(rests).tolist():
+                behind = parts[rank]
+                payloads[rank] = np.concatenate((payloads[rank], behind)) if room[rank] else behind
+        begins = np.cumsum(sizes, axis=1) - sizes
+        return [
+            [payload[a : a + n] for payload, a, n in zip(payloads, starts, lengths, strict=True)]
+            for starts, lengths in zip(begins.T.tolist(), sizes.T.tolist(), strict=True)
+        ]
+
+    def _parts(self, number: int, sizes: Sizes) -> tuple[ByteHeader, list[Bytes]]:
+        """The header of a round's messages, and where they have their payloads."""
+        header = ByteHeader(self._layers, sizes)
+        total = sum(header.message_bytes)
+        if self._buffers[number].nbytes < total:
+            self._buffers[number] = np.zeros(total, dtype=np.uint8)
+        ends = np.cumsum(header.message_bytes)
+        begins = ends - header.message_bytes + header.nbytes
+        buffer = self._buffers[number]
+        return header, [buffer[a : a + n] for a, n in zip(begins.tolist(), sizes.tolist(), strict=True)]
+
+    def _read(self, parts: Sequence[Bytes], most: Sizes, header_id: HeaderId) -> Sizes:
+        """What the ranks say, checked."""
+        sizes, columns = most.copy(), self._varying
+        for sender, part in enumerate(parts):
+            announced = part[: 8 * len(columns)].view("<i8")
+            wrong = (announced < 0) | (announced > most[sender, columns])
+            if wrong.any():
+                raise WireFormatError(
+                    f"step {header_id.step}, bucket {header_id.bucket}: rank {sender} announced payloads of "
+                    f"{announced.tolist()} bytes where at most {most[sender, columns].tolist()} are possible"
+                )
+            sizes[sender, columns] = announced
+        return sizes
+
+
+def gathered(rank: int, buffer: Bytes, header: ByteHeader) -> Move:
+    """The all-gather of one message per rank, one behind the other."""
+    ends = np.cumsum(header.message_bytes).tolist()
+    messages = [
+        Message(buffer[end - size : end], header, r)
+        for r, (end, size) in enumerate(zip(ends, header.message_bytes, strict=True))
+    ]
+    arrivals = [(r, message) for r, message in enumerate(messages) if r != rank]
+    return Move(AllGather(buffer[: ends[-1]], header.message_bytes), [messages[rank]], arrivals)

@@ -1,0 +1,58 @@
+"""Before the first step of a plan: what a device will do is put together, and its kernels are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.state import Residuals
+from gradcomp.core.statistics import Statistics, Trace
+from gradcomp.kernels import bodies
+from gradcomp.kernels.codec import Table
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.step import StepContext
+from gradcomp.pipeline.bucket import BucketProgram
+from gradcomp.pipeline.gradient_registry import GradientRegistry
+from gradcomp.pipeline.memory import Addresses, StepMemory, Times
+from gradcomp.reduce.header import PRESENT, BucketFlags, HeaderId
+
+_SOME_BYTES = 256
+_ADDRESSES = ("gradient", "residual", "next_residual", "output")
+
+
+class _Anywhere(StepMemory):
+    """Gradients and means that are nowhere yet: all pieces of all layers have one address."""
+
+    def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
+        return bases
+
+
+def rehearse(
+    programs: Sequence[BucketProgram],
+    device: Device,
+    layers: Sequence[LayerSpec],
+    context: StepContext,
+    residuals: Residuals,
+) -> None:
+    """Go through a step in which nothing runs on the device and nothing is sent; on the host there is nothing to do.
+
+    A program goes as far as nothing depends on what kernels find. What is loaded behind that is loaded in the step.
+    """
+    if device.driver is None or not programs:
+        return
+    memory = device.driver.allocate(_SOME_BYTES)
+    registry = GradientRegistry(layers)
+    registry.gradients[:] = registry.outputs[:] = memory.address
+    times = Times(Trace(1), Statistics())
+    with bodies.on_device(memory.address).rehearsing():
+        for program in programs:
+            bucket = program.bucket
+            flags = BucketFlags(np.full(len(bucket.layers) + 1, PRESENT, dtype=np.uint8))
+            binding = _Anywhere(bucket, context, flags, registry, residuals, lambda layer: 0, times)
+            program.rehearse(HeaderId(0, 0, bucket.number, False), context, binding, flags)
+            for group in bucket.groups:  # what stood for memory is no one's any more
+                for table in (group.table, group.inputs):
+                    for column in _ADDRESSES:
+                        table[column] = 0

@@ -1,0 +1,99 @@
+"""Requests that are under way together, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError
+from gradcomp.pipeline.calls import Call, compare
+from gradcomp.pipeline.in_flight import InFlight, Waiting
+from gradcomp.pipeline.requests import Array, PreparedRequest
+from gradcomp.transport.base import Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One execution of a request. ``outputs``: where results go; None: new arrays."""
+
+    request: PreparedRequest
+    inputs: Sequence[Array]
+    outputs: Sequence[Array] | None = None
+
+
+class RequestGroup:
+    """Runs of requests in their order, which all ranks share: while one is on the wire, the next one is encoded.
+
+    The ranks compare the whole group first. ``verdict``: the error that all ranks have come to. With ConfigError (a
+    rank has a problem) or PlanMismatchError (the ranks do not run the same) nothing was exchanged, and the requests can
+    be run again. StateError: some ranks committed the last run of a request, and others did not.
+    ``completed(begin, end)`` is told of every round.
+
+    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for.
+    """
+
+    def __init__(
+        self, runs: Sequence[Run], transport: Transport, completed: Callable[[float, float], None]
+    ) -> None:
+        self.verdict: GradcompError | None = None
+        self._runs = list(runs)
+        self._transport = transport
+        self._completed = completed
+        self._running = self._run()
+
+    def poll(self) -> Waiting:
+        """Do what can be done without blocking; NOTHING: the group is done."""
+        return next(self._running, Waiting.NOTHING)
+
+    @property
+    def results(self) -> list[list[Array]]:
+        """The arrays of every run; raises the verdict."""
+        if self.verdict is not None:
+            raise self.verdict
+        found = [run.request.result for run in self._runs]
+        return [result.arrays for result in found if result is not None]
+
+    def _run(self) -> Generator[Waiting, None, None]:
+        try:
+            yield from self._compare()
+        except (ConfigError, PlanMismatchError) as error:
+            self.verdict = error
+            return
+        in_flight = []
+        for number, run in enumerate(self._runs):
+            program = run.request.run(run.inputs, run.outputs)
+            one = InFlight(number, program, lambda _, begin, end: self._completed(begin, end))
+            yield from _prepared(one)
+            one.issue(self._transport)
+            in_flight.append(one)
+        for one in in_flight:
+            yield from _prepared(one)
+        for run in self._runs:
+            result, request = run.request.result, run.request
+            if result is not None and result.parted:
+                self.verdict = StateError(
+                    f"{request.request.kind} {request.request.name!r}: some ranks committed run {request.number - 2} "
+                    "and others discarded it; all ranks must do the same"
+                )
+
+    def _compare(self) -> Generator[Waiting, None, None]:
+        objections = (run.request.objection(run.inputs, run.outputs) for run in self._runs)
+        requests = [run.request for run in self._runs]
+        problem = next(filter(None, objections), None)
+        if len(set(map(id, requests))) < len(requests):
+            problem = problem or "a request stands twice in one group"
+        call = Call("requests", [request.call for request in requests], problem=problem)
+        if self._transport.size == 1:
+            if problem is not None:
+                raise ConfigError(f"{call.name}: {problem}")
+            return
+        for operation in compare(call, self._transport.rank, self._transport.size):
+            handle = operation.issue(self._transport)
+            while not handle.poll():
+                yield Waiting.WIRE
+
+
+def _prepared(one: InFlight) -> Generator[Waiting, None, None]:
+    """Until its round is due, or it is complete."""
+    while (waiting := one.prepare()) is not Waiting.NOTHING:
+        yield waiting
