@@ -58,6 +58,9 @@ inline std::uint64_t load_word(const std::uint8_t* p) {
     return word;
 }
 
+// Groups whose words are made together.
+inline constexpr int batch = 16;
+
 // Write the stream of 8 * groups codes, one per byte. No byte at or after `end` is touched.
 template <int bits>
 inline void pack(const std::uint8_t* codes, std::int64_t groups, std::uint8_t* stream,
@@ -71,7 +74,13 @@ inline void pack(const std::uint8_t* codes, std::int64_t groups, std::uint8_t* s
             std::memcpy(stream + g * bits, &group, bits);
         }
     } else {
-        // Whole words while they fit: the next group overwrites what a word has beyond its own bytes.
+        // Whole words while they fit: the next group overwrites what a word has beyond its own bytes. They are made
+        // apart from their stores, which overlap: the compiler makes vectors of that.
+        for (; g + batch <= groups && end - (stream + (g + batch - 1) * bits) >= 8; g += batch) {
+            std::uint64_t words[batch];
+            for (int i = 0; i < batch; ++i) words[i] = join<bits>(load_word(codes + 8 * (g + i)));
+            for (int i = 0; i < batch; ++i) std::memcpy(stream + (g + i) * bits, words + i, 8);
+        }
         for (; g < groups && end - (stream + g * bits) >= 8; ++g) {
             const std::uint64_t word = join<bits>(load_word(codes + 8 * g));
             std::memcpy(stream + g * bits, &word, 8);
@@ -99,6 +108,14 @@ inline void unpack(const std::uint8_t* stream, const std::uint8_t* end, std::int
             std::memcpy(codes + 8 * g, &word, 8);
         }
     } else {
+        for (; g + batch <= groups && bytes - (g + batch - 1) * bits >= 8; g += batch) {
+            std::uint64_t words[batch];
+            for (int i = 0; i < batch; ++i) words[i] = load_word(stream + (g + i) * bits);
+            for (int i = 0; i < batch; ++i) {
+                const std::uint64_t word = split<bits>(words[i]);
+                std::memcpy(codes + 8 * (g + i), &word, 8);
+            }
+        }
         for (; g < groups && bytes - g * bits >= 8; ++g) {
             const std::uint64_t word = split<bits>(load_word(stream + g * bits));
             std::memcpy(codes + 8 * g, &word, 8);

@@ -21,8 +21,9 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels.codec import Codec, Table
-from gradcomp.kernels.segments import L2, LINF, MINMAX
+from gradcomp.kernels.segments import L2, LINF, MINMAX, MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR
 
+_ALLOCATIONS = {"bucket": MINMAX_LEAST_BYTES, "bytes": MINMAX_LEAST_ERROR}
 _KINDS = {"minmax": MINMAX, "l2": L2, "linf": LINF}
 
 
@@ -61,6 +62,7 @@ class Quantize(Coded):
     rounding: str = "stochastic"
     feedback: bool | None = None
     decay: float = 1.0
+    allocate: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
@@ -76,6 +78,11 @@ class Quantize(Coded):
             raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
         if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
+        if self.allocate is not None:
+            if self.allocate not in _ALLOCATIONS:
+                raise ConfigError(f"allocate must be bucket, bytes or none, got {self.allocate!r}")
+            if self.scaling != "minmax" or self.rounding != "stochastic":
+                raise ConfigError(f"allocate={self.allocate} needs scaling=minmax and rounding=stochastic")
         if self.traits.keeps_residual:
             check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
@@ -103,6 +110,8 @@ class Quantize(Coded):
 
     def codec_for(self, table: Table) -> Codec:
         """The codec; the number of bits is in the segment table."""
+        if self.allocate is not None:
+            return Codec(_ALLOCATIONS[self.allocate], stochastic=True)
         return Codec(_KINDS[self.scaling], self.rounding == "stochastic")
 
     def fill(self, table: Table, level: Level) -> None:
