@@ -45,62 +45,61 @@ inline double error_at(int bits) {
     return (bits == 1 ? 3.0 : 2.0) / (static_cast<double>(levels) * static_cast<double>(levels));
 }
 
-// The choice for one segment: first open() with the largest range of all that are not flat, then add() every
-// bucket, then choose().
+inline std::int64_t groups_of(std::int64_t values) {
+    return (values + 7) / 8;
+}
+
+// The ranges of a segment by class, from the largest one's down. Sums are of whole numbers: buckets may come in any
+// order.
+struct Histogram {
+    int largest;
+    std::int64_t groups, varying;  // of all buckets, and of those that are not flat
+    std::int64_t weights[classes], counts[classes];
+
+    int depth(float span) const {
+        const int below = largest - class_of(span);
+        return below < classes - 1 ? below : classes - 1;
+    }
+
+    static std::int64_t weight(float span, std::int64_t groups) {
+        const std::int64_t mantissa = ((bits_of(span) & 0x7FFFFF) | 0x800000) >> 11;
+        return groups * mantissa * mantissa;
+    }
+};
+
+// The choice for one segment.
 class Allocation {
   public:
-    Allocation(Codec codec, int level) : least_bytes_(codec == Codec::minmax_least_bytes), level_(level) {}
-
-    void open(float largest_span) {
-        largest_ = class_of(largest_span);
-        std::memset(weights_, 0, sizeof weights_);
-        std::memset(counts_, 0, sizeof counts_);
-    }
-
-    // Flat ones count for what there is to share only.
-    void add(float span, std::int64_t groups) {
-        groups_ += groups;
-        if (is_flat(span)) return;
-        const int at = depth(span);
-        const std::int64_t mantissa = ((bits_of(span) & 0x7FFFFF) | 0x800000) >> 11;
-        weights_[at] += groups * mantissa * mantissa;
-        counts_[at] += groups;
-        varying_ += groups;
-    }
-
-    void choose() {
-        weights_[classes - 1] = 0;
+    // Not all buckets are flat. The histogram's counts are used up.
+    void choose(Codec codec, int level, Histogram& histogram) {
+        largest_ = histogram.largest;
+        counts_ = histogram.counts;
         for (int at = 0; at < classes; ++at) {
-            if (counts_[at] == 0) continue;
+            if (histogram.counts[at] == 0) continue;
             const int octaves = (largest_ >> 5) - ((largest_ - at) >> 5);
-            depths_[used_] = at;
-            counts_[used_] = counts_[at];
             // A power of two by its exponent.
-            double power;
-            const std::uint64_t exponent = static_cast<std::uint64_t>(1023 - 2 * octaves) << 52;
-            std::memcpy(&power, &exponent, sizeof power);
-            weight_[used_] = static_cast<double>(weights_[at]) * power;
+            const double power =
+                __builtin_bit_cast(double, static_cast<std::uint64_t>(1023 - 2 * octaves) << 52);
+            weights_[used_] = at == classes - 1 ? 0.0 : static_cast<double>(histogram.weights[at]) * power;
+            counts_[used_] = histogram.counts[at];
+            depths_[used_] = static_cast<std::int16_t>(at);
             ++used_;
         }
         for (int bits = 1; bits <= 8; ++bits) errors_[bits] = error_at(bits);
         double uniform = 0.0;
-        for (int i = 0; i < used_; ++i) uniform = uniform + weight_[i] * errors_[level_];
-        least_bytes_ ? fewest(uniform) : nearest(uniform);
+        for (int i = 0; i < used_; ++i) uniform = uniform + weights_[i] * errors_[level];
+        if (codec == Codec::minmax_least_bytes)
+            take_least_bytes(uniform, histogram.varying * level);
+        else
+            take_least_error(uniform, histogram.groups * level);
     }
 
-    int bits(float span) const {
-        if (is_flat(span)) return 0;
-        return uniform_ ? level_ : bits_at(shift_ - depth(span));
-    }
+    int shift() const { return shift_; }
+    bool uniform() const { return uniform_; }
 
   private:
-    int depth(float span) const {
-        const int below = largest_ - class_of(span);
-        return below < classes - 1 ? below : classes - 1;
-    }
-
     // The least shift with little enough error.
-    void fewest(double uniform) {
+    void take_least_bytes(double uniform, std::int64_t bytes) {
         int low = -1, high = most_shift;
         while (low < high) {
             const int middle = (low + high) >> 1;
@@ -110,15 +109,15 @@ class Allocation {
                 low = middle + 1;
         }
         shift_ = low;
-        uniform_ = groups_at(low) >= varying_ * level_;
+        uniform_ = bytes_at(low) >= bytes;
     }
 
     // The largest shift with few enough bytes.
-    void nearest(double uniform) {
+    void take_least_error(double uniform, std::int64_t bytes) {
         int low = -1, high = most_shift;
         while (low < high) {
             const int middle = (low + high + 1) >> 1;
-            if (groups_at(middle) <= groups_ * level_)
+            if (bytes_at(middle) <= bytes)
                 low = middle;
             else
                 high = middle - 1;
@@ -129,25 +128,28 @@ class Allocation {
 
     double error(int shift) const {
         double total = 0.0;
-        for (int i = 0; i < used_; ++i) total = total + weight_[i] * errors_[bits_at(shift - depths_[i])];
+        for (int i = 0; i < used_; ++i) total = total + weights_[i] * errors_[bits_at(shift - depths_[i])];
         return total;
     }
 
-    std::int64_t groups_at(int shift) const {
+    std::int64_t bytes_at(int shift) const {
         std::int64_t total = 0;
         for (int i = 0; i < used_; ++i) total += counts_[i] * bits_at(shift - depths_[i]);
         return total;
     }
 
-    bool least_bytes_;
-    int level_;
     int largest_ = 0, used_ = 0, shift_ = 0;
     bool uniform_ = false;
-    std::int64_t groups_ = 0, varying_ = 0;
+    std::int64_t* counts_;
     double errors_[9];
-    std::int64_t weights_[classes], counts_[classes];
-    double weight_[classes];
-    int depths_[classes];
+    double weights_[classes];
+    std::int16_t depths_[classes];
 };
+
+// Bits of one bucket.
+inline int bits_of_bucket(const Histogram& histogram, int shift, bool uniform, int level, float span) {
+    if (is_flat(span)) return 0;
+    return uniform ? level : bits_at(shift - histogram.depth(span));
+}
 
 }  // namespace gradcomp::GRADCOMP_BODY

@@ -25,7 +25,7 @@ class AllocatedEncoder {
           source_(source),
           random_(rounding, segment.layer),
           offset_(splat(draw_offset(rounding.step))),
-          allocation_(codec, segment.bits),
+          codec_(codec),
           streaming_(segment.length >= streaming_length),
           records_(payload),
           bits_(payload + 8 * bucket_count(segment)) {}
@@ -46,8 +46,6 @@ class AllocatedEncoder {
     std::int64_t end_of(std::int64_t begin) const {
         return smaller(begin + segment_.bucket_size, segment_.length);
     }
-
-    static std::int64_t groups(std::int64_t values) { return (values + 7) / 8; }
 
     const float* contributions(std::int64_t first, std::int64_t count) {
         const float* c = source_.block(first, count, scratch_);
@@ -77,15 +75,28 @@ class AllocatedEncoder {
             std::memset(bits_, 0, static_cast<std::size_t>(bucket_count(segment_)));
             return true;
         }
-        allocation_.open(largest);
+        std::memset(&histogram_, 0, sizeof histogram_);
+        histogram_.largest = class_of(largest);
         std::int64_t bucket = 0;
         for (std::int64_t begin = 0; begin < segment_.length; begin += segment_.bucket_size, ++bucket)
-            allocation_.add(span(bucket), groups(end_of(begin) - begin));
-        allocation_.choose();
+            add(span(bucket), groups_of(end_of(begin) - begin));
+        Allocation allocation;
+        allocation.choose(codec_, segment_.bits, histogram_);
         const std::int64_t buckets = bucket_count(segment_);
         for (std::int64_t k = 0; k < buckets; ++k)
-            bits_[k] = static_cast<std::uint8_t>(allocation_.bits(span(k)));
+            bits_[k] = static_cast<std::uint8_t>(bits_of_bucket(histogram_, allocation.shift(),
+                                                                allocation.uniform(), segment_.bits, span(k)));
         return true;
+    }
+
+    // Flat ones count for what there is to share only.
+    void add(float span, std::int64_t groups) {
+        histogram_.groups += groups;
+        if (is_flat(span)) return;
+        const int at = histogram_.depth(span);
+        histogram_.weights[at] += Histogram::weight(span, groups);
+        histogram_.counts[at] += groups;
+        histogram_.varying += groups;
     }
 
     float span(std::int64_t bucket) const { return read_float(records_ + 8 * bucket + 4); }
@@ -103,7 +114,7 @@ class AllocatedEncoder {
             }
             return codes;
         }
-        const std::int64_t padded = 8 * groups(end - begin);
+        const std::int64_t padded = 8 * groups_of(end - begin);
         CodeWriter<MinMax::Code> writer(codes, padded, bits);
         for (std::int64_t first = begin; first < end; first += block_size) {
             const std::int64_t count = smaller(block_size, end - first);
@@ -137,7 +148,8 @@ class AllocatedEncoder {
     const Source& source_;
     RandomStream random_;
     F32 offset_;
-    Allocation allocation_;
+    Codec codec_;
+    Histogram histogram_;
     bool streaming_;
     std::uint8_t* records_;
     std::uint8_t* bits_;
