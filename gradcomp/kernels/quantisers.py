@@ -185,7 +185,8 @@ class Format(NamedTuple):
         """Of codes without a sign; one that the format reserves is the next magnitude."""
         exponent = np.maximum(np.asarray(code, np.int32) >> self.mantissa, 1)
         steps = code - ((exponent - 1) << self.mantissa)
-        return np.ldexp(steps.astype(np.float32), exponent - 1 + self.least - self.mantissa)
+        magnitudes: Floats = np.ldexp(steps.astype(np.float32), exponent - 1 + self.least - self.mantissa)
+        return magnitudes
 
 
 FORMATS = {E4M3: Format(3, -6, 8, 0x7E), E5M2: Format(2, -14, 15, 0x7B), E2M1: Format(1, 0, 2, 0x7)}

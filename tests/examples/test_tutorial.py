@@ -145,7 +145,7 @@ def test_the_compressor_keeps_the_contract(contract, compressor, check: str, spa
 
 
 def test_files_of_a_run_resume_it(contract, compressor, tmp_path: Path):
-    contract.test_a_run_goes_on_from_its_files_bit_for_bit(Row(compressor()), False, tmp_path)
+    contract.test_a_run_goes_on_from_its_files_bit_for_bit(Row(compressor()), tmp_path)
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 2, "much", True, float("nan")])

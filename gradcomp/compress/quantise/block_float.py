@@ -29,8 +29,8 @@ ROUNDINGS = ("stochastic", "nearest")
 class BlockFloat(Bucketed):
     """Round every value to a narrow floating format, in units of a power of two that a block of values shares.
 
-    value_i = X P_i, X = 2^ceil(log2(max |v| / P_max)): the least power of two at which no |v_i| / X exceeds the format's
-    largest number P_max; P_i is v_i / X in the format, subnormal numbers included.
+    value_i = X P_i, X = 2^ceil(log2(max |v| / P_max)): the least power of two at which no |v_i| / X exceeds P_max, the
+    largest number of the format; P_i is v_i / X in the format, subnormal numbers included.
 
     ``format``: ``"fp8_e4m3"`` (default: P_max = 448), ``"fp8_e5m2"`` (57344) or ``"fp4_e2m1"`` (6).
     ``block``: values that share X; None: the whole layer.
