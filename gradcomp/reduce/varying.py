@@ -1,9 +1,9 @@
 """Chunks whose sizes depend on data: sizes travel in front of what fits into a room that both ends know.
 
-What a sender has for a receiver varies little from step to step. Its *room* is the most that it was in 16 steps and 1/32
-more, at first 0: of many pairs of ranks hardly one then does not fit. A message holds sizes, and payload up to the room; what did not fit follows in a second round. Kernels see
-neither: chunks are encoded and decoded where there is room for the most, and :func:`gradcomp.kernels.compact` and
-``restore`` lead from there to what travels and back.
+What a sender has for a receiver varies little from step to step. Its *room* is the most that it was in 16 steps, and
+1/32 more, at first 0. Of many pairs of ranks hardly one then does not fit. A message holds sizes, and payload up to the
+room; what did not fit follows in a second round. Kernels see neither: chunks are encoded and decoded where there is
+room for the most, and :func:`gradcomp.kernels.compact` and ``restore`` lead from there to what travels and back.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ def uneven(world: int, step: int) -> Any:
     for _ in range(world):
         layers = []
         for layer in LAYERS:
-            scales = np.exp2((step % 5 - 1.5) * rng.normal(size=-(-layer.size // 32))).repeat(32)[: layer.size]
+            scales = np.exp2((step % 5 - 1.5) * rng.normal(size=-(-layer.size // 32))).repeat(32)[
+                : layer.size
+            ]
             dtype = np.float16 if layer.dtype == "float16" else np.float32
             layers.append((rng.normal(size=layer.size) * scales).astype(dtype))
         ranks.append(layers)
