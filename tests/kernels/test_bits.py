@@ -15,7 +15,9 @@ from gradcomp import kernels
 from gradcomp.kernels import bodies, reference, reference_bits, segments
 
 BYTES, ERROR = segments.MINMAX_LEAST_BYTES, segments.MINMAX_LEAST_ERROR
-BODIES = pytest.mark.parametrize("body", [reference, bodies.named("native")], ids=["reference", "native"])
+BODIES = pytest.mark.parametrize(
+    "body", [bodies.named("reference"), bodies.named("native")], ids=["reference", "native"]
+)
 SIZE = 64
 
 
@@ -152,3 +154,52 @@ def test_bytes_of_a_peer_are_never_read_past_their_end(body: Any) -> None:
         found, expected = each.decode(body, bytes(payload)), each.decode(reference, bytes(payload))
         assert found.flags == expected.flags
         assert found.arrays == expected.arrays
+
+
+# --- as it travels ------------------------------------------------------------------------------------------------
+
+
+def travelling(codec: int = BYTES) -> Group:
+    rows = [
+        Segment(buckets(1.0, 5), bits=4, bucket_size=SIZE),
+        Segment(np.zeros(0, np.float32), bits=4, bucket_size=SIZE),
+        Segment(buckets(3.0, 9, 1)[:-7], bits=3, bucket_size=SIZE),
+    ]
+    return Group(codec, rows)
+
+
+@BODIES
+@pytest.mark.parametrize("codec", [BYTES, ERROR, segments.MINMAX])
+def test_compact_and_restore(codec: int, body: Any) -> None:
+    each = travelling(codec)
+    payload = np.frombuffer(each.encode(body, stochastic=True).payload, np.uint8)
+    out, back = np.zeros(each.size, np.uint8), np.full(each.size, 0xA5, np.uint8)
+    size = body.compact(codec, each.table, payload, out)
+    used = [reference_bits.used_bytes(row, payload[int(row["payload"]) :]) for row in each.table]
+    rooms = kernels.wire_bytes_table(codec, each.table)
+    assert size == (sum(used) if codec in segments.ALLOCATED else rooms.sum())  # type: ignore[arg-type]
+    assert (size < rooms.sum()) == (codec == BYTES)
+    assert body.restore(codec, each.table, out[: size + 1], back) == size
+    assert back.tolist() == payload.tolist()
+
+
+@BODIES
+def test_what_cannot_be_restored(body: Any) -> None:
+    each = travelling()
+    payload = np.frombuffer(each.encode(body).payload, np.uint8)
+    out, back = np.zeros(each.size, np.uint8), np.zeros(each.size, np.uint8)
+    size = body.compact(BYTES, each.table, payload, out)
+    for length in range(size):
+        with pytest.raises(ValueError, match="end too early"):
+            body.restore(BYTES, each.table, out[:length], back)
+    for at, bits in ((40, 9), (44, 255), (41, 8)):
+        wrong = out.copy()
+        wrong[at : at + 4] = bits
+        with pytest.raises(ValueError, match=r"bits of the buckets|end too early"):
+            body.restore(BYTES, each.table, wrong[:size], back)
+    with pytest.raises(ValueError, match="out is too short"):
+        body.compact(BYTES, each.table, payload, out[: size - 1])
+    hostile = payload.copy()
+    hostile[int(each.table["payload"][0]) + 40] = 9
+    with pytest.raises(ValueError, match="bits of the buckets"):
+        body.compact(BYTES, each.table, hostile, out)
