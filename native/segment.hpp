@@ -61,8 +61,8 @@ inline bool is_allocated(Codec codec) {
     return codec == Codec::minmax_least_bytes || codec == Codec::minmax_least_error;
 }
 
-// Bytes that the payload of a segment whose buckets have bits of their own uses of its room; -1 if what it says
-// of itself is not possible.
+// Bytes that the payload of a segment whose buckets have bits of their own uses of its room; -1 if what it
+// says of itself is not possible.
 std::int64_t used_bytes(const Segment& segment, const std::uint8_t* payload);
 
 // Bytes of all scale records, which precede the codes.

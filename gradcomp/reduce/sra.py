@@ -31,6 +31,8 @@ class ScatterReduceAllgather(Reduction):
     plus a header per chunk. Encodes on the longest path: 2. Chunks are balanced by payload bytes; their borders fall
     on quantisation buckets, and second-stage draws are the same on every rank, so who owns what changes no bit of the
     mean. State: the second residual of the owned ranges, for groups with feedback.
+    Codecs whose sizes depend on data (bits by bucket): sizes travel in front, :mod:`gradcomp.reduce.varying`; each
+    round is two where a size has grown. A chunk is balanced by its room then, and its borders change bits.
     Source: Markov 2024, sections 2.2.1 and 3.5.1; Rabenseifner as cited there. Differs: the owner codes its own
     contribution too, and keeps residuals at both encodes.
 

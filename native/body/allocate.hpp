@@ -1,5 +1,5 @@
-// Bits by quantisation bucket: how many bits each bucket of a segment takes. gradcomp/kernels/reference_bits.py
-// defines the choice; see there for the words.
+// Bits by quantisation bucket: how many bits each bucket of a segment takes.
+// gradcomp/kernels/reference_bits.py defines the choice; see there for the words.
 #pragma once
 
 #include "codecs.hpp"
@@ -49,8 +49,8 @@ inline std::int64_t groups_of(std::int64_t values) {
     return (values + 7) / 8;
 }
 
-// The ranges of a segment by class, from the largest one's down. Sums are of whole numbers: buckets may come in any
-// order.
+// The ranges of a segment by class, from the largest one's down. Sums are of whole numbers: buckets may come
+// in any order.
 struct Histogram {
     int largest;
     std::int64_t groups, varying;  // of all buckets, and of those that are not flat

@@ -1,5 +1,5 @@
-// Codes of segments whose buckets have bits of their own: two passes over a segment, one for the ranges of all its
-// buckets, one for their codes.
+// Codes of segments whose buckets have bits of their own: two passes over a segment, one for the ranges of
+// all its buckets, one for their codes.
 #pragma once
 
 #include <span>
@@ -84,8 +84,8 @@ class AllocatedEncoder {
         allocation.choose(codec_, segment_.bits, histogram_);
         const std::int64_t buckets = bucket_count(segment_);
         for (std::int64_t k = 0; k < buckets; ++k)
-            bits_[k] = static_cast<std::uint8_t>(bits_of_bucket(histogram_, allocation.shift(),
-                                                                allocation.uniform(), segment_.bits, span(k)));
+            bits_[k] = static_cast<std::uint8_t>(
+                bits_of_bucket(histogram_, allocation.shift(), allocation.uniform(), segment_.bits, span(k)));
         return true;
     }
 
@@ -171,8 +171,8 @@ class AllocatedReader {
     // Whether the payload can be what it says of itself; else all values are NaN.
     bool possible() const { return possible_; }
 
-    // Elements first..first+count, at most a block, into an array of block_capacity. No element before them can
-    // be read any more.
+    // Elements first..first+count, at most a block, into an array of block_capacity. No element before them
+    // can be read any more.
     void read(std::int64_t first, std::int64_t count, float* values) {
         if (!possible_) {
             for (std::int64_t i = 0; i < count; ++i) values[i] = __builtin_nanf("");
@@ -279,7 +279,8 @@ class MeanOfAllocated final : public Source {
 inline bool encode_allocated(Codec codec, const Segment& segment, const Source& source,
                              const Rounding& rounding, std::uint8_t* payload) {
     const std::int64_t room = wire_bytes(codec, segment);
-    if (rounding.stochastic) return AllocatedEncoder<true>(codec, segment, source, rounding, payload).run(room);
+    if (rounding.stochastic)
+        return AllocatedEncoder<true>(codec, segment, source, rounding, payload).run(room);
     return AllocatedEncoder<false>(codec, segment, source, rounding, payload).run(room);
 }
 

@@ -110,9 +110,9 @@ void encode(const EncodeCall& call) {
                 finite = encode_allocated(call.codec, segment, source, call.rounding, payload);
             else
                 finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
-                return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
-                                          scale_bytes(call.codec, segment), payload);
-            });
+                    return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
+                                              scale_bytes(call.codec, segment), payload);
+                });
         }
         if (!finite) discard(call.codec, segment, payload, call.flags[row]);
     }

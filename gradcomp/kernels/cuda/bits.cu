@@ -1,8 +1,6 @@
-// Codes of segments whose buckets have bits of their own; native/body/allocate.hpp has the choice. Ranges come first, a
-// team for each bucket, then the choice, a block for each row, then codes, eight for each thread.
-//
-// A payload says where its codes are by the bits of its buckets: a block for each row and payload adds them up before
-// anything is decoded.
+// Codes of segments whose buckets have bits of their own. Ranges come first, a team for each bucket, then the
+// choice, a block for each row, then codes, eight for each thread. Before anything is decoded, a block for
+// each row and payload adds up bits to where codes are.
 
 #include "native/body/allocate.hpp"
 #include "native/body/finish.hpp"
@@ -35,8 +33,6 @@ struct BitsParams {
     std::int64_t step, rank;
     double scale, decay, divisor;
 };
-
-inline constexpr int teams = 256 / team_threads;
 
 inline std::int64_t buckets_of(const Segment& segment) {
     return (segment.length + segment.bucket_size - 1) / segment.bucket_size;
@@ -77,21 +73,24 @@ inline std::int64_t add_up(const Segment& segment, std::int64_t* starts, Bits bi
 
 // --- to decode ---
 
+// A row's payload of decode, or one of those of reduce.
+inline const std::uint8_t* payload_of(const BitsParams& params, const Segment& segment, std::int64_t number) {
+    const bool one = params.payload_count == 0;
+    return at<std::uint8_t>(one ? params.payload : at<std::uint64_t>(params.payloads)[number]) +
+           segment.payload;
+}
+
 inline void find_starts(const BitsParams& params) {
     const Place place(params.places, blockIdx.x);
     const Segment& segment = at<Segment>(params.rows)[place.row];
     const std::int64_t payload = place.tile;
-    const std::uint64_t begin =
-        params.payload_count == 0 ? params.payload : at<std::uint64_t>(params.payloads)[payload];
-    const std::uint8_t* const bits =
-        at<std::uint8_t>(begin) + segment.payload + 8 * buckets_of(segment);
+    const std::uint8_t* const bits = payload_of(params, segment, payload) + 8 * buckets_of(segment);
     int largest = 0;
-    const std::int64_t end =
-        add_up(segment, starts_of(params, place.row, payload), [&](std::int64_t bucket) {
-            const int found = bits[bucket];
-            largest = found > largest ? found : largest;
-            return found;
-        });
+    const std::int64_t end = add_up(segment, starts_of(params, place.row, payload), [&](std::int64_t bucket) {
+        const int found = bits[bucket];
+        largest = found > largest ? found : largest;
+        return found;
+    });
     largest = reduce_block(largest, [](int a, int b) { return a > b ? a : b; });
     if (threadIdx.x == 0)
         to<std::uint8_t>(params.possible)[payload * params.row_count + place.row] =
@@ -103,9 +102,7 @@ class Coded {
   public:
     Coded(const BitsParams& params, const Segment& segment, std::uint32_t row, std::int64_t payload)
         : segment_(segment),
-          payload_(at<std::uint8_t>(params.payload_count == 0 ? params.payload
-                                                              : at<std::uint64_t>(params.payloads)[payload]) +
-                   segment.payload),
+          payload_(payload_of(params, segment, payload)),
           starts_(starts_of(params, row, payload)),
           possible_(at<std::uint8_t>(params.possible)[payload * params.row_count + row] != 0) {}
 
@@ -153,8 +150,7 @@ struct Eight {
     std::int64_t first;
     int count;
 
-    explicit Eight(const BitsParams& params) : Eight(params, Place(params.places, blockIdx.x)) {}
-    Eight(const BitsParams& params, const Place& place)
+    explicit Eight(const BitsParams& params, const Place& place)
         : row(place.row),
           segment(at<Segment>(params.rows)[place.row]),
           first(8 * (std::int64_t{place.tile} * 256 + threadIdx.x)),
@@ -162,7 +158,7 @@ struct Eight {
 };
 
 inline void decode_row(const BitsParams& params) {
-    const Eight eight(params);
+    const Eight eight(params, Place(params.places, blockIdx.x));
     const Segment& segment = eight.segment;
     float x[8];
     if (at<std::uint8_t>(params.flags)[eight.row] != 0) {
@@ -188,7 +184,7 @@ inline void decode_row(const BitsParams& params) {
 }
 
 inline void add_row(const BitsParams& params) {
-    const Eight eight(params);
+    const Eight eight(params, Place(params.places, blockIdx.x));
     if (eight.count <= 0) return;
     const Coded coded(params, eight.segment, eight.row, 0);
     const Finish finish(1.0f, static_cast<float>(params.scale));
@@ -202,7 +198,7 @@ inline void add_row(const BitsParams& params) {
 }
 
 inline void mean_of_row(const BitsParams& params) {
-    const Eight eight(params);
+    const Eight eight(params, Place(params.places, blockIdx.x));
     if (eight.count <= 0) return;
     float c[8] = {};
     for (std::int64_t payload = 0; payload < params.payload_count; ++payload) {
@@ -239,7 +235,8 @@ class FromValues {
 
 class FromMemory : public FromGradient {
   public:
-    FromMemory(const BitsParams& params, const Segment& segment, std::uint32_t) : FromGradient(params, segment) {}
+    FromMemory(const BitsParams& params, const Segment& segment, std::uint32_t)
+        : FromGradient(params, segment) {}
 };
 
 // Lowest value and range of every bucket, to where the records will be.
@@ -247,7 +244,7 @@ template <class Source>
 inline void find_ranges(const BitsParams& params) {
     const Place place(params.places, blockIdx.x);
     const Segment& segment = at<Segment>(params.rows)[place.row];
-    const std::int64_t bucket = std::int64_t{place.tile} * teams + threadIdx.x / team_threads;
+    const std::int64_t bucket = std::int64_t{place.tile} * (256 / team_threads) + threadIdx.x / team_threads;
     const std::int64_t begin = bucket * segment.bucket_size;
     const std::int64_t end = bucket < buckets_of(segment) ? begin + size_of(segment, bucket) : begin;
     const Source source(params, segment, place.row);
@@ -259,10 +256,10 @@ inline void find_ranges(const BitsParams& params) {
         for (int i = 0; i < count; ++i) range.add({c[i]});
     }
     range.gather();
-    const float low = range.low(), span = range.high() - low;
-    const bool finite = range.finite();  // all lanes take part
+    const float low = range.low(), span = range.high() - low;  // all lanes take part
+    const bool finite = range.finite() && is_finite(span);
     if (team_rank() != 0 || end == begin) return;
-    if (!finite || !is_finite(span)) to<std::uint8_t>(params.bad)[place.row] = 1;
+    if (!finite) to<std::uint8_t>(params.bad)[place.row] = 1;
     std::uint8_t* const record = to<std::uint8_t>(params.payload) + segment.payload + 8 * bucket;
     write_float(record, low);
     write_float(record + 4, span);
@@ -331,11 +328,10 @@ inline void encode_codes(const BitsParams& params) {
     if (from >= size) return;
     const std::int64_t first = bucket * segment.bucket_size + from;
     const int count = count_of(size - from);
-    float c[8] = {}, u[8] = {}, lost[8] = {};
+    float c[8] = {}, u[8] = {}, lost[8];
     Source(params, segment, place.row).read(first, count, c);
-    const Stream stream{params.seed, static_cast<std::uint32_t>(params.step),
-                        static_cast<std::uint32_t>(params.rank)};
-    if constexpr (stochastic) draw(stream, segment.layer, segment.start + first, u);
+    const auto step = static_cast<std::uint32_t>(params.step), rank = static_cast<std::uint32_t>(params.rank);
+    if constexpr (stochastic) draw({params.seed, step, rank}, segment.layer, segment.start + first, u);
     std::uint8_t* const payload = to<std::uint8_t>(params.payload) + segment.payload;
     const int bits = payload[8 * buckets_of(segment) + bucket];
     const MinMax codec(read_float(payload + 8 * bucket), read_float(payload + 8 * bucket + 4), bits);
@@ -345,8 +341,8 @@ inline void encode_codes(const BitsParams& params) {
         lost[i] = (F32{c[i]} - codec.value(code[i])).v;
     }
     if (bits > 0)
-        write_codes<std::uint8_t>(payload + starts_of(params, place.row, 0)[bucket] + from / 8 * bits, group, bits,
-                                  code);
+        write_codes<std::uint8_t>(payload + starts_of(params, place.row, 0)[bucket] + from / 8 * bits, group,
+                                  bits, code);
     if (segment.next_residual != 0) write_floats(to<float>(segment.next_residual) + first, count, lost);
 }
 
