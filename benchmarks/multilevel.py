@@ -41,7 +41,7 @@ from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import Observations, StepContext
-from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline import Options, Pipeline
 from gradcomp.pipeline.arrangement import Arrangements
 from gradcomp.transport.inprocess import World
 
@@ -205,7 +205,12 @@ def swaps(name: str, layers: Sequence[LayerSpec], method: str, rounds: int) -> S
     running = GraVAC().begin(environment)
     assert isinstance(running, GraVACRun)
     pipeline = Pipeline(
-        layers, policy.plan(layers), World(2).transports()[0], Config(), lambda layer: 0, controller=running
+        layers,
+        policy.plan(layers),
+        World(2).transports()[0],
+        Config(),
+        lambda layer: 0,
+        Options(controller=running),
     )
     running.search.minimum[:], running.search.candidate[:] = 1, 2
     times: dict[str, list[float]] = {"choose": [], "new": [], "kept": []}

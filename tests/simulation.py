@@ -27,7 +27,7 @@ from gradcomp.core.scheme import parse
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline import Pipeline, StepResult
+from gradcomp.pipeline import Options, Pipeline, StepResult, Submission
 from gradcomp.reduce.header import FIXED, ByteHeader, padded
 from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Transport
@@ -171,12 +171,14 @@ class Rank:
             self.transport,
             self.config,
             self._allocate,
-            average=self.average,
-            schedule=self.schedule,
-            topology=self.topology,
-            network=self.network,
-            controller=self.controller,
-            device=self.device,
+            Options(
+                average=self.average,
+                schedule=self.schedule,
+                topology=self.topology,
+                network=self.network,
+                controller=self.controller,
+                device=self.device,
+            ),
         )
 
     def _allocate(self, layer: int) -> int:
@@ -196,7 +198,7 @@ class Rank:
         out[:] = gradient
         self.outputs[layer] = out
         event = self.device.mark(layer)
-        self.pipeline.registry.submit(layer, out.ctypes.data, out.ctypes.data, out, event)
+        self.pipeline.registry.submit(Submission(layer, out.ctypes.data, out.ctypes.data, out, event))
 
     def _room(self, layer: int) -> np.ndarray:
         spec = self.layers[layer]

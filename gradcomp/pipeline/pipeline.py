@@ -7,7 +7,7 @@ pipelines over an in-process transport run N ranks in one thread.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.compress.policy import Schedule
 from gradcomp.control.base import ControllerRun
 from gradcomp.core.config import HOST_SLICE, Config
 from gradcomp.core.errors import ConfigError, StateError
@@ -28,7 +27,6 @@ from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.cuda.mirrors import mirror
-from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.step import Observations, StepContext
 from gradcomp.pipeline.arrangement import Arrangements, Arranger
 from gradcomp.pipeline.bucket import BucketProgram
@@ -37,15 +35,15 @@ from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
-from gradcomp.pipeline.layout import Bucket, Layout
+from gradcomp.pipeline.layout import Layout
 from gradcomp.pipeline.memory import Allocate, StepMemory, Times
+from gradcomp.pipeline.options import Options, Resumption
 from gradcomp.pipeline.ordering import Ordering
 from gradcomp.pipeline.rehearsal import rehearse
 from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.succession import Succession
-from gradcomp.pipeline.switching import Switch
 from gradcomp.pipeline.ticks import Ticks
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.framing import Framed
@@ -59,7 +57,6 @@ from gradcomp.reduce.header import (
     BucketFlags,
     HeaderId,
 )
-from gradcomp.reduce.model import Network
 from gradcomp.transport.base import AllReduce, Transport, host_allocator
 
 Mask = npt.NDArray[np.bool_]
@@ -71,12 +68,7 @@ _LONGEST_FAREWELL_SECONDS = 5.0
 class Pipeline:
     """One rank's side of an exchanger.
 
-    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. ``average=False`` hands out the
-    sum over ranks instead of the mean. ``on_complete(bucket)`` is called when a bucket's means are in the outputs.
-    ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. ``schedule``: asked
-    with a step and a version, the plan that begins then; the same on all ranks. ``topology``: who shares a host; by
-    default all do. ``network``: measured constants, the same on all ranks; ``reduction="auto"`` needs them where there
-    are several hosts. ``device``: where gradients and means are, and so the state. Apart from the gradient registry,
+    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. Apart from the gradient registry,
     methods are called by one thread at a time.
 
     Where the scheme has dedicated servers, the first ranks only serve: they hand in nothing, and what is averaged,
@@ -90,16 +82,9 @@ class Pipeline:
         transport: Transport,
         config: Config,
         allocate: Allocate,
-        *,
-        average: bool = True,
-        on_complete: Callable[[Bucket], None] | None = None,
-        order_step: int = 0,
-        schedule: Schedule | None = None,
-        topology: Topology | None = None,
-        network: Network | None = None,
-        controller: ControllerRun | None = None,
-        device: Device = HOST,
+        options: Options | None = None,
     ) -> None:
+        options = options or Options()
         check_unique(layers)
         if not layers:
             raise ConfigError("there is no layer to exchange")
@@ -112,15 +97,21 @@ class Pipeline:
         self.step = 0
         self.ordering = Ordering(len(layers), config.cold_after_steps)
         self.registry = GradientRegistry(self.layers)
-        self.device = device
-        topology = topology or Topology.one_host(transport.size)
+        self.device = device = options.device
+        topology = options.topology or Topology.one_host(transport.size)
         assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
         messages = transport.allocator(device)
         local = messages
         if device.driver is not None and messages is host_allocator:
             local = partial(mirror, device.driver)
         self._arranger = Arranger(
-            self.layers, self.config, device, Memory(messages, local), transport.rank, topology, network
+            self.layers,
+            self.config,
+            device,
+            Memory(messages, local),
+            transport.rank,
+            topology,
+            options.network,
         )
         self.servers, self.trainers = self._arranger.servers, self._arranger.trainers
         self.residuals = Residuals([0] * len(layers), device.zeros)
@@ -136,12 +127,13 @@ class Pipeline:
         self.trace = Trace(config.trace_spans, transport.rank)
         self.result: StepResult | None = None
         self._allocate = allocate
-        self._average = average
-        self._on_complete = on_complete
-        self._order_step = order_step
-        self.plans = Succession(self.layers, schedule)
+        self._average = options.average
+        self._on_complete = options.on_complete
+        self._order_step = options.order_step
+        self.plans = Succession(self.layers, options.schedule)
         self._discards = Discards()
         self._handing_over = False  # servers have to tell each other what they no longer own
+        controller = options.controller
         self._steering = Steering(controller, len(layers))
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._checksums = config.checksums and transport.checksums
@@ -309,39 +301,22 @@ class Pipeline:
             self.layout = self._relayout()
         self._arrangements.age(self.step)
 
-    def restore(
-        self,
-        step: int,
-        order: Sequence[int],
-        plan: Plan,
-        cold: frozenset[int],
-        sparse: frozenset[int],
-        *,
-        streak: Sequence[int] | None = None,
-        residuals: Residuals | None = None,
-        fields: Fields | None = None,
-        learning_rate: float | None = None,
-        switch: Switch | None = None,
-    ) -> None:
-        """Go on from elsewhere: a checkpoint, a pipeline with fewer layers. See :mod:`gradcomp.pipeline.snapshot`.
-
-        ``residuals``, ``fields`` and ``learning_rate`` replace those that are here; without them these are kept.
-        ``switch``: a change of compression that is not through; no controller decides beside it.
-        """
+    def restore(self, state: Resumption) -> None:
+        """Go on from elsewhere; see :mod:`gradcomp.pipeline.snapshot`."""
         if self.is_open:
             raise StateError("an exchange is open")
-        plan.check_covers(self.layers)
-        self.step, self.plan = step, plan
-        self.ordering.restore(order, cold, sparse, streak)
-        self.plans.restore(switch, plan)
-        if switch is not None:
+        state.plan.check_covers(self.layers)
+        self.step, self.plan = state.step, state.plan
+        self.ordering.restore(state.order, state.cold, state.sparse, state.streak)
+        self.plans.restore(state.switch, state.plan)
+        if state.switch is not None:
             self._steering.stop()
-        if residuals is not None:
-            self.residuals = residuals
-        if fields is not None:
-            self.fields = fields
-        if learning_rate is not None:
-            self.learning_rate = learning_rate
+        if state.residuals is not None:
+            self.residuals = state.residuals
+        if state.fields is not None:
+            self.fields = state.fields
+        if state.learning_rate is not None:
+            self.learning_rate = state.learning_rate
         self.result = None
         self.outcome = 0
         self.layout = self._relayout()

@@ -38,6 +38,7 @@ from gradcomp import (
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
+from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.snapshot import restore, snapshot
 
 LAYERS = [
@@ -206,9 +207,8 @@ def test_second_residuals_move_on_a_device_as_on_the_host(moved: str, gpu: Any) 
             plan, order = pipeline.plan, list(range(len(LAYERS)))
             if moved == "plan":
                 plan = plan_for(LAYERS, Quantize(2, bucket_size=64, rounding="nearest", feedback=True), 1)
-            pipeline.restore(
-                pipeline.step, order[::-1] if moved == "order" else order, plan, frozenset(), frozenset()
-            )
+            order = order[::-1] if moved == "order" else order
+            pipeline.restore(Resumption(pipeline.step, order, plan))
         states.append(ranks.state())
     assert states[0] == states[1]
 
