@@ -70,6 +70,9 @@ class NullDriver:
         self._loaded.add(module)
         return name
 
+    def resident(self, function: Any, threads: int) -> int:
+        return 1024
+
     def launch(self, function: Any, blocks: int, threads: int, parameters: np.ndarray) -> None:
         self.calls["launch"] += 1
 

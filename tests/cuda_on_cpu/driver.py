@@ -223,6 +223,7 @@ if SANITIZED:
 
 
 _libraries: dict[str, ctypes.CDLL] = {}
+_compiling = threading.Lock()  # two threads would write one file, and its name is the process's
 
 
 def compiled(folder: Path, name: str, defines: Mapping[str, object]) -> ctypes.CDLL:
@@ -244,17 +245,18 @@ def compiled(folder: Path, name: str, defines: Mapping[str, object]) -> ctypes.C
     common = tuple(command)
     command += ["-shared", *defined]
     key = hashlib.sha256("\0".join([shim.read_text(), text, *command]).encode()).hexdigest()[:32]
-    if key not in _libraries:
-        target = folder / f"{key}.so"
-        if not target.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            part = folder / f"{key}.{os.getpid()}"
-            # Of the few sources that are compiled with sanitizers, none saves what the headers take.
-            headers = () if SANITIZED else ("-include", str(_headers(folder, common)))
-            _compile([*command, *headers, "-x", "c++", "-", "-o", str(part)], text, name)
-            part.rename(target)
-        _libraries[key] = ctypes.CDLL(str(target))
-    return _libraries[key]
+    with _compiling:
+        if key not in _libraries:
+            target = folder / f"{key}.so"
+            if not target.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                part = folder / f"{key}.{os.getpid()}"
+                # Of the few sources that are compiled with sanitizers, none saves what the headers take.
+                headers = () if SANITIZED else ("-include", str(_headers(folder, common)))
+                _compile([*command, *headers, "-x", "c++", "-", "-o", str(part)], text, name)
+                part.rename(target)
+            _libraries[key] = ctypes.CDLL(str(target))
+        return _libraries[key]
 
 
 @functools.cache
