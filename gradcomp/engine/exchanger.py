@@ -218,7 +218,7 @@ class Exchanger:
         self._check()
         if self.is_open:
             raise StateError("a step is open: requests run between steps")
-        self._group = RequestGroup(runs, self._transport, self._round_complete)
+        self._group = RequestGroup(runs, self._transport, self._pipeline.round_complete)
         self._progress.start(self._group.poll)
 
     def finish(self) -> list[list[Array]]:
@@ -230,10 +230,6 @@ class Exchanger:
         if isinstance(group.verdict, StateError):
             self._progress.end_with(group.verdict)  # all ranks have found it: nobody is to be told
         return group.results
-
-    def _round_complete(self, begin: float, end: float) -> None:
-        self._pipeline.advances += 1
-        self._pipeline.statistics.wire_seconds += end - begin
 
     def listen(self) -> bool:
         """On a server, between steps, blocking: whether the trainers begin a step, or are done for now."""

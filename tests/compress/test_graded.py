@@ -45,13 +45,13 @@ def watched(ranks: Simulation) -> list[Observations]:
     found = []
     for pipeline in ranks.pipelines:
         seen = Observations(len(ranks.layers))
-        start = type(pipeline)._start
+        steering = pipeline._steering
 
-        def noting(*arguments, pipeline=pipeline, seen=seen, start=start):
-            pipeline._steering.observations = seen
-            return start(pipeline, *arguments)
+        def noting(*arguments, steering=steering, seen=seen, open_=steering.open):
+            open_(*arguments)
+            steering.observations = seen
 
-        pipeline._start = noting
+        steering.open = noting
         found.append(seen)
     return found
 

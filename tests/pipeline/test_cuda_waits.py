@@ -129,8 +129,7 @@ def test_buckets_of_more_and_of_fewer_rounds_begin_once(gpu: Any) -> None:
     ranks = Simulation(layers, policy, 2, devices=[gpu, HOST], slice_elements=ONE_LAYER, shuffle=True)
     for _ in range(2):
         ranks.step(during=during)
-        assert [len(p._flags) for p in ranks.pipelines] == [3, 3]
-        assert [p._ticks._ahead for p in ranks.pipelines] == [None, None]
+        assert [len(p._exchange._flags) for p in ranks.pipelines] == [3, 3]
 
 
 def test_a_device_that_fails_meanwhile_is_an_error_of_its_rank(gpu: Any, monkeypatch: Any) -> None:
@@ -168,7 +167,7 @@ def test_after_an_error_the_device_is_waited_for(gpu: Any, monkeypatch: Any) -> 
         monkeypatch.setattr(gpu.driver, "reached", soon)
         raise WireFormatError("rank 1 sent something else")
 
-    monkeypatch.setattr(first._ticks._in_flight[0], "prepare", breaks)
+    monkeypatch.setattr(first._exchange._ticks._in_flight[0], "prepare", breaks)
     with pytest.raises(WireFormatError):
         first.poll()
     assert len(asked) == 4

@@ -475,7 +475,7 @@ def test_a_scaler_of_other_gradients_is_left_alone_if_the_caller_says_so(fronten
     model, optimizer, exchanger = MAKERS[frontend](WITH_RESIDUALS, grad_scaler=False)
     with logged() as lines:
         train(model, optimizer, 2)
-    assert exchanger().pipeline._scale == 1.0
+    assert exchanger().pipeline._exchange.scale == 1.0
     assert not [line for line in lines if "GradScaler" in line]
     assert other.get_scale() == 1024.0
 
@@ -485,7 +485,7 @@ def test_a_scaler_that_has_scaled_nothing_leaves_gradients_in_their_units():
     other = scaler()
     model, optimizer, exchanger = optimized(WITH_RESIDUALS)
     train(model, optimizer, 2)
-    assert exchanger().pipeline._scale == 1.0
+    assert exchanger().pipeline._exchange.scale == 1.0
     assert other.get_scale() == 1024.0
 
 
@@ -526,7 +526,7 @@ def test_a_scaler_is_looked_for_when_state_begins():
     scales = []
     for step in range(4):
         scaled_step(model, optimizer, mine, step)
-        scales.append(exchanger().pipeline._scale)
+        scales.append(exchanger().pipeline._exchange.scale)
     assert scales == [1.0, 1.0, 2048.0, 2048.0]
 
 
