@@ -36,7 +36,7 @@ from gradcomp import (
     UnbiasedRank,
     Warmup,
 )
-from gradcomp.compress import Graded
+from gradcomp.compress import TwoLevelSelection
 
 
 @dataclass(frozen=True)
@@ -190,17 +190,22 @@ ROWS = {
     ),
     "global-topk": Row(GlobalTopK(0.1), constants=False, sized=False),
     "global-topk-bf16": Row(GlobalTopK(0.05, values=Cast("bfloat16")), constants=False, sized=False),
-    "graded": Row(Graded(TopK(0.3), candidate=0.05), constants=False),
-    "graded-minimum": Row(
-        Graded(DGC(0.1, momentum_factor=0.5, sample=0.5), 0.01, "minimum"), constants=False, sized=False
+    "two-level": Row(TwoLevelSelection(TopK(0.3), candidate=0.05), constants=False),
+    "two-level-minimum": Row(
+        TwoLevelSelection(DGC(0.1, momentum_factor=0.5, sample=0.5), 0.01, "minimum"),
+        constants=False,
+        sized=False,
     ),
-    "graded-dense": Row(Graded(TopK(0.1), 0.02, "dense"), error=1e-6, everything=True),
-    "graded-redsync": Row(Graded(RedSync(0.2), 0.1), constants=False, sized=False),
-    "graded-momentum": Row(
-        MomentumCorrection(Graded(TopK(0.1), 0.02, "dense"), 0.5), error=1e-6, everything=True
+    "two-level-dense": Row(TwoLevelSelection(TopK(0.1), 0.02, "dense"), error=1e-6, everything=True),
+    "two-level-redsync": Row(TwoLevelSelection(RedSync(0.2), 0.1), constants=False, sized=False),
+    "two-level-momentum": Row(
+        MomentumCorrection(TwoLevelSelection(TopK(0.1), 0.02, "dense"), 0.5), error=1e-6, everything=True
     ),
-    "graded-clip": Row(
-        LocalClip(Graded(DGC(0.2), 0.04), max_norm=0.5), constants=False, sized=False, overflows=False
+    "two-level-clip": Row(
+        LocalClip(TwoLevelSelection(DGC(0.2), 0.04), max_norm=0.5),
+        constants=False,
+        sized=False,
+        overflows=False,
     ),
     "threshold": Row(Threshold(0.5), constants=False, sized=False, waits=True),
     "threshold-capacity": Row(Threshold(0.5, capacity=0.1), constants=False, sized=False),

@@ -96,7 +96,7 @@ COMPRESSORS |= {
             "codebook-feedback",
             "dgc-momentum",
         ),
-        *("graded", "graded-minimum", "graded-dense", "graded-momentum", "graded-clip"),
+        *("two-level", "two-level-minimum", "two-level-dense", "two-level-momentum", "two-level-clip"),
         *("ef21", "ef21-quantize"),
     )
 }
