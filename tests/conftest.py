@@ -19,6 +19,8 @@ import pytest
 import tiers
 from kernels import gpu
 
+pytest.register_assert_rewrite("gradcomp.testing")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Processes that tests start must find the installed package too, and the helpers beside the tests; never the

@@ -9,6 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gradcomp.compress import lowrank, quantise, sign, sparse, wrappers
+from gradcomp.compress.arrays import GroupArray
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.base import Traits as Traits
 from gradcomp.compress.bounds import Distortion as Distortion
@@ -70,6 +71,7 @@ __all__ = [
     "DensitySchedule",
     "ErrorFeedback",
     "GlobalTopK",
+    "GroupArray",
     "Identity",
     "LocalClip",
     "MomentumCorrection",

@@ -6,7 +6,6 @@ import struct
 
 import numpy as np
 import pytest
-from simulation import Simulation, payload_of, true_mean
 
 from gradcomp import (
     DGC,
@@ -20,6 +19,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.simulation import Simulation, payload_of, true_mean
 
 SIZES = (4000, 0, 1, 600, 70)
 LAYERS = [LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(SIZES)]

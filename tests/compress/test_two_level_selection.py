@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compress.selecting import is_top, select
-from simulation import Simulation, same_bytes
 
 from gradcomp import (
     DGC,
@@ -34,6 +33,7 @@ from gradcomp.compress.sparse.two_level_selection import (
     select_twice,
 )
 from gradcomp.kernels.step import Observations
+from gradcomp.testing.simulation import Simulation, same_bytes
 
 LAYERS = [
     LayerSpec("a", (40, 13)),

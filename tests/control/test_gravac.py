@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from loudest import Loudest
-from simulation import SPARSE, Simulation, true_mean
 from tiers import every_value
 
 from gradcomp import (
@@ -36,6 +35,7 @@ from gradcomp.control.gravac_search import Search
 from gradcomp.control.saving import to_plain
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.testing.simulation import SPARSE, Simulation, true_mean
 
 LAYERS = [
     LayerSpec("a", (40, 13)),

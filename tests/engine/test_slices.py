@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from kernels import standin
-from simulation import plan_for
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
 from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
@@ -16,6 +15,7 @@ from gradcomp.engine import Engine, Exchanger, Terms, Watchdog
 from gradcomp.engine.agreement import agree, agree_on_slices, describe
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline
+from gradcomp.testing.simulation import plan_for
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels import standin
-from simulation import Simulation
 
 from gradcomp import (
     Compressor,
@@ -27,6 +26,7 @@ from gradcomp.kernels.cuda.layout import Launch, Source
 from gradcomp.kernels.cuda.prepared import Plans
 from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec(f"{i}.weight", (24, 40), "float32", "weight") for i in range(3)]
 FOUR_BITS = Quantize(4, bucket_size=64, rounding="nearest")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels import standin
-from simulation import Simulation
 
 from gradcomp import Filter, LayerSpec, Policy, Quantize
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import SEGMENT
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [
     LayerSpec("a.weight", (96, 64), "float32", "weight"),

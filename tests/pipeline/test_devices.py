@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from configurations import ROWS
 from kernels import standin
-from simulation import Simulation, plan_for
 from tiers import every_value
 
 from gradcomp import (
@@ -40,6 +39,7 @@ from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
 from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [
     LayerSpec("a.weight", (33, 20), "float32", "weight"),

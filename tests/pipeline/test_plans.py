@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for
 
 from gradcomp import Cast, ConfigError, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, StateError
 from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.snapshot import inherit
+from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [LayerSpec("a", (900,)), LayerSpec("b", (70,)), LayerSpec("c", (400,))]
 RANDOM = {"shuffle": True, "delay": 0.4, "slice_elements": 300}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import SPARSE, Simulation, plan_for, same_bytes, true_mean
 
 from gradcomp import (
     Cast,
@@ -20,6 +19,7 @@ from gradcomp import (
 )
 from gradcomp.pipeline import Pipeline, Submission, Waiting
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.simulation import SPARSE, Simulation, plan_for, same_bytes, true_mean
 from gradcomp.transport.inprocess import World
 
 LAYERS = [

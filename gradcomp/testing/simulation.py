@@ -9,6 +9,7 @@ Gradients are ``[rank][layer]`` lists of flat arrays; ``None`` stands for no gra
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from kernels.lent import shared
 
 from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
 from gradcomp.compress.policy import Schedule
@@ -30,13 +30,15 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Options, Pipeline, StepResult, Submission
 from gradcomp.reduce.header import FIXED, ByteHeader, padded
 from gradcomp.reduce.model import Network
-from gradcomp.transport.base import Transport
+from gradcomp.transport.base import Messages, Transport
 from gradcomp.transport.inprocess import InProcessTransport, World
 
 SPARSE = "sparse"
 
 Gradient = Any  # a flat array, None or SPARSE
 Gradients = list[list[Gradient]]
+Mean = Any  # a flat array or None
+Array = np.ndarray[Any, Any]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -49,7 +51,7 @@ _UNTOUCHED = 777.0  # what a freshly allocated output holds, so that an unwritte
 _POLLS = 200_000  # per step; more than any test needs
 
 
-def payload_of(message: Any) -> np.ndarray:
+def payload_of(message: Any) -> Array:
     """The payload of one message of bytes, by what its header says, without header and padding."""
     data = np.frombuffer(bytes(message), np.uint8)
     fixed = data[: FIXED.itemsize].view(FIXED)[0]
@@ -57,7 +59,7 @@ def payload_of(message: Any) -> np.ndarray:
     return data[begin : begin + int(fixed["payload_bytes"])]
 
 
-def announced_payload(sent: Sequence[tuple[str, bytes]]) -> np.ndarray:
+def announced_payload(sent: Sequence[tuple[str, bytes]]) -> Array:
     """What a rank gathered in one step, of one group whose size varies: behind its size, and in a second message."""
     first, *rest = [payload_of(data) for _, data in sent]
     size = int(first[:8].view("<i8")[0])
@@ -80,7 +82,7 @@ def random_gradients(layers: Sequence[LayerSpec], world: int, seed: int = 0, siz
     ]
 
 
-def true_mean(gradients: Gradients, layer: int) -> np.ndarray | None:
+def true_mean(gradients: Gradients, layer: int) -> Mean:
     """The mean over all ranks in float64, absent gradients counting as zero; None if nobody had one."""
     present = [rank[layer].astype(np.float64) for rank in gradients if isinstance(rank[layer], np.ndarray)]
     return sum(present) / len(gradients) if present else None
@@ -90,15 +92,15 @@ def true_mean(gradients: Gradients, layer: int) -> np.ndarray | None:
 class Outcome:
     """A finished step. ``means[rank][layer]`` is None where nothing was written."""
 
-    means: list[list[np.ndarray | None]]
+    means: list[list[Mean]]
     results: list[StepResult]
     committed: list[bool]
 
-    def mean(self, layer: int) -> np.ndarray | None:
+    def mean(self, layer: int) -> Mean:
         """The layer's mean; all ranks must hold the same bytes."""
         return self.all_means()[layer]
 
-    def all_means(self) -> list[np.ndarray | None]:
+    def all_means(self) -> list[Mean]:
         """Every layer's mean; all ranks must hold the same bytes."""
         first = self.means[0]
         for rank, means in enumerate(self.means):
@@ -116,11 +118,27 @@ class Outcome:
         return first
 
 
-def same_bytes(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+def same_bytes(a: Array | None, b: Array | None) -> bool:
     """Equal bytes, or both absent."""
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def shared(driver: Any, size: int, dtype: Any = np.float32) -> Any:
+    """Zeros that kernels of a device and this program reach; of a GPU managed memory, while no kernel runs."""
+    dtype = np.dtype(dtype)
+    nbytes = size * dtype.itemsize
+    if hasattr(driver, "shared"):
+        return driver.shared(nbytes).view(dtype)
+    import cupy
+
+    memory = cupy.cuda.malloc_managed(max(nbytes, 1))
+    whole: Any = (ctypes.c_uint8 * max(nbytes, 1)).from_address(memory.ptr)
+    whole.memory = memory  # lives as long as any view of it
+    view = np.frombuffer(whole, np.uint8)[:nbytes]
+    view[:] = 0
+    return view.view(dtype)
 
 
 class RecordingTransport(InProcessTransport):
@@ -130,20 +148,26 @@ class RecordingTransport(InProcessTransport):
         super().__init__(world, rank)
         self.sent: list[tuple[str, bytes]] = []
 
-    def allreduce(self, array):
+    def allreduce(self, array: Array) -> Any:
+        """As the base's, and kept."""
         self.sent.append(("allreduce", array.tobytes()))
         return super().allreduce(array)
 
-    def alltoallv(self, send, send_counts, recv, recv_counts):
+    def alltoallv(
+        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]
+    ) -> Any:
+        """As the base's, and kept."""
         self.sent.append(("alltoallv", send[: sum(send_counts)].tobytes()))
         return super().alltoallv(send, send_counts, recv, recv_counts)
 
-    def allgatherv(self, buffer, counts):
+    def allgatherv(self, buffer: Array, counts: Sequence[int]) -> Any:
+        """As the base's, and kept."""
         start = sum(counts[: self.rank])
         self.sent.append(("allgatherv", buffer[start : start + counts[self.rank]].tobytes()))
         return super().allgatherv(buffer, counts)
 
-    def exchange(self, sends, recvs):
+    def exchange(self, sends: Messages, recvs: Messages) -> Any:
+        """As the base's, and kept."""
         self.sent.append(("exchange", b"".join(message.tobytes() for _, message in sends)))
         return super().exchange(sends, recvs)
 
@@ -154,7 +178,7 @@ class Rank:
 
     layers: Sequence[LayerSpec]
     plan: Plan
-    transport: Transport
+    transport: Any  # a Transport; one that records has ``sent``
     config: Config
     schedule: Schedule | None = None
     average: bool = True
@@ -162,7 +186,7 @@ class Rank:
     network: Network | None = None
     controller: ControllerRun | None = None
     device: Device = HOST
-    outputs: dict[int, np.ndarray] = field(default_factory=dict)
+    outputs: dict[int, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pipeline = Pipeline(
@@ -200,7 +224,7 @@ class Rank:
         event = self.device.mark(layer)
         self.pipeline.registry.submit(Submission(layer, out.ctypes.data, out.ctypes.data, out, event))
 
-    def _room(self, layer: int) -> np.ndarray:
+    def _room(self, layer: int) -> Any:
         spec = self.layers[layer]
         dtype = DTYPES[spec.dtype]
         if self.device.driver is None:
@@ -230,7 +254,7 @@ class Simulation:
         config_seed: int = 0,
         shuffle: bool = False,
         delay: float = 0.0,
-        tamper: Callable[[int, int, np.ndarray], np.ndarray] | None = None,
+        tamper: Callable[[int, int, Array], Array] | None = None,
         record: bool = False,
         average: bool = True,
         topology: Topology | None = None,
@@ -246,7 +270,7 @@ class Simulation:
         )  # who changes messages wants to see what is behind those
         self.layers = list(layers)
         self.size = world
-        self.random = random.Random(seed)
+        self.random = random.Random(seed)  # noqa: S311 - of simulated timing
         self.shuffle = shuffle
         hold = (lambda rank, number, polls: self.random.random() < delay) if delay else None
         self.world = World(world, delay=hold, tamper=tamper)
@@ -329,7 +353,7 @@ class Simulation:
             if error is not None:
                 raise error
         means = [[rank.outputs.get(i) for i in range(len(self.layers))] for rank in self.ranks]
-        results = [p.result for p in self.pipelines]
+        results = [p.result for p in self.pipelines if p.result is not None]
         if commit:
             committed = [p.commit() for p in self.pipelines]
         else:
@@ -406,7 +430,7 @@ class Simulation:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def owed(self, layer: int) -> np.ndarray:
+    def owed(self, layer: int) -> Array:
         """What was not applied yet: mean of the first residuals plus the owners' second ones, in float64."""
         total = np.zeros(self.layers[layer].size)
         for pipeline in self.pipelines:
