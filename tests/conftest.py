@@ -234,3 +234,12 @@ def data_file(pytestconfig: pytest.Config):
         return path
 
     return find
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """A stand-in for a GPU, whose kernels run on the CPU."""
+    from kernels import standin
+
+    with standin.device() as (device, _):
+        yield device

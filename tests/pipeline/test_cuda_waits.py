@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from kernels import standin
 
 from gradcomp import (
     Compressor,
@@ -31,12 +29,6 @@ from gradcomp.testing.simulation import Simulation
 LAYERS = [LayerSpec(f"{i}.weight", (24, 40), "float32", "weight") for i in range(3)]
 FOUR_BITS = Quantize(4, bucket_size=64, rounding="nearest")
 ONE_LAYER = 960  # elements
-
-
-@pytest.fixture
-def gpu() -> Iterator[Any]:
-    with standin.device() as (device, _):
-        yield device
 
 
 def ranks_of(gpu: Any, compressor: Compressor = FOUR_BITS, world: int = 2, **settings: Any) -> Simulation:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from kernels import standin
 
 from gradcomp import Filter, LayerSpec, Policy, Quantize
 from gradcomp.kernels.devices import HOST
@@ -24,12 +22,6 @@ LAYERS = [
 
 #: Matrices in four bits, biases exactly: two codecs in one message.
 MIXED = Policy(Quantize(4, bucket_size=64), filter=Filter(min_elements=0))
-
-
-@pytest.fixture
-def gpu() -> Iterator[Any]:
-    with standin.device() as (device, _):
-        yield device
 
 
 def ranks_of(gpu: Any, world: int) -> Simulation:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batch import on_ranks
+from small_torch import wrap
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -27,11 +28,6 @@ WITH_RESIDUALS = gc.Policy(
 def net(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-
-
-def wrap(model: torch.nn.Module, compression: gc.Policy | str = "none", **arguments):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
 
 
 def hooked(compression: gc.Policy | str = "none", seed: int = 0, **arguments):
