@@ -22,6 +22,9 @@ from gradcomp.job.step_phases import BETWEEN_STEPS, TRANSITIONS, Phase, Verb
 from gradcomp.pipeline import Number, StepResult, Submission
 from gradcomp.reduce.header import DISCARDED, KEPT
 
+#: A tuple: to hash enumerations takes longer than the rest of a submission.
+_TAKES_GRADIENTS = tuple(TRANSITIONS[Verb.SUBMIT])
+
 
 @dataclass(frozen=True)
 class Means:
@@ -136,13 +139,13 @@ class StepDriver:
 
     def submit(self, submission: Submission) -> None:
         """A dense gradient is ready."""
-        if self._phase not in TRANSITIONS[Verb.SUBMIT]:
+        if self._phase not in _TAKES_GRADIENTS:
             raise self.late(submission.layer)
         self.exchanger.submit(submission)
 
     def submit_rows(self, layer: int, rows: Callable[[], tuple[Array, Array]]) -> None:
         """A sparse gradient; ``rows`` gives numbers and values of its rows when the step is waited for."""
-        if self._phase not in TRANSITIONS[Verb.SUBMIT]:
+        if self._phase not in _TAKES_GRADIENTS:
             raise self.late(layer)
         self.exchanger.submit_absent(layer, sparse=True)
         self._rows[layer] = rows

@@ -79,7 +79,8 @@ class GradientRegistry:
         """A layer has a dense gradient. Returns whether a bucket became complete."""
         layer, gradient, output, keep, event, zero_is_absent = submission
         self._report(layer, PRESENT)
-        self._doubtful[layer] = zero_is_absent
+        if zero_is_absent:
+            self._doubtful[layer] = True
         self.gradients[layer] = gradient
         self.outputs[layer] = output
         self.events[layer] = event
