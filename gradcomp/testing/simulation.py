@@ -9,18 +9,16 @@ Gradients are ``[rank][layer]`` lists of flat arrays; ``None`` stands for no gra
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
-from gradcomp.compress.policy import Schedule
 from gradcomp.control import Controller, ControllerRun, Environment
 from gradcomp.control.base import Background, at_once
 from gradcomp.core.scheme import parse
@@ -28,10 +26,11 @@ from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Options, Pipeline, StepResult, Submission
-from gradcomp.reduce.header import FIXED, ByteHeader, padded
 from gradcomp.reduce.model import Network
-from gradcomp.transport.base import Messages, Transport
-from gradcomp.transport.inprocess import InProcessTransport, World
+from gradcomp.testing.device_memory import shared
+from gradcomp.testing.recording import RecordingTransport
+from gradcomp.transport.base import Transport
+from gradcomp.transport.inprocess import World
 
 SPARSE = "sparse"
 
@@ -49,21 +48,6 @@ DTYPES = {
 
 _UNTOUCHED = 777.0  # what a freshly allocated output holds, so that an unwritten mean shows
 _POLLS = 200_000  # per step; more than any test needs
-
-
-def payload_of(message: Any) -> Array:
-    """The payload of one message of bytes, by what its header says, without header and padding."""
-    data = np.frombuffer(bytes(message), np.uint8)
-    fixed = data[: FIXED.itemsize].view(FIXED)[0]
-    begin = ByteHeader.size(int(fixed["layers"]))
-    return data[begin : begin + int(fixed["payload_bytes"])]
-
-
-def announced_payload(sent: Sequence[tuple[str, bytes]]) -> Array:
-    """What a rank gathered in one step, of one group whose size varies: behind its size, and in a second message."""
-    first, *rest = [payload_of(data) for _, data in sent]
-    size = int(first[:8].view("<i8")[0])
-    return np.concatenate([first[padded(8) :], *rest])[:size]
 
 
 def plan_for(layers: Sequence[LayerSpec], compressor: Compressor, version: int = 0) -> Plan:
@@ -125,53 +109,6 @@ def same_bytes(a: Array | None, b: Array | None) -> bool:
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def shared(driver: Any, size: int, dtype: Any = np.float32) -> Any:
-    """Zeros that kernels of a device and this program reach; of a GPU managed memory, while no kernel runs."""
-    dtype = np.dtype(dtype)
-    nbytes = size * dtype.itemsize
-    if hasattr(driver, "shared"):
-        return driver.shared(nbytes).view(dtype)
-    import cupy
-
-    memory = cupy.cuda.malloc_managed(max(nbytes, 1))
-    whole: Any = (ctypes.c_uint8 * max(nbytes, 1)).from_address(memory.ptr)
-    whole.memory = memory  # lives as long as any view of it
-    view = np.frombuffer(whole, np.uint8)[:nbytes]
-    view[:] = 0
-    return view.view(dtype)
-
-
-class RecordingTransport(InProcessTransport):
-    """Keeps what its rank sends: (kind, bytes) per collective."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        super().__init__(world, rank)
-        self.sent: list[tuple[str, bytes]] = []
-
-    def allreduce(self, array: Array) -> Any:
-        """As the base's, and kept."""
-        self.sent.append(("allreduce", array.tobytes()))
-        return super().allreduce(array)
-
-    def alltoallv(
-        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]
-    ) -> Any:
-        """As the base's, and kept."""
-        self.sent.append(("alltoallv", send[: sum(send_counts)].tobytes()))
-        return super().alltoallv(send, send_counts, recv, recv_counts)
-
-    def allgatherv(self, buffer: Array, counts: Sequence[int]) -> Any:
-        """As the base's, and kept."""
-        start = sum(counts[: self.rank])
-        self.sent.append(("allgatherv", buffer[start : start + counts[self.rank]].tobytes()))
-        return super().allgatherv(buffer, counts)
-
-    def exchange(self, sends: Messages, recvs: Messages) -> Any:
-        """As the base's, and kept."""
-        self.sent.append(("exchange", b"".join(message.tobytes() for _, message in sends)))
-        return super().exchange(sends, recvs)
-
-
 @dataclass
 class Rank:
     """One rank: its pipeline, and the means of the current step."""
@@ -180,29 +117,13 @@ class Rank:
     plan: Plan
     transport: Any  # a Transport; one that records has ``sent``
     config: Config
-    schedule: Schedule | None = None
-    average: bool = True
-    topology: Topology | None = None
-    network: Network | None = None
-    controller: ControllerRun | None = None
-    device: Device = HOST
+    options: Options
     outputs: dict[int, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.device = self.options.device
         self.pipeline = Pipeline(
-            self.layers,
-            self.plan,
-            self.transport,
-            self.config,
-            self._allocate,
-            Options(
-                average=self.average,
-                schedule=self.schedule,
-                topology=self.topology,
-                network=self.network,
-                controller=self.controller,
-                device=self.device,
-            ),
+            self.layers, self.plan, self.transport, self.config, self._allocate, self.options
         )
 
     def _allocate(self, layer: int) -> int:
@@ -292,14 +213,15 @@ class Simulation:
         places = devices or [HOST] * world
         if controller is not None:
             assert policy is not None, "a controller changes what a policy says"
-            shared = (topology or Topology.one_host(world), parse(config.reduction), config_seed)
             running = [
                 controller.begin(
                     Environment(
                         layers,
                         policy.adjustable(layers),
                         r,
-                        *shared,
+                        topology or Topology.one_host(world),
+                        parse(config.reduction),
+                        config_seed,
                         policy.last_change,
                         background,
                         zeros=places[r].zeros,
@@ -308,20 +230,10 @@ class Simulation:
                 )
                 for r in range(world)
             ]
+        common = Options(average=average, schedule=schedule, topology=topology, network=network)
         self.ranks = [
-            Rank(
-                self.layers,
-                compression,
-                transport,
-                config,
-                schedule,
-                average,
-                topology,
-                network,
-                running,
-                device,
-            )
-            for transport, running, device in zip(transports, running, places, strict=True)
+            Rank(self.layers, compression, transport, config, replace(common, controller=run, device=device))
+            for transport, run, device in zip(transports, running, places, strict=True)
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self.rate = 0.0

@@ -8,7 +8,7 @@ from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import ByteHeader, CountHeader, padded
 from gradcomp.testing.cases import CAP, LAYERS, WORLDS, Row, check, simulated
-from gradcomp.testing.simulation import payload_of
+from gradcomp.testing.recording import payload_of
 
 
 @check(world=WORLDS)

@@ -10,7 +10,8 @@ import pytest
 
 from gradcomp import ConfigError, LayerSpec, Threshold, TransportError, WireFormatError
 from gradcomp.reduce.header import ByteHeader
-from gradcomp.testing.simulation import Simulation, announced_payload, plan_for
+from gradcomp.testing.recording import announced_payload
+from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [LayerSpec("a", (8,)), LayerSpec("b", (5,))]
 HEADER = ByteHeader.size(len(LAYERS))

@@ -19,7 +19,8 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.reduce.header import ByteHeader
-from gradcomp.testing.simulation import Simulation, payload_of, true_mean
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, true_mean
 
 SIZES = (4000, 0, 1, 600, 70)
 LAYERS = [LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(SIZES)]

@@ -35,7 +35,8 @@ from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.request_group import RequestGroup, Run
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, even_borders
 from gradcomp.reduce.header import ByteHeader, padded
-from gradcomp.testing.simulation import DTYPES, RecordingTransport, Simulation
+from gradcomp.testing.recording import RecordingTransport
+from gradcomp.testing.simulation import DTYPES, Simulation
 from gradcomp.transport.inprocess import World
 
 WORLDS = (1, 2, 3, 4, 7)
