@@ -41,7 +41,9 @@ def test_every_row_is_one_of_its_own_and_can_be_run(task):
 
 def test_zeros_are_sent_by_topk_alone():
     rows = arms("gpt", FAMILY_KEYS, ["uniform-zeros"])
-    assert [from_string(arm.compression).zeros for arm in rows if arm.key == "density-uniform-zeros"] == [True]
+    assert [from_string(arm.compression).zeros for arm in rows if arm.key == "density-uniform-zeros"] == [
+        True
+    ]
     assert sum(arm.key.endswith("-zeros") for arm in rows) == 1
 
 
