@@ -19,6 +19,8 @@ import pytest
 import tiers
 from kernels import gpu
 
+pytest.register_assert_rewrite("gradcomp.testing")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Processes that tests start must find the installed package too, and the helpers beside the tests; never the
@@ -232,3 +234,12 @@ def data_file(pytestconfig: pytest.Config):
         return path
 
     return find
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """A stand-in for a GPU, whose kernels run on the CPU."""
+    from kernels import standin
+
+    with standin.device() as (device, _):
+        yield device

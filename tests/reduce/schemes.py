@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
-from simulation import DTYPES, Simulation
 
 from gradcomp import Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, ScaledSign
 from gradcomp.core.topology import Topology
@@ -15,6 +14,7 @@ from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, SEGMENT
 from gradcomp.pipeline import build_layout
 from gradcomp.reduce import Part
 from gradcomp.reduce.chunks import Chunks
+from gradcomp.testing.simulation import DTYPES, Simulation
 
 Floats = np.ndarray
 

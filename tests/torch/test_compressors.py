@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from batch import on_ranks
+from small_torch import assert_same_on_all_ranks, bits_of
 
 import gradcomp.torch as gc
 from gradcomp import TopK
@@ -48,16 +48,6 @@ def train(model, opt, first: int, last: int) -> None:
         opt.zero_grad()
         model(data(step)).square().mean().backward()
         opt.step()
-
-
-def bits_of(tensors) -> list[bytes]:
-    return [t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
-
-def assert_same_on_all_ranks(tensors) -> None:
-    everyone = [None] * gc.size()
-    dist.all_gather_object(everyone, bits_of(tensors))
-    assert all(theirs == everyone[0] for theirs in everyone)
 
 
 def state_bits(opt) -> dict[str, list[bytes]]:

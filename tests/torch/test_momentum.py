@@ -8,18 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from batch import on_ranks
+from small_torch import data, net
 
 import gradcomp.torch as gc
 from gradcomp import DGC, MomentumCorrection, TopK, Warmup
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
-def data(step: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
 
 
 @contextmanager

@@ -14,29 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
+from small_torch import assert_same_on_all_ranks, bits_of, data, net, wrap
 
 import gradcomp.torch as gc
 
 NEAREST = gc.Policy("quantize:bits=4,rounding=nearest,bucket_size=32", filter=gc.Filter(min_elements=8))
 
 
-def net(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
-def data(step: int, rank: int | None = None) -> torch.Tensor:
-    rank = gc.rank() if rank is None else rank
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
 def loss_of(model, step, rank=None):
     return model(data(step, rank)).square().mean()
-
-
-def wrap(model, compression="none", kind=torch.optim.SGD, lr=0.1, options=None, **arguments):
-    optimizer = kind(model.parameters(), lr=lr, **(options or {}))
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
 
 
 def one_process(kind=torch.optim.SGD, steps=3, lr=0.1, options=None, scheduler=None) -> list[torch.Tensor]:
@@ -51,17 +37,6 @@ def one_process(kind=torch.optim.SGD, steps=3, lr=0.1, options=None, scheduler=N
         if schedule:
             schedule.step()
     return list(model.parameters())
-
-
-def bits_of(tensors) -> list[bytes]:
-    return [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
-
-def assert_same_on_all_ranks(tensors) -> None:
-    mine = bits_of(tensors)
-    everyone = [None] * gc.size()
-    dist.all_gather_object(everyone, mine)
-    assert all(theirs == mine for theirs in everyone)
 
 
 def assert_close(parameters, expected) -> None:
