@@ -40,8 +40,12 @@ CODECS = {
     "onebit": kernels.ONEBIT,
     "codebook-l2": kernels.CODEBOOK_L2,
     "codebook-linf": kernels.CODEBOOK_LINF,
+    "e4m3": kernels.E4M3,
+    "e5m2": kernels.E5M2,
+    "e2m1": kernels.E2M1,
 }
 BUCKET_SIZE = 512
+BLOCK = 32  # of floating formats
 
 # What the codebooks are measured with: NUQSGD's powers of two.
 MAGNITUDES: Floats = np.zeros(kernels.MAGNITUDES_SHAPE, np.float32)
@@ -102,14 +106,15 @@ class Workload:
         self.residual[:] = 0.1 * rng.standard_normal(length, np.float32)
         self.next_residual: Floats = aligned(length)
         self.output: Floats = aligned(length)
-        size = kernels.wire_bytes(kernels.MINMAX, length, 8, BUCKET_SIZE)
+        size = kernels.wire_bytes(kernels.MINMAX, length, 8, BLOCK)
         self.payloads = [aligned(size, np.uint8) for _ in range(2)]
         self.mean = aligned(size, np.uint8)
         self.flags = np.zeros(1, np.uint8)
 
-    def table(self, bits: int, **addresses: Any) -> kernels.SegmentTable:
+    def table(self, codec: int, bits: int, **addresses: Any) -> kernels.SegmentTable:
         table = np.zeros(1, kernels.SEGMENT)
-        table["length"], table["level"], table["bucket_size"] = self.length, bits, BUCKET_SIZE
+        table["length"], table["level"] = self.length, bits
+        table["bucket_size"] = BLOCK if codec in (kernels.E4M3, kernels.E5M2, kernels.E2M1) else BUCKET_SIZE
         for column, array in addresses.items():
             table[column] = array.ctypes.data
         return table
@@ -124,7 +129,7 @@ class Workload:
         feedback = {"residual": self.residual, "next_residual": self.next_residual} if residual else {}
         kernels.encode(
             codec,
-            self.table(bits, gradient=self.gradient, **feedback),
+            self.table(codec, bits, gradient=self.gradient, **feedback),
             self.payloads[payload],
             self.flags,
             draw=Draw(1, 1, payload) if stochastic else None,
@@ -134,7 +139,7 @@ class Workload:
         )
 
     def decode(self, codec: int, bits: int) -> None:
-        table = self.table(bits, output=self.output)
+        table = self.table(codec, bits, output=self.output)
         kernels.decode(
             codec,
             table,
@@ -148,7 +153,7 @@ class Workload:
     def decode_add(self, codec: int, bits: int) -> None:
         kernels.decode_add(
             codec,
-            self.table(bits, output=self.output),
+            self.table(codec, bits, output=self.output),
             self.payloads[0],
             scale=1e-3,
             magnitudes=magnitudes_of(codec),
@@ -157,7 +162,7 @@ class Workload:
     def reduce(self, codec: int, bits: int) -> None:
         kernels.reduce(
             codec,
-            self.table(bits),
+            self.table(codec, bits),
             self.payloads,
             self.mean,
             self.flags,

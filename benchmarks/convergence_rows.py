@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 DIGITS, LSTM, RESNET = TASKS = ("digits", "lstm", "resnet")
+GPT = "gpt"  # of adaptive.py alone
 #: Metric of each task, and the sign of a change for the worse.
-METRICS = {DIGITS: ("accuracy", -1.0), LSTM: ("perplexity", 1.0), RESNET: ("accuracy", -1.0)}
+METRICS = {
+    DIGITS: ("accuracy", -1.0), LSTM: ("perplexity", 1.0), RESNET: ("accuracy", -1.0), GPT: ("perplexity", 1.0),
+}  # fmt: skip
 
 REFERENCE = "none"
 _MAIN, _CNN = TASKS, (DIGITS, RESNET)
@@ -98,6 +101,8 @@ ARMS = (
     Arm("terngrad", "TernGrad", "terngrad"),
     Arm("nuqsgd", "NUQSGD, 4 bits", "nuqsgd:bits=4"),
     Arm("codebook", "Codebook, 7 levels", "codebook:levels=0.015625/0.03125/0.0625/0.125/0.25/0.5/1"),
+    Arm("fp8", "BlockFloat, FP8 (E4M3)", "block_float"),
+    Arm("fp4", "BlockFloat, FP4 (E2M1)", "block_float:format=fp4_e2m1"),
     # the ablations of Vogels et al. 2019
     Arm("powersgd-2-alternate", "PowerSGD, rank 2, half-iterations", "powersgd:rank=2,alternate=true", _CNN),
     Arm("powersgd-2-cold", "PowerSGD, rank 2, no warm start", "powersgd:rank=2,warm_start=false", _CNN),

@@ -31,6 +31,11 @@ Levels levels(Codec codec) {
         case Codec::codebook_l2:
         case Codec::codebook_linf:
             return {2, 8};
+        case Codec::e4m3:
+        case Codec::e5m2:
+            return {8, 8};
+        case Codec::e2m1:
+            return {4, 4};
         default:
             return {INT_MIN, INT_MAX};
     }
@@ -65,6 +70,10 @@ int scale_record_bytes(Codec codec) {
         case Codec::codebook_l2:
         case Codec::codebook_linf:
             return 4;
+        case Codec::e4m3:
+        case Codec::e5m2:
+        case Codec::e2m1:
+            return 1;
         default:
             return 0;
     }
@@ -121,7 +130,7 @@ void check_magnitudes_row(const float* magnitudes, int bits) {
 }
 
 Codec check_codec(int number) {
-    if (number < 0 || number > static_cast<int>(Codec::codebook_linf))
+    if (number < 0 || number > static_cast<int>(Codec::e2m1))
         throw std::invalid_argument("unknown codec " + std::to_string(number));
     return static_cast<Codec>(number);
 }

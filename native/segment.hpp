@@ -18,6 +18,9 @@ enum class Codec : std::int32_t {
     onebit = 9,
     codebook_l2 = 10,
     codebook_linf = 11,
+    e4m3 = 12,
+    e5m2 = 13,
+    e2m1 = 14,
 };
 
 enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };

@@ -17,7 +17,7 @@ from typing import Any
 import alone
 import pytest
 import tiers
-from kernels import gpu
+from kernels import gpu as lent_gpu
 
 pytest.register_assert_rewrite("gradcomp.testing")
 
@@ -73,7 +73,7 @@ def _import_problem() -> str | None:
     try:
         importlib.import_module("gradcomp._native")
     except ImportError as error:
-        if gpu.problem() is None:
+        if lent_gpu.problem() is None:
             return None
         return f"gradcomp from {package.__path__[0]} has no working compiled module ({error})"
     return None
@@ -119,7 +119,7 @@ def _sanitizer() -> str | None:
     return None if loaded else "not a sanitizer build (make sanitize)"
 
 
-_REQUIREMENTS = {"gpu": gpu.problem, "network": _network_namespaces, "sanitizer": _sanitizer}
+_REQUIREMENTS = {"gpu": lent_gpu.problem, "network": _network_namespaces, "sanitizer": _sanitizer}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,6 +24,7 @@ from gradcomp.compress.messages import Reduce as Reduce
 from gradcomp.compress.messages import Sum as Sum
 from gradcomp.compress.policy import Compression, Policy
 from gradcomp.compress.policy import as_policy as as_policy
+from gradcomp.compress.quantise.block_float import BlockFloat
 from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.quantise.codebook import Codebook
 from gradcomp.compress.quantise.nuqsgd import NUQSGD
@@ -63,6 +64,7 @@ __all__ = [
     "NUQSGD",
     "AdaComp",
     "BestRank",
+    "BlockFloat",
     "CLTk",
     "Cast",
     "Codebook",

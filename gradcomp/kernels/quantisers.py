@@ -1,13 +1,15 @@
 """The quantising codecs in NumPy: what becomes of the buckets of a segment, and back. Part of `reference`.
 
 Each is a :class:`Quantiser`: functions of contributions c (buckets, elements) in float32, draws u of the same shape
-in (0, 1) (None: round to nearest) and the :class:`Level`. Scale records are columns, one number per bucket.
+in (0, 1) (None: round to nearest) and the :class:`Level`. Scale records are columns, one number per bucket, which
+travel as float32, or as the exponent of a power of two in a byte (E8M0).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,9 @@ from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     CODEBOOK_L2,
     CODEBOOK_LINF,
+    E2M1,
+    E4M3,
+    E5M2,
     L2,
     LINF,
     MINMAX,
@@ -51,6 +56,7 @@ class Quantiser(NamedTuple):
     dequantise: Callable[[Codes, Sequence[Floats], Level], Floats]
     #: Per bucket, values that are all finite only if every code of the bucket decodes to something finite.
     extremes: Callable[[Sequence[Floats], Level], Floats]
+    record_bytes: int = 4  # of a number of a scale record
 
 
 # --- min-max ------------------------------------------------------------------------------------------------
@@ -164,6 +170,66 @@ def _dequantise_by_codebook(code: Codes, scales: Sequence[Floats], level: Level)
     return np.where(code >> np.uint8(level.bits - 1), -value, value)
 
 
+# --- narrow floating formats that share a power of two ---------------------------------------------------------
+
+
+class Format(NamedTuple):
+    """Bits of the mantissa, exponents of the smallest and the largest normal number, and the largest one's code."""
+
+    mantissa: int
+    least: int
+    most: int
+    largest_code: int
+
+    def magnitude(self, code: Any) -> Floats:
+        """Of codes without a sign; one that the format reserves is the next magnitude."""
+        exponent = np.maximum(np.asarray(code, np.int32) >> self.mantissa, 1)
+        steps = code - ((exponent - 1) << self.mantissa)
+        magnitudes: Floats = np.ldexp(steps.astype(np.float32), exponent - 1 + self.least - self.mantissa)
+        return magnitudes
+
+
+FORMATS = {E4M3: Format(3, -6, 8, 0x7E), E5M2: Format(2, -14, 15, 0x7B), E2M1: Format(1, 0, 2, 0x7)}
+
+
+def _quantise_block(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Codes]:
+    norm = np.abs(c).max(axis=1)
+    largest = np.ldexp(form.magnitude(form.largest_code), -form.most)  # in [1, 2)
+    fraction, exponent = np.frexp(np.where(np.isfinite(norm), norm, np.float32(1)))
+    power = np.where(norm == 0, -126, exponent - 1 - form.most + (2 * fraction > largest)).astype(np.int32)
+    power = np.maximum(power, -126)
+    scale = np.ldexp(np.float32(1), power)
+    scale[~np.isfinite(norm)] = np.nan
+    scale[~np.isfinite(_block_extremes((scale,), level, form))] = np.nan
+    r = np.nan_to_num(np.abs(c) * np.ldexp(np.float32(1), -power)[:, None])
+    # The exponent of r, or that of the smallest normal number.
+    own = np.where(r > 0, np.maximum(np.frexp(r)[1] - 1, form.least), form.least)
+    steps = _round(np.ldexp(r, form.mantissa - own), u, np.float32(2 << form.mantissa))
+    code = ((own - form.least) << form.mantissa) + steps
+    return (scale,), _with_sign(np.minimum(code, form.largest_code).astype(np.uint8), c, level)
+
+
+def _dequantise_block(code: Codes, scales: Sequence[Floats], level: Level, form: Format) -> Floats:
+    (scale,) = scales
+    value: Floats = form.magnitude(code & np.uint8((1 << (level.bits - 1)) - 1)) * scale
+    return np.where(code >> np.uint8(level.bits - 1), -value, value)
+
+
+def _block_extremes(scales: Sequence[Floats], level: Level, form: Format) -> Floats:
+    extremes: Floats = form.magnitude((1 << (level.bits - 1)) - 1) * scales[0]
+    return extremes
+
+
+def _of_format(form: Format) -> Quantiser:
+    return Quantiser(
+        1,
+        partial(_quantise_block, form=form),
+        partial(_dequantise_block, form=form),
+        partial(_block_extremes, form=form),
+        record_bytes=1,
+    )
+
+
 # --- one bit ------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +280,27 @@ QUANTISER: dict[int, Quantiser] = {
     ONEBIT: Quantiser(2, _quantise_onebit, _dequantise_onebit, _recorded),
     CODEBOOK_L2: Quantiser(1, _quantise_codebook_l2, _dequantise_by_codebook, _recorded),
     CODEBOOK_LINF: Quantiser(1, _quantise_codebook_linf, _dequantise_by_codebook, _recorded),
+    **{codec: _of_format(form) for codec, form in FORMATS.items()},
 }
+
+
+# --- scale records ------------------------------------------------------------------------------------------
+
+
+def pack_records(scales: Floats, quantiser: Quantiser) -> Codes:
+    """Bytes of scale records; of E8M0, normal powers of two."""
+    if quantiser.record_bytes == 4:
+        return scales.view(np.uint8)
+    return (np.frexp(scales)[1] + 126).astype(np.uint8)
+
+
+def unpack_records(source: Codes, quantiser: Quantiser) -> Floats:
+    """What they say; of E8M0, 255 is no number."""
+    if quantiser.record_bytes == 4:
+        return source.view("<f4")
+    scales: Floats = np.ldexp(np.float32(1), np.minimum(source, 254).astype(np.int32) - 127)
+    scales[source == 255] = np.nan
+    return scales
 
 
 # --- shared -------------------------------------------------------------------------------------------------

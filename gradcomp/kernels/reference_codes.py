@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.quantisers import QUANTISER, Codes, Floats, Level
+from gradcomp.kernels.quantisers import QUANTISER, Codes, Floats, Level, pack_records, unpack_records
 from gradcomp.kernels.reference_memory import all_finite, next_residual_of
 from gradcomp.kernels.segments import (
     BF16,
@@ -97,7 +97,8 @@ def _encode_quantised(
     all_scales = np.concatenate(scales)
     if not all_finite(all_scales):
         return None
-    payload = np.concatenate((all_scales.view(np.uint8), pack_bits(np.concatenate(codes), level.bits)))
+    records = pack_records(all_scales, quantiser)
+    payload = np.concatenate((records, pack_bits(np.concatenate(codes), level.bits)))
     return payload, np.concatenate(values)
 
 
@@ -150,11 +151,11 @@ def unpack_bits(stream: Bytes, bits: int, length: int) -> Codes:
 
 
 def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[Floats], Codes]:
-    columns = QUANTISER[codec].columns
-    buckets = len(_bucket_lengths(segment))
-    records = source[: 4 * columns * buckets].view("<f4").reshape(buckets, columns)
-    codes = unpack_bits(source[4 * columns * buckets :], int(segment["level"]), int(segment["length"]))
-    return [records[:, k] for k in range(columns)], codes
+    quantiser, buckets = QUANTISER[codec], len(_bucket_lengths(segment))
+    end = quantiser.record_bytes * quantiser.columns * buckets
+    records = unpack_records(source[:end], quantiser).reshape(buckets, quantiser.columns)
+    codes = unpack_bits(source[end:], int(segment["level"]), int(segment["length"]))
+    return [records[:, k] for k in range(quantiser.columns)], codes
 
 
 def _split_fp16(segment: np.void, source: Bytes) -> tuple[Floats, npt.NDArray[np.float16]]:

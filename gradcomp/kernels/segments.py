@@ -30,6 +30,9 @@ VOTE: Final = 8
 ONEBIT: Final = 9
 CODEBOOK_L2: Final = 10
 CODEBOOK_LINF: Final = 11
+E4M3: Final = 12
+E5M2: Final = 13
+E2M1: Final = 14
 
 LEVELS: Final = {
     MINMAX: range(1, 9),
@@ -40,6 +43,9 @@ LEVELS: Final = {
     ONEBIT: range(1, 2),
     CODEBOOK_L2: range(2, 9),
     CODEBOOK_LINF: range(2, 9),
+    E4M3: range(8, 9),
+    E5M2: range(8, 9),
+    E2M1: range(4, 5),
 }
 """The numbers of bits that each quantising codec takes."""
 
@@ -47,7 +53,9 @@ QUANTISERS: Final = tuple(LEVELS)
 
 CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
 
-STOCHASTIC: Final = (MINMAX, L2, LINF, VOTE, *CODEBOOKS)
+BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1)
+
+STOCHASTIC: Final = (MINMAX, L2, LINF, VOTE, *CODEBOOKS, *BLOCK_FLOATS)
 """The codecs that can draw, to round stochastically or to decide a tie; the others make nothing of a draw."""
 
 FLOAT32: Final = 0
@@ -139,6 +147,9 @@ _WIRE_FORMAT: Final = {
     ONEBIT: (8, 0),
     CODEBOOK_L2: (4, 0),
     CODEBOOK_LINF: (4, 0),
+    E4M3: (1, 0),
+    E5M2: (1, 0),
+    E2M1: (1, 0),
 }
 
 

@@ -2,6 +2,7 @@
 
 #include "../kernels.hpp"
 
+#include "block_float.hpp"
 #include "codebook.hpp"
 #include "decode.hpp"
 #include "draw.hpp"
@@ -52,6 +53,12 @@ bool with_codec(Codec codec, int bits, Function f) {
         case Codec::codebook_linf:
             return bits <= small_table_bits ? f.template operator()<Codebook<LInfNorm, SmallTable>>()
                                             : f.template operator()<Codebook<LInfNorm, LargeTable>>();
+        case Codec::e4m3:
+            return f.template operator()<BlockFloat<E4M3>>();
+        case Codec::e5m2:
+            return f.template operator()<BlockFloat<E5M2>>();
+        case Codec::e2m1:
+            return f.template operator()<BlockFloat<E2M1>>();
         default:
             return f.template operator()<Float32>();
     }

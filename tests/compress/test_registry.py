@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import gradcomp
 from gradcomp import (
     NUQSGD,
+    BlockFloat,
     Cast,
     Codebook,
     Compression,
@@ -53,6 +54,10 @@ GOOD = {
     "nuqsgd:bits=3,scaling=linf": NUQSGD(3, scaling="linf"),
     "codebook:levels=0.125/0.25/0.5/1,rounding=nearest": Codebook(
         (0.125, 0.25, 0.5, 1.0), rounding="nearest"
+    ),
+    "block_float": BlockFloat("fp8_e4m3", 32, "stochastic"),
+    "block_float:format=fp4_e2m1,block=none,rounding=nearest": BlockFloat(
+        "fp4_e2m1", None, "nearest", feedback=None
     ),
     "codebook: levels = 1e-3 / 1 ": Codebook([0.001, 1]),
     "codebook:levels=1": Codebook((1.0,)),
@@ -105,6 +110,11 @@ BAD = {
     "one_bit:feedback=2": "true or false",
     "terngrad:bits=2": "bucket_size",
     "terngrad:bucket_size=true": "bucket_size",
+    "block_float:format=fp8": "fp8_e4m3, fp8_e5m2, fp4_e2m1",
+    "block_float:block=0": "block must be",
+    "block_float:rounding=up": "stochastic, nearest",
+    "block_float:feedback=1": "true, false or none",
+    "block_float:bits=8": "block, feedback, format, rounding",
     "nuqsgd:bits=1": "from 2 to 8",
     "nuqsgd:bits=9": "from 2 to 8",
     "nuqsgd:bits=true": "from 2 to 8",

@@ -223,7 +223,7 @@ if SANITIZED:
 
 
 _libraries: dict[str, ctypes.CDLL] = {}
-_compiling = threading.Lock()  # two threads would write one file, and its name is the process's
+_compiling = threading.Lock()  # ranks may be threads
 
 
 def compiled(folder: Path, name: str, defines: Mapping[str, object]) -> ctypes.CDLL:

@@ -25,6 +25,9 @@ CODECS = {
     "onebit": segments.ONEBIT,
     "codebook-l2": segments.CODEBOOK_L2,
     "codebook-linf": segments.CODEBOOK_LINF,
+    "e4m3": segments.E4M3,
+    "e5m2": segments.E5M2,
+    "e2m1": segments.E2M1,
 }
 
 

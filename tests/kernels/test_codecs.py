@@ -48,6 +48,8 @@ def one(codec: int, gradient: Any, residual: Any = None, **row: Any) -> Group:
         (segments.ONEBIT, 9, 1, 8, 2 * 8 + 2),
         (segments.CODEBOOK_L2, 10, 3, 4, 3 * 4 + 4),
         (segments.CODEBOOK_LINF, 512, 8, 512, 4 + 512),
+        (segments.E4M3, 65, 8, 32, 3 + 65),
+        (segments.E2M1, 65, 4, 32, 3 + 33),
     ],
 )
 def test_wire_bytes(codec: int, length: int, bits: int, bucket_size: int, size: int) -> None:

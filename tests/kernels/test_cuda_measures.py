@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernels import standin
 
-from gradcomp import NUQSGD, Cast, LayerSpec, Quantize, ScaledSign, TernGrad, TopK
+from gradcomp import NUQSGD, BlockFloat, Cast, LayerSpec, Quantize, ScaledSign, TernGrad, TopK
 from gradcomp.control.distortion.errors import errors
 from gradcomp.kernels import segments
 from gradcomp.testing.device_memory import shared
@@ -20,6 +20,7 @@ FAMILIES: dict[str, list[Any]] = {
     "l2": [Quantize(bits, bucket_size=100, scaling="l2") for bits in range(1, 9)],
     "linf": [Quantize(bits, bucket_size=1000, scaling="linf") for bits in (1, 2, 5)],
     "codebook": [NUQSGD(bits, bucket_size=37) for bits in (2, 3, 8)],
+    "block floats": [BlockFloat(form) for form in ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")],
     "casts": [Cast("float16"), Cast("bfloat16")],
     "a scale for all": [ScaledSign(bucket_size=None), TernGrad(bucket_size=None)],
     "several families": [Quantize(4), TopK(0.1), Quantize(2), Cast("bfloat16")],

@@ -88,10 +88,9 @@ def test_the_next_tile_is_fetched(source: str, kernel: str) -> None:
 def test_whole_warps_wait_for_each_other() -> None:
     """A mask that depends on a thread, or on who is there, makes the compiler look for threads at every exchange."""
     waits = re.compile(r"__\w+_sync\((\w+)|__syncwarp\((\w*)")
-    files = [*FOLDER.glob("*.cu*"), *(FOLDER.parents[2] / "native" / "body").glob("*.hpp")]
-    texts = {path.name: path.read_text() for path in files}
+    texts = {path.name: source.flat(path.name) for path in FOLDER.glob("*.cu")}
     found = {(name, "".join(masks)) for name, text in texts.items() for masks in waits.findall(text)}
-    assert ("simd_cuda.hpp", "whole_warp") in found
+    assert ("encode.cu", "whole_warp") in found
     assert {mask for _, mask in found} <= {"", "whole_warp", "0xFFFFFFFF"}
     assert not any("__activemask" in text for text in texts.values())
 

@@ -65,8 +65,8 @@ def test_kernels_find_chunks_where_vectors_can_be_loaded(world: int, gpu: Any) -
     def looked_at(function: Any, blocks: int, threads: int, argument: Any) -> None:
         name = function[-1]
         if name == "decode" or name.startswith("encode_"):
-            rows, places, payload = argument.view(np.uint64)[:3].tolist()
-            count = (ctypes.c_uint32 * (2 * blocks)).from_address(places)[2 * blocks - 2] + 1
+            rows, places, tiles, payload = argument.view(np.uint64)[:4].tolist()
+            count = (ctypes.c_uint32 * (2 * tiles)).from_address(places)[2 * tiles - 2] + 1
             table = np.frombuffer((ctypes.c_char * (SEGMENT.itemsize * count)).from_address(rows), SEGMENT)
             seen.setdefault(name, []).extend(
                 (np.uint64(payload) + table["payload"].astype(np.uint64)).tolist()

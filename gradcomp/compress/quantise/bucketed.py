@@ -38,12 +38,12 @@ class Bucketed(Coded):
         return self.bucket_size or WHOLE_LAYER
 
 
-def check_bucket_size(size: int | None) -> None:
+def check_bucket_size(size: int | None, name: str = "bucket_size") -> None:
     """ConfigError unless it is a size, or None."""
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= WHOLE_LAYER:
-        raise ConfigError(f"bucket_size must be a whole number of at least 1, or none, got {size!r}")
+        raise ConfigError(f"{name} must be a whole number of at least 1, or none, got {size!r}")
 
 
 def check_word(name: str, word: str, words: Collection[str]) -> None:

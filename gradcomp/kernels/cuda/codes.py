@@ -20,6 +20,9 @@ from gradcomp.kernels.segments import (
     BF16,
     CODEBOOK_L2,
     CODEBOOK_LINF,
+    E2M1,
+    E4M3,
+    E5M2,
     FLOAT32,
     FP16,
     FP32,
@@ -50,6 +53,9 @@ _CLASSES = {
     ONEBIT: "OneBit",
     CODEBOOK_L2: "Codebook<L2Norm,LargeTable>",
     CODEBOOK_LINF: "Codebook<LInfNorm,LargeTable>",
+    E2M1: "BlockFloat<E2M1>",
+    E4M3: "BlockFloat<E4M3>",
+    E5M2: "BlockFloat<E5M2>",
 }
 _ONE_BIT = {L2: "PureSign<L2Norm>", LINF: "PureSign<LInfNorm>"}
 # What encodes one bit to nearest: it has scales of its own.

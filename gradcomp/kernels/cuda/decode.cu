@@ -3,6 +3,7 @@
 // A block goes through tiles, as far apart as there are blocks. While it works on one, the next one's place
 // is on its way, and then its codes, to the cache that all processors share.
 
+#include "native/body/block_float.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/finish.hpp"
 #include "native/body/signs.hpp"

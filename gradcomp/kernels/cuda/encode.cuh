@@ -1,6 +1,7 @@
 // What the kernels of encode.cu and ranges.cu have in common, for one codec: GRADCOMP_CLASS.
 #pragma once
 
+#include "native/body/block_float.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/signs.hpp"
 

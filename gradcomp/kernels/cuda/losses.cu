@@ -1,6 +1,7 @@
 // What a codec, GRADCOMP_CLASS, loses at many levels, from one read of the values. A block leaves partial
 // sums, which the host adds up in order.
 
+#include "native/body/block_float.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/signs.hpp"
 

@@ -1,0 +1,96 @@
+"""Narrow floating formats whose values share a power of two, as hardware has them (OCP Microscaling)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from gradcomp.compress.base import Traits
+from gradcomp.compress.bounds import ANY_LAYER, Distortion, check_feedback_around
+from gradcomp.compress.quantise.bucketed import (
+    WHOLE_LAYER,
+    Bucketed,
+    check_bucket_size,
+    check_feedback,
+    check_word,
+)
+from gradcomp.compress.registry import register
+from gradcomp.core.layers import LayerSpec
+from gradcomp.kernels.codec import Codec, Table
+from gradcomp.kernels.quantisers import FORMATS
+from gradcomp.kernels.segments import E2M1, E4M3, E5M2, LEVELS
+
+_CODECS = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "fp4_e2m1": E2M1}
+ROUNDINGS = ("stochastic", "nearest")
+
+
+@register("block_float")
+@dataclass(frozen=True)
+class BlockFloat(Bucketed):
+    """Round every value to a narrow floating format, in units of a power of two that a block of values shares.
+
+    value_i = X P_i, X = 2^ceil(log2(max |v| / P_max)): the least power of two at which no |v_i| / X exceeds P_max, the
+    largest number of the format; P_i is v_i / X in the format, subnormal numbers included.
+
+    ``format``: ``"fp8_e4m3"`` (default: P_max = 448), ``"fp8_e5m2"`` (57344) or ``"fp4_e2m1"`` (6).
+    ``block``: values that share X; None: the whole layer.
+    ``rounding="stochastic"`` (default): to one of the two neighbours, unbiased. ``"nearest"``: ties to even, biased;
+    ``feedback`` is then on by default.
+    Wire, per direction: 1 or half a byte a value and 1 byte a block, 8.25 and 4.25 bits a value at 32; two rounds under
+    scatter-reduce-allgather. State: with feedback, a residual per layer and the chunk owner's second residual.
+    Errors: ConfigError for an unknown word or a block below 1. Values above 1.75 x 2^127 (1.5 x 2^127 of fp4_e2m1) are
+    not finite.
+    Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6 (E4M3, E5M2, E2M1; scale E8M0; block 32).
+    Differs: X is rounded up, so that no value is cut off and stochastic rounding has no bias (6.3 takes
+    2^floor(log2 max |v|) over the largest power of two of the format, and cuts off); X is at least 2^-126; codes that a
+    format reserves for infinities and NaN are never sent.
+    """
+
+    format: str = "fp8_e4m3"
+    block: int | None = 32
+    rounding: str = "stochastic"
+    feedback: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_word("format", self.format, _CODECS)
+        check_bucket_size(self.block, "block")
+        check_word("rounding", self.rounding, ROUNDINGS)
+        check_feedback(self.feedback, or_none=True)
+        if self.traits.keeps_residual:
+            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
+
+    @property
+    def bucket_size(self) -> int | None:  # type: ignore[override]
+        """The block."""
+        return self.block
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """Of d values in a block, and a format with m bits of mantissa and the smallest number f.
+
+        Normal numbers of the format are at most 2^-m |v| apart; the variance is at most a quarter of that squared.
+        Below them it is at most (f X)^2 / 4, and max |v| > P_max X / 2. To nearest, half the distance is the error.
+        """
+        form = FORMATS[_CODECS[self.format]]
+        elements = min(self.block or WHOLE_LAYER, layer.size)
+        smallest = float(form.magnitude(1) / form.magnitude(form.largest_code))
+        bound = 4.0 ** -(form.mantissa + 1) + (elements - 1) * smallest**2
+        step = max(2.0**-form.mantissa, 2 * smallest)
+        nearest = self.rounding == "nearest"
+        return Distortion(bound, not nearest, step / 2 if nearest else step)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """A residual as ``feedback`` says; by default where rounding is biased."""
+        return Traits(
+            keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
+            reduces=True,
+        )
+
+    @property
+    def code_bits(self) -> int:
+        """Those of the format."""
+        return LEVELS[_CODECS[self.format]].start
+
+    def codec_for(self, table: Table) -> Codec:
+        """The format's."""
+        return Codec(_CODECS[self.format], self.rounding == "stochastic")
