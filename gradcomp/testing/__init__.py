@@ -15,6 +15,9 @@ __all__ = ["CHECKS", "Check", "Row", "Simulation", "check_compressor", "feedback
 
 
 def check_compressor(row: Row) -> None:
-    """AssertionError for the first promise that a compressor does not keep. It takes some seconds."""
+    """AssertionError for the first promise that a compressor does not keep. It takes some seconds.
+
+    ``python -O`` leaves assertions out, and so finds nothing.
+    """
     for check in CHECKS.values():
         check(row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,22 +61,6 @@ def shared_folder():
     name = tempfile.mkdtemp(prefix="gradcomp-test-") if gc.rank() == 0 else None
     yield Path(gc.broadcast_object(name, 0))
     gc.barrier()
-
-
-@contextmanager
-def warnings():
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    logger, handler = logging.getLogger("gradcomp"), Keep()
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 @every_kind

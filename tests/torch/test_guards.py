@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from batch import on_ranks
+from logs import logged
 from small_torch import wrap
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -60,23 +59,6 @@ def assert_still_working() -> None:
     train(model, wrap(model))
     everyone = gc.allgather(weights(model)[None])
     assert torch.equal(everyone[0], everyone[1])
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What the gradcomp logger says from INFO on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("gradcomp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 # ---------------------------------------------------------------------- DistributedOptimizer under DDP
