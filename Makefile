@@ -34,7 +34,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
            bench-shm bench-transports bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive \
-           bench-auto bench-soak bench-tf-ops bench-tf-step bench-tf-convergence
+           bench-auto bench-memory bench-soak bench-tf-ops bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -269,6 +269,9 @@ bench-calls: $(STAMP)/package
 
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)
+
+bench-memory: $(STAMP)/package
+	$(BIN)/python benchmarks/memory.py $(ARGS)
 
 bench-soak: $(STAMP)/package
 	$(BIN)/python benchmarks/soak.py $(ARGS)

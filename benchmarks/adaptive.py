@@ -1,14 +1,15 @@
 """Controllers against uniform levels: bytes, final metric and overhead over paired seeds; 2 ranks.
 
-    python benchmarks/adaptive.py --cifar cifar10_10k.npz                  # ResNet-20 and the word LSTM, 3 seeds
+    python benchmarks/adaptive.py --cifar cifar10_10k.npz                  # ResNet-20, the word LSTM and a GPT, 3 seeds
     python benchmarks/adaptive.py --task lstm --families rank --controllers lgreco,kmeans --seeds 1 --json table.json
     python benchmarks/adaptive.py --json table.json --resume               # what table.json lacks
     python benchmarks/adaptive.py --task lstm --families rank --controllers sweep --link 1gbit    # several references
 
-The tasks are those of convergence.py. References are the papers': 4 bits; TopK 1% and rank 4 on the ResNet, TopK 10%
-and rank 32 on the LSTM. Controllers decide once an epoch of the ResNet, and ten times in the LSTM's run, or as
---every-steps says. lgreco has tables from single steps, lgreco-window from gradients added up over the period, as the
-paper has it; rows that end with bf16 send excluded layers in bfloat16.
+The tasks are those of convergence.py, and a GPT of 12 blocks (2.9 M parameters, AdamW) on the LSTM's text. References
+are the papers': 4 bits; TopK 1% and rank 4 on the ResNet, TopK 10% and rank 32 on language models. Controllers decide
+once an epoch of the ResNet, and every 100 steps of the others, or as --every-steps says. lgreco has tables from single
+steps, lgreco-window from gradients added up over the period, as the paper has it; rows that end with bf16 send excluded
+layers in bfloat16, and uniform-zeros sends TopK's zeros.
 
 Columns
     bytes       what a rank sends per step, headers and votes included, in the mean over the whole run
@@ -188,6 +189,7 @@ def _every_controller() -> list[str]:
         "lgreco-narrow",
         "hybrid-window",
         "uniform-bf16",
+        "uniform-zeros",
         "lgreco-bf16",
         "lgreco-time",
         "lgreco-position",

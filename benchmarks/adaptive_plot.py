@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from adaptive_rows import FAMILIES, LSTM, UNIFORM
+from adaptive_rows import FAMILIES, GPT, LSTM, UNIFORM
 from convergence_rows import METRICS
 
 Run = dict[str, Any]
@@ -114,8 +114,10 @@ def layer_kilobytes(task: str, run: Run) -> dict[str, float]:
 
 def _model(task: str) -> Any:
     import models
-    from convergence_tasks import LSTM_VOCABULARY, LSTM_WIDTH
+    from convergence_tasks import GPT_SHAPE, LSTM_VOCABULARY, LSTM_WIDTH
 
+    if task == GPT:
+        return models.WordGPT(**GPT_SHAPE)
     return models.WordLSTM(LSTM_VOCABULARY, LSTM_WIDTH) if task == LSTM else models.ResNet((3, 3, 3), 16)
 
 

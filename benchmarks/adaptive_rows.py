@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-LSTM, RESNET = TASKS = ("lstm", "resnet")
+LSTM, RESNET, GPT = TASKS = ("lstm", "resnet", "gpt")
 
 UNIFORM, DENSE = "uniform", "none"
+
+T = TypeVar("T")
+
+
+def _of(text: T, images: T) -> dict[str, T]:
+    """Settings by task: both language models have those of the papers' language models."""
+    return {LSTM: text, GPT: text, RESNET: images}
+
 
 #: A uniform level and L-GreCo with that level as its reference, for several levels of each family.
 SWEEP = "sweep"
 LEVELS = {
-    "bits": {LSTM: ("3", "4", "6", "8"), RESNET: ("3", "4", "6", "8")},
-    "density": {LSTM: ("0.02", "0.05", "0.1", "0.2"), RESNET: ("0.002", "0.005", "0.01", "0.02")},
-    "rank": {LSTM: ("8", "16", "32", "64"), RESNET: ("1", "2", "4", "8")},
+    "bits": _of(("3", "4", "6", "8"), ("3", "4", "6", "8")),
+    "density": _of(("0.02", "0.05", "0.1", "0.2"), ("0.002", "0.005", "0.01", "0.02")),
+    "rank": _of(("8", "16", "32", "64"), ("1", "2", "4", "8")),
 }
 
-#: Steps between decisions: an epoch of the ResNet's, and a tenth of the LSTM's run as it is by default.
-EVERY = {LSTM: 100, RESNET: 78}
+#: Steps between decisions: an epoch of the ResNet's, and a tenth of the other runs as they are by default.
+EVERY = _of(100, 78)
 
 
 @dataclass(frozen=True)
@@ -37,25 +46,25 @@ FAMILIES = (
     Family(
         "bits",
         "QSGD",
-        {LSTM: "quantize:bits=4", RESNET: "quantize:bits=4"},
-        {LSTM: "4", RESNET: "4"},
-        {LSTM: "3", RESNET: "3"},
+        _of("quantize:bits=4", "quantize:bits=4"),
+        _of("4", "4"),
+        _of("3", "3"),
         1.1,
     ),
     Family(
         "density",
         "TopK",
-        {LSTM: "topk:density=0.1", RESNET: "topk:density=0.01"},
-        {LSTM: "0.2", RESNET: "0.02"},
-        {LSTM: "0.05", RESNET: "0.005"},
+        _of("topk:density=0.1", "topk:density=0.01"),
+        _of("0.2", "0.02"),
+        _of("0.05", "0.005"),
         2.0,
     ),
     Family(
         "rank",
         "PowerSGD",
-        {LSTM: "powersgd:rank=32", RESNET: "powersgd:rank=4"},
-        {LSTM: "64", RESNET: "8"},
-        {LSTM: "16", RESNET: "2"},
+        _of("powersgd:rank=32", "powersgd:rank=4"),
+        _of("64", "8"),
+        _of("16", "2"),
         1.4,
     ),
 )
@@ -83,7 +92,7 @@ GAINS = {"norm": "gravac", "energy": "gravac-energy"}
 
 def gravac_arms(task: str) -> list[Arm]:
     """GraVAC over its compressors; the paper's candidates, with windows for runs that are ten times shorter."""
-    window = {LSTM: 100, RESNET: 156}[task]
+    window = _of(100, 156)[task]
     return [
         Arm(
             f"{begin}-{name}-{epsilon:g}",
@@ -139,11 +148,12 @@ def arms(
             "hybrid-window": f"lgreco:every_steps={every},levels=hybrid,window={every}",
         }
         forms |= {f"{name}-bf16": forms[name] for name in (UNIFORM, "lgreco")}
+        forms |= {f"{UNIFORM}-zeros": ""} if family.key == "density" else {}
         rows += [
             Arm(
                 f"{family.key}-{name}",
                 f"{family.title}, {name}",
-                family.compression[task],
+                family.compression[task] + (",zeros=true" if name.endswith("-zeros") else ""),
                 form,
                 family,
                 "bf16" if name.endswith("-bf16") else "float32",

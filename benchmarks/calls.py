@@ -31,7 +31,7 @@ from null_device import NullTransport, NullWorld, null_device
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
 from gradcomp.core.statistics import Span
 from gradcomp.kernels.devices import Device
-from gradcomp.pipeline import Pipeline, memory
+from gradcomp.pipeline import Options, Pipeline, Submission, memory
 
 RANKS = 2
 MEBI = 1 << 20
@@ -141,7 +141,8 @@ def measure(
     plan = Policy(compressor).plan(layers)
     config = Config(slice_elements=mebi * MEBI, statistics_every_steps=0, reorder=False, trace_spans=1 << 20)
     pipelines = [
-        Pipeline(layers, plan, transport, config, lambda layer: 0, device=device) for transport in transports
+        Pipeline(layers, plan, transport, config, lambda layer: 0, Options(device=device))
+        for transport in transports
     ]
     first, driver = pipelines[0], device.driver
     buckets = len(first.layout.buckets)
@@ -153,7 +154,7 @@ def measure(
             pipeline.open()
             for layer in reversed(range(len(layers))):
                 pipeline.registry.submit(
-                    layer, 256 * (layer + 1), 256 * (layer + 1), None, device.mark(layer)
+                    Submission(layer, 256 * (layer + 1), 256 * (layer + 1), None, device.mark(layer))
                 )
             pipeline.registry.flush()
         before = driver.calls.copy()  # type: ignore[union-attr]

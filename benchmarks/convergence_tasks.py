@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from convergence_rows import DIGITS, LSTM
+from convergence_rows import DIGITS, GPT, LSTM
 
 from gradcomp import Compressor, Policy
 from gradcomp.compress import at_level
@@ -23,6 +23,8 @@ from gradcomp.core.topology import Topology
 
 #: Smaller than the LSTM of step.py, so that all runs take minutes.
 LSTM_VOCABULARY, LSTM_WIDTH, LSTM_TEST_WORDS = 4_000, 128, 60_000
+#: 2.9 M parameters in 12 blocks.
+GPT_SHAPE = {"vocabulary": LSTM_VOCABULARY, "width": 128, "layers": 12, "heads": 4, "length": 32}
 #: gradcomp measures the wire once, after this many steps: those bytes are no step's.
 PROBE_STEPS = 50
 #: Parts of a run whose bytes are told apart.
@@ -34,7 +36,7 @@ class Settings:
     """What the runs of a task have in common, but for the compression."""
 
     digits_epochs: int
-    lstm_steps: int
+    lstm_steps: int  # and the GPT's
     resnet_epochs: int
     data: str | None
     cifar: str | None
@@ -57,7 +59,7 @@ def load(task: str, settings: Settings) -> Any:
     """The task's data."""
     if task == DIGITS:
         return models.load_digits()
-    if task == LSTM:
+    if task in (LSTM, GPT):
         return models.load_text(Path(settings.data) if settings.data else None, LSTM_VOCABULARY)
     assert settings.cifar is not None, "the task is not chosen without"
     return models.load_cifar(Path(settings.cifar))
@@ -68,8 +70,8 @@ def make_job(task: str, settings: Settings, data: Any, seed: int, rank: int, siz
     import torch
 
     torch.manual_seed(seed)
-    if task == LSTM:
-        return _lstm_job(settings, seed, rank, data)
+    if task in (LSTM, GPT):
+        return _text_job(task, settings, seed, rank, data)
     if task == DIGITS:
         return _image_job(models.DigitsCNN(), settings.digits_epochs, 32, seed, rank, size, data)
     model = models.ResNet((3, 3, 3), 16).to(memory_format=torch.channels_last)
@@ -105,24 +107,28 @@ def _image_job(
     )
 
 
-def _lstm_job(settings: Settings, seed: int, rank: int, data: models.Text) -> Job:
+def _text_job(task: str, settings: Settings, seed: int, rank: int, data: models.Text) -> Job:
     import torch
 
-    model = models.WordLSTM(LSTM_VOCABULARY, LSTM_WIDTH)
-    batch, length = 16, 20
+    model: Any
+    if task == LSTM:
+        model, batch, length, clip = models.WordLSTM(LSTM_VOCABULARY, LSTM_WIDTH), 16, 20, 0.25
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=4.0, momentum=0.9)
+    else:
+        model, batch, length, clip = models.WordGPT(**GPT_SHAPE), 8, GPT_SHAPE["length"], 1.0
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
 
     def perplexity() -> float:
         model.eval()
         total, words = 0.0, 0
         with torch.no_grad():
-            for tokens, targets in data.test_batches(64, 48, LSTM_TEST_WORDS):
+            for tokens, targets in data.test_batches(64, 48 if task == LSTM else length, LSTM_TEST_WORDS):
                 total += model(tokens, targets).item() * targets.numel()
                 words += targets.numel()
         return math.exp(total / words)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=4.0, momentum=0.9)
     batches = data.batches(rank, batch, length, seed)
-    return Job(model, optimizer, batches, lambda m, x, y: m(x, y), settings.lstm_steps, 0.25, perplexity)
+    return Job(model, optimizer, batches, lambda m, x, y: m(x, y), settings.lstm_steps, clip, perplexity)
 
 
 def share_work(job: Job, compressor: Compressor, rate: float) -> None:

@@ -88,7 +88,7 @@ class Trainer:
 
             self._pipeline.lay_out()
             reductions = [program.reduction for program in self._pipeline._programs]
-            payload_bytes = [0 if r is None else r._chunks.payload_bytes[rank] for r in reductions]
+            payload_bytes = [0 if r is None else r._first._chunks.payload_bytes[rank] for r in reductions]
             self._pipeline.transport = NullTransport(rank, payload_bytes)
 
     def end(self) -> None:

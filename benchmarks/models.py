@@ -1,4 +1,4 @@
-"""What the benchmarks train: a word LSTM on text, a small network on scikit-learn's digits, ResNets on CIFAR-10."""
+"""What the benchmarks train: a word LSTM and a GPT on text, a small network on digits, ResNets on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -32,6 +32,41 @@ class WordLSTM(nn.Module):
         """Mean over all positions; both (batch, time), int64."""
         hidden, _ = self.lstm(self.embedding(tokens))
         return functional.cross_entropy(self.output(hidden).flatten(0, 1), targets.flatten())
+
+
+class _Layer(nn.Module):
+    """Attention to what came before, then two linear layers, each behind a norm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.contract(functional.gelu(self.expand(self.norm2(x))))
+
+
+class WordGPT(nn.Module):
+    """Language model that returns its mean cross entropy; the output layer is the embedding, as in GPT-2."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        for weight in (p for p in self.parameters() if p.ndim == 2):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean over all positions; both (batch, time), int64."""
+        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        logits = functional.linear(self.norm(self.layers(x)), self.embedding.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class DigitsCNN(nn.Module):

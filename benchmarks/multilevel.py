@@ -3,10 +3,10 @@
     python benchmarks/multilevel.py [--factors 10 1000] [--rounds 15] [--json PATH]
 
 As in Tyagi and Swany 2023, Table 3: *direct* selects from all layers of a model at both factors; *multi-level*
-selects at the first factor, and the second among that, as `Graded` does: milliseconds on one thread, medians of runs
-that alternate in one process, of the thread's processor time. *Norms* is what GraVAC reads besides: squared norms of
-the gradient, p and both selections. Gradients are those of a batch, residuals those of three others. A figure counts
-only if an exact top-k comes out the same both ways.
+selects at the first factor, and the second among that, as `TwoLevelSelection` does: milliseconds on one thread, medians
+of runs that alternate in one process, of the thread's processor time. *Norms* is what GraVAC reads besides: squared
+norms of the gradient, p and both selections. Gradients are those of a batch, residuals those of three others. A figure
+counts only if an exact top-k comes out the same both ways.
 
 *Swaps*: microseconds for a change between plans of GraVAC, on wall clock: to choose (write the plan) and to lay out,
 for plans that are new and for plans that were in force a few steps ago.
@@ -32,8 +32,8 @@ from torch.nn import functional
 from gradcomp import DGC, Config, Filter, LayerSpec, Policy, RedSync, TopK
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.sparse.base import ByDensity, Sparse
-from gradcomp.compress.sparse.graded import Graded, Levels
 from gradcomp.compress.sparse.payload import Selection
+from gradcomp.compress.sparse.two_level_selection import Levels, TwoLevelSelection
 from gradcomp.control import Environment
 from gradcomp.control.gravac import GraVAC
 from gradcomp.control.gravac_run import GraVACRun
@@ -41,7 +41,7 @@ from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import Observations, StepContext
-from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline import Options, Pipeline
 from gradcomp.pipeline.arrangement import Arrangements
 from gradcomp.transport.inprocess import World
 
@@ -129,7 +129,7 @@ class Work:
         factors: Sequence[float],
     ) -> None:
         first, second = (METHODS[method](1 / factor) for factor in factors)
-        self.compressor = Graded(first, 1 / factors[1])
+        self.compressor = TwoLevelSelection(first, 1 / factors[1])
         self.members = [i for i, layer in enumerate(layers) if Filter().reason_to_exclude(layer) is None]
         self.gradients = [batches[0][i] for i in self.members]
         self.residuals = [sum(batch[i] for batch in batches[1:]) for i in self.members]
@@ -205,7 +205,12 @@ def swaps(name: str, layers: Sequence[LayerSpec], method: str, rounds: int) -> S
     running = GraVAC().begin(environment)
     assert isinstance(running, GraVACRun)
     pipeline = Pipeline(
-        layers, policy.plan(layers), World(2).transports()[0], Config(), lambda layer: 0, controller=running
+        layers,
+        policy.plan(layers),
+        World(2).transports()[0],
+        Config(),
+        lambda layer: 0,
+        Options(controller=running),
     )
     running.search.minimum[:], running.search.candidate[:] = 1, 2
     times: dict[str, list[float]] = {"choose": [], "new": [], "kept": []}

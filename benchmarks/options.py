@@ -33,7 +33,7 @@ def add_training(parser: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="pairs (default: 3)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link", choices=hosts.LINKS, help="hosts of network namespaces with such links")
-    parser.add_argument("--lstm-steps", type=int, default=1000)
+    parser.add_argument("--lstm-steps", type=int, default=1000, help="of language models (default: 1000)")
     parser.add_argument("--resnet-epochs", type=int, default=18)
     parser.add_argument(
         "--data", type=Path, help="a text file (default: the text of Python's standard library)"

@@ -37,7 +37,7 @@ import numpy as np
 import report
 
 from gradcomp import Config, LayerSpec, Policy
-from gradcomp.pipeline import Pipeline, Waiting, build_layout
+from gradcomp.pipeline import Options, Pipeline, Submission, Waiting, build_layout
 from gradcomp.torch.layers import spec
 from gradcomp.transport.inprocess import World
 
@@ -159,12 +159,13 @@ def one_step(
     """The pipelines of ``world`` ranks in this process after a step on normal numbers."""
     pipelines = []
     for transport in World(world).transports():
-        pipeline = Pipeline(layers, policy.plan(layers), transport, config, _no_room, **options)
+        pipeline = Pipeline(layers, policy.plan(layers), transport, config, _no_room, Options(**options))
         pipeline.open()
         draws = np.random.default_rng(transport.rank)
         for number, layer in enumerate(layers):
             gradient = draws.standard_normal(layer.size, np.float32)
-            pipeline.registry.submit(number, gradient.ctypes.data, gradient.ctypes.data, gradient)
+            address = gradient.ctypes.data
+            pipeline.registry.submit(Submission(number, address, address, gradient))
         pipeline.registry.flush()
         pipelines.append(pipeline)
     still = pipelines

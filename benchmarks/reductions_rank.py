@@ -121,14 +121,17 @@ class ExchangeOf:
     """A gradient under one reduction, exchanged as training would, in one bucket."""
 
     def __init__(self, exchanger: Any, gradient: Any) -> None:
+        from gradcomp.pipeline import Submission
+
         self.exchanger = exchanger
         self.gradient = gradient
         self.mean = np.zeros_like(gradient)
+        self.submission = Submission(0, gradient.ctypes.data, self.mean.ctypes.data)
         self.steps = 0
 
     def step(self) -> None:
         self.exchanger.open()
-        self.exchanger.submit(0, self.gradient.ctypes.data, self.mean.ctypes.data)
+        self.exchanger.submit(self.submission)
         self.exchanger.flush()
         self.exchanger.wait()
         self.exchanger.commit()

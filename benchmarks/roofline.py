@@ -18,9 +18,17 @@ class WireRecord:
 
     def __init__(self, pipeline: Any, keep_steps: int) -> None:
         self._steps: dict[int, dict[int, list[int]]] = {}
-        start = pipeline._start  # the one place where a bucket begins
+        opened = pipeline.open
 
-        def started(program: Any) -> Any:
+        def opens(*arguments: Any, **named: Any) -> None:
+            opened(*arguments, **named)
+            ticks = pipeline._exchange._ticks
+            ticks._start = counting(ticks._start)  # the one place where a bucket begins
+
+        def counting(start: Any) -> Any:
+            return lambda program: started(start, program)
+
+        def started(start: Any, program: Any) -> Any:
             bucket_in_flight = start(program)
             issue = bucket_in_flight.issue
 
@@ -36,7 +44,7 @@ class WireRecord:
             bucket_in_flight.issue = counted
             return bucket_in_flight
 
-        pipeline._start = started
+        pipeline.open = opens
 
     def rounds(self) -> Rounds:
         """By step, oldest first, by bucket, in the order in which they travel, and by round."""

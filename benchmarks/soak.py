@@ -65,14 +65,15 @@ def run_rank(steps: int, compression: str, controller: str | None) -> dict[str, 
     }
 
 
-def launch(arguments: list[str]) -> list[dict[str, Any]]:
+def launch(command: list[str]) -> list[dict[str, Any]]:
+    """What each of two ranks prints last, as JSON. ``command``: a script and its arguments."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, *arguments, "--rank"],
+            [sys.executable, *command],
             env={**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -97,7 +98,7 @@ def main() -> int:
         print(json.dumps(run_rank(options.steps, options.compression, options.controller or None)))
         return 0
     machine = report.machine()
-    found = launch(sys.argv[1:])
+    found = launch([__file__, *sys.argv[1:], "--rank"])
     rows = []
     for rank, one in enumerate(found):
         resident = one["resident_bytes"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gradcomp import (
     DGC,
     EF21,
@@ -14,7 +12,6 @@ from gradcomp import (
     Cast,
     CLTk,
     Codebook,
-    Compressor,
     DensitySchedule,
     ErrorFeedback,
     GlobalTopK,
@@ -37,54 +34,8 @@ from gradcomp import (
     UnbiasedRank,
     Warmup,
 )
-from gradcomp.compress import Graded
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the suite may expect of a compressor.
-
-    ``error``: bound on the error of a first step, in units of the largest gradient (where nothing stronger holds).
-    ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
-    seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
-    and level. ``waits``: what is in the residual may stay there until more arrives. ``products``: it sends matrix
-    products, whose sums every body and instruction set may order its own way. ``everything``: it sends all of it, and
-    owes nothing.
-    """
-
-    compressor: Compressor
-    error: float | None = None
-    unbiased: bool = False
-    constants: bool = True
-    draws: bool = False
-    overflows: bool = True
-    sized: bool = True
-    waits: bool = False
-    products: bool = False
-    everything: bool = False
-
-    @property
-    def telescopes(self) -> bool:
-        """Whether the sum of what was applied and the residual is the sum of the gradients."""
-        traits = self.compressor.traits
-        changed = traits.preconditions or traits.residual_decay != 1.0
-        return traits.accounts and traits.keeps_residual and not changed
-
-    @property
-    def steady(self) -> bool:
-        """Whether it is the same in all steps."""
-        return not self.compressor.changes
-
-    @property
-    def elsewhere(self) -> Compressor | None:
-        """The same compressor at another level, if it has levels."""
-        level = self.compressor.level
-        if level is None:
-            return None
-        return self.compressor.with_level(
-            min(1.0, 2 * level) if isinstance(level, float) else level + 2 if level < 7 else level - 2
-        )
-
+from gradcomp.compress import TwoLevelSelection
+from gradcomp.testing import Row
 
 ROWS = {
     "none": Row(Identity(), error=1e-6),
@@ -199,17 +150,22 @@ ROWS = {
     ),
     "global-topk": Row(GlobalTopK(0.1), constants=False, sized=False),
     "global-topk-bf16": Row(GlobalTopK(0.05, values=Cast("bfloat16")), constants=False, sized=False),
-    "graded": Row(Graded(TopK(0.3), candidate=0.05), constants=False),
-    "graded-minimum": Row(
-        Graded(DGC(0.1, momentum_factor=0.5, sample=0.5), 0.01, "minimum"), constants=False, sized=False
+    "two-level": Row(TwoLevelSelection(TopK(0.3), candidate=0.05), constants=False),
+    "two-level-minimum": Row(
+        TwoLevelSelection(DGC(0.1, momentum_factor=0.5, sample=0.5), 0.01, "minimum"),
+        constants=False,
+        sized=False,
     ),
-    "graded-dense": Row(Graded(TopK(0.1), 0.02, "dense"), error=1e-6, everything=True),
-    "graded-redsync": Row(Graded(RedSync(0.2), 0.1), constants=False, sized=False),
-    "graded-momentum": Row(
-        MomentumCorrection(Graded(TopK(0.1), 0.02, "dense"), 0.5), error=1e-6, everything=True
+    "two-level-dense": Row(TwoLevelSelection(TopK(0.1), 0.02, "dense"), error=1e-6, everything=True),
+    "two-level-redsync": Row(TwoLevelSelection(RedSync(0.2), 0.1), constants=False, sized=False),
+    "two-level-momentum": Row(
+        MomentumCorrection(TwoLevelSelection(TopK(0.1), 0.02, "dense"), 0.5), error=1e-6, everything=True
     ),
-    "graded-clip": Row(
-        LocalClip(Graded(DGC(0.2), 0.04), max_norm=0.5), constants=False, sized=False, overflows=False
+    "two-level-clip": Row(
+        LocalClip(TwoLevelSelection(DGC(0.2), 0.04), max_norm=0.5),
+        constants=False,
+        sized=False,
+        overflows=False,
     ),
     "threshold": Row(Threshold(0.5), constants=False, sized=False, waits=True),
     "threshold-capacity": Row(Threshold(0.5, capacity=0.1), constants=False, sized=False),

@@ -17,7 +17,9 @@ from typing import Any
 import alone
 import pytest
 import tiers
-from kernels import gpu
+from kernels import gpu as lent_gpu
+
+pytest.register_assert_rewrite("gradcomp.testing")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,7 +73,7 @@ def _import_problem() -> str | None:
     try:
         importlib.import_module("gradcomp._native")
     except ImportError as error:
-        if gpu.problem() is None:
+        if lent_gpu.problem() is None:
             return None
         return f"gradcomp from {package.__path__[0]} has no working compiled module ({error})"
     return None
@@ -117,7 +119,7 @@ def _sanitizer() -> str | None:
     return None if loaded else "not a sanitizer build (make sanitize)"
 
 
-_REQUIREMENTS = {"gpu": gpu.problem, "network": _network_namespaces, "sanitizer": _sanitizer}
+_REQUIREMENTS = {"gpu": lent_gpu.problem, "network": _network_namespaces, "sanitizer": _sanitizer}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -232,3 +234,12 @@ def data_file(pytestconfig: pytest.Config):
         return path
 
     return find
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """A stand-in for a GPU, whose kernels run on the CPU."""
+    from kernels import standin
+
+    with standin.device() as (device, _):
+        yield device

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from simulation import Simulation
 
 from gradcomp import LayerSpec
 from gradcomp.control import Decision, Periodic, PeriodObservations
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [
     LayerSpec("a", (23, 5)),

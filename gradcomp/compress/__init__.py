@@ -9,6 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gradcomp.compress import lowrank, quantise, sign, sparse, wrappers
+from gradcomp.compress.arrays import GroupArray
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.base import Traits as Traits
 from gradcomp.compress.bounds import Distortion as Distortion
@@ -40,13 +41,13 @@ from gradcomp.compress.sparse.adacomp import AdaComp
 from gradcomp.compress.sparse.clt_k import CLTk
 from gradcomp.compress.sparse.dgc import DGC
 from gradcomp.compress.sparse.global_topk import GlobalTopK
-from gradcomp.compress.sparse.graded import Graded
 from gradcomp.compress.sparse.random_block import RandomBlock
 from gradcomp.compress.sparse.random_k import RandomK
 from gradcomp.compress.sparse.redsync import RedSync
 from gradcomp.compress.sparse.sidco import SIDCo
 from gradcomp.compress.sparse.threshold import Threshold
 from gradcomp.compress.sparse.topk import TopK
+from gradcomp.compress.sparse.two_level_selection import TwoLevelSelection
 from gradcomp.compress.wrappers.ef21 import EF21
 from gradcomp.compress.wrappers.error_feedback import ErrorFeedback
 from gradcomp.compress.wrappers.local_clip import LocalClip
@@ -72,7 +73,7 @@ __all__ = [
     "DensitySchedule",
     "ErrorFeedback",
     "GlobalTopK",
-    "Graded",
+    "GroupArray",
     "Identity",
     "LocalClip",
     "MomentumCorrection",
@@ -90,6 +91,7 @@ __all__ = [
     "TernGrad",
     "Threshold",
     "TopK",
+    "TwoLevelSelection",
     "UnbiasedRank",
     "Warmup",
 ]

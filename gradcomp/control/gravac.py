@@ -45,8 +45,8 @@ class GraVAC(Controller):
     MomentumCorrection and LocalClip. The density that they come with is not used. RandomK cannot work: what it keeps
     of p follows from theta alone, whatever the gradients are.
 
-    Wire: as :class:`gradcomp.compress.Graded`, and one sum of 5 float64 a step beside the last bucket (2 + 3 per layer
-    with ``per_layer``). State: two averages, T and a count per factor, and a window of seconds.
+    Wire: as :class:`gradcomp.compress.TwoLevelSelection`, and one sum of 5 float64 a step beside the last bucket (2 + 3
+    per layer with ``per_layer``). State: two averages, T and a count per factor, and a window of seconds.
     Errors: ConfigError for a minimum below 1, a maximum below the minimum, an epsilon outside (0, 1], a window below 1,
     a negative omega, an unknown policy or gain; where a layer travels under another compressor, or none is up for
     choice.

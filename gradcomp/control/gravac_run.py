@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.sparse.base import elements_at
-from gradcomp.compress.sparse.graded import (
+from gradcomp.compress.sparse.two_level_selection import (
     CANDIDATE,
     DENSE,
     GRADIENT,
@@ -21,7 +21,7 @@ from gradcomp.compress.sparse.graded import (
     KEPT_BY_CANDIDATE,
     MINIMUM,
     TOTAL,
-    graded,
+    select_twice,
 )
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Step
 from gradcomp.control.gravac_search import Numbers, Search, SearchState
@@ -169,7 +169,9 @@ class GraVACRun(ControllerRun):
             send = DENSE if sent == 0 else CANDIDATE if sent == candidate else MINIMUM
             own, factors = self.environment.compressors[layer], self.search.factors
             assert own is not None, "the layer is up for choice"
-            self._compressors[layer, choice] = graded(own, 1 / factors[least], 1 / factors[candidate], send)
+            self._compressors[layer, choice] = select_twice(
+                own, 1 / factors[least], 1 / factors[candidate], send
+            )
         return self._compressors[layer, choice]
 
     def plan(self, before: Plan) -> Plan:

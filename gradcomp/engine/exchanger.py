@@ -24,7 +24,7 @@ from gradcomp.engine.progress import Progress
 from gradcomp.engine.terms import Terms, agree_on_terms
 from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline import Number, Pipeline, StepResult
+from gradcomp.pipeline import Number, Options, Pipeline, StepResult, Submission
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.pipeline.request_group import RequestGroup, Run
 from gradcomp.pipeline.requests import Array, PreparedRequest, Request
@@ -65,14 +65,16 @@ class Exchanger:
             transport,
             config,
             allocate,
-            average=terms.average,
-            on_complete=None if terms.listener is None else terms.listener.bucket_complete,
-            order_step=terms.order_step,
-            schedule=terms.schedule,
-            topology=agreed.topology,
-            network=measure(transport, agreed.topology, wait_for) if between_hosts else None,
-            controller=agreed.controller,
-            device=terms.device,
+            Options(
+                average=terms.average,
+                on_complete=None if terms.listener is None else terms.listener.bucket_complete,
+                order_step=terms.order_step,
+                schedule=terms.schedule,
+                topology=agreed.topology,
+                network=measure(transport, agreed.topology, wait_for) if between_hosts else None,
+                controller=agreed.controller,
+                device=terms.device,
+            ),
         )
         self._engine = engine
         self._transport = transport
@@ -136,20 +138,9 @@ class Exchanger:
         self._progress.begin()
         self._progress.is_open = True
 
-    def submit(
-        self,
-        layer: int,
-        gradient: int,
-        output: int,
-        keep: object = None,
-        event: object = None,
-        *,
-        zero_is_absent: bool = False,
-    ) -> None:
-        """A gradient is ready; see :meth:`GradientRegistry.submit`. Callable from any one thread at a time."""
-        if self._pipeline.registry.submit(
-            layer, gradient, output, keep, event, zero_is_absent=zero_is_absent
-        ):
+    def submit(self, submission: Submission) -> None:
+        """A gradient is ready. Callable from any one thread at a time."""
+        if self._pipeline.registry.submit(submission):
             self._engine.wake()
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
@@ -227,7 +218,7 @@ class Exchanger:
         self._check()
         if self.is_open:
             raise StateError("a step is open: requests run between steps")
-        self._group = RequestGroup(runs, self._transport, self._round_complete)
+        self._group = RequestGroup(runs, self._transport, self._pipeline.round_complete)
         self._progress.start(self._group.poll)
 
     def finish(self) -> list[list[Array]]:
@@ -239,10 +230,6 @@ class Exchanger:
         if isinstance(group.verdict, StateError):
             self._progress.end_with(group.verdict)  # all ranks have found it: nobody is to be told
         return group.results
-
-    def _round_complete(self, begin: float, end: float) -> None:
-        self._pipeline.advances += 1
-        self._pipeline.statistics.wire_seconds += end - begin
 
     def listen(self) -> bool:
         """On a server, between steps, blocking: whether the trainers begin a step, or are done for now."""

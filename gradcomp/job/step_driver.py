@@ -19,8 +19,11 @@ from gradcomp.job.adapter import Adapter
 from gradcomp.job.checkpoint_manager import CheckpointManager
 from gradcomp.job.sparse import Array, Rows, mean_of_rows
 from gradcomp.job.step_phases import BETWEEN_STEPS, TRANSITIONS, Phase, Verb
-from gradcomp.pipeline import Number, StepResult
+from gradcomp.pipeline import Number, StepResult, Submission
 from gradcomp.reduce.header import DISCARDED, KEPT
+
+#: A tuple: to hash enumerations takes longer than the rest of a submission.
+_TAKES_GRADIENTS = tuple(TRANSITIONS[Verb.SUBMIT])
 
 
 @dataclass(frozen=True)
@@ -134,24 +137,15 @@ class StepDriver:
         self._rows = {}
         self._phase = after
 
-    def submit(
-        self,
-        layer: int,
-        gradient: int,
-        output: int,
-        keep: object = None,
-        event: object = None,
-        *,
-        zero_is_absent: bool = False,
-    ) -> None:
-        """A dense gradient is ready; see :meth:`gradcomp.engine.Exchanger.submit`."""
-        if self._phase not in TRANSITIONS[Verb.SUBMIT]:
-            raise self.late(layer)
-        self.exchanger.submit(layer, gradient, output, keep, event, zero_is_absent=zero_is_absent)
+    def submit(self, submission: Submission) -> None:
+        """A dense gradient is ready."""
+        if self._phase not in _TAKES_GRADIENTS:
+            raise self.late(submission.layer)
+        self.exchanger.submit(submission)
 
     def submit_rows(self, layer: int, rows: Callable[[], tuple[Array, Array]]) -> None:
         """A sparse gradient; ``rows`` gives numbers and values of its rows when the step is waited for."""
-        if self._phase not in TRANSITIONS[Verb.SUBMIT]:
+        if self._phase not in _TAKES_GRADIENTS:
             raise self.late(layer)
         self.exchanger.submit_absent(layer, sparse=True)
         self._rows[layer] = rows

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from time import perf_counter, sleep
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,6 +74,15 @@ class Device:
             for event in events:
                 if event is not None:
                     self.driver.follow(event)
+
+    def outlast(self, seconds: float) -> None:
+        """Wait, but no longer than this, until what was called is done. Raises nothing: a device may have failed."""
+        if self.driver is None:
+            return
+        with suppress(Exception):
+            event, deadline = self.driver.mark(self.driver.stream), perf_counter() + seconds
+            while not self.driver.reached(event) and perf_counter() < deadline:
+                sleep(1e-4)
 
 
 HOST = Device("cpu")

@@ -1,8 +1,9 @@
 """Buckets through compressors and reductions, over one transport. No threads: whoever owns a pipeline polls it."""
 
-from gradcomp.pipeline.gradient_registry import GradientRegistry
+from gradcomp.pipeline.gradient_registry import GradientRegistry, Submission
 from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.layout import Bucket, Layout, build_layout
+from gradcomp.pipeline.options import Options
 from gradcomp.pipeline.pipeline import Pipeline
 from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number, Soon
@@ -12,9 +13,11 @@ __all__ = [
     "GradientRegistry",
     "Layout",
     "Number",
+    "Options",
     "Pipeline",
     "Soon",
     "StepResult",
+    "Submission",
     "Waiting",
     "build_layout",
 ]

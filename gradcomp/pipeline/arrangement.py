@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.state import Begin, Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.bucket import BucketProgram
@@ -25,6 +27,7 @@ from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.costs import cheapest
 from gradcomp.reduce.model import Network
+from gradcomp.transport.base import Transport, host_allocator
 
 #: Arrangements that are kept, and for how many steps after they were last in force: they hold buffers.
 _MOST, _STEPS = 8, 64
@@ -167,3 +170,11 @@ class Arranger:
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
         return make(scheme, parts, layers, self._rank, self._topology, bucket, self._memory)
+
+
+def memory_on(device: Device, transport: Transport) -> Memory:
+    """Where a pipeline's buffers are: what the transport sends from, and what stays beside the device's kernels."""
+    messages = local = transport.allocator(device)
+    if device.driver is not None and messages is host_allocator:
+        local = partial(mirror, device.driver)
+    return Memory(messages, local)

@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
+from gradcomp.core.state import Residuals
+from gradcomp.kernels.codec import Sizes
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.in_flight import Waiting
-from gradcomp.transport.base import AllGather, Handle, Operation, Transport
+from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
 
 
-def completed(handle: Handle) -> Generator[Waiting, None, None]:
+def until_complete(handle: Handle) -> Generator[Waiting, None, None]:
     """Until it is."""
     while not handle.poll():
         yield Waiting.WIRE
@@ -22,7 +24,7 @@ def completed(handle: Handle) -> Generator[Waiting, None, None]:
 
 def collective(operation: Operation, transport: Transport) -> Generator[Waiting, None, None]:
     """Issue one, and wait for it."""
-    yield from completed(operation.issue(transport))
+    yield from until_complete(operation.issue(transport))
 
 
 def agree_on_order(
@@ -66,3 +68,19 @@ def check_same_plan(transport: Transport, digest: bytes, version: int) -> Genera
             f"plan {version} of rank {transport.rank} differs from that of rank {', '.join(map(str, others))}; "
             "set_compression() takes the same arguments on every rank, between the same two steps"
         )
+
+
+def hand_over(
+    transport: Transport, residuals: Residuals, layers: Sizes, servers: int, owned: Sequence[Sizes]
+) -> Generator[Waiting, None, None]:
+    """What dedicated servers no longer own goes, exactly, to who does now: they have nothing else to send it with.
+
+    ``owned``: layers that servers own now. What no server owns any more becomes a part of the first trainer's residual.
+    """
+    serves = transport.rank < servers
+    held = residuals.first.load(layers) * np.float32(serves)
+    yield from collective(AllReduce(held), transport)
+    if serves:
+        residuals.take_over(layers, held, transport.size - servers)
+    elif transport.rank == servers:
+        residuals.add(layers, held, np.isin(layers, np.concatenate(owned), invert=True))

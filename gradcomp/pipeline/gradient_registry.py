@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,21 @@ from gradcomp.reduce.header import PRESENT, SPARSE
 
 #: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
 Allocate = Callable[[int], int]
+
+
+class Submission(NamedTuple):
+    """A layer's gradient is ready at address ``gradient``; its mean goes to address ``output``.
+
+    ``keep`` is held until the step ends. ``event``: on a device, what the gradient is ready behind.
+    ``zero_is_absent``: a gradient of zeros stands for none, which :meth:`GradientRegistry.decide` finds out.
+    """
+
+    layer: int
+    gradient: int
+    output: int
+    keep: object = None
+    event: object = None
+    zero_is_absent: bool = False
 
 
 class GradientRegistry:
@@ -60,24 +75,12 @@ class GradientRegistry:
         self._buckets_of = layout.buckets_of
         self._reported = [False] * len(self._layers)
 
-    def submit(
-        self,
-        layer: int,
-        gradient: int,
-        output: int,
-        keep: object = None,
-        event: object = None,
-        *,
-        zero_is_absent: bool = False,
-    ) -> bool:
-        """A layer's gradient is ready at address ``gradient``; its mean goes to ``output``.
-
-        ``keep`` is held until the step ends. ``event``: on a device, what the gradient is ready behind.
-        ``zero_is_absent``: a gradient of zeros stands for none, which :meth:`decide` finds out.
-        Returns whether a bucket became complete.
-        """
+    def submit(self, submission: Submission) -> bool:
+        """A layer has a dense gradient. Returns whether a bucket became complete."""
+        layer, gradient, output, keep, event, zero_is_absent = submission
         self._report(layer, PRESENT)
-        self._doubtful[layer] = zero_is_absent
+        if zero_is_absent:
+            self._doubtful[layer] = True
         self.gradients[layer] = gradient
         self.outputs[layer] = output
         self.events[layer] = event

@@ -7,18 +7,14 @@ pipelines over an in-process transport run N ranks in one thread.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from time import perf_counter, sleep
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.compress.policy import Schedule
 from gradcomp.control.base import ControllerRun
 from gradcomp.core.config import HOST_SLICE, Config
 from gradcomp.core.errors import ConfigError, StateError
@@ -27,42 +23,32 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.core.topology import Topology
-from gradcomp.kernels.cuda.mirrors import mirror
-from gradcomp.kernels.devices import HOST, Device
-from gradcomp.kernels.step import Observations, StepContext
-from gradcomp.pipeline.arrangement import Arrangements, Arranger
-from gradcomp.pipeline.bucket import BucketProgram
-from gradcomp.pipeline.conclusions import agree_on_order, check_same_plan, collective, compare, completed
+from gradcomp.kernels.step import StepContext
+from gradcomp.pipeline.arrangement import Arrangements, Arranger, memory_on
+from gradcomp.pipeline.conclusions import (
+    agree_on_order,
+    check_same_plan,
+    collective,
+    compare,
+    hand_over,
+    until_complete,
+)
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.discards import Discards
 from gradcomp.pipeline.gradient_registry import GradientRegistry
-from gradcomp.pipeline.in_flight import InFlight, Waiting
-from gradcomp.pipeline.layout import Bucket, Layout
-from gradcomp.pipeline.memory import Allocate, StepMemory, Times
+from gradcomp.pipeline.in_flight import Waiting
+from gradcomp.pipeline.layout import Layout
+from gradcomp.pipeline.memory import Allocate, Times
+from gradcomp.pipeline.options import Options, Resumption
 from gradcomp.pipeline.ordering import Ordering
 from gradcomp.pipeline.rehearsal import rehearse
 from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
+from gradcomp.pipeline.step_exchange import StepExchange, Workplace
 from gradcomp.pipeline.succession import Succession
-from gradcomp.pipeline.switching import Switch
-from gradcomp.pipeline.ticks import Ticks
-from gradcomp.reduce.base import Memory
-from gradcomp.reduce.framing import Framed
-from gradcomp.reduce.header import (
-    APPLIED,
-    DISCARDED,
-    PRESENT,
-    READY,
-    SPARSE,
-    WAITING,
-    BucketFlags,
-    HeaderId,
-)
-from gradcomp.reduce.model import Network
-from gradcomp.transport.base import AllReduce, Transport, host_allocator
-
-Mask = npt.NDArray[np.bool_]
+from gradcomp.reduce.header import APPLIED, DISCARDED, READY, WAITING, HeaderId
+from gradcomp.transport.base import AllReduce, Transport
 
 #: What kernels of a bucket take is far below it.
 _LONGEST_FAREWELL_SECONDS = 5.0
@@ -71,12 +57,7 @@ _LONGEST_FAREWELL_SECONDS = 5.0
 class Pipeline:
     """One rank's side of an exchanger.
 
-    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. ``average=False`` hands out the
-    sum over ranks instead of the mean. ``on_complete(bucket)`` is called when a bucket's means are in the outputs.
-    ``order_step``: the step in which rank 0's order of arrival becomes the order of the buckets. ``schedule``: asked
-    with a step and a version, the plan that begins then; the same on all ranks. ``topology``: who shares a host; by
-    default all do. ``network``: measured constants, the same on all ranks; ``reduction="auto"`` needs them where there
-    are several hosts. ``device``: where gradients and means are, and so the state. Apart from the gradient registry,
+    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. Apart from the gradient registry,
     methods are called by one thread at a time.
 
     Where the scheme has dedicated servers, the first ranks only serve: they hand in nothing, and what is averaged,
@@ -90,16 +71,9 @@ class Pipeline:
         transport: Transport,
         config: Config,
         allocate: Allocate,
-        *,
-        average: bool = True,
-        on_complete: Callable[[Bucket], None] | None = None,
-        order_step: int = 0,
-        schedule: Schedule | None = None,
-        topology: Topology | None = None,
-        network: Network | None = None,
-        controller: ControllerRun | None = None,
-        device: Device = HOST,
+        options: Options | None = None,
     ) -> None:
+        options = options or Options()
         check_unique(layers)
         if not layers:
             raise ConfigError("there is no layer to exchange")
@@ -112,15 +86,12 @@ class Pipeline:
         self.step = 0
         self.ordering = Ordering(len(layers), config.cold_after_steps)
         self.registry = GradientRegistry(self.layers)
-        self.device = device
-        topology = topology or Topology.one_host(transport.size)
+        self.device = device = options.device
+        topology = options.topology or Topology.one_host(transport.size)
         assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
-        messages = transport.allocator(device)
-        local = messages
-        if device.driver is not None and messages is host_allocator:
-            local = partial(mirror, device.driver)
+        memory = memory_on(device, transport)
         self._arranger = Arranger(
-            self.layers, self.config, device, Memory(messages, local), transport.rank, topology, network
+            self.layers, self.config, device, memory, transport.rank, topology, options.network
         )
         self.servers, self.trainers = self._arranger.servers, self._arranger.trainers
         self.residuals = Residuals([0] * len(layers), device.zeros)
@@ -135,24 +106,27 @@ class Pipeline:
         self.reduced_statistics: Statistics | None = None
         self.trace = Trace(config.trace_spans, transport.rank)
         self.result: StepResult | None = None
-        self._allocate = allocate
-        self._average = average
-        self._on_complete = on_complete
-        self._order_step = order_step
-        self.plans = Succession(self.layers, schedule)
+        self._average = options.average
+        self._order_step = options.order_step
+        self.plans = Succession(self.layers, options.schedule)
         self._discards = Discards()
         self._handing_over = False  # servers have to tell each other what they no longer own
+        controller = options.controller
         self._steering = Steering(controller, len(layers))
         self.advances = 0  # rounds completed, for whoever watches over progress
         self._checksums = config.checksums and transport.checksums
-        self._numbers: tuple[Number, Number] | None = None  # the scale and the rate, until they are known
-        self._scale = 1.0
-        self._open_learning_rate = 0.0
-        self._opened_at = 0.0
+        self._workplace = Workplace(
+            device,
+            self.registry,
+            self._steering,
+            Times(self.trace, self.statistics),
+            allocate,
+            self.round_complete,
+            options.on_complete,
+            config.overlap,
+        )
+        self._exchange: StepExchange | None = None  # of the step that is open, or was last
         self._running: Generator[Waiting, None, None] | None = None
-        self._own_state = 0  # what this rank says of itself in this step
-        self._flags: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
-        self._ticks: Ticks | None = None
         self._stale = True
         self._arrangements = Arrangements()
         assert controller is None or not self.servers, (
@@ -172,7 +146,7 @@ class Pipeline:
     @property
     def position(self) -> tuple[int, int, int]:
         """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
-        return (self.step, *(self._ticks.position if self._ticks else (0, 0)))
+        return (self.step, *(self._exchange.position if self._exchange else (0, 0)))
 
     @property
     def serves(self) -> bool:
@@ -210,20 +184,16 @@ class Pipeline:
             self.discard()
         self.lay_out()
         self._digests = digests
-        self._numbers = scale, learning_rate
-        self.registry.open(self.layout)
-        self._ticks = Ticks(
-            self._programs,
-            self.registry,
-            self.device,
+        self._exchange = StepExchange(
+            self._workplace,
             self.transport,
-            self._start,
-            self._on_complete,
+            self._laid_out,
+            self._context(),
+            self.residuals,
             (scale, learning_rate),
+            self.learning_rate,
         )
-        self._opened_at = perf_counter()
-        self._steering.open(self.step, self._opened_at, len(self.layout.buckets))
-        self._running = self._run()
+        self._running = self._run(self._exchange)
 
     def poll(self) -> Waiting:
         """Do what can be done without blocking; say what is missing."""
@@ -243,14 +213,9 @@ class Pipeline:
 
         Raises nothing: a device that has failed uses nothing any more, and one that hangs is not waited for.
         """
-        driver = self.device.driver
-        if driver is None or not self.is_open:
-            return
-        with suppress(Exception):
-            event, deadline = driver.mark(driver.stream), perf_counter() + _LONGEST_FAREWELL_SECONDS
-            while not driver.reached(event) and perf_counter() < deadline:
-                sleep(1e-4)
-        self._ticks = None
+        if self.device.driver is not None and self.is_open:
+            self.device.outlast(_LONGEST_FAREWELL_SECONDS)
+            self._exchange = None
 
     def commit(self, outcome: int = APPLIED) -> bool:
         """Accept the finished step: residuals take their new values, unless a value was not finite.
@@ -265,7 +230,8 @@ class Pipeline:
             self._discards.accepted()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
-            self.learning_rate = self._open_learning_rate
+            assert self._exchange is not None, "its result is here"
+            self.learning_rate = self._exchange.learning_rate
             self._steering.commit(result.present)
             if self.plans.switch is not None:
                 self.plans.switch.commit(self.laid_out_plan, result.present)
@@ -309,133 +275,82 @@ class Pipeline:
             self.layout = self._relayout()
         self._arrangements.age(self.step)
 
-    def restore(
-        self,
-        step: int,
-        order: Sequence[int],
-        plan: Plan,
-        cold: frozenset[int],
-        sparse: frozenset[int],
-        *,
-        streak: Sequence[int] | None = None,
-        residuals: Residuals | None = None,
-        fields: Fields | None = None,
-        learning_rate: float | None = None,
-        switch: Switch | None = None,
-    ) -> None:
-        """Go on from elsewhere: a checkpoint, a pipeline with fewer layers. See :mod:`gradcomp.pipeline.snapshot`.
-
-        ``residuals``, ``fields`` and ``learning_rate`` replace those that are here; without them these are kept.
-        ``switch``: a change of compression that is not through; no controller decides beside it.
-        """
+    def restore(self, state: Resumption) -> None:
+        """Go on from elsewhere; see :mod:`gradcomp.pipeline.snapshot`."""
         if self.is_open:
             raise StateError("an exchange is open")
-        plan.check_covers(self.layers)
-        self.step, self.plan = step, plan
-        self.ordering.restore(order, cold, sparse, streak)
-        self.plans.restore(switch, plan)
-        if switch is not None:
+        state.plan.check_covers(self.layers)
+        self.step, self.plan = state.step, state.plan
+        self.ordering.restore(state.order, state.cold, state.sparse, state.streak)
+        self.plans.restore(state.switch, state.plan)
+        if state.switch is not None:
             self._steering.stop()
-        if residuals is not None:
-            self.residuals = residuals
-        if fields is not None:
-            self.fields = fields
-        if learning_rate is not None:
-            self.learning_rate = learning_rate
+        if state.residuals is not None:
+            self.residuals = state.residuals
+        if state.fields is not None:
+            self.fields = state.fields
+        if state.learning_rate is not None:
+            self.learning_rate = state.learning_rate
         self.result = None
+        self._exchange = None
         self.outcome = 0
         self.layout = self._relayout()
 
     # -- the step, inside ---------------------------------------------------------------------------------------
 
-    def _run(self) -> Generator[Waiting, None, None]:
-        assert self._ticks is not None, "made when the step was opened"
-        self._flags = []
+    def _run(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
         self.plans.follow(self.step, self.plan, self.ordering.cold | self.ordering.sparse)
         while self._steering.overdue:
             yield Waiting.BACKGROUND
         ready = self.plans.next is not None or self._steering.ready
-        self._own_state = 0 if self.serves else self.outcome | (READY if ready else WAITING)
+        own_state = 0 if self.serves else self.outcome | (READY if ready else WAITING)
         if self._handing_over:
-            yield from self._hand_over()
-        contribute = partial(self._steering.contribute, self.step, self.transport)
-        yield from self._ticks.run(overlap=self.config.overlap, last_is_issued=contribute)
-        self._take_numbers()
-        states = np.zeros(len(self.layers), dtype=np.uint8)
-        outcomes = 0
-        for layers, flags in self._flags:
-            states[layers] |= flags.states[:-1]
-            outcomes |= flags.outcomes
-        ready = bool(self._flags) and self._flags[0][1].ready
-        if self.plans.switch is not None and self._flags:
-            self.plans.switch.check(self.step, ready, self.transport.rank)
-        yield from self._finish(states, outcomes, ready)
+            layers, owned = np.flatnonzero(self._keeps_residual), [p.owned_layers for p in self._programs]
+            yield from hand_over(self.transport, self.residuals, layers, self.servers, owned)
+            self._handing_over = False
+        yield from exchange.run(HeaderId(self._check, self.step, 0, self._checksums), own_state)
+        yield from self._finish(exchange)
 
-    def _start(self, program: BucketProgram) -> InFlight:
-        """A bucket that can be encoded begins."""
-        self._take_numbers()
-        number = program.bucket.number
-        self.registry.decide(program.bucket.layers)
-        complete = self.registry.completed[number]
-        self.trace.add("ready", self.step, number, self._opened_at, complete)
-        self.trace.add("queue", self.step, number, complete, perf_counter())
-        states = np.append(self.registry.states[program.bucket.layers], np.uint8(self._own_state))
-        flags = BucketFlags(states)
-        self._flags.append((program.bucket.layers, flags))
-        return InFlight(number, self._exchange(program, flags), self._completed)
-
-    def _exchange(self, program: BucketProgram, flags: BucketFlags) -> Generator[Framed, None, None]:
-        bucket, old, new = program.bucket, self.learning_rate, self._open_learning_rate
-        ratio = old / new if old and new else 1.0
-        context = self._context(self._scale, ratio, self._steering.observations)
-        times = Times(self.trace, self.statistics)
-        memory = StepMemory(bucket, context, flags, self.registry, self.residuals, self._allocate, times)
-        self._steering.start(bucket.groups, memory, context.scale)
-        header_id = HeaderId(self._check, self.step, bucket.number, self._checksums)
-        return program.run(header_id, context, memory, flags)
-
-    def _context(
-        self, scale: float, rate_ratio: float, observations: Observations | None = None
-    ) -> StepContext:
+    def _context(self) -> StepContext:
+        """Of the next step, without what follows from its numbers."""
         return StepContext(
             self._arranger.draw(self.step),
             self.trainers,
             self.servers,
-            scale=1.0 / scale,
-            unscale=scale,
             average=self._average,
-            rate_ratio=rate_ratio,
             fields=self.fields,
-            observations=observations,
             number=self.step,
         )
 
-    def _completed(self, bucket: int, begin: float, end: float) -> None:
-        """A round has come."""
+    def round_complete(self, seconds: float) -> None:
+        """A round took so long on the wire, of a step or between two."""
         self.advances += 1
-        self.trace.add("wire", self.step, bucket, begin, end)
-        self.statistics.wire_seconds += end - begin
-        self._steering.round_complete(bucket, end - begin)
+        self.statistics.wire_seconds += seconds
 
-    def _finish(
-        self, states: npt.NDArray[np.uint8], outcomes: int, all_ready: bool
-    ) -> Generator[Waiting, None, None]:
+    def _finish(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
         """Draw the conclusions that every rank draws from the same flags."""
-        present = (states & PRESENT) != 0
-        sparse = (states & SPARSE) != 0
-        nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
+        result, all_ready = exchange.result()
+        if self.plans.switch is not None and self._programs:
+            self.plans.switch.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:
-            yield from self._take_order()
-        self._stale |= self.ordering.seen(present, sparse)
+            arrived = self.registry.arrivals
+            order = yield from agree_on_order(self.transport, len(self.layers), self.servers, arrived)
+            self._stale |= self.ordering.take(order)
+        self._stale |= self.ordering.seen(result.present, result.sparse)
         if all_ready:
-            all_ready = not (yield from self._swap_plan())
+            # Sizes of messages follow from the plan. If there is none, all are ready for what their controllers do.
+            yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
+            plan = self.plans.take()
+            if plan is not None:
+                self.plan, self._stale, all_ready = plan, True, False
+                if self.plans.switch is not None:
+                    self._steering.stop()
         if self._steering.sums is not None:
-            yield from completed(self._steering.sums)
-        rate = self._open_learning_rate
-        if self._steering.conclude(self.step, all_ready, self._laid_out, self.registry.completed, rate):
+            yield from until_complete(self._steering.sums)
+        completed, rate = self.registry.completed, exchange.learning_rate
+        if self._steering.conclude(self.step, all_ready, self._laid_out, completed, rate):
             assert self.controller is not None, "a controller chose"
-            self.plan = self.controller.plan(self.plan)
-            self._stale = True
+            self.plan, self._stale = self.controller.plan(self.plan), True
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
         self.statistics.dense_bytes += self._laid_out.dense_bytes
@@ -448,29 +363,8 @@ class Pipeline:
             self.digest_table = yield from compare(self.transport, len(self.layers), self._digests)
             self._digests = None
         self.registry.release()
-        self.result = StepResult(self.step, present, sparse, nonfinite, outcomes)
+        self.result = result
         self.step += 1
-
-    def _take_order(self) -> Generator[Waiting, None, None]:
-        """Everyone takes the order in which the first trainer's gradients arrived."""
-        arrived = self.registry.arrivals
-        order = yield from agree_on_order(self.transport, len(self.layers), self.servers, arrived)
-        self._stale |= self.ordering.take(order)
-
-    def _swap_plan(self) -> Generator[Waiting, None, bool]:
-        """All ranks are ready: make sure that it is for the same plan, since message sizes follow from it.
-
-        Whether there is a new plan; if not, all were ready for what their controllers do next.
-        """
-        yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
-        plan = self.plans.take()
-        if plan is None:
-            return False
-        self.plan = plan
-        if self.plans.switch is not None:
-            self._steering.stop()
-        self._stale = True
-        return True
 
     # -- layout -------------------------------------------------------------------------------------------------
 
@@ -495,30 +389,5 @@ class Pipeline:
         self.laid_out_plan = self.plan
         self._stale = False
         if is_new:
-            rehearse(found.programs, self.device, self.layers, self._context(1.0, 1.0), self.residuals)
+            rehearse(found.programs, self.device, self.layers, self._context(), self.residuals)
         return found.layout
-
-    def _take_numbers(self) -> None:
-        """The loss scale and the learning rate have come."""
-        if self._numbers is not None:
-            self._scale, self._open_learning_rate = map(_known, self._numbers)
-            self._numbers = None
-
-    def _hand_over(self) -> Generator[Waiting, None, None]:
-        """What dedicated servers no longer own goes, exactly, to who does now: they have nothing else to send it with.
-
-        What no server owns any more becomes a part of the first trainer's residual.
-        """
-        layers = np.flatnonzero(self._keeps_residual)
-        held = self.residuals.first.load(layers) * np.float32(self.serves)
-        yield from collective(AllReduce(held), self.transport)
-        if self.serves:
-            self.residuals.take_over(layers, held, self.trainers)
-        elif self.transport.rank == self.servers:
-            owned = [program.owned_layers for program in self._programs]
-            self.residuals.add(layers, held, np.isin(layers, np.concatenate(owned), invert=True))
-        self._handing_over = False
-
-
-def _known(number: Number) -> float:
-    return number if isinstance(number, float | int) else number.result()

@@ -27,14 +27,12 @@ class RequestGroup:
     The ranks compare the whole group first. ``verdict``: the error that all ranks have come to. With ConfigError (a
     rank has a problem) or PlanMismatchError (the ranks do not run the same) nothing was exchanged, and the requests can
     be run again. StateError: some ranks committed the last run of a request, and others did not.
-    ``completed(begin, end)`` is told of every round.
+    ``completed(seconds)`` is told of every round.
 
     Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for.
     """
 
-    def __init__(
-        self, runs: Sequence[Run], transport: Transport, completed: Callable[[float, float], None]
-    ) -> None:
+    def __init__(self, runs: Sequence[Run], transport: Transport, completed: Callable[[float], None]) -> None:
         self.verdict: GradcompError | None = None
         self._runs = list(runs)
         self._transport = transport
@@ -62,7 +60,7 @@ class RequestGroup:
         in_flight = []
         for number, run in enumerate(self._runs):
             program = run.request.run(run.inputs, run.outputs)
-            one = InFlight(number, program, lambda _, begin, end: self._completed(begin, end))
+            one = InFlight(number, program, lambda _, begin, end: self._completed(end - begin))
             yield from _prepared(one)
             one.issue(self._transport)
             in_flight.append(one)

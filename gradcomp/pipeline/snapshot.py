@@ -20,6 +20,7 @@ from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Range, Residuals
 from gradcomp.pipeline.layout import build_layout, compressors_of
+from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.pipeline import Pipeline
 from gradcomp.pipeline.shared_state import SETTINGS, Shared, mapping_of
 from gradcomp.pipeline.switching import Switch
@@ -337,19 +338,22 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         buffer.set(row, value if factor is None else value * factor)
     _restore_controller(pipeline, state, shared)
     # Ranges that this rank does not own here go into its first residuals.
+    switch = None
+    if shared.switch is not None:
+        switch = Switch.from_plain(shared.switch, pipeline.layers, shared.step)
     pipeline.restore(
-        shared.step,
-        [numbers[name] for name in shared.order],
-        shared.plan,
-        frozenset(numbers[name] for name in shared.cold),
-        frozenset(numbers[name] for name in shared.sparse),
-        streak=[shared.streaks[layer.name] for layer in pipeline.layers],
-        residuals=residuals,
-        fields=fields,
-        learning_rate=shared.rate,
-        switch=None
-        if shared.switch is None
-        else Switch.from_plain(shared.switch, pipeline.layers, shared.step),
+        Resumption(
+            shared.step,
+            [numbers[name] for name in shared.order],
+            shared.plan,
+            frozenset(numbers[name] for name in shared.cold),
+            frozenset(numbers[name] for name in shared.sparse),
+            [shared.streaks[layer.name] for layer in pipeline.layers],
+            residuals,
+            fields,
+            shared.rate,
+            switch,
+        )
     )
 
 

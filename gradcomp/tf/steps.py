@@ -14,6 +14,7 @@ from gradcomp import kernels
 from gradcomp.core.errors import StateError
 from gradcomp.job.adapter import Words
 from gradcomp.job.step_driver import StepDriver
+from gradcomp.pipeline import Submission
 from gradcomp.pipeline.digests import CRC32C, Digests
 from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
@@ -107,7 +108,7 @@ class Steps:
             )
         driver.refuse_dense(layer)
         mean = step.means[layer] = memory.allocate(layer)
-        driver.submit(layer, memory.address(gradient), memory.address(mean), gradient)
+        driver.submit(Submission(layer, memory.address(gradient), memory.address(mean), gradient))
 
     def collect(self, layers: Sequence[int]) -> list[Any]:
         """Wait for the means of these layers, when all groups have been submitted."""

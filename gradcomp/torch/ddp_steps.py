@@ -18,6 +18,7 @@ from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.step_phases import Phase
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import Device
+from gradcomp.pipeline import Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.ddp_futures import BucketFutures
@@ -73,7 +74,7 @@ class BucketSteps:
         shift = handed.address - buffer.data_ptr()
         for layer, address in zip(layers.tolist(), addresses, strict=True):
             place = address + shift
-            driver.submit(layer, place, place, handed, handed.event, zero_is_absent=True)
+            driver.submit(Submission(layer, place, place, handed, handed.event, zero_is_absent=True))
         if bucket.is_last():
             driver.flush()
             # DDP queues its own wait behind this one, which raises errors as what they are.

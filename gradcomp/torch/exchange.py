@@ -18,7 +18,7 @@ from gradcomp.engine.background import in_background
 from gradcomp.job.adapter import Words
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.step_phases import Phase
-from gradcomp.pipeline import Number
+from gradcomp.pipeline import Number, Submission
 from gradcomp.pipeline.digests import Digests
 from gradcomp.torch.ddp_check import DdpCheck
 from gradcomp.torch.gradients import Gradients
@@ -172,7 +172,8 @@ class GradientExchange:
             self.driver.submit_rows(layer, partial(rows_of, name, gradient))
         else:
             handed = self._gradients.hand_in(layer, gradient)
-            self.driver.submit(layer, handed.address, handed.address, handed, handed.event)
+            address = handed.address
+            self.driver.submit(Submission(layer, address, address, handed, handed.event))
 
     def _open(self) -> None:
         if self.driver.under_way:

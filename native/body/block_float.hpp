@@ -11,7 +11,8 @@ struct E4M3 {
     static constexpr int mantissa = 3, least = -6, most = 8, largest_mantissa = 0x600000, largest_code = 0x7E;
 };
 struct E5M2 {
-    static constexpr int mantissa = 2, least = -14, most = 15, largest_mantissa = 0x600000, largest_code = 0x7B;
+    static constexpr int mantissa = 2, least = -14, most = 15, largest_mantissa = 0x600000,
+                         largest_code = 0x7B;
 };
 struct E2M1 {
     static constexpr int mantissa = 1, least = 0, most = 2, largest_mantissa = 0x400000, largest_code = 0x7;
@@ -50,10 +51,10 @@ class BlockFloat {
         // Steps of r's own power of two; below the smallest normal number, of that one's.
         const I32 exponent = max(shift_right(as_int(r), 23), splat(127 + Format::least));
         const F32 steps = as_float(shift_left(splat(254 + Format::mantissa) - exponent, 23));
-        const I32 step = round_code<stochastic>(r * steps, u, splat(static_cast<float>(2 << Format::mantissa)));
+        const I32 step =
+            round_code<stochastic>(r * steps, u, splat(static_cast<float>(2 << Format::mantissa)));
         // A step that reaches the next power of two is that one's first code.
-        const I32 magnitude =
-            shift_left(exponent - splat(127 + Format::least), Format::mantissa) + step;
+        const I32 magnitude = shift_left(exponent - splat(127 + Format::least), Format::mantissa) + step;
         // A draw near 1 may lift the largest by a step in float32.
         const I32 code = splat(0) - max(splat(0) - magnitude, splat(-Format::largest_code));
         return with_sign(code, c, bits_);
@@ -74,14 +75,16 @@ class BlockFloat {
     // 255 stands for no number; 0 for a power of two below the normal ones.
     void set(std::int32_t exponent) {
         exponent_ = exponent;
-        const float scale = float_of(exponent == 255 ? 0x7FC00000 : exponent == 0 ? 0x400000 : exponent << 23);
+        const float scale = float_of(exponent == 255 ? 0x7FC00000
+                                     : exponent == 0 ? 0x400000
+                                                     : exponent << 23);
         scale_ = splat(scale);
         // A code that the format reserves is the next magnitude.
         constexpr int codes = Format::mantissa == 1 ? 8 : 128;
         constexpr int top = (codes - 1) >> Format::mantissa;
         constexpr int steps = (codes - 1) - ((top - 1) << Format::mantissa);
-        bounds[0] = bounds[1] =
-            static_cast<float>(steps) * float_of((top + 126 + Format::least - Format::mantissa) << 23) * scale;
+        bounds[0] = bounds[1] = static_cast<float>(steps) *
+                                float_of((top + 126 + Format::least - Format::mantissa) << 23) * scale;
     }
 
     int bits_;

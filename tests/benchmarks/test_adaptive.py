@@ -39,6 +39,14 @@ def test_every_row_is_one_of_its_own_and_can_be_run(task):
             controller_from_string(arm.controller)
 
 
+def test_zeros_are_sent_by_topk_alone():
+    rows = arms("gpt", FAMILY_KEYS, ["uniform-zeros"])
+    assert [from_string(arm.compression).zeros for arm in rows if arm.key == "density-uniform-zeros"] == [
+        True
+    ]
+    assert sum(arm.key.endswith("-zeros") for arm in rows) == 1
+
+
 def test_a_row_of_gravac_has_a_name_of_its_own():
     assert [arm.key for arm in arms("resnet", [], ["gravac-energy-dgc-0.9"])] == [
         "none",

@@ -14,7 +14,7 @@ from null_device import NullTransport, NullWorld, null_device
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import Device
-from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline import Options, Pipeline, Submission
 
 LAYERS = bench.gpt(64, 2, 3000, 32)
 TOP_K = TopK(0.01, zeros=True)
@@ -61,7 +61,7 @@ class Ranks:
         self.plan = Policy(compressor).plan(layers)
         config = Config(reorder=False, reduction=reduction)
         self.pipelines = [
-            Pipeline(layers, self.plan, NullTransport(world, rank), config, int, device=device)
+            Pipeline(layers, self.plan, NullTransport(world, rank), config, int, Options(device=device))
             for rank in range(2)
         ]
 
@@ -77,7 +77,7 @@ class Ranks:
         for pipeline in self.pipelines:
             for layer in range(len(pipeline.layers)):
                 pipeline.registry.submit(
-                    layer, 256 * (layer + 1), 256 * (layer + 1), None, self.device.mark(1)
+                    Submission(layer, 256 * (layer + 1), 256 * (layer + 1), None, self.device.mark(1))
                 )
             pipeline.registry.flush()
         while any(pipeline.is_open for pipeline in self.pipelines):

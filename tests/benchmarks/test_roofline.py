@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from roofline import WireRecord, busiest_bytes, roofline
-from simulation import Simulation, random_gradients
 
 from gradcomp import LayerSpec, Quantize, TopK
+from gradcomp.testing.simulation import Simulation, random_gradients
 
 LAYERS = [LayerSpec("a", (40, 50)), LayerSpec("b", (300,)), LayerSpec("c", (70, 9))]
 

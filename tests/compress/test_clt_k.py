@@ -6,10 +6,11 @@ import zlib
 
 import numpy as np
 import pytest
-from simulation import Simulation, payload_of, true_mean
 
 from gradcomp import CLTk, ConfigError, LayerSpec, TransportError, WireFormatError
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, true_mean
 
 LAYERS = [LayerSpec("a", (40,)), LayerSpec("empty", (0,)), LayerSpec("b", (4, 5))]
 HEADER = ByteHeader.size(len(LAYERS))

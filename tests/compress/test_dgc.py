@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compress.selecting import select
-from simulation import Simulation
 
 from gradcomp import DGC, Cast, ConfigError, Identity, LayerSpec, LocalClip, MomentumCorrection, Policy
+from gradcomp.testing.simulation import Simulation
 
 SIZE = 400_000
 

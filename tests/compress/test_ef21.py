@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import Simulation
 
 from gradcomp import (
     DGC,
@@ -23,6 +22,7 @@ from gradcomp import (
     TopK,
     Warmup,
 )
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("matrix", (13, 17)), LayerSpec("bias", (29,))]
 WORLDS = (1, 2, 3)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from configurations import ROWS
-from simulation import Simulation
 
 from gradcomp import (
     NUQSGD,
@@ -31,6 +30,7 @@ from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
 from gradcomp.kernels.step import StepContext
+from gradcomp.testing.simulation import Simulation
 
 NOISE, CONSTANT = LAYERS = [LayerSpec("noise", (16, 32)), LayerSpec("constant", (16, 32))]
 SIZE = NOISE.size

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import Simulation, payload_of, plan_for
 from tiers import examples
 
 from gradcomp import ConfigError, GlobalTopK, LayerSpec, WireFormatError
 from gradcomp.kernels import selection
 from gradcomp.pipeline.layout import build_layout
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, plan_for
 
 SIZES = (30, 0, 1, 17, 52)
 LAYERS = [LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(SIZES)]

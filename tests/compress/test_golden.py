@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from configurations import ROWS
-from simulation import Simulation
 
 from gradcomp import LayerSpec
+from gradcomp.testing.simulation import Simulation
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = [LayerSpec("first.weight", (7, 11)), LayerSpec("second.weight", (20,))]

@@ -7,10 +7,11 @@ import struct
 
 import numpy as np
 import pytest
-from simulation import Simulation, announced_payload, plan_for
 
 from gradcomp import ConfigError, LayerSpec, Threshold, TransportError, WireFormatError
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.recording import announced_payload
+from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [LayerSpec("a", (8,)), LayerSpec("b", (5,))]
 HEADER = ByteHeader.size(len(LAYERS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import DTYPES, Simulation, announced_payload, payload_of, same_bytes, true_mean
 
 from gradcomp import (
     Assignment,
@@ -21,6 +20,8 @@ from gradcomp.compress.lowrank.spectral import SpectralFormat
 from gradcomp.compress.lowrank.spectral_atomo import draws, probabilities
 from gradcomp.kernels.codec import Draw
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.recording import announced_payload, payload_of
+from gradcomp.testing.simulation import DTYPES, Simulation, same_bytes, true_mean
 
 SHAPE = (12, 20)
 MATRIX = LayerSpec("matrix", SHAPE)

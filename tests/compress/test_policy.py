@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import Simulation
 
 from gradcomp import (
     Cast,
@@ -21,6 +20,7 @@ from gradcomp import (
     Warmup,
 )
 from gradcomp.compress import as_policy, at_level
+from gradcomp.testing.simulation import Simulation
 
 EXACT = Cast("float32")
 WEIGHT = LayerSpec("block.weight", (64, 64))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for, true_mean
 
 from gradcomp import ConfigError, LayerSpec, PowerSGD
 from gradcomp.compress.lowrank.base import clamped_rank, matrix_shape
+from gradcomp.testing.simulation import Simulation, plan_for, true_mean
 
 MATRIX = LayerSpec("matrix", (24, 40))
 CONV = LayerSpec("conv", (16, 3, 3, 3))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from simulation import Simulation
 
 from gradcomp import LayerSpec, RandomBlock
+from gradcomp.testing.simulation import Simulation
 
 
 def stretches(mean: np.ndarray) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import Simulation, true_mean
 
 from gradcomp import ConfigError, LayerSpec, RandomBlock, RandomK
 from gradcomp.kernels.draws import strata
+from gradcomp.testing.simulation import Simulation, true_mean
 
 LAYERS = [LayerSpec("a", (100,)), LayerSpec("empty", (0,)), LayerSpec("b", (7, 9))]
 random_kinds = pytest.mark.parametrize("kind", [RandomK, RandomBlock])

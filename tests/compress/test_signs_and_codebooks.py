@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import Simulation
 
 from gradcomp import (
     NUQSGD,
@@ -19,6 +18,7 @@ from gradcomp import (
     TernGrad,
 )
 from gradcomp.kernels.segments import SEGMENT
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("w", (1000,))]
 

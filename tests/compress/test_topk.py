@@ -6,10 +6,21 @@ import struct
 
 import numpy as np
 import pytest
-from simulation import Simulation, payload_of, true_mean
 
-from gradcomp import DGC, Cast, Compressor, ConfigError, Graded, LayerSpec, RedSync, TopK, WireFormatError
+from gradcomp import (
+    DGC,
+    Cast,
+    Compressor,
+    ConfigError,
+    LayerSpec,
+    RedSync,
+    TopK,
+    TwoLevelSelection,
+    WireFormatError,
+)
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, true_mean
 
 SIZES = (4000, 0, 1, 600, 70)
 LAYERS = [LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(SIZES)]
@@ -62,7 +73,7 @@ def test_the_mean_and_the_residuals_are_those_with_zeros(world: int, density: fl
 @every_world
 @pytest.mark.parametrize(
     "compressor",
-    [TopK(0.4), DGC(0.4, momentum_factor=0.0), RedSync(0.4), Graded(TopK(0.6), 0.4)],
+    [TopK(0.4), DGC(0.4, momentum_factor=0.0), RedSync(0.4), TwoLevelSelection(TopK(0.6), 0.4)],
     ids=Compressor.to_string,
 )
 def test_feedback_telescopes_over_layers_of_zeros(compressor: Compressor, world: int):
@@ -77,7 +88,7 @@ def test_feedback_telescopes_over_layers_of_zeros(compressor: Compressor, world:
 
 @pytest.mark.parametrize(
     "compressor",
-    [TopK(0.4, indices="raw"), DGC(0.4, momentum_factor=0.0), Graded(TopK(0.6), 0.4)],
+    [TopK(0.4, indices="raw"), DGC(0.4, momentum_factor=0.0), TwoLevelSelection(TopK(0.6), 0.4)],
     ids=Compressor.to_string,
 )
 def test_what_travels_is_k_elements_or_all_that_are_not_zero(compressor: Compressor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import DTYPES, Simulation, plan_for, same_bytes
 
 from gradcomp import (
     ErrorFeedback,
@@ -17,6 +16,7 @@ from gradcomp import (
 )
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import DTYPES, Simulation, plan_for, same_bytes
 
 FOUR = [LayerSpec("w", (4,))]
 ONE_OF_FOUR = TopK(0.25)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from simulation import Simulation
 
 from gradcomp import LayerSpec, Quantize, TopK
 from gradcomp.compress.policy import Automatic
@@ -28,6 +27,7 @@ from gradcomp.control.forecast import Rates
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline.snapshot import Snapshot, restore, snapshot
 from gradcomp.reduce.model import Network
+from gradcomp.testing.simulation import Simulation
 
 GOLDEN = Path(__file__).parent / "golden" / "controllers.json"
 WORLD, STEPS = 2, 64

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from control.observed import chosen, environment, seen_by
 from loudest import LAYERS, levels
-from simulation import Simulation
 
 from gradcomp import ConfigError, LayerSpec, Quantize, TopK
 from gradcomp.control.adaqs import AdaQS
+from gradcomp.testing.simulation import Simulation
 
 RULE = AdaQS(8, 2, every_steps=3)
 

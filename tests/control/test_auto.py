@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from batch import on_ranks
 from late import Late
-from simulation import Simulation
 
 from gradcomp import ConfigError, LayerSpec, Policy, Quantize, StateError, Warmup
 from gradcomp.compress.policy import AUTO_CHOICES, Automatic, as_policy
@@ -24,6 +23,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
 from gradcomp.reduce.model import Network
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [
     LayerSpec("a", (64, 64)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import Simulation
 
 from gradcomp import (
     Cast,
@@ -23,6 +22,7 @@ from gradcomp.control.candidates import choices_of, default_levels, layer_bytes,
 from gradcomp.core.layers import Filter
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
+from gradcomp.testing.simulation import Simulation
 
 WIDE = LayerSpec("wide", (64, 96))
 

@@ -11,7 +11,6 @@ import torch
 from batch import on_ranks
 from late import Late
 from loudest import LAYERS, Loudest
-from simulation import Simulation
 
 import gradcomp.torch as gc
 from gradcomp import Quantize
@@ -19,6 +18,7 @@ from gradcomp.control.phased import Phase
 from gradcomp.engine import terms
 from gradcomp.engine.background import in_background
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation
 
 NEAREST = Quantize(4, 32, rounding="nearest")
 STEPS = 18

@@ -12,7 +12,6 @@ import pytest
 from compress.selecting import samples
 from configurations import ROWS
 from plain import Everyone, Rounds, Turns
-from simulation import Simulation
 
 from gradcomp import (
     DGC,
@@ -52,6 +51,7 @@ from gradcomp.control.distortion.round_trip import round_trip
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
+from gradcomp.testing.simulation import Simulation
 
 SEED = 7
 FREE = Budget(None, "a test")

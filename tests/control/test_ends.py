@@ -11,7 +11,6 @@ import pytest
 from control.observed import environment, specs
 from late import Late
 from loudest import levels
-from simulation import Simulation
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.control.candidates import default_levels, make_candidates
@@ -19,6 +18,7 @@ from gradcomp.control.ends import crowded_ends, goes_on
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("sparse", (100, 100)), LayerSpec("dense", (40, 40))]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from control.observed import environment
 from loudest import LAYERS, levels
-from simulation import Simulation
 
 from gradcomp import Assignment, ConfigError, LayerSpec, Plan, Quantize, TopK, Warmup
 from gradcomp.control import Environment, controller_from_string
 from gradcomp.control.fixed_plan import FixedPlan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
+from gradcomp.testing.simulation import Simulation
 
 NAMES = [LayerSpec(name, (8, 8)) for name in ("layers[0].weight", "layers[1].weight", "head.weight", "bias")]
 

@@ -32,7 +32,7 @@ from gradcomp.control.forecast import (
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline import Pipeline
+from gradcomp.pipeline import Pipeline, Submission
 from gradcomp.reduce.costs import predict
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Load, Network
@@ -227,7 +227,8 @@ def run(layers, compressors, order, ready, world, alpha, beta, slice_elements, s
         while left and ready[left[0]] <= clock.now:
             layer = left.pop(0)
             for pipeline, arrays in zip(pipelines, gradients, strict=True):
-                pipeline.registry.submit(layer, arrays[layer].ctypes.data, arrays[layer].ctypes.data)
+                address = arrays[layer].ctypes.data
+                pipeline.registry.submit(Submission(layer, address, address))
             if not left:
                 for pipeline in pipelines:
                     pipeline.registry.flush()

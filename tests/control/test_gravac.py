@@ -11,13 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from loudest import Loudest
-from simulation import SPARSE, Simulation, true_mean
 from tiers import every_value
 
 from gradcomp import (
     DGC,
     ConfigError,
-    Graded,
     Identity,
     LayerSpec,
     Policy,
@@ -27,6 +25,7 @@ from gradcomp import (
     SIDCo,
     StateError,
     TopK,
+    TwoLevelSelection,
     Warmup,
 )
 from gradcomp.compress import at_level
@@ -36,6 +35,7 @@ from gradcomp.control.gravac_search import Search
 from gradcomp.control.saving import to_plain
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.testing.simulation import SPARSE, Simulation, true_mean
 
 LAYERS = [
     LayerSpec("a", (40, 13)),
@@ -697,7 +697,7 @@ def test_settings_that_cannot_be(word, arguments):
 
 @pytest.mark.parametrize("compressor", [Quantize(4), RandomK(0.1)], ids=lambda c: c.name)
 def test_compressors_without_a_selection_by_density_are_refused(compressor):
-    with pytest.raises(ConfigError, match="graded takes"):
+    with pytest.raises(ConfigError, match="two_level_selection takes"):
         Simulation(LAYERS, compressor, 2, controller=SMALL)
 
 
@@ -716,7 +716,7 @@ def test_others_that_select_by_density_work():
     ranks = Simulation(LAYERS, SIDCo(0.5), 2, controller=SMALL)
     for step in range(10):
         ranks.step(drawn(ranks, step)).all_means()
-        assert all(isinstance(c.inner, SIDCo) for c in plans(ranks) if isinstance(c, Graded))
+        assert all(isinstance(c.inner, SIDCo) for c in plans(ranks) if isinstance(c, TwoLevelSelection))
     assert sum(ranks.pipelines[0].controller.steps_by_factor.values()) == 10
 
 

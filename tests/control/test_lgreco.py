@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from late import Late
 from loudest import levels
-from simulation import Simulation
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, Linear, PowerSGD, Quantize, TopK
 from gradcomp.control import PeriodObservations, controller_from_string
@@ -18,6 +17,7 @@ from gradcomp.control.lgreco import seconds_per_byte
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [
     LayerSpec("a", (64, 96)),

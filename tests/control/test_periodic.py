@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from late import Late
 from loudest import LAYERS, Loudest, levels
-from simulation import Simulation
 
 from gradcomp import ConfigError, PowerSGD, Quantize, StateError, TopK, Warmup
 from gradcomp.control import Decision
 from gradcomp.control.accumulators import share_out
+from gradcomp.testing.simulation import Simulation
 
 
 def several_steps(ranks: Simulation) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from loudest import LAYERS, Loudest, levels
-from simulation import Simulation
 
 from gradcomp import Quantize
 from gradcomp.control.periodic_run import PeriodicRun
@@ -16,6 +15,7 @@ from gradcomp.control.phased import Phase
 from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
 from gradcomp.pipeline.shared_state import Shared
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.testing.simulation import Simulation
 
 NEAREST = Quantize(4, 32, rounding="nearest")
 

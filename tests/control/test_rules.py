@@ -16,7 +16,6 @@ import pytest
 from late import Late
 from loudest import LAYERS as SMALL
 from loudest import levels
-from simulation import Simulation
 
 from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
 from gradcomp.control.accordion import Accordion
@@ -30,6 +29,7 @@ from gradcomp.control.periodic_run import PeriodicRun
 from gradcomp.control.registry import BUILT_IN
 from gradcomp.control.schedule import Schedule
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [*SMALL, LayerSpec("f", (40, 50))]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from control.golden_runs import GOLDEN, Run, whole, with_control
 from loudest import LAYERS, Loudest, levels
-from simulation import Simulation
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.control.accumulators import share_out
@@ -19,6 +18,7 @@ from gradcomp.control.distortion.magnitudes import rest_norms
 from gradcomp.control.layer_statistics import COLUMNS
 from gradcomp.control.sampling import folded, sample_steps
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation
 
 FOUR = Quantize(4, 32, rounding="nearest")
 

@@ -7,11 +7,11 @@ import json
 import pytest
 from control.observed import environment
 from loudest import LAYERS, levels
-from simulation import Simulation
 
 from gradcomp import ConfigError, Quantize, StateError, TopK, Warmup
 from gradcomp.control.schedule import Schedule
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.testing.simulation import Simulation
 
 STEPS = Schedule({0: 8, 3: {"a": 2, "[bd]": "topk:density=0.1"}, 7: {"*": Quantize(3, 64)}})
 EXPECTED = [[8, 8, 8, 8, None]] * 3 + [[2, 0.1, 8, 0.1, None]] * 4 + [[3, 3, 3, 3, None]] * 3

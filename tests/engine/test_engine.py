@@ -20,6 +20,7 @@ from gradcomp.engine.background import in_background
 from gradcomp.engine.engine import sleep_precisely
 from gradcomp.engine.keys import Answer
 from gradcomp.engine.watch import place
+from gradcomp.pipeline import Submission
 from gradcomp.pipeline.digests import Digests
 from gradcomp.reduce.header import APPLIED, DISCARDED
 from gradcomp.transport.base import Transport
@@ -97,7 +98,7 @@ def step(rank: int, exchanger: Exchanger) -> list[np.ndarray]:
     gradients = [np.full(layer.size, rank + 1.0, np.float32) for layer in LAYERS]
     exchanger.open()
     for i, gradient in enumerate(gradients):
-        exchanger.submit(i, gradient.ctypes.data, gradient.ctypes.data, gradient)
+        exchanger.submit(Submission(i, gradient.ctypes.data, gradient.ctypes.data, gradient))
     exchanger.flush()
     exchanger.wait()
     exchanger.commit()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from kernels import standin
-from simulation import plan_for
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
 from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
@@ -16,6 +14,7 @@ from gradcomp.engine import Engine, Exchanger, Terms, Watchdog
 from gradcomp.engine.agreement import agree, agree_on_slices, describe
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Pipeline
+from gradcomp.testing.simulation import plan_for
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
 
@@ -75,12 +74,6 @@ def test_a_pipeline_that_nobody_chose_for_takes_the_host_s() -> None:
     (transport,) = World(1).transports()
     pipeline = Pipeline(LAYERS, plan_for(LAYERS, Quantize(4)), transport, Config(), lambda layer: 0)
     assert pipeline.config.slice_elements == HOST_SLICE
-
-
-@pytest.fixture
-def gpu() -> Iterator[Device]:
-    with standin.device() as (device, _):
-        yield device
 
 
 @pytest.mark.parametrize(("second", "elements"), [("device", DEVICE_SLICE), ("host", HOST_SLICE)])

@@ -14,6 +14,7 @@ from gradcomp import Config, LayerSpec, Policy, Quantize, StateError, TransportE
 from gradcomp.core.errors import GradcompError
 from gradcomp.engine import Engine, Exchanger, Terms, Watchdog
 from gradcomp.engine.keys import Answer
+from gradcomp.pipeline import Submission
 from gradcomp.transport.control import LocalControl, count_of, numbers_of
 from gradcomp.transport.inprocess import World
 
@@ -100,7 +101,7 @@ def exchange(exchanger: Exchanger) -> GradcompError:
     try:
         while True:
             exchanger.open()
-            exchanger.submit(0, gradient.ctypes.data, gradient.ctypes.data, gradient)
+            exchanger.submit(Submission(0, gradient.ctypes.data, gradient.ctypes.data, gradient))
             exchanger.flush()
             exchanger.wait()
             exchanger.commit()

@@ -10,9 +10,9 @@ import numpy as np
 from configurations import ROWS
 from fuzz.mutations import mutate
 from reduce.schemes import PARTIAL, REDUCTIONS, fits, topologies
-from simulation import Simulation, same_bytes
 
 from gradcomp import Compressor, GradcompError, LayerSpec, LGreCo, Quantize, Signum
+from gradcomp.testing.simulation import Simulation, same_bytes
 
 _SIZES = (1, 33, 100, 300)
 _STEPS = 3

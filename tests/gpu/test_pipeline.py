@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from pipeline.test_devices import CASES, COMPRESSORS, INEXACT, LAYERS, TOPOLOGY, assert_alike
-from simulation import Simulation
 
 from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
 from gradcomp.kernels import devices
 from gradcomp.kernels.cuda import pools
 from gradcomp.kernels.devices import HOST
+from gradcomp.testing.simulation import Simulation
 
 
 @pytest.mark.parametrize(("name", "reduction"), CASES)

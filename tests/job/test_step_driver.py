@@ -16,7 +16,7 @@ from gradcomp.core.statistics import Statistics
 from gradcomp.job.adapter import Words
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.step_phases import TRANSITIONS, Phase, Verb
-from gradcomp.pipeline import StepResult
+from gradcomp.pipeline import StepResult, Submission
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 
 LAYERS = [LayerSpec("dense", (4, 3)), LayerSpec("rows", (10, 2)), LayerSpec("others", (10, 2), "float64")]
@@ -43,8 +43,8 @@ class Exchanger:
     def open(self, scale: float, rate: float) -> None:
         self.calls.append(("open", scale, rate))
 
-    def submit(self, layer: int, *_: Any, **__: Any) -> None:
-        self.calls.append(("submit", layer))
+    def submit(self, submission: Submission) -> None:
+        self.calls.append(("submit", submission.layer))
 
     def submit_absent(self, layer: int, *, sparse: bool) -> None:
         self.calls.append(("submit rows", layer))
@@ -150,7 +150,7 @@ WAYS = {
 
 def do(driver: StepDriver, verb: Verb) -> object:
     if verb is Verb.SUBMIT:
-        return driver.submit(0, 8, 8)
+        return driver.submit(Submission(0, 8, 8))
     if verb is Verb.AMEND:
         return driver.amend(DISCARDED)
     return getattr(driver, verb.name.lower())()
@@ -201,13 +201,13 @@ def test_a_late_gradient_is_named_with_the_frontends_advice():
     with pytest.raises(StateError, match=late):
         case.driver.submit_rows(1, lambda: pytest.fail("nobody asks for them"))
     with pytest.raises(StateError, match=late):
-        case.driver.submit(1, 8, 8)
+        case.driver.submit(Submission(1, 8, 8))
 
 
 def test_a_step_from_the_checkpoints_look_to_its_end():
     case = Case()
     case.driver.open(1024.0, 0.5)
-    case.driver.submit(0, 8, 8)
+    case.driver.submit(Submission(0, 8, 8))
     case.driver.flush()
     assert case.driver.under_way
     means = case.driver.wait()

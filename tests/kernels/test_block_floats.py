@@ -12,6 +12,8 @@ from kernels.groups import Group, Segment
 from gradcomp import BlockFloat, ConfigError, LayerSpec
 from gradcomp.kernels import bodies, reference, segments
 
+pytest.importorskip("gradcomp._native")
+
 FORMATS = {
     "fp8_e4m3": (segments.E4M3, ml_dtypes.float8_e4m3fn, 448.0),
     "fp8_e5m2": (segments.E5M2, ml_dtypes.float8_e5m2, 57344.0),

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels import standin
-from kernels.lent import shared
 
 from gradcomp import RedSync
 from gradcomp.kernels import segments
+from gradcomp.testing.device_memory import shared
 
 
 @pytest.fixture

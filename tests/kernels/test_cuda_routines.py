@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from kernels import standin
 
 from gradcomp.kernels import indices, routines
 from gradcomp.kernels.routines import Phase
-
-
-@pytest.fixture
-def gpu() -> Iterator[Any]:
-    with standin.device() as (device, _):
-        yield device
 
 
 class Lists:

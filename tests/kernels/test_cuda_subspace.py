@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER, cuda_body, device
-from simulation import Simulation
 
 from gradcomp import LayerSpec, PowerSGD
 from gradcomp.kernels import bodies
@@ -19,6 +18,7 @@ from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.reference_sums import CHUNK
+from gradcomp.testing.simulation import Simulation
 
 SIDES = [3 * CHUNK + 5, 7, CHUNK, CHUNK + 1, 2 * CHUNK]
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.isas import NATIVE, available_isas, instruction_set
-from kernels.lent import shared
 from kernels.standin import ORDERS, cuda_body, device
 
 from gradcomp import kernels
 from gradcomp.kernels import bodies, lowrank, philox, segments
 from gradcomp.kernels.arguments import Factor, Shapes
+from gradcomp.testing.device_memory import shared
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (7, 1), (100, 1), (3, 5), (64, 65), (300, 7), (5, 16), (37, 33), (2, 48)]
 LARGE = [(5, 1025), (3, 9000), (70, 1000)]  # wider than a tile, or long enough to pass the cache by

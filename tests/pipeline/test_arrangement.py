@@ -6,11 +6,11 @@ import hashlib
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for, same_bytes, true_mean
 
 from gradcomp import LayerSpec, MomentumCorrection, Plan, PowerSGD, Quantize, TopK
 from gradcomp.core.plan import Fingerprint, manifest
 from gradcomp.pipeline import arrangement
+from gradcomp.testing.simulation import Simulation, plan_for, same_bytes, true_mean
 
 LAYERS = [LayerSpec("a", (30, 30)), LayerSpec("b", (70,)), LayerSpec("c", (400,))]
 #: With second residuals, with first ones only, with momentum, with a warm start.

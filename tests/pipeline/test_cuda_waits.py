@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from kernels import standin
-from simulation import Simulation
 
 from gradcomp import (
     Compressor,
@@ -27,16 +24,11 @@ from gradcomp.kernels.cuda.layout import Launch, Source
 from gradcomp.kernels.cuda.prepared import Plans
 from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec(f"{i}.weight", (24, 40), "float32", "weight") for i in range(3)]
 FOUR_BITS = Quantize(4, bucket_size=64, rounding="nearest")
 ONE_LAYER = 960  # elements
-
-
-@pytest.fixture
-def gpu() -> Iterator[Any]:
-    with standin.device() as (device, _):
-        yield device
 
 
 def ranks_of(gpu: Any, compressor: Compressor = FOUR_BITS, world: int = 2, **settings: Any) -> Simulation:
@@ -129,8 +121,7 @@ def test_buckets_of_more_and_of_fewer_rounds_begin_once(gpu: Any) -> None:
     ranks = Simulation(layers, policy, 2, devices=[gpu, HOST], slice_elements=ONE_LAYER, shuffle=True)
     for _ in range(2):
         ranks.step(during=during)
-        assert [len(p._flags) for p in ranks.pipelines] == [3, 3]
-        assert [p._ticks._ahead for p in ranks.pipelines] == [None, None]
+        assert [len(p._exchange._flags) for p in ranks.pipelines] == [3, 3]
 
 
 def test_a_device_that_fails_meanwhile_is_an_error_of_its_rank(gpu: Any, monkeypatch: Any) -> None:
@@ -168,7 +159,7 @@ def test_after_an_error_the_device_is_waited_for(gpu: Any, monkeypatch: Any) -> 
         monkeypatch.setattr(gpu.driver, "reached", soon)
         raise WireFormatError("rank 1 sent something else")
 
-    monkeypatch.setattr(first._ticks._in_flight[0], "prepare", breaks)
+    monkeypatch.setattr(first._exchange._ticks._in_flight[0], "prepare", breaks)
     with pytest.raises(WireFormatError):
         first.poll()
     assert len(asked) == 4

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from kernels import standin
-from simulation import Simulation
 
 from gradcomp import Filter, LayerSpec, Policy, Quantize
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import SEGMENT
+from gradcomp.testing.simulation import Simulation
 
 LAYERS = [
     LayerSpec("a.weight", (96, 64), "float32", "weight"),
@@ -24,12 +22,6 @@ LAYERS = [
 
 #: Matrices in four bits, biases exactly: two codecs in one message.
 MIXED = Policy(Quantize(4, bucket_size=64), filter=Filter(min_elements=0))
-
-
-@pytest.fixture
-def gpu() -> Iterator[Any]:
-    with standin.device() as (device, _):
-        yield device
 
 
 def ranks_of(gpu: Any, world: int) -> Simulation:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from configurations import ROWS
 from kernels import standin
-from simulation import Simulation, plan_for
 from tiers import every_value
 
 from gradcomp import (
@@ -38,7 +37,9 @@ from gradcomp import (
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline import Waiting
+from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [
     LayerSpec("a.weight", (33, 20), "float32", "weight"),
@@ -97,7 +98,7 @@ COMPRESSORS |= {
             "codebook-feedback",
             "dgc-momentum",
         ),
-        *("graded", "graded-minimum", "graded-dense", "graded-momentum", "graded-clip"),
+        *("two-level", "two-level-minimum", "two-level-dense", "two-level-momentum", "two-level-clip"),
         *("ef21", "ef21-quantize"),
     )
 }
@@ -208,9 +209,8 @@ def test_second_residuals_move_on_a_device_as_on_the_host(moved: str, gpu: Any) 
             plan, order = pipeline.plan, list(range(len(LAYERS)))
             if moved == "plan":
                 plan = plan_for(LAYERS, Quantize(2, bucket_size=64, rounding="nearest", feedback=True), 1)
-            pipeline.restore(
-                pipeline.step, order[::-1] if moved == "order" else order, plan, frozenset(), frozenset()
-            )
+            order = order[::-1] if moved == "order" else order
+            pipeline.restore(Resumption(pipeline.step, order, plan))
         states.append(ranks.state())
     assert states[0] == states[1]
 

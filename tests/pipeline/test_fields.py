@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for, random_gradients
 
 from gradcomp import ErrorFeedback, Identity, LayerSpec, MomentumCorrection, Quantize, TopK
 from gradcomp.compress import registry
@@ -17,6 +16,7 @@ from gradcomp.core.errors import StateError
 from gradcomp.pipeline import checkpoint
 from gradcomp.pipeline.shared_state import Shared
 from gradcomp.pipeline.snapshot import check, inherit, merge, restore, snapshot
+from gradcomp.testing.simulation import Simulation, plan_for, random_gradients
 
 LAYERS = [
     LayerSpec("w", (13, 7)),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from plain import Everyone, Rounds, Turns
-from simulation import SPARSE, Simulation, same_bytes, true_mean
 
 from gradcomp import Assignment, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, TopK
 from gradcomp.compress import registry
 from gradcomp.core.errors import TransportError, WireFormatError
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.simulation import SPARSE, Simulation, same_bytes, true_mean
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ import pytest
 from cuda_on_cpu.nccl import nccl_ranks
 from kernels import standin
 from pipeline.test_devices import LAYERS, TOPOLOGY, assert_alike
-from simulation import Simulation
 from tiers import every_value
 
 from gradcomp import (
@@ -32,6 +31,7 @@ from gradcomp.kernels.cuda import mirrors
 from gradcomp.kernels.cuda.mirrors import DeviceMirror
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.simulation import Simulation
 from gradcomp.transport.base import host_allocator, wait
 
 DOUBLE = LayerSpec("e.weight", (50,), "float64", "weight")

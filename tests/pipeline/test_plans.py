@@ -6,10 +6,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for
 
 from gradcomp import Cast, ConfigError, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, StateError
+from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.snapshot import inherit
+from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [LayerSpec("a", (900,)), LayerSpec("b", (70,)), LayerSpec("c", (400,))]
 RANDOM = {"shuffle": True, "delay": 0.4, "slice_elements": 300}
@@ -97,8 +98,8 @@ def test_another_plan_on_one_rank_is_a_mismatch_on_all(other: Plan, kind):
 
 def test_another_plan_from_the_start_is_a_mismatch():
     ranks = Simulation(LAYERS, Identity(), 2)
-    ranks.pipelines[1].restore(0, range(3), plan_for(LAYERS, Cast("float32")), frozenset(), frozenset())
-    ranks.pipelines[0].restore(0, range(3), plan_for(LAYERS, Cast("float32"), 1), frozenset(), frozenset())
+    ranks.pipelines[1].restore(Resumption(0, range(3), plan_for(LAYERS, Cast("float32"))))
+    ranks.pipelines[0].restore(Resumption(0, range(3), plan_for(LAYERS, Cast("float32"), 1)))
     errors = ranks.attempt()
     assert [type(error) for error in errors] == [PlanMismatchError] * 2
 
@@ -139,7 +140,7 @@ def test_restore_goes_on_from_there():
     ranks.step()
     for pipeline in ranks.pipelines:
         pipeline.propose(proposal(AFTER, 1))
-        pipeline.restore(10, [2, 0, 1], proposal(Identity(), 5), frozenset([1]), frozenset())
+        pipeline.restore(Resumption(10, [2, 0, 1], proposal(Identity(), 5), frozenset([1])))
     ranks.step().all_means()
     assert [(p.step, p.ordering.order, p.ordering.cold) for p in ranks.pipelines] == [
         (11, [2, 0, 1], frozenset([1]))
@@ -151,7 +152,7 @@ def test_restore_is_refused_while_a_step_is_under_way():
     (pipeline,) = Simulation(LAYERS, BEFORE, 1).pipelines
     pipeline.open()
     with pytest.raises(StateError):
-        pipeline.restore(0, [0, 1, 2], pipeline.plan, frozenset(), frozenset())
+        pipeline.restore(Resumption(0, [0, 1, 2], pipeline.plan))
 
 
 @pytest.mark.parametrize("compressor", [BEFORE, Identity()], ids=["with feedback", "without"])

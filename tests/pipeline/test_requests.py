@@ -12,7 +12,6 @@ from engine.test_engine import Ranks, ranks, step
 from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import total
-from simulation import DTYPES, RecordingTransport, Simulation
 from tiers import examples
 
 from gradcomp import (
@@ -36,6 +35,8 @@ from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.request_group import RequestGroup, Run
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, even_borders
 from gradcomp.reduce.header import ByteHeader, padded
+from gradcomp.testing.recording import RecordingTransport
+from gradcomp.testing.simulation import DTYPES, Simulation
 from gradcomp.transport.inprocess import World
 
 WORLDS = (1, 2, 3, 4, 7)

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for, random_gradients
 
 from gradcomp import (
     ConfigError,
@@ -20,6 +19,7 @@ from gradcomp import (
 )
 from gradcomp.compress import Identity, from_string
 from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation, plan_for, random_gradients
 
 LAYERS = [
     LayerSpec("a", (23, 5)),

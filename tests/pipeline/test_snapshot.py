@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from simulation import Simulation, plan_for, random_gradients
 
 from gradcomp import Cast, Config, Identity, LayerSpec, Plan, Quantize
 from gradcomp.core.errors import StateError
@@ -15,6 +14,7 @@ from gradcomp.core.state import Range
 from gradcomp.pipeline import Pipeline
 from gradcomp.pipeline.shared_state import Shared
 from gradcomp.pipeline.snapshot import check, inherit, merge, restore, snapshot
+from gradcomp.testing.simulation import Simulation, plan_for, random_gradients
 from gradcomp.transport.inprocess import World
 
 LAYERS = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import SPARSE, Simulation, plan_for, same_bytes, true_mean
 
 from gradcomp import (
     Cast,
@@ -18,8 +17,9 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
-from gradcomp.pipeline import Pipeline, Waiting
+from gradcomp.pipeline import Pipeline, Submission, Waiting
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.simulation import SPARSE, Simulation, plan_for, same_bytes, true_mean
 from gradcomp.transport.inprocess import World
 
 LAYERS = [
@@ -332,7 +332,8 @@ def test_a_skipped_step_counts_as_one():
 
 
 @pytest.mark.parametrize(
-    "submit", [lambda registry: registry.submit(0, 1, 1), lambda registry: registry.submit_absent(0)]
+    "submit",
+    [lambda registry: registry.submit(Submission(0, 1, 1)), lambda registry: registry.submit_absent(0)],
 )
 class TestRegistryRefuses:
     def test_a_layer_after_the_flush(self, submit):

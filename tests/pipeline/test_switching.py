@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from late import Late
 from loudest import Loudest
-from simulation import Simulation, plan_for, true_mean
 from tiers import every_value
 
 from gradcomp import (
@@ -30,6 +29,7 @@ from gradcomp.control.base import at_once
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline.shared_state import Shared
 from gradcomp.pipeline.snapshot import inherit, merge, restore, snapshot
+from gradcomp.testing.simulation import Simulation, plan_for, true_mean
 
 LAYERS = [
     LayerSpec("a", (30, 30)),

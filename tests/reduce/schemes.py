@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
-from simulation import DTYPES, Simulation
 
 from gradcomp import Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, ScaledSign
 from gradcomp.core.topology import Topology
@@ -15,6 +14,7 @@ from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, SEGMENT
 from gradcomp.pipeline import build_layout
 from gradcomp.reduce import Part
 from gradcomp.reduce.chunks import Chunks
+from gradcomp.testing.simulation import DTYPES, Simulation
 
 Floats = np.ndarray
 
@@ -107,7 +107,7 @@ class Model:
     def __init__(self, reduction: str, ranks: Simulation, compressor: Compressor) -> None:
         self.name = reduction.partition(":")[0]
         self.ranks, self.layers, self.world = ranks, ranks.layers, ranks.size
-        self.topology = ranks.ranks[0].topology or Topology.one_host(ranks.size)
+        self.topology = ranks.ranks[0].options.topology or Topology.one_host(ranks.size)
         self.compressor = compressor
         self.first = [[np.zeros(layer.size, np.float32) for layer in self.layers] for _ in range(self.world)]
         self.second = [np.zeros(layer.size, np.float32) for layer in self.layers]

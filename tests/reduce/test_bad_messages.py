@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import PARTIAL, REDUCTIONS
-from simulation import Simulation, same_bytes
 from tiers import examples
 
 from gradcomp import (
@@ -23,6 +22,7 @@ from gradcomp import (
 )
 from gradcomp.core.topology import Topology
 from gradcomp.reduce.header import PRESENT, READY, ByteHeader
+from gradcomp.testing.simulation import Simulation, same_bytes
 
 LAYERS = [LayerSpec("a", (300,)), LayerSpec("b", (100,))]
 HEADER = ByteHeader.size(len(LAYERS))

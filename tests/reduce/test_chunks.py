@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import chunk_numbers, compressors, layer_lists, one_bucket
-from simulation import plan_for
 from tiers import examples
 
 from gradcomp import Assignment, Cast, LayerSpec, Plan, Quantize
 from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.simulation import plan_for
 
 counts = st.integers(1, 9)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from compress import test_contract as contract
 from configurations import ROWS
 from reduce.schemes import PARTIAL, REDUCTIONS
-from simulation import Simulation
 from tiers import every_value
 
 from gradcomp.core.topology import Topology
+from gradcomp.testing import Simulation, cases, feedback, forms_and_means, wire
 
 CHOSEN = (
     "bf16",
@@ -40,7 +38,7 @@ def under(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             options.setdefault("topology", Topology(tuple(r % 2 for r in range(world))))
             return Simulation(layers, compression, world, **{"reduction": reduction} | options)
 
-        monkeypatch.setattr(contract, "Simulation", simulation)
+        monkeypatch.setattr(cases, "Simulation", simulation)
 
     return use
 
@@ -65,14 +63,14 @@ def every_pair(condition=lambda row: True) -> pytest.MarkDecorator:
 @every_pair()
 def test_means(row, reduction: str, under):
     under(reduction)
-    contract.test_ranks_hold_the_same_bytes(row, 5)
-    contract.test_zeros_give_zeros(row)
+    forms_and_means.ranks_hold_the_same_bytes(row, 5)
+    forms_and_means.zeros_give_zeros(row)
     if row.error is not None:
-        contract.test_error_is_bounded(_slack(reduction, row), 3)
+        forms_and_means.error_is_bounded(_slack(reduction, row), 3)
     if row.constants:
-        contract.test_equal_values_come_back_as_they_were(row, -3.0)
-    contract.test_the_seed_decides_every_draw(row)
-    contract.test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(row)
+        forms_and_means.equal_values_come_back_as_they_were(row, -3.0)
+    forms_and_means.the_seed_decides_every_draw(row)
+    feedback.a_loss_scale_that_is_a_power_of_two_changes_no_bit(row)
 
 
 def _slack(reduction: str, row):
@@ -83,23 +81,23 @@ def _slack(reduction: str, row):
 @every_pair(lambda row: row.telescopes and row.steady)
 def test_residuals(row, reduction: str, under):
     under(reduction)
-    contract.test_error_feedback_telescopes(row, 3)
-    contract.test_error_feedback_telescopes_through_everything_that_moves_state(row, 1)
-    contract.test_residuals_do_not_depend_on_the_loss_scale(row, (1000.0, 500.0, 3.0))
+    feedback.error_feedback_telescopes(row, 3)
+    feedback.error_feedback_telescopes_through_everything_that_moves_state(row, 1)
+    feedback.residuals_do_not_depend_on_the_loss_scale(row, (1000.0, 500.0, 3.0))
 
 
 @every_pair(lambda row: row.steady)
-def test_state(row, reduction: str, under, tmp_path: Path):
+def test_state(row, reduction: str, under):
     under(reduction)
-    contract.test_a_layer_absent_everywhere_is_not_written_and_keeps_its_state(row)
-    contract.test_a_discarded_step_leaves_no_trace_in_the_state(row)
-    contract.test_a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row, contract.LARGE, float("nan"))
+    feedback.a_layer_absent_everywhere_is_not_written_and_keeps_its_state(row)
+    feedback.a_discarded_step_leaves_no_trace_in_the_state(row)
+    forms_and_means.a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row, cases.LARGE, float("nan"))
     if row.overflows:
-        contract.test_a_sum_that_overflows_is_seen_by_all(row)
-    contract.test_a_run_goes_on_from_its_files_bit_for_bit(row, tmp_path)
+        forms_and_means.a_sum_that_overflows_is_seen_by_all(row)
+    feedback.a_run_goes_on_from_its_files_bit_for_bit(row)
 
 
 @every_pair()
 def test_bytes(row, reduction: str, under):
     under(reduction)
-    contract.test_every_byte_that_is_sent_is_counted(row, 4)
+    wire.every_byte_that_is_sent_is_counted(row, 4)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import REDUCTIONS, compressors, fits, layer_lists, one_bucket, servers_of, topologies
-from simulation import Simulation, plan_for
 from tiers import examples
 
 from gradcomp import Identity, LayerSpec, Quantize, Signum
@@ -25,6 +24,7 @@ from gradcomp.reduce.costs import cheapest, cost, load_of, predict
 from gradcomp.reduce.framing import framed
 from gradcomp.reduce.header import APPLIED, PRESENT, READY, BucketFlags, ByteHeader, HeaderId
 from gradcomp.reduce.model import Cost, Load, Network
+from gradcomp.testing.simulation import Simulation, plan_for
 from gradcomp.transport.base import AllGather, AllToAll, Exchange
 from gradcomp.transport.inprocess import World
 

@@ -10,7 +10,6 @@ from configurations import ROWS
 from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import Model, compressors, layer_lists, one_bucket, topologies, with_residuals
-from simulation import SPARSE, Simulation, plan_for, random_gradients, same_bytes, true_mean
 from tiers import examples
 
 from gradcomp import (
@@ -35,6 +34,7 @@ from gradcomp.reduce import make
 from gradcomp.reduce.costs import cost, load_of
 from gradcomp.reduce.header import READY, ByteHeader, padded
 from gradcomp.reduce.model import Load
+from gradcomp.testing.simulation import SPARSE, Simulation, plan_for, random_gradients, same_bytes, true_mean
 
 LAYERS = [
     LayerSpec("empty", (0,)),

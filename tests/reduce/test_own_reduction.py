@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compress import test_contract as contract
 from configurations import ROWS
-from simulation import Simulation
 
 from gradcomp import ConfigError
 from gradcomp.core import scheme as schemes
@@ -19,6 +17,7 @@ from gradcomp.reduce.costs import cost
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Cost, Load, to
 from gradcomp.reduce.whole import WholeCodes
+from gradcomp.testing import Simulation, cases, feedback, forms_and_means, wire
 
 
 class Rotation(Reduction):
@@ -57,7 +56,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_classes", {**registry._classes})
     register("rotation")(Rotation)
     monkeypatch.setattr(
-        contract,
+        cases,
         "Simulation",
         lambda layers, compression, world=2, **options: Simulation(
             layers, compression, world, **{"reduction": "rotation"} | options
@@ -66,14 +65,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["minmax-5-feedback", "onebit", "signum-odd"])
-def test_compressors_keep_their_contract(name: str, tmp_path):
+def test_compressors_keep_their_contract(name: str):
     row = ROWS[name]
-    contract.test_ranks_hold_the_same_bytes(row, 5)
-    contract.test_zeros_give_zeros(row)
-    contract.test_every_byte_that_is_sent_is_counted(row, 4)
-    contract.test_a_discarded_step_leaves_no_trace_in_the_state(row)
+    forms_and_means.ranks_hold_the_same_bytes(row, 5)
+    forms_and_means.zeros_give_zeros(row)
+    wire.every_byte_that_is_sent_is_counted(row, 4)
+    feedback.a_discarded_step_leaves_no_trace_in_the_state(row)
     if row.telescopes and row.steady:
-        contract.test_error_feedback_telescopes(row, 3)
+        feedback.error_feedback_telescopes(row, 3)
 
 
 def test_a_setting_names_it_and_it_has_a_price():

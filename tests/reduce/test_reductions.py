@@ -16,12 +16,12 @@ from reduce.schemes import (
     topologies,
     with_residuals,
 )
-from simulation import SPARSE, Simulation, plan_for, same_bytes, true_mean
 from tiers import examples
 
 from gradcomp import Cast, ConfigError, Identity, LayerSpec, OneBit, Quantize, Signum
 from gradcomp.core.topology import Topology
 from gradcomp.reduce.model import Network
+from gradcomp.testing.simulation import SPARSE, Simulation, plan_for, same_bytes, true_mean
 
 WORLDS = (2, 3, 4, 5, 7)
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reduce.schemes import compressors, layer_lists, one_bucket, quantizers
-from simulation import DTYPES, Simulation, plan_for, same_bytes
 from tiers import examples
 
 from gradcomp import (
@@ -25,6 +24,7 @@ from gradcomp.kernels.segments import OWNER_RANK
 from gradcomp.pipeline import build_layout
 from gradcomp.reduce import ScatterReduceAllgather
 from gradcomp.reduce.header import NONFINITE, PRESENT, ByteHeader
+from gradcomp.testing.simulation import DTYPES, Simulation, plan_for, same_bytes
 
 
 def owners(layers, compressor, world: int) -> list[ScatterReduceAllgather]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
 import pytest
 from batch import on_ranks
+from logs import logged
 
 pytest.importorskip("tensorflow")
 
@@ -182,24 +182,11 @@ def test_progress_says_what_is_saved() -> None:
     from gradcomp.tf import callbacks
     from gradcomp.tf.optimizer import DistributedOptimizer
 
-    lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
     x, y, _, _ = data(batches=6)
     ours = model()
     ours.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1), compression()), loss="mse")
-    logger, handler = logging.getLogger("gradcomp"), Lines()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged() as lines:
         fit(ours, x, y, epochs=2, callbacks=[callbacks.Progress(every_steps=4)])
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     said = [line for line in lines if "steps/s" in line]
     if runtime.rank() == 0:
         heads = [line.partition(":")[0] for line in said]

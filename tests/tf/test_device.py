@@ -31,6 +31,7 @@ from gradcomp.job import runtime
 from gradcomp.kernels import bodies
 from gradcomp.kernels import devices as kernel_devices
 from gradcomp.kernels.devices import HOST
+from gradcomp.pipeline.gradient_registry import Submission
 from gradcomp.tf import bridge, devices
 from gradcomp.tf.devices import Place, address_of, place_of
 from gradcomp.tf.exchange import Exchange
@@ -189,9 +190,9 @@ def test_gradients_are_read_and_means_written_where_they_lie(mode: str) -> None:
         exchanger, seen = inside(exchange), {}
         submit = exchanger.submit
 
-        def watched(layer: int, gradient: int, output: int, *rest: Any, **named: Any) -> None:
-            seen[layer] = gradient, output
-            submit(layer, gradient, output, *rest, **named)
+        def watched(submission: Submission) -> None:
+            seen[submission.layer] = submission.gradient, submission.output
+            submit(submission)
 
         exchanger.submit = watched
         function = MODES[mode](lambda *given: exchange.exchange(given))
@@ -224,9 +225,9 @@ def test_gradients_that_were_computed_elsewhere_are_brought() -> None:
         exchanger, seen = inside(exchange), []
         submit = exchanger.submit
 
-        def watched(*arguments: Any, **named: Any) -> None:
-            seen.append(arguments[3].backing_device[-5:])
-            submit(*arguments, **named)
+        def watched(submission: Submission) -> None:
+            seen.append(submission.keep.backing_device[-5:])
+            submit(submission)
 
         exchanger.submit = watched
         means = exchange.exchange(draw(0, where="CPU:0"))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import logging
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from batch import on_ranks
+from small_torch import assert_same_on_all_ranks, bits_of
 
 import gradcomp.torch as gc
 from gradcomp import TopK
@@ -50,16 +49,6 @@ def train(model, opt, first: int, last: int) -> None:
         opt.step()
 
 
-def bits_of(tensors) -> list[bytes]:
-    return [t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
-
-def assert_same_on_all_ranks(tensors) -> None:
-    everyone = [None] * gc.size()
-    dist.all_gather_object(everyone, bits_of(tensors))
-    assert all(theirs == everyone[0] for theirs in everyone)
-
-
 def state_bits(opt) -> dict[str, list[bytes]]:
     state = opt.compression_state()
     fields = {f"{k} {n}": v for k, values in state["fields"].items() for n, v in values.items()}
@@ -72,22 +61,6 @@ def shared_folder():
     name = tempfile.mkdtemp(prefix="gradcomp-test-") if gc.rank() == 0 else None
     yield Path(gc.broadcast_object(name, 0))
     gc.barrier()
-
-
-@contextmanager
-def warnings():
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    logger, handler = logging.getLogger("gradcomp"), Keep()
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 @every_kind

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from batch import on_ranks
+from logs import logged
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.torch as gc
@@ -64,26 +63,6 @@ def train(model, optimizer, first: int, steps: int, pause: float = 0.0) -> list[
 
 def same_everywhere(value) -> None:
     assert gc.broadcast_object(value if gc.rank() == 0 else None, 0) == value
-
-
-@contextmanager
-def logged(level: int):
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            if record.levelno == level:
-                lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("gradcomp"), Keep()
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(min(level, before))
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 CONTROLLERS = {
@@ -162,7 +141,7 @@ def test_the_run_log_and_the_log_lines():
     path = Path(directory.name, "run.jsonl")
     object.__setattr__(current().config, "run_log", str(path))
     try:
-        with logged(logging.INFO) as lines:
+        with logged(only=True) as lines:
             model, optimizer = make(gc.LGreCo(8, alpha=3))
             train(model, optimizer, 0, 30, pause=0.001)
     finally:

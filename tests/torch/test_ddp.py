@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from batch import on_ranks
 from launching import run_ranks
+from small_torch import assert_same_on_all_ranks, bits_of, data
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.torch as gc
@@ -67,10 +68,6 @@ def build(kind=Crossed, seed=0):
     return kind()
 
 
-def data(step: int, rows: int = 4) -> torch.Tensor:
-    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
-
-
 def policy(compression: str) -> gc.Policy:
     """Small layers are compressed, too: these models have no others."""
     return gc.Policy(compression, filter=gc.Filter(min_elements=2))
@@ -100,21 +97,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def bits_of(model) -> list[bytes]:
-    tensors = [p.detach() for p in model.parameters()]
-    return [t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
-
-def assert_same_on_all_ranks(model) -> None:
-    everyone = [None] * gc.size()
-    dist.all_gather_object(everyone, bits_of(model))
-    assert all(theirs == everyone[0] for theirs in everyone)
-
-
 def with_distributed_optimizer(compression, kind=Crossed):
     model = build(kind)
     train(model, gc.DistributedOptimizer(sgd(model), model.named_parameters(), policy(compression)))
-    return bits_of(model)
+    return bits_of(model.parameters())
 
 
 def residual(state, name: str) -> np.ndarray:
@@ -140,8 +126,8 @@ def assert_equal_to_distributed_optimizer(compression, kind=Crossed, **arguments
     model = build(kind)
     ddp, state = hooked(model, compression, **arguments)
     train(ddp, sgd(ddp))
-    assert bits_of(model) == with_distributed_optimizer(compression, kind)
-    assert_same_on_all_ranks(model)
+    assert bits_of(model.parameters()) == with_distributed_optimizer(compression, kind)
+    assert_same_on_all_ranks(model.parameters())
     assert state.statistics().steps == 20
 
 
@@ -187,7 +173,7 @@ def test_without_compression_it_is_plain_ddp_bit_for_bit():
     model = build()
     ddp, _ = hooked(model, "none")
     train(ddp, sgd(ddp))
-    assert bits_of(model) == bits_of(plain)
+    assert bits_of(model.parameters()) == bits_of(plain.parameters())
 
 
 @on_ranks(2)
@@ -253,7 +239,7 @@ def test_no_sync_accumulates_without_an_exchange():
         ddp(data(3 * step + 2)).square().mean().backward()
         optimizer.step()
         wrapped.step()
-    assert bits_of(model) == bits_of(reference)
+    assert bits_of(model.parameters()) == bits_of(reference.parameters())
     assert state.statistics().steps == 6
 
 
@@ -300,7 +286,7 @@ def test_a_grad_scaler_changes_no_bit_and_leaves_residuals_in_unscaled_units():
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() > 256.0
-    assert bits_of(model) == with_distributed_optimizer(WITH_RESIDUALS)
+    assert bits_of(model.parameters()) == with_distributed_optimizer(WITH_RESIDUALS)
 
 
 @on_ranks(2)
@@ -358,7 +344,7 @@ def test_a_layer_that_no_rank_used_neither_moves_nor_loses_its_residual():
         now = unsent(state, "branches.c.weight")
         assert np.allclose(kept, now, rtol=1e-4, atol=1e-3 * np.abs(now).max()) == ("c" not in names), step
         assert now.any()
-    assert_same_on_all_ranks(model)
+    assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(2)
@@ -414,7 +400,7 @@ def test_nan_on_one_rank_is_nan_on_all_and_leaves_the_state_as_it_was():
     assert np.array_equal(kept, residual(state, "middle.weight"))
     train(ddp, optimizer, 1, first=4)
     assert all(p.isfinite().all() for p in model.parameters())
-    assert_same_on_all_ranks(model)
+    assert_same_on_all_ranks(model.parameters())
 
 
 # ------------------------------------------------------------------------------------------ what a user can ask
@@ -519,7 +505,7 @@ def test_three_ranks_without_compression():
     # The order in which an allreduce adds depends on where a layer lies in its buffer.
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-    assert_same_on_all_ranks(model)
+    assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(3)
@@ -534,7 +520,7 @@ def test_three_ranks_of_which_some_use_a_branch_and_all_are_late_at_times():
         time.sleep(delays.choice([0, 0, 0.05]))
         ddp(data(step), names).backward()
         optimizer.step()
-    assert_same_on_all_ranks(model)
+    assert_same_on_all_ranks(model.parameters())
     assert state.statistics().steps == 8
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
+from small_torch import assert_same_on_all_ranks, bits_of, data, wrap
 
 import gradcomp.torch as gc
 
@@ -25,16 +26,6 @@ def net(seed: int = 0, width: int = 16) -> torch.nn.Module:
     )
 
 
-def data(step: int, rank: int | None = None, rows: int = 4) -> torch.Tensor:
-    rank = gc.rank() if rank is None else rank
-    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def wrap(model, compression="none", kind=torch.optim.SGD, lr=0.1, options=None, **arguments):
-    optimizer = kind(model.parameters(), lr=lr, **(options or {}))
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
-
-
 def train(model, optimizer, steps, delay=None):
     for step in range(steps):
         optimizer.zero_grad()
@@ -42,19 +33,6 @@ def train(model, optimizer, steps, delay=None):
             time.sleep(delay.random() * 0.002)
         model(data(step)).square().mean().backward()
         optimizer.step()
-
-
-def bits_of(tensors) -> list[bytes]:
-    """The bytes of tensors, to compare bit for bit."""
-    return [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
-
-def assert_same_on_all_ranks(tensors) -> None:
-    mine = bits_of(tensors)
-    everyone = [None] * gc.size()
-    dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        assert theirs == mine, f"rank {rank} differs from rank {gc.rank()}"
 
 
 def local_gradients(model, x) -> list[torch.Tensor]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from batch import on_ranks
+from logs import logged
+from small_torch import wrap
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -27,11 +27,6 @@ WITH_RESIDUALS = gc.Policy(
 def net(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
-
-
-def wrap(model: torch.nn.Module, compression: gc.Policy | str = "none", **arguments):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
 
 
 def hooked(compression: gc.Policy | str = "none", seed: int = 0, **arguments):
@@ -64,23 +59,6 @@ def assert_still_working() -> None:
     train(model, wrap(model))
     everyone = gc.allgather(weights(model)[None])
     assert torch.equal(everyone[0], everyone[1])
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What the gradcomp logger says from INFO on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("gradcomp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 # ---------------------------------------------------------------------- DistributedOptimizer under DDP
@@ -475,7 +453,7 @@ def test_a_scaler_of_other_gradients_is_left_alone_if_the_caller_says_so(fronten
     model, optimizer, exchanger = MAKERS[frontend](WITH_RESIDUALS, grad_scaler=False)
     with logged() as lines:
         train(model, optimizer, 2)
-    assert exchanger().pipeline._scale == 1.0
+    assert exchanger().pipeline._exchange.scale == 1.0
     assert not [line for line in lines if "GradScaler" in line]
     assert other.get_scale() == 1024.0
 
@@ -485,7 +463,7 @@ def test_a_scaler_that_has_scaled_nothing_leaves_gradients_in_their_units():
     other = scaler()
     model, optimizer, exchanger = optimized(WITH_RESIDUALS)
     train(model, optimizer, 2)
-    assert exchanger().pipeline._scale == 1.0
+    assert exchanger().pipeline._exchange.scale == 1.0
     assert other.get_scale() == 1024.0
 
 
@@ -526,7 +504,7 @@ def test_a_scaler_is_looked_for_when_state_begins():
     scales = []
     for step in range(4):
         scaled_step(model, optimizer, mine, step)
-        scales.append(exchanger().pipeline._scale)
+        scales.append(exchanger().pipeline._exchange.scale)
     assert scales == [1.0, 1.0, 2048.0, 2048.0]
 
 

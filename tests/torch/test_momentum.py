@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 
 import pytest
 import torch
 from batch import on_ranks
+from logs import logged
+from small_torch import data, net
 
 import gradcomp.torch as gc
 from gradcomp import DGC, MomentumCorrection, TopK, Warmup
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
-def data(step: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
-
-
-@contextmanager
-def warnings_logged():
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            if record.levelno == logging.WARNING:
-                lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("gradcomp"), Keep()
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def wrapped(model, compression, kind=torch.optim.SGD, **options):
@@ -46,7 +21,7 @@ def wrapped(model, compression, kind=torch.optim.SGD, **options):
 
 
 def warnings_about(compression, kind, **options) -> list[str]:
-    with warnings_logged() as lines:
+    with logged(logging.WARNING, only=True) as lines:
         wrapped(net(), compression, kind, **options)
     return [line for line in lines if "momentum" in line]
 

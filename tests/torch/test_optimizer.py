@@ -5,38 +5,23 @@ from __future__ import annotations
 import copy
 import io
 import json
-import logging
 import pickle
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
+from logs import logged
+from small_torch import assert_same_on_all_ranks, bits_of, data, net, wrap
 
 import gradcomp.torch as gc
 
 NEAREST = gc.Policy("quantize:bits=4,rounding=nearest,bucket_size=32", filter=gc.Filter(min_elements=8))
 
 
-def net(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
-def data(step: int, rank: int | None = None) -> torch.Tensor:
-    rank = gc.rank() if rank is None else rank
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
 def loss_of(model, step, rank=None):
     return model(data(step, rank)).square().mean()
-
-
-def wrap(model, compression="none", kind=torch.optim.SGD, lr=0.1, options=None, **arguments):
-    optimizer = kind(model.parameters(), lr=lr, **(options or {}))
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
 
 
 def one_process(kind=torch.optim.SGD, steps=3, lr=0.1, options=None, scheduler=None) -> list[torch.Tensor]:
@@ -53,17 +38,6 @@ def one_process(kind=torch.optim.SGD, steps=3, lr=0.1, options=None, scheduler=N
     return list(model.parameters())
 
 
-def bits_of(tensors) -> list[bytes]:
-    return [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
-
-def assert_same_on_all_ranks(tensors) -> None:
-    mine = bits_of(tensors)
-    everyone = [None] * gc.size()
-    dist.all_gather_object(everyone, mine)
-    assert all(theirs == mine for theirs in everyone)
-
-
 def assert_close(parameters, expected) -> None:
     for p, e in zip(parameters, expected, strict=True):
         torch.testing.assert_close(p.detach(), e.detach())
@@ -73,26 +47,6 @@ def residuals(optimizer) -> list[bytes]:
     state = optimizer._gradcomp.exchange.exchanger.pipeline.residuals
     first = [state.first.value(i).tobytes() for i in range(len(state.first.lengths))]
     return first + [state.second.value(i).tobytes() for i in range(len(state.ranges))]
-
-
-@contextmanager
-def logged():
-    """What the gradcomp logger says, as a list of (level, text)."""
-    lines: list[tuple[str, str]] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            lines.append((record.levelname, record.getMessage()))
-
-    logger, handler = logging.getLogger("gradcomp"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 # ---------------------------------------------------------------------------------------- still the optimizer
@@ -570,7 +524,7 @@ def test_nothing_is_said_about_a_scaler_that_we_were_told_of():
     optimizer = wrap(model, NEAREST, grad_scaler=scaler)
     with logged() as lines:
         scaled_step(model, optimizer, scaler, 0)
-    assert not [text for _, text in lines if "grad_scaler" in text]
+    assert not [text for text in lines if "grad_scaler" in text]
 
 
 @on_ranks(2)
@@ -690,14 +644,13 @@ def test_the_trace_is_chrome_json_with_every_kind_of_span():
 
 @on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)
 def test_banner_periodic_line_and_verdict_appear_once_and_on_rank_0_only():
-    with logged() as lines:
+    with logged() as said:
         model = net()
         optimizer = wrap(model, NEAREST)
         for step in range(61):  # what is due after a step is said when the next one begins
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.step()
-    said = [text for _, text in lines]
     counts = [
         len([t for t in said if "compressed; exact" in t]),
         len([t for t in said if t.startswith("step ")]),
@@ -780,7 +733,7 @@ def test_a_world_of_one_says_so():
     gc.shutdown()
     with logged() as lines:
         gc.init()
-    assert any("world of one" in text for _, text in lines)
+    assert any("world of one" in text for text in lines)
 
 
 @on_ranks(1)

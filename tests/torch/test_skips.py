@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
+from small_torch import data, net
 
 import gradcomp.torch as gc
 
@@ -16,19 +17,10 @@ SKIPPED = 3
 LOSER = 1
 
 
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-
-
 def wrap(model, compression="none", **arguments):
     policy = gc.Policy(compression, filter=gc.Filter(min_elements=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return gc.DistributedOptimizer(optimizer, model.named_parameters(), policy, **arguments)
-
-
-def data(step: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
 
 
 def backward(model, step: int) -> None:

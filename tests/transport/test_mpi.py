@@ -278,13 +278,14 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
 
         from gradcomp import Config, LayerSpec, Policy, Quantize, TransportError
         from gradcomp.engine import Engine, Exchanger, Watchdog
+        from gradcomp.pipeline import Submission
         from gradcomp.transport.mpi import MpiTransport
         from gradcomp.transport.mpi_control import MpiControl
 
         def step():
             gradient = np.full(1600, ours.rank + 1.0, np.float32)
             exchanger.open()
-            exchanger.submit(0, gradient.ctypes.data, gradient.ctypes.data, gradient)
+            exchanger.submit(Submission(0, gradient.ctypes.data, gradient.ctypes.data, gradient))
             exchanger.flush()
             exchanger.wait()
             exchanger.commit()

@@ -29,8 +29,8 @@ class TopK(ByDensity, Sparse):
 
     Wire: for every layer its count (4 bytes) and min(k, non-zeros) values and coded indices, to all ranks: (N - 1) d
     bytes per rank for a payload of d bytes; one round, or two where it grows. With ``zeros`` no count and k
-    elements, in one round. With exact values and the default coding a density of 1% costs 40.6 bits an element sent
-    (48 x less than with 32-bit indices would be 64 bits). ``wire_bytes`` is that of layers with k non-zeros.
+    elements, in one round. With exact values and the default coding a density of 1% costs 40.6 bits an element sent,
+    where 32-bit indices would make it 64. ``wire_bytes`` is that of layers with k non-zeros.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1], and for ``zeros`` that is neither true nor false.
     Source: Markov 2024, section 2.2.3 (Top-K); Markov et al. 2024. Selection is per layer, as in both. Differs: zeros.

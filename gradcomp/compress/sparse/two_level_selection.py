@@ -36,13 +36,13 @@ Addresses = npt.NDArray[np.uint64]
 CANDIDATE, MINIMUM, DENSE = "candidate", "minimum", "dense"
 
 #: Names of what is noted of every layer: squared norms of scale g, of p, of its selection and of the candidate's.
-GRADIENT, TOTAL = "graded.gradient", "graded.total"
-KEPT, KEPT_BY_CANDIDATE = "graded.minimum", "graded.candidate"
+GRADIENT, TOTAL = "two_level_selection.gradient", "two_level_selection.total"
+KEPT, KEPT_BY_CANDIDATE = "two_level_selection.minimum", "two_level_selection.candidate"
 
 
-@register("graded")
+@register("two_level_selection")
 @dataclass(frozen=True)
-class Graded(Wrapper):
+class TwoLevelSelection(Wrapper):
     """Select at two densities, the second among what the first selected; send one of the two, or everything.
 
     p = scale g + decay e;  S_min = ``inner``'s selection at its density;  S_c = the k_c = round(``candidate`` n)
@@ -51,9 +51,9 @@ class Graded(Wrapper):
     ``inner``'s density.
 
     A controller that looks on finds the squared norms of scale g, of p, of p on S_min and of p on S_c (float64, per
-    layer) among the observations ``graded.gradient``, ``graded.total``, ``graded.minimum`` and ``graded.candidate``;
-    without one nothing is selected that is not sent. The second selection reads what the first one selected and not the
-    layer. Of an exact top-k it is the exact top-k: ``Graded(TopK(0.1), 0.01)`` sends the bytes of ``TopK(0.01)``.
+    layer) among the observations :data:`GRADIENT`, :data:`TOTAL`, :data:`KEPT` and :data:`KEPT_BY_CANDIDATE`; without
+    one nothing is selected that is not sent. The second selection reads what the first one selected and not the layer.
+    Of an exact top-k it is the exact top-k: ``TwoLevelSelection(TopK(0.1), 0.01)`` sends the bytes of ``TopK(0.01)``.
 
     Momentum and clipping are ``inner``'s. Masked momentum starts again where an element was sent: with ``dense``
     everywhere.
@@ -73,8 +73,8 @@ class Graded(Wrapper):
         super().__post_init__()
         if not (isinstance(self.inner, ByDensity) and isinstance(self.inner, Sparse)):
             raise ConfigError(
-                "graded takes a compressor that selects a share of each layer on every rank (topk, dgc, redsync, "
-                f"sidco), got {self.inner.to_string()}; wrappers go around graded"
+                "two_level_selection takes a compressor that selects a share of each layer on every rank (topk, dgc, "
+                f"redsync, sidco), got {self.inner.to_string()}; wrappers go around two_level_selection"
             )
         check_density(self.candidate)
         if self.send not in (CANDIDATE, MINIMUM, DENSE):
@@ -263,10 +263,13 @@ def _clear(group: Group, column: str) -> None:
     selection.contribute(zeros, np.zeros(rows, np.uint8), np.ones(rows, np.float32), decay=1.0)
 
 
-def graded(compressor: Compressor, density: float, candidate: float, send: str) -> Compressor:
-    """The compressor with its selections in :class:`Graded`, inside of its wrappers. ConfigError if it has none."""
-    if isinstance(compressor, Graded):
+def select_twice(compressor: Compressor, density: float, candidate: float, send: str) -> Compressor:
+    """The compressor with its selections in a :class:`TwoLevelSelection`, inside of its wrappers.
+
+    ConfigError if it has none.
+    """
+    if isinstance(compressor, TwoLevelSelection):
         compressor = compressor.inner
     if isinstance(compressor, Wrapper):
-        return compressor.around(graded(compressor.inner, density, candidate, send))
-    return Graded(compressor, candidate, send).with_level(density)
+        return compressor.around(select_twice(compressor.inner, density, candidate, send))
+    return TwoLevelSelection(compressor, candidate, send).with_level(density)

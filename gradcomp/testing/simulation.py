@@ -12,31 +12,32 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from kernels.lent import shared
 
 from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
-from gradcomp.compress.policy import Schedule
 from gradcomp.control import Controller, ControllerRun, Environment
 from gradcomp.control.base import Background, at_once
 from gradcomp.core.scheme import parse
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline import Pipeline, StepResult
-from gradcomp.reduce.header import FIXED, ByteHeader, padded
+from gradcomp.pipeline import Options, Pipeline, StepResult, Submission
 from gradcomp.reduce.model import Network
+from gradcomp.testing.device_memory import shared
+from gradcomp.testing.recording import RecordingTransport
 from gradcomp.transport.base import Transport
-from gradcomp.transport.inprocess import InProcessTransport, World
+from gradcomp.transport.inprocess import World
 
 SPARSE = "sparse"
 
 Gradient = Any  # a flat array, None or SPARSE
 Gradients = list[list[Gradient]]
+Mean = Any  # a flat array or None
+Array = np.ndarray[Any, Any]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -47,21 +48,6 @@ DTYPES = {
 
 _UNTOUCHED = 777.0  # what a freshly allocated output holds, so that an unwritten mean shows
 _POLLS = 200_000  # per step; more than any test needs
-
-
-def payload_of(message: Any) -> np.ndarray:
-    """The payload of one message of bytes, by what its header says, without header and padding."""
-    data = np.frombuffer(bytes(message), np.uint8)
-    fixed = data[: FIXED.itemsize].view(FIXED)[0]
-    begin = ByteHeader.size(int(fixed["layers"]))
-    return data[begin : begin + int(fixed["payload_bytes"])]
-
-
-def announced_payload(sent: Sequence[tuple[str, bytes]]) -> np.ndarray:
-    """What a rank gathered in one step, of one group whose size varies: behind its size, and in a second message."""
-    first, *rest = [payload_of(data) for _, data in sent]
-    size = int(first[:8].view("<i8")[0])
-    return np.concatenate([first[padded(8) :], *rest])[:size]
 
 
 def plan_for(layers: Sequence[LayerSpec], compressor: Compressor, version: int = 0) -> Plan:
@@ -80,7 +66,7 @@ def random_gradients(layers: Sequence[LayerSpec], world: int, seed: int = 0, siz
     ]
 
 
-def true_mean(gradients: Gradients, layer: int) -> np.ndarray | None:
+def true_mean(gradients: Gradients, layer: int) -> Mean:
     """The mean over all ranks in float64, absent gradients counting as zero; None if nobody had one."""
     present = [rank[layer].astype(np.float64) for rank in gradients if isinstance(rank[layer], np.ndarray)]
     return sum(present) / len(gradients) if present else None
@@ -90,15 +76,15 @@ def true_mean(gradients: Gradients, layer: int) -> np.ndarray | None:
 class Outcome:
     """A finished step. ``means[rank][layer]`` is None where nothing was written."""
 
-    means: list[list[np.ndarray | None]]
+    means: list[list[Mean]]
     results: list[StepResult]
     committed: list[bool]
 
-    def mean(self, layer: int) -> np.ndarray | None:
+    def mean(self, layer: int) -> Mean:
         """The layer's mean; all ranks must hold the same bytes."""
         return self.all_means()[layer]
 
-    def all_means(self) -> list[np.ndarray | None]:
+    def all_means(self) -> list[Mean]:
         """Every layer's mean; all ranks must hold the same bytes."""
         first = self.means[0]
         for rank, means in enumerate(self.means):
@@ -116,36 +102,11 @@ class Outcome:
         return first
 
 
-def same_bytes(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+def same_bytes(a: Array | None, b: Array | None) -> bool:
     """Equal bytes, or both absent."""
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
-
-
-class RecordingTransport(InProcessTransport):
-    """Keeps what its rank sends: (kind, bytes) per collective."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        super().__init__(world, rank)
-        self.sent: list[tuple[str, bytes]] = []
-
-    def allreduce(self, array):
-        self.sent.append(("allreduce", array.tobytes()))
-        return super().allreduce(array)
-
-    def alltoallv(self, send, send_counts, recv, recv_counts):
-        self.sent.append(("alltoallv", send[: sum(send_counts)].tobytes()))
-        return super().alltoallv(send, send_counts, recv, recv_counts)
-
-    def allgatherv(self, buffer, counts):
-        start = sum(counts[: self.rank])
-        self.sent.append(("allgatherv", buffer[start : start + counts[self.rank]].tobytes()))
-        return super().allgatherv(buffer, counts)
-
-    def exchange(self, sends, recvs):
-        self.sent.append(("exchange", b"".join(message.tobytes() for _, message in sends)))
-        return super().exchange(sends, recvs)
 
 
 @dataclass
@@ -154,29 +115,15 @@ class Rank:
 
     layers: Sequence[LayerSpec]
     plan: Plan
-    transport: Transport
+    transport: Any  # a Transport; one that records has ``sent``
     config: Config
-    schedule: Schedule | None = None
-    average: bool = True
-    topology: Topology | None = None
-    network: Network | None = None
-    controller: ControllerRun | None = None
-    device: Device = HOST
-    outputs: dict[int, np.ndarray] = field(default_factory=dict)
+    options: Options
+    outputs: dict[int, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.device = self.options.device
         self.pipeline = Pipeline(
-            self.layers,
-            self.plan,
-            self.transport,
-            self.config,
-            self._allocate,
-            average=self.average,
-            schedule=self.schedule,
-            topology=self.topology,
-            network=self.network,
-            controller=self.controller,
-            device=self.device,
+            self.layers, self.plan, self.transport, self.config, self._allocate, self.options
         )
 
     def _allocate(self, layer: int) -> int:
@@ -196,9 +143,9 @@ class Rank:
         out[:] = gradient
         self.outputs[layer] = out
         event = self.device.mark(layer)
-        self.pipeline.registry.submit(layer, out.ctypes.data, out.ctypes.data, out, event)
+        self.pipeline.registry.submit(Submission(layer, out.ctypes.data, out.ctypes.data, out, event))
 
-    def _room(self, layer: int) -> np.ndarray:
+    def _room(self, layer: int) -> Any:
         spec = self.layers[layer]
         dtype = DTYPES[spec.dtype]
         if self.device.driver is None:
@@ -228,7 +175,7 @@ class Simulation:
         config_seed: int = 0,
         shuffle: bool = False,
         delay: float = 0.0,
-        tamper: Callable[[int, int, np.ndarray], np.ndarray] | None = None,
+        tamper: Callable[[int, int, Array], Array] | None = None,
         record: bool = False,
         average: bool = True,
         topology: Topology | None = None,
@@ -244,7 +191,7 @@ class Simulation:
         )  # who changes messages wants to see what is behind those
         self.layers = list(layers)
         self.size = world
-        self.random = random.Random(seed)
+        self.random = random.Random(seed)  # noqa: S311 - of simulated timing
         self.shuffle = shuffle
         hold = (lambda rank, number, polls: self.random.random() < delay) if delay else None
         self.world = World(world, delay=hold, tamper=tamper)
@@ -266,14 +213,15 @@ class Simulation:
         places = devices or [HOST] * world
         if controller is not None:
             assert policy is not None, "a controller changes what a policy says"
-            shared = (topology or Topology.one_host(world), parse(config.reduction), config_seed)
             running = [
                 controller.begin(
                     Environment(
                         layers,
                         policy.adjustable(layers),
                         r,
-                        *shared,
+                        topology or Topology.one_host(world),
+                        parse(config.reduction),
+                        config_seed,
                         policy.last_change,
                         background,
                         zeros=places[r].zeros,
@@ -282,20 +230,10 @@ class Simulation:
                 )
                 for r in range(world)
             ]
+        common = Options(average=average, schedule=schedule, topology=topology, network=network)
         self.ranks = [
-            Rank(
-                self.layers,
-                compression,
-                transport,
-                config,
-                schedule,
-                average,
-                topology,
-                network,
-                running,
-                device,
-            )
-            for transport, running, device in zip(transports, running, places, strict=True)
+            Rank(self.layers, compression, transport, config, replace(common, controller=run, device=device))
+            for transport, run, device in zip(transports, running, places, strict=True)
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self.rate = 0.0
@@ -327,7 +265,7 @@ class Simulation:
             if error is not None:
                 raise error
         means = [[rank.outputs.get(i) for i in range(len(self.layers))] for rank in self.ranks]
-        results = [p.result for p in self.pipelines]
+        results = [p.result for p in self.pipelines if p.result is not None]
         if commit:
             committed = [p.commit() for p in self.pipelines]
         else:
@@ -404,7 +342,7 @@ class Simulation:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def owed(self, layer: int) -> np.ndarray:
+    def owed(self, layer: int) -> Array:
         """What was not applied yet: mean of the first residuals plus the owners' second ones, in float64."""
         total = np.zeros(self.layers[layer].size)
         for pipeline in self.pipelines:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compress.selecting import is_top, select
-from simulation import Simulation, same_bytes
 
 from gradcomp import (
     DGC,
@@ -24,10 +23,17 @@ from gradcomp import (
     TopK,
     kernels,
 )
-from gradcomp.compress import Graded
+from gradcomp.compress import TwoLevelSelection, from_string
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.compress.sparse.graded import GRADIENT, KEPT, KEPT_BY_CANDIDATE, TOTAL, graded
+from gradcomp.compress.sparse.two_level_selection import (
+    GRADIENT,
+    KEPT,
+    KEPT_BY_CANDIDATE,
+    TOTAL,
+    select_twice,
+)
 from gradcomp.kernels.step import Observations
+from gradcomp.testing.simulation import Simulation, same_bytes
 
 LAYERS = [
     LayerSpec("a", (40, 13)),
@@ -45,13 +51,13 @@ def watched(ranks: Simulation) -> list[Observations]:
     found = []
     for pipeline in ranks.pipelines:
         seen = Observations(len(ranks.layers))
-        start = type(pipeline)._start
+        steering = pipeline._steering
 
-        def noting(*arguments, pipeline=pipeline, seen=seen, start=start):
-            pipeline._steering.observations = seen
-            return start(pipeline, *arguments)
+        def noting(*arguments, steering=steering, seen=seen, open_=steering.open):
+            open_(*arguments)
+            steering.observations = seen
 
-        pipeline._start = noting
+        steering.open = noting
         found.append(seen)
     return found
 
@@ -77,7 +83,9 @@ def next_value(pipeline, layer: int, fill: np.ndarray | None = None) -> np.ndarr
 @pytest.mark.parametrize("values", [Cast("float32"), Quantize(4, 32)], ids=["exact", "coded"])
 def test_of_an_exact_top_k_it_is_the_exact_top_k(world: int, values):
     direct = Simulation(LAYERS, TopK(0.03, values=values), world, shuffle=True, delay=0.3)
-    twice = Simulation(LAYERS, Graded(TopK(0.2, values=values), 0.03), world, shuffle=True, delay=0.3)
+    twice = Simulation(
+        LAYERS, TwoLevelSelection(TopK(0.2, values=values), 0.03), world, shuffle=True, delay=0.3
+    )
     for _ in range(5):
         gradients = direct.gradients()
         for rank in gradients:
@@ -89,7 +97,7 @@ def test_of_an_exact_top_k_it_is_the_exact_top_k(world: int, values):
 
 @by_name
 def test_the_minimum_is_the_inner_compressor(inner):
-    direct, least = (Simulation(LAYERS, c, 2) for c in (inner, Graded(inner, 0.03, "minimum")))
+    direct, least = (Simulation(LAYERS, c, 2) for c in (inner, TwoLevelSelection(inner, 0.03, "minimum")))
     for _ in range(4):
         gradients = direct.gradients()
         want, got = direct.step(gradients).all_means(), least.step(gradients).all_means()
@@ -100,7 +108,7 @@ def test_the_minimum_is_the_inner_compressor(inner):
 @by_name
 @pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
 def test_what_is_noted_are_squared_norms_of_both_selections(inner, send: str):
-    compressor = Graded(inner, 0.03, send)
+    compressor = TwoLevelSelection(inner, 0.03, send)
     ranks = Simulation(LAYERS, compressor, 2)
     for _ in range(3):
         gradients, seen = ranks.gradients(), watched(ranks)
@@ -120,7 +128,7 @@ def test_what_is_noted_are_squared_norms_of_both_selections(inner, send: str):
 
 @pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
 def test_the_gradient_is_noted_without_residual_and_loss_scale(send: str):
-    ranks = Simulation(LAYERS, Graded(TopK(0.2), 0.05, send), 2)
+    ranks = Simulation(LAYERS, TwoLevelSelection(TopK(0.2), 0.05, send), 2)
     for _ in range(3):
         gradients, seen = ranks.gradients(), watched(ranks)
         expected = [[np.square(g.astype(np.float64)).sum() / 16 for g in rank] for rank in gradients]
@@ -132,7 +140,7 @@ def test_the_gradient_is_noted_without_residual_and_loss_scale(send: str):
 @by_name
 def test_the_candidate_is_the_largest_of_what_was_selected(inner):
     spec = [LayerSpec("w", (500,))]
-    ranks = Simulation(spec, Graded(inner, 0.03), 1)
+    ranks = Simulation(spec, TwoLevelSelection(inner, 0.03), 1)
     for step in range(4):
         gradients = ranks.gradients()
         p = p_of(ranks, gradients, 0, 0)
@@ -151,7 +159,9 @@ def test_fewer_than_the_candidate_wants_may_be_selected():
     gradient = np.full(500, 1e-3, np.float32)
     gradient[::2] = 1 + np.arange(250)
     inner = DGC(0.2, momentum_factor=0.0, sample=0.5)
-    few, all_of_them = (Simulation([LayerSpec("w", (500,))], c, 2) for c in (Graded(inner, 0.18), inner))
+    few, all_of_them = (
+        Simulation([LayerSpec("w", (500,))], c, 2) for c in (TwoLevelSelection(inner, 0.18), inner)
+    )
     seen = watched(few)
     mean = few.step([[gradient], [gradient]]).mean(0)
     assert np.count_nonzero(mean) == 50
@@ -160,14 +170,14 @@ def test_fewer_than_the_candidate_wants_may_be_selected():
 
 
 def test_a_candidate_beyond_the_density_is_the_selection():
-    wide, direct = (Simulation(LAYERS, c, 2) for c in (Graded(TopK(0.05), 0.5), TopK(0.05)))
+    wide, direct = (Simulation(LAYERS, c, 2) for c in (TwoLevelSelection(TopK(0.05), 0.5), TopK(0.05)))
     assert same_bytes(wide.step().mean(0), direct.step().mean(0))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_dense_is_the_allreduce_of_gradients_and_residuals(world: int):
     layers = [LayerSpec("a", (40, 13)), LayerSpec("b", (77,))]
-    ranks = Simulation(layers, Graded(TopK(0.1), 0.02, "dense"), world)
+    ranks = Simulation(layers, TwoLevelSelection(TopK(0.1), 0.02, "dense"), world)
     plain = Simulation(layers, Identity(), world)
     generator = np.random.default_rng(0)
     gradients = ranks.gradients()
@@ -184,7 +194,7 @@ def test_dense_is_the_allreduce_of_gradients_and_residuals(world: int):
 @pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
 def test_momentum_starts_again_where_it_was_sent(send: str):
     spec = [LayerSpec("w", (200,))]
-    ranks = Simulation(spec, Graded(DGC(0.1, momentum_factor=0.5, sample=1.0), 0.02, send), 1)
+    ranks = Simulation(spec, TwoLevelSelection(DGC(0.1, momentum_factor=0.5, sample=1.0), 0.02, send), 1)
     gradients = ranks.gradients()
     mean = ranks.step(gradients).mean(0)
     momentum = ranks.pipelines[0].fields[MOMENTUM].value(0)
@@ -195,17 +205,17 @@ def test_momentum_starts_again_where_it_was_sent(send: str):
 def test_without_the_mask_a_dense_step_is_one_of_momentum():
     spec = [LayerSpec("w", (50,))]
     plain = Simulation(spec, MomentumCorrection(Identity(), 0.5), 2)
-    ranks = Simulation(spec, Graded(DGC(0.1, momentum_factor=0.5, mask=False), 0.02, "dense"), 2)
+    ranks = Simulation(spec, TwoLevelSelection(DGC(0.1, momentum_factor=0.5, mask=False), 0.02, "dense"), 2)
     for _ in range(3):
         assert same_bytes(ranks.step().mean(0), plain.step().mean(0))
 
 
 def test_nothing_is_selected_that_nobody_asked_for(monkeypatch):
     monkeypatch.setattr(TopK, "select", lambda *_: pytest.fail("selected"))
-    ranks = Simulation(LAYERS, Graded(TopK(0.1), 0.02, "dense"), 2)
+    ranks = Simulation(LAYERS, TwoLevelSelection(TopK(0.1), 0.02, "dense"), 2)
     ranks.step()
     # At a factor of one there is nothing to select either.
-    everything = Simulation(LAYERS, Graded(TopK(1.0), 1.0, "dense"), 2)
+    everything = Simulation(LAYERS, TwoLevelSelection(TopK(1.0), 1.0, "dense"), 2)
     seen = watched(everything)
     everything.step()
     for noted in seen:
@@ -219,7 +229,7 @@ def test_both_bodies_give_the_same_bytes(inner, send: str):
     found = []
     for body in ("native", "reference"):
         with kernels.use(body):
-            ranks = Simulation(LAYERS, Graded(inner, 0.05, send), 2)
+            ranks = Simulation(LAYERS, TwoLevelSelection(inner, 0.05, send), 2)
             seen = watched(ranks)
             means = [m.tobytes() for _ in range(3) for m in ranks.step().all_means()]
             notes = [s.of(n).tobytes() for s in seen for n in (GRADIENT, TOTAL, KEPT, KEPT_BY_CANDIDATE)]
@@ -228,7 +238,7 @@ def test_both_bodies_give_the_same_bytes(inner, send: str):
 
 
 def test_a_value_that_is_not_finite_shows_in_what_is_noted():
-    ranks = Simulation(LAYERS, Graded(TopK(0.2), 0.05), 2)
+    ranks = Simulation(LAYERS, TwoLevelSelection(TopK(0.2), 0.05), 2)
     gradients, seen = ranks.gradients(), watched(ranks)
     gradients[1][0][7] = np.nan
     ranks.step(gradients)
@@ -241,35 +251,40 @@ def test_bytes_are_those_of_what_is_sent():
         group = Simulation(LAYERS[:1], compressor, 2).pipelines[0].layout.buckets[0].groups[0]
         return group.compressor.wire_bytes(group).tolist()
 
-    assert sent(Graded(TopK(0.2), 0.03)) == sent(TopK(0.03))
-    assert sent(Graded(TopK(0.2), 0.03, "minimum")) == sent(TopK(0.2))
-    assert sent(Graded(TopK(0.2), 0.03, "dense")) == [4 * 520]
+    assert sent(TwoLevelSelection(TopK(0.2), 0.03)) == sent(TopK(0.03))
+    assert sent(TwoLevelSelection(TopK(0.2), 0.03, "minimum")) == sent(TopK(0.2))
+    assert sent(TwoLevelSelection(TopK(0.2), 0.03, "dense")) == [4 * 520]
 
 
 def test_it_goes_inside_of_wrappers():
     wrapped = LocalClip(ErrorFeedback(TopK(0.5), decay=0.9), 2.0)
-    assert graded(wrapped, 0.1, 0.02, "minimum") == LocalClip(
-        ErrorFeedback(Graded(TopK(0.1), 0.02, "minimum"), decay=0.9), 2.0
+    assert select_twice(wrapped, 0.1, 0.02, "minimum") == LocalClip(
+        ErrorFeedback(TwoLevelSelection(TopK(0.1), 0.02, "minimum"), decay=0.9), 2.0
     )
-    again = graded(Graded(TopK(0.5), 0.3, "dense"), 0.1, 0.02, "candidate")
-    assert again == Graded(TopK(0.1), 0.02)
+    again = select_twice(TwoLevelSelection(TopK(0.5), 0.3, "dense"), 0.1, 0.02, "candidate")
+    assert again == TwoLevelSelection(TopK(0.1), 0.02)
 
 
 @pytest.mark.parametrize(
     "inner", [Quantize(4), RandomK(0.1), Threshold(0.5), ErrorFeedback(TopK(0.1)), Identity()], ids=repr
 )
 def test_what_has_no_selection_of_its_own_by_density_is_refused(inner):
-    with pytest.raises(ConfigError, match="graded takes"):
-        Graded(inner)
+    with pytest.raises(ConfigError, match="two_level_selection takes"):
+        TwoLevelSelection(inner)
 
 
 @pytest.mark.parametrize("candidate", [0, -0.1, 1.5, True, "0.1", None, float("nan")])
 def test_candidates_that_cannot_be(candidate):
     with pytest.raises(ConfigError, match="density"):
-        Graded(TopK(0.1), candidate)
+        TwoLevelSelection(TopK(0.1), candidate)
 
 
 @pytest.mark.parametrize("send", ["all", None, 1, ""])
 def test_only_three_things_can_be_sent(send):
     with pytest.raises(ConfigError, match="send must be"):
-        Graded(TopK(0.1), 0.01, send)
+        TwoLevelSelection(TopK(0.1), 0.01, send)
+
+
+def test_the_name_of_earlier_plans_is_refused_with_the_one_of_today():
+    with pytest.raises(ConfigError, match="'graded' is called 'two_level_selection' now"):
+        from_string("graded[topk:density=0.1]:candidate=0.01")

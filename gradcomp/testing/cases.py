@@ -1,0 +1,108 @@
+"""What a check of the contract is: a promise, the compressors that make it, and the simulated ranks that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradcomp.compress import Compressor
+from gradcomp.core.layers import LayerSpec
+from gradcomp.testing.simulation import Simulation
+
+CAP = 256
+LAYERS = [
+    LayerSpec("empty.weight", (0,)),
+    LayerSpec("one.bias", (1,), kind="bias"),
+    LayerSpec("odd.weight", (37,)),
+    LayerSpec("conv.weight", (5, 3, 3, 3)),
+    LayerSpec("large.weight", (29, 31)),  # beyond the slice cap
+]
+ODD, CONV, LARGE = 2, 3, 4
+WORLDS = (1, 2, 3, 4, 7)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the suite may expect of a compressor.
+
+    ``error``: bound on the error of a first step, in units of the largest gradient (where nothing stronger holds).
+    ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
+    seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
+    and level. ``waits``: what is in the residual may stay there until more arrives. ``products``: it sends matrix
+    products, whose sums every body and instruction set may order its own way. ``everything``: it sends all of it, and
+    owes nothing.
+    """
+
+    compressor: Compressor
+    error: float | None = None
+    unbiased: bool = False
+    constants: bool = True
+    draws: bool = False
+    overflows: bool = True
+    sized: bool = True
+    waits: bool = False
+    products: bool = False
+    everything: bool = False
+
+    @property
+    def telescopes(self) -> bool:
+        """Whether the sum of what was applied and the residual is the sum of the gradients."""
+        traits = self.compressor.traits
+        changed = traits.preconditions or traits.residual_decay != 1.0
+        return traits.accounts and traits.keeps_residual and not changed
+
+    @property
+    def steady(self) -> bool:
+        """Whether it is the same in all steps."""
+        return not self.compressor.changes
+
+    @property
+    def elsewhere(self) -> Compressor | None:
+        """The same compressor at another level, if it has levels."""
+        level = self.compressor.level
+        if level is None:
+            return None
+        return self.compressor.with_level(
+            min(1.0, 2 * level) if isinstance(level, float) else level + 2 if level < 7 else level - 2
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise. ``applies``: to a row; ``arguments``: what it is to be checked with, by name."""
+
+    run: Callable[..., None]
+    applies: Callable[[Row], bool]
+    arguments: Mapping[str, Sequence[Any]]
+
+    def __call__(self, row: Row) -> bool:
+        """AssertionError if the row does not keep it; False if it does not apply. Of every argument one value."""
+        if not self.applies(row):
+            return False
+        with np.errstate(over="ignore", invalid="ignore"):  # some gradients overflow, or are NaN
+            self.run(row, **{name: values[len(values) // 2] for name, values in self.arguments.items()})
+        return True
+
+
+#: Every promise by its name.
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    applies: Callable[[Row], bool] = lambda row: True, **arguments: Sequence[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a promise."""
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        CHECKS[run.__name__] = Check(run, applies, arguments)
+        return run
+
+    return decorate
+
+
+def simulated(row: Row, layers: Sequence[LayerSpec], world: int, **options: Any) -> Simulation:
+    """The row's compressor on so many ranks."""
+    return Simulation(layers, row.compressor, world, **options)

@@ -1,0 +1,96 @@
+"""Promises about bytes on the wire."""
+
+from __future__ import annotations
+
+from gradcomp.compress.messages import Broadcast, Gather, Reduce, Sum
+from gradcomp.core.layers import LayerSpec
+from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.header import ByteHeader, CountHeader, padded
+from gradcomp.testing.cases import CAP, LAYERS, WORLDS, Row, check, simulated
+from gradcomp.testing.recording import payload_of
+
+
+@check(world=WORLDS)
+def every_byte_that_is_sent_is_counted(row: Row, world: int) -> None:
+    """Statistics count what the transport sends."""
+    ranks = simulated(row, LAYERS, world, slice_elements=CAP, reorder=False, record=True)
+    ranks.step()
+    for rank in ranks.ranks:
+        sent = sum(_bytes_to_others(kind, len(data), world) for kind, data in rank.transport.sent)
+        assert sent == rank.pipeline.transport.bytes_sent == rank.pipeline.statistics.wire_bytes
+
+
+def _bytes_to_others(kind: str, nbytes: int, world: int) -> int:
+    if kind == "allreduce":
+        return 2 * nbytes * (world - 1) // world
+    return nbytes * (world - 1) if kind == "allgatherv" else nbytes
+
+
+@check(lambda row: row.sized and row.steady, world=WORLDS)
+def bytes_sent_follow_the_formula(row: Row, world: int) -> None:
+    """Of all ranks together: sums and reductions 2 d (N - 1), what is gathered N d (N - 1), headers included."""
+    ranks = simulated(row, LAYERS, world, slice_elements=CAP, reorder=False, record=True)
+    ranks.step()
+    low, slack = 0, 0
+    for bucket in ranks.pipelines[0].layout.buckets:
+        (group,) = bucket.groups
+        payload = int(group.compressor.wire_bytes(group).sum())
+        header = ByteHeader.size(len(bucket.layers))
+        counts = 4 * CountHeader(len(bucket.layers)).length
+        message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), world)))
+        if isinstance(message, Sum):
+            low += 2 * (world - 1) * (payload + counts)
+        elif isinstance(message, Reduce):
+            low += 2 * (world - 1) * (payload + world * header)
+            slack += 2 * (world - 1) * world * 15  # padding of each chunk
+            if (group.table["level"] * group.table["bucket_size"] % 8).any():
+                slack += 2 * (world - 1) ** 2  # each cut may fall inside a byte, and then takes one more
+        elif isinstance(message, Gather):
+            low += world * (world - 1) * (padded(payload) + header)
+            if not message.fixed:
+                low += world * (world - 1) * (padded(8) + header)  # sizes first
+        else:
+            assert isinstance(message, Broadcast)
+            indices, values = message.max_bytes, payload - message.max_bytes
+            low += (world - 1) * (padded(indices) + world * header + 2 * values)
+    sums = sum(kind == "allreduce" for rank in ranks.ranks for kind, _ in rank.transport.sent)
+    sent = sum(p.transport.bytes_sent for p in ranks.pipelines)
+    assert low - sums <= sent <= low + slack  # of a sum each rank's share is rounded down
+
+
+@check(lambda row: row.sized)
+def wire_bytes_is_what_travels(row: Row) -> None:
+    """What a rank puts in, headers aside: its chunks of two rounds, its sums, its part of what is gathered."""
+    layers = [LayerSpec("w", (30, 10))]
+    ranks = simulated(row, layers, 2, record=True, reorder=False)
+    for _ in range(4):
+        ranks.step()
+        payload = sum(
+            int(group.compressor.wire_bytes(group).sum())
+            for bucket in ranks.pipelines[0].layout.buckets
+            for group in bucket.groups
+        )
+        sent = [dict(enumerate(rank.transport.sent)) for rank in ranks.ranks]
+        for rank in ranks.ranks:
+            rank.transport.sent.clear()
+        if any(p.plan.version for p in ranks.pipelines):
+            break  # a schedule has come to what it leads to: the next step is of another kind
+        kinds = [kind for kind, _ in sent[0].values()]
+        if kinds[0] == "alltoallv":
+            assert kinds == ["alltoallv", "allgatherv"]
+            travelled = sum(len(payload_of(messages[1][1])) for messages in sent)
+            assert 0 <= travelled - payload <= 1  # a cut may fall inside a byte, and then takes one more
+        else:
+            counts = 4 * CountHeader(1).length  # behind the first sum, where nothing was gathered before
+            group = ranks.pipelines[0].layout.buckets[0].groups[0]
+            message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), 2)))
+            sizes = padded(8) if isinstance(message, Gather) and not message.fixed else 0
+            travelled = max(
+                sum(
+                    len(payload_of(data)) if kind == "allgatherv" else len(data) - (counts if at == 0 else 0)
+                    for at, (kind, data) in messages.items()
+                )
+                for messages in sent
+            )
+            assert travelled == payload + sizes

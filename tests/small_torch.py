@@ -1,0 +1,50 @@
+"""A small model under PyTorch, its data, and what ranks compare of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gradcomp.torch as gc
+
+
+def net(seed: int = 0) -> torch.nn.Module:
+    """195 parameters, the same on all ranks."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def data(step: int, rank: int | None = None, rows: int = 4) -> torch.Tensor:
+    """What a rank, by default this one, sees in a step: rows of 8 values."""
+    rank = gc.rank() if rank is None else rank
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def wrap(
+    model: torch.nn.Module,
+    compression: Any = "none",
+    kind: Any = torch.optim.SGD,
+    lr: float = 0.1,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """The model's parameters under a wrapped optimizer."""
+    optimizer = kind(model.parameters(), lr=lr, **(options or {}))
+    return gc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
+
+
+def bits_of(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+    """The bytes of tensors, to compare bit for bit."""
+    return [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def assert_same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
+    """Collective: every rank's tensors are equal, bit for bit."""
+    mine = bits_of(tensors)
+    everyone: list[Any] = [None] * gc.size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        assert theirs == mine, f"rank {rank} differs from rank {gc.rank()}"
