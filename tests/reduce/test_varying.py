@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import Simulation, payload_of, same_bytes
 
 from gradcomp import LayerSpec, Quantize, WireFormatError
 from gradcomp.core.topology import Topology
 from gradcomp.kernels import segments
 from gradcomp.reduce import sra
 from gradcomp.reduce.header import ByteHeader, padded
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, same_bytes
 
 LAYERS = [
     LayerSpec("empty", (0,)),
