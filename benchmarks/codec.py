@@ -43,6 +43,8 @@ CODECS = {
     "e4m3": kernels.E4M3,
     "e5m2": kernels.E5M2,
     "e2m1": kernels.E2M1,
+    "least-bytes": kernels.MINMAX_LEAST_BYTES,
+    "least-error": kernels.MINMAX_LEAST_ERROR,
 }
 BUCKET_SIZE = 512
 BLOCK = 32  # of floating formats

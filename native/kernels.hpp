@@ -163,6 +163,12 @@ void select_kernels(std::string_view isa);
 
 bool any_nonzero(const Segment& segment);
 
+// What every row uses of its room, to `out`, one behind the other, and back to the rooms; they return the
+// bytes of that. They throw std::invalid_argument for a row that is not what it says of itself.
+std::int64_t compact(Codec codec, const SegmentTable& table, const std::uint8_t* payload, std::uint8_t* out);
+std::int64_t restore(Codec codec, const SegmentTable& table, const std::uint8_t* source, std::int64_t there,
+                     std::uint8_t* payload);
+
 // Throw std::invalid_argument, naming the row, unless all numbers are in range and every row lies inside an
 // array of so many indices.
 void check_draws(const DrawIndicesCall& call, std::int64_t indices);

@@ -23,6 +23,8 @@ Levels levels(Codec codec) {
         case Codec::minmax:
         case Codec::l2:
         case Codec::linf:
+        case Codec::minmax_least_bytes:
+        case Codec::minmax_least_error:
             return {1, 8};
         case Codec::sign:
         case Codec::vote:
@@ -74,6 +76,9 @@ int scale_record_bytes(Codec codec) {
         case Codec::e5m2:
         case Codec::e2m1:
             return 1;
+        case Codec::minmax_least_bytes:
+        case Codec::minmax_least_error:
+            return 9;
         default:
             return 0;
     }
@@ -84,7 +89,34 @@ std::int64_t scale_bytes(Codec codec, const Segment& segment) {
     return buckets * scale_record_bytes(codec);
 }
 
+namespace {
+
+// Groups of eight values, counted bucket by bucket.
+std::int64_t groups(const Segment& segment) {
+    const std::int64_t size = segment.bucket_size;
+    return segment.length / size * ((size + 7) / 8) + (segment.length % size + 7) / 8;
+}
+
+}  // namespace
+
+std::int64_t used_bytes(const Segment& segment, const std::uint8_t* payload) {
+    const std::int64_t size = segment.bucket_size, buckets = (segment.length + size - 1) / size;
+    const std::uint8_t* const bits = payload + 8 * buckets;
+    std::int64_t sum = 0;
+    std::uint8_t most = 0;
+    for (std::int64_t k = 0; k < buckets; ++k) {
+        sum += bits[k];
+        most = bits[k] > most ? bits[k] : most;
+    }
+    if (most > 8) return -1;
+    std::int64_t used = sum * ((size + 7) / 8);
+    if (segment.length % size != 0)
+        used += bits[buckets - 1] * ((segment.length % size + 7) / 8 - (size + 7) / 8);
+    return used <= groups(segment) * segment.bits ? 9 * buckets + used : -1;
+}
+
 std::int64_t wire_bytes(Codec codec, const Segment& segment) {
+    if (is_allocated(codec)) return scale_bytes(codec, segment) + groups(segment) * segment.bits;
     return scale_bytes(codec, segment) + (segment.length * code_bits(codec, segment) + 7) / 8;
 }
 
@@ -130,7 +162,7 @@ void check_magnitudes_row(const float* magnitudes, int bits) {
 }
 
 Codec check_codec(int number) {
-    if (number < 0 || number > static_cast<int>(Codec::e2m1))
+    if (number < 0 || number > static_cast<int>(Codec::minmax_least_error))
         throw std::invalid_argument("unknown codec " + std::to_string(number));
     return static_cast<Codec>(number);
 }

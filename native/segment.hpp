@@ -21,6 +21,8 @@ enum class Codec : std::int32_t {
     e4m3 = 12,
     e5m2 = 13,
     e2m1 = 14,
+    minmax_least_bytes = 15,
+    minmax_least_error = 16,
 };
 
 enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };
@@ -53,6 +55,15 @@ inline constexpr std::int64_t magnitudes_per_row = 128;
 
 // Bytes of one bucket's scale record.
 int scale_record_bytes(Codec codec);
+
+// Whether buckets have bits of their own.
+inline bool is_allocated(Codec codec) {
+    return codec == Codec::minmax_least_bytes || codec == Codec::minmax_least_error;
+}
+
+// Bytes that the payload of a segment whose buckets have bits of their own uses of its room; -1 if what it
+// says of itself is not possible.
+std::int64_t used_bytes(const Segment& segment, const std::uint8_t* payload);
 
 // Bytes of all scale records, which precede the codes.
 std::int64_t scale_bytes(Codec codec, const Segment& segment);

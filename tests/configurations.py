@@ -113,6 +113,11 @@ ROWS = {
     "onebit-no-feedback-odd": Row(OneBit(33, feedback=False)),
     "terngrad": Row(TernGrad(64), unbiased=True, draws=True),
     "terngrad-odd": Row(TernGrad(33), unbiased=True, draws=True),
+    "bits-by-bucket": Row(Quantize(4, 64, allocate="bucket"), unbiased=True, draws=True, sized=False),
+    "bits-by-bucket-feedback-odd": Row(
+        Quantize(3, 33, feedback=True, allocate="bucket"), draws=True, sized=False
+    ),
+    "bits-of-fixed-bytes": Row(Quantize(4, 64, allocate="bytes"), unbiased=True, draws=True),
     "nuqsgd-4": Row(NUQSGD(4, 64), unbiased=True, draws=True, constants=False),
     "nuqsgd-8-linf-odd": Row(NUQSGD(8, 33, "linf"), unbiased=True, draws=True),
     "nuqsgd-3-nearest": Row(NUQSGD(3, 48, "linf", "nearest")),

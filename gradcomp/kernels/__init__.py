@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from gradcomp.kernels import bodies, reference, reference_checksum
+from gradcomp.kernels import bodies, reference, reference_checksum, reference_compact
 from gradcomp.kernels.bodies import body, use
 from gradcomp.kernels.pending import DONE, Pending
 from gradcomp.kernels.routines import Routine
@@ -34,6 +34,8 @@ from gradcomp.kernels.segments import (
     MAGNITUDES_SHAPE,
     MAX_ELEMENTS,
     MINMAX,
+    MINMAX_LEAST_BYTES,
+    MINMAX_LEAST_ERROR,
     ONEBIT,
     OWNER_RANK,
     QUANTISERS,
@@ -70,6 +72,8 @@ __all__ = [
     "MAGNITUDES_SHAPE",
     "MAX_ELEMENTS",
     "MINMAX",
+    "MINMAX_LEAST_BYTES",
+    "MINMAX_LEAST_ERROR",
     "ONEBIT",
     "OWNER_RANK",
     "QUANTISERS",
@@ -83,12 +87,14 @@ __all__ = [
     "Routine",
     "SegmentTable",
     "body",
+    "compact",
     "crc32c",
     "decode",
     "decode_add",
     "encode",
     "nonzero",
     "reduce",
+    "restore",
     "together",
     "use",
     "wire_bytes",
@@ -102,6 +108,8 @@ decode_add = bodies.kernel(reference.decode_add)
 reduce = bodies.kernel(reference.reduce)
 nonzero = bodies.kernel(reference.nonzero)
 crc32c = bodies.kernel(reference_checksum.crc32c)
+compact = bodies.kernel(reference_compact.compact)
+restore = bodies.kernel(reference_compact.restore)
 
 
 def together(*arguments: Any, routine: Routine | None = None) -> AbstractContextManager[Pending]:

@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.quantisers import QUANTISER, Codes, Floats, Level, pack_records, unpack_records
+from gradcomp.kernels.reference_bits import choose_bits, group_counts, most_bytes, split_allocated
 from gradcomp.kernels.reference_memory import all_finite, next_residual_of
 from gradcomp.kernels.segments import (
+    ALLOCATED,
     BF16,
     BFLOAT16,
     DTYPES,
@@ -18,6 +20,7 @@ from gradcomp.kernels.segments import (
     FP16,
     FP32,
     FP64,
+    MINMAX,
     QUANTISERS,
     Bytes,
     Magnitudes,
@@ -34,7 +37,9 @@ def encode_segment(
 ) -> bool:
     """Write a segment's payload and next residual; return whether it is non-finite."""
     with np.errstate(all="ignore"):
-        if codec in QUANTISERS:
+        if codec in ALLOCATED:
+            encoded = _encode_allocated(codec, segment, contribution, draws)
+        elif codec in QUANTISERS:
             encoded = _encode_quantised(codec, segment, contribution, draws, magnitudes)
         elif codec == FP16:
             encoded = _encode_fp16(segment, contribution)
@@ -54,6 +59,8 @@ def decode_segment(
 ) -> npt.NDArray[Any]:
     """Values of a segment: float32, or float64 for FP64."""
     with np.errstate(all="ignore"):
+        if codec in ALLOCATED:
+            return _decode_allocated(segment, source)
         if codec in QUANTISERS:
             scales, codes = _split_quantised(codec, segment, source)
             lengths = _bucket_lengths(segment)
@@ -67,6 +74,8 @@ def decode_segment(
 
 def extremes(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None) -> Floats:
     """Per bucket, values that are all finite only if every code of the bucket decodes to something finite."""
+    if codec in ALLOCATED:
+        return _extremes_of_allocated(segment, source)
     scales, _ = _split_quantised(codec, segment, source)
     with np.errstate(all="ignore"):
         return QUANTISER[codec].extremes(scales, Level.of(segment, magnitudes))
@@ -100,6 +109,71 @@ def _encode_quantised(
     records = pack_records(all_scales, quantiser)
     payload = np.concatenate((records, pack_bits(np.concatenate(codes), level.bits)))
     return payload, np.concatenate(values)
+
+
+def _encode_allocated(
+    codec: int, segment: np.void, contribution: Floats, draws: Floats | None
+) -> tuple[Bytes, Floats] | None:
+    """The same where each bucket has bits of its own."""
+    if not len(contribution):
+        return np.empty(0, np.uint8), np.empty(0, np.float32)
+    begins = np.arange(0, len(contribution), int(segment["bucket_size"]))
+    # -0 becomes +0, whichever of the two the minimum picked.
+    lo = np.minimum.reduceat(contribution, begins) + np.float32(0)
+    span = np.maximum.reduceat(contribution, begins) + np.float32(0) - lo
+    if not all_finite(contribution) or not all_finite(span):
+        return None
+    bits = choose_bits(codec, span, group_counts(segment), int(segment["level"]))
+    records = np.zeros((len(begins), 2), np.float32)
+    parts: list[Bytes] = []
+    values = np.empty_like(contribution)
+    for k, begin in enumerate(begins.tolist()):
+        bucket = slice(begin, min(begin + int(segment["bucket_size"]), len(contribution)))
+        c = contribution[bucket]
+        levels = np.float32((1 << int(bits[k])) - 1)
+        unit, inverse = (span[k] / levels, levels / span[k]) if bits[k] else (np.float32(0), np.float32(0))
+        records[k] = lo[k], unit
+        t = (c - lo[k]) * inverse
+        code = np.clip(np.rint(t) if draws is None else np.floor(t + draws[bucket]), 0, levels).astype(
+            np.uint8
+        )
+        values[bucket] = lo[k] + code.astype(np.float32) * unit
+        whole = np.zeros(-(-len(c) // 8) * 8, np.uint8)
+        whole[: len(c)] = code
+        parts.append(pack_bits(whole, int(bits[k])))
+    used = np.concatenate((records.view(np.uint8).reshape(-1), bits, *parts))
+    payload = np.zeros(most_bytes(segment), np.uint8)
+    payload[: len(used)] = used
+    return payload, values
+
+
+def _decode_allocated(segment: np.void, source: Bytes) -> Floats:
+    """Values; NaN where what the payload says of itself is not possible."""
+    split = split_allocated(segment, source)
+    if split is None:
+        return np.full(int(segment["length"]), np.nan, np.float32)
+    records, bits, begins = split
+    lengths = _bucket_lengths(segment)
+    codes = [
+        unpack_bits(source[begin : begin + -(-length // 8) * b], b, length)
+        if b
+        else np.zeros(length, np.uint8)
+        for b, begin, length in zip(bits.tolist(), begins.tolist(), lengths.tolist(), strict=True)
+    ]
+    scales = [np.repeat(records[:, k], lengths) for k in range(2)]
+    code = np.concatenate(codes) if codes else np.zeros(0, np.uint8)
+    return QUANTISER[MINMAX].dequantise(code, scales, Level(0))
+
+
+def _extremes_of_allocated(segment: np.void, source: Bytes) -> Floats:
+    split = split_allocated(segment, source)
+    if split is None:
+        return np.full(1, np.nan, np.float32)
+    records, bits, _ = split
+    with np.errstate(all="ignore"):
+        lo, unit = records[:, 0], records[:, 1]
+        largest = np.left_shift(1, bits.astype(np.int32)) - 1
+        return np.concatenate((lo, lo + largest.astype(np.float32) * unit))
 
 
 def _encode_fp16(segment: np.void, contribution: Floats) -> tuple[Bytes, Floats]:

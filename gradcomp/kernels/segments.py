@@ -7,7 +7,7 @@ means are written where they lie. Whoever fills in an address keeps the array be
 The payload of a segment is ``[one scale record per bucket, in order][codes]``, little endian, without padding
 between the two. Codes of the quantising codecs form one bit stream: code i occupies the bits [i*bits,
 (i+1)*bits), bit 0 of a byte being its least significant one; unused bits of the last byte are zero. Casts
-store one element per code.
+store one element per code. Where each bucket has bits of its own, `reference_bits` has the layout.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ CODEBOOK_LINF: Final = 11
 E4M3: Final = 12
 E5M2: Final = 13
 E2M1: Final = 14
+MINMAX_LEAST_BYTES: Final = 15
+MINMAX_LEAST_ERROR: Final = 16
 
 LEVELS: Final = {
     MINMAX: range(1, 9),
@@ -46,6 +48,8 @@ LEVELS: Final = {
     E4M3: range(8, 9),
     E5M2: range(8, 9),
     E2M1: range(4, 5),
+    MINMAX_LEAST_BYTES: range(1, 9),
+    MINMAX_LEAST_ERROR: range(1, 9),
 }
 """The numbers of bits that each quantising codec takes."""
 
@@ -55,7 +59,10 @@ CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
 
 BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1)
 
-STOCHASTIC: Final = (MINMAX, L2, LINF, VOTE, *CODEBOOKS, *BLOCK_FLOATS)
+ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
+"""The codecs whose buckets have bits of their own: see `reference_bits`."""
+
+STOCHASTIC: Final = (MINMAX, L2, LINF, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED)
 """The codecs that can draw, to round stochastically or to decide a tie; the others make nothing of a draw."""
 
 FLOAT32: Final = 0
@@ -117,6 +124,8 @@ def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
         raise ValueError(f"bits {bits} is not in {_words(LEVELS[codec])}")
     if bucket_size < 1:
         raise ValueError(f"bucket_size {bucket_size} is not positive")
+    if codec in ALLOCATED:
+        return int(bytes_of_allocated(length, bits, bucket_size))
     scale_bytes, code_bits = _WIRE_FORMAT[codec]
     return scale_bytes * -(-length // bucket_size) + -(-length * (code_bits or bits) // 8)
 
@@ -125,8 +134,12 @@ def wire_bytes_table(codec: int, table: SegmentTable) -> npt.NDArray[np.int64]:
     """Bytes of each segment's payload, for a table whose rows :func:`check_table` would accept."""
     if codec not in _WIRE_FORMAT:
         raise ValueError(f"unknown codec {codec}")
-    scale_bytes, code_bits = _WIRE_FORMAT[codec]
     length = table["length"].astype(np.int64)
+    if codec in ALLOCATED:
+        level, bucket_size = table["level"].astype(np.int64), table["bucket_size"].astype(np.int64)
+        room: npt.NDArray[np.int64] = bytes_of_allocated(length, level, bucket_size)
+        return room
+    scale_bytes, code_bits = _WIRE_FORMAT[codec]
     bits = code_bits or table["level"].astype(np.int64)
     buckets = -(-length // table["bucket_size"].astype(np.int64))
     size: npt.NDArray[np.int64] = scale_bytes * buckets + -(-length * bits // 8)
@@ -150,7 +163,23 @@ _WIRE_FORMAT: Final = {
     E4M3: (1, 0),
     E5M2: (1, 0),
     E2M1: (1, 0),
+    **dict.fromkeys(ALLOCATED, (9, 0)),
 }
+
+RECORD_OF_ALLOCATED: Final = 9
+"""Bytes of scale and bits of a bucket with bits of its own."""
+
+
+def bytes_of_allocated(length: Any, bits: Any, bucket_size: Any) -> Any:
+    """The room that a segment has whose buckets take ``bits`` on average: whole groups of eight codes a bucket."""
+    whole, rest = length // bucket_size, length % bucket_size
+    groups = whole * groups_of(bucket_size) + groups_of(rest)
+    return RECORD_OF_ALLOCATED * (whole + (rest > 0)) + groups * bits
+
+
+def groups_of(values: Any) -> Any:
+    """Groups of eight, the last of which may be incomplete."""
+    return (values + 7) // 8
 
 
 def is_table(argument: Any) -> bool:

@@ -25,6 +25,7 @@ from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.framing import Framed, framed
 from gradcomp.reduce.header import APPLIED, DISCARDED, NONFINITE, PRESENT, BucketFlags, HeaderId
 from gradcomp.reduce.reduce_scatter import ReduceScatter
+from gradcomp.reduce.varying import fixed
 
 Array = npt.NDArray[Any]
 
@@ -126,7 +127,7 @@ class PreparedRequest:
         self._seed, self._checksums, self._rank, self._world = seed, checksums, rank, world
         try:
             request.check(world)
-            self._parts = _parts(request)
+            self._parts = fixed(_parts(request))
         except ConfigError as error:
             self.problem = str(error)
             self.text = f"a request with a problem: {error}"

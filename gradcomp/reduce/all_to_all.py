@@ -14,6 +14,7 @@ from gradcomp.reduce.chunks import encode
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to_owners
 from gradcomp.reduce.registry import register
+from gradcomp.reduce.varying import fixed
 from gradcomp.reduce.whole import WholeCodes
 from gradcomp.transport.base import AllGather
 
@@ -34,7 +35,7 @@ class AllToAllBroadcast(Reduction):
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY
     ) -> None:
-        self._whole = WholeCodes(parts, layers, world, memory.local)
+        self._whole = WholeCodes(fixed(parts), layers, world, memory.local)
         codes = self._whole.codes
         self._encode = codes.inputs()
         header = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))

@@ -136,7 +136,7 @@ class Reduction(ABC):
     """
 
     sums_travel: ClassVar[bool] = False
-    by_kernels: ClassVar[bool] = False
+    by_kernels: bool = False
 
     ranges: Sequence[Range] = ()
     rounds: int

@@ -15,6 +15,7 @@ from gradcomp.reduce.chunks import encode
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to_owners
 from gradcomp.reduce.registry import register
+from gradcomp.reduce.varying import fixed
 from gradcomp.reduce.whole import WholeCodes, floats
 
 ROOT = 0
@@ -41,7 +42,7 @@ class GatherAndSum(Reduction):
     ) -> None:
         self._rank = rank
         allocate = memory.local if rank == ROOT else memory.messages
-        self._whole = WholeCodes(parts, layers, world, allocate)
+        self._whole = WholeCodes(fixed(parts), layers, world, allocate)
         codes, dense = self._whole.codes, self._whole.dense
         self._encode = codes.inputs()
         up = ByteHeader(layers, np.full(world, codes.payload_bytes[0], dtype=np.int64))

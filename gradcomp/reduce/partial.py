@@ -17,13 +17,14 @@ from gradcomp.reduce.base import Addresses, Binding, Bytes, Part, Waits
 from gradcomp.reduce.chunks import Chunks, ChunkSegments, encode
 from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.registry import with_partial_sums
+from gradcomp.reduce.varying import fixed
 
 
 def carried(parts: Sequence[Part]) -> list[Part]:
     """The parts as their partial sums travel.
 
-    What is to be exact travels as float32: bfloat16 holds the gradients, not their sums. ConfigError for votes, which
-    say nothing unless they are counted all at once.
+    Of a fixed size each. What is to be exact travels as float32: bfloat16 holds the gradients, not their sums.
+    ConfigError for votes, which say nothing unless they are counted all at once.
     """
     for part in parts:
         if part.codec.kind == VOTE:
@@ -37,7 +38,7 @@ def carried(parts: Sequence[Part]) -> list[Part]:
         Part(Codec(FP32), part.group, part.header_index)
         if part.codec.kind == BF16 and part.group.compressor.traits.exact
         else part
-        for part in parts
+        for part in fixed(parts)
     ]
 
 

@@ -84,12 +84,13 @@ class ReduceScatter:
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
         arriving = others - roles.silent + (not self.adds)
         self._recv = chunks.copies(memory, arriving, me) if self.owns else memory.messages(0, [])
-        self._sent = {j: chunks.message(self._send[at:], j) for j, at in sent_at.items()}
+        #: What this rank has for each owner, itself included.
+        self.sent = {j: chunks.message(self._send[at:], j) for j, at in sent_at.items()}
         heard = [chunks.message(row, me) for row in self._recv]
         # The codes of our chunk, in the order in which they are added.
         self._codes = list(heard)
-        if me in self._sent:
-            self._codes.insert(me - roles.silent, self._sent[me])
+        if me in self.sent:
+            self._codes.insert(me - roles.silent, self.sent[me])
         self._payloads = [message.buffer for message in self._codes]
         self._scatter = self._move(heard)
         self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)]) if self.adds else []
@@ -122,9 +123,17 @@ class ReduceScatter:
     def scatter(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
         """The round: then every owner has all codes of its chunk."""
         if self.adds:
-            yield from encode(self._chunks.parts, self._encode, self._send, context, binding, flags)
+            yield from self.encode(context, binding, flags)
         if self.rounds:
             yield self._scatter
+
+    def encode(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
+        """All chunks of what this rank adds, to ``sent``."""
+        yield from encode(self._chunks.parts, self._encode, self._send, context, binding, flags)
+
+    def code_of(self, place: int) -> Bytes:
+        """Room for the own chunk's code from the rank at this place."""
+        return self._codes[place - self._roles.silent].buffer
 
     def encode_mean(
         self, target: Bytes, context: StepContext, binding: Binding, flags: BucketFlags
@@ -167,7 +176,7 @@ class ReduceScatter:
         """Chunks to their owners."""
         roles, me, sizes = self._roles, self.place, self._chunks.sizes
         senders = [rank for i, rank in enumerate(roles.ranks) if i != me and i >= roles.silent]
-        sends = [(roles.ranks[j], message) for j, message in self._sent.items() if j != me]
+        sends = [(roles.ranks[j], message) for j, message in self.sent.items() if j != me]
         arrivals = list(zip(senders, heard, strict=True)) if self.owns else []
         if roles.owners < self._world:
             return exchange(sends, arrivals)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.step import StepContext
@@ -14,6 +16,7 @@ from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.model import Cost, Load, to_owners
 from gradcomp.reduce.reduce_scatter import ReduceScatter, Roles
 from gradcomp.reduce.registry import register
+from gradcomp.reduce.varying import Compact, VaryingGather, VaryingScatter, varies
 
 
 @register("sra")
@@ -28,6 +31,8 @@ class ScatterReduceAllgather(Reduction):
     plus a header per chunk. Encodes on the longest path: 2. Chunks are balanced by payload bytes; their borders fall
     on quantisation buckets, and second-stage draws are the same on every rank, so who owns what changes no bit of the
     mean. State: the second residual of the owned ranges, for groups with feedback.
+    Codecs whose sizes depend on data (bits by bucket): sizes travel in front, :mod:`gradcomp.reduce.varying`; each
+    round is two where a size has grown. A chunk is balanced by its room then, and its borders change bits.
     Source: Markov 2024, sections 2.2.1 and 3.5.1; Rabenseifner as cited there. Differs: the owner codes its own
     contribution too, and keeps residuals at both encodes.
 
@@ -46,12 +51,17 @@ class ScatterReduceAllgather(Reduction):
         memory: Memory = HOST_MEMORY,
     ) -> None:
         roles = roles or Roles.of(world, world)
+        varying = varies(parts)
+        if varying:
+            # What travels is copied from here, by this thread.
+            memory, self.by_kernels = HOST_MEMORY, False
         chunks = Chunks(parts, layers, roles.owners)
         self._first = ReduceScatter(chunks, rank, world, roles, memory)
         self._second = AllGather(chunks, rank, world, roles, memory)
         self.rounds = self._first.rounds + self._second.rounds
         self.bytes_sent = self._first.bytes_sent + self._second.bytes_sent
         self.ranges = self._first.ranges
+        self._varying = _Varying(chunks, layers, roles, world, self._first, self._second) if varying else None
 
     @property
     def mean(self) -> Mean:
@@ -74,10 +84,67 @@ class ScatterReduceAllgather(Reduction):
 
     def gather_means(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
         """Both rounds: then all of ``mean`` and the flags are the same on all ranks."""
+        if self._varying is not None:
+            yield from self._varying.run(context, binding, flags)
+            self.bytes_sent = self._varying.bytes_sent
+            return
         yield from self._first.scatter(context, binding, flags)
         if self._first.owns:
             yield from self._first.encode_mean(self._second.own, context, binding, flags)
         yield from self._second.gather()
+
+
+class _Varying:
+    """Both rounds for chunks whose sizes depend on data; each may take two."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        layers: int,
+        roles: Roles,
+        world: int,
+        first: ReduceScatter,
+        second: AllGather,
+    ) -> None:
+        self._first, self._second, self._roles = first, second, roles
+        self._compact = Compact(chunks)
+        self._scatter = VaryingScatter(layers, roles, world, first.place, chunks.payload_bytes)
+        self._gather = VaryingGather(layers, roles, world, first.place, chunks.payload_bytes)
+        self._alone = world == 1
+
+    @property
+    def bytes_sent(self) -> int:
+        """In the last step."""
+        return self._scatter.bytes_sent + self._gather.bytes_sent
+
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
+        """Then all of the mean is where the second round's program has it."""
+        first, second, me, ranks = self._first, self._second, self._first.place, self._roles.ranks
+        if first.adds:
+            yield from first.encode(context, binding, flags)
+        if not self._alone:
+            with binding.span("encode"):
+                own = {
+                    j: self._compact.compact(message.buffer, j)
+                    for j, message in first.sent.items()
+                    if j != me
+                }
+                if me in first.sent:
+                    own[me] = np.zeros(0, dtype=np.uint8)  # it does not travel
+            heard = yield from self._scatter.run(own)
+            with binding.span("decode"):
+                for i, payload in heard.items():
+                    self._compact.restore(payload, first.code_of(i), me, ranks[i])
+        if first.owns:
+            yield from first.encode_mean(second.own, context, binding, flags)
+        if self._alone:
+            return
+        with binding.span("encode"):
+            mine = self._compact.compact(second.own, me) if first.owns else None
+        means = yield from self._gather.run(mine)
+        with binding.span("decode"):
+            for j, payload in means.items():
+                self._compact.restore(payload, second.gathered.messages[j].buffer, j, ranks[j])
 
 
 def served(load: Load, topology: Topology, servers: int, silent: int = 0) -> Cost:

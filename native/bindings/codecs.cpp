@@ -125,6 +125,25 @@ void nonzero(const Rows& rows, const Bytes& out) {
     for (std::int64_t row = 0; row < table.size(); ++row) out.data()[row] = gradcomp::any_nonzero(table[row]);
 }
 
+std::int64_t compact(int codec_number, const Rows& rows, const ConstBytes& payload, const Bytes& out) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_segments(codec, table, size(payload));
+    std::int64_t room = 0;
+    for (std::int64_t row = 0; row < table.size(); ++row) room += gradcomp::wire_bytes(codec, table[row]);
+    if (size(out) < room) throw std::invalid_argument("out is too short");
+    const nb::gil_scoped_release released;
+    return gradcomp::compact(codec, table, payload.data(), out.data());
+}
+
+std::int64_t restore(int codec_number, const Rows& rows, const ConstBytes& source, const Bytes& payload) {
+    const auto codec = gradcomp::check_codec(codec_number);
+    const auto table = view_table(rows);
+    check_segments(codec, table, size(payload));
+    const nb::gil_scoped_release released;
+    return gradcomp::restore(codec, table, source.data(), size(source), payload.data());
+}
+
 std::uint32_t crc32c(const ConstBytes& data, std::uint32_t value) {
     const nb::gil_scoped_release released;
     return gradcomp::crc32c(data.data(), data.size(), value);
@@ -145,6 +164,8 @@ void add_codecs(nb::module_& module) {
                nb::kw_only(), "stochastic"_a, "seed"_a, "step"_a, "divisor"_a, "decay"_a,
                "rank"_a = gradcomp::owner_rank, magnitudes);
     module.def("nonzero", &nonzero, array("table"), array("out"));
+    module.def("compact", &compact, "codec"_a, array("table"), array("payload"), array("out"));
+    module.def("restore", &restore, "codec"_a, array("table"), array("source"), array("payload"));
     module.def("crc32c", &crc32c, array("data"), "value"_a = 0);
 }
 

@@ -51,6 +51,7 @@ struct Level {
         : bits(segment.bits),
           magnitudes(all_magnitudes == nullptr ? nullptr
                                                : all_magnitudes + segment.bits * magnitudes_per_row) {}
+    explicit Level(int bits_of_bucket) : bits(bits_of_bucket), magnitudes(nullptr) {}
 };
 
 // What the 16-bit draws of a step are shifted by, see gradcomp/kernels/philox.py.
@@ -116,6 +117,12 @@ class MinMax {
         set(low, unit);
         inverse_ = splat(inverse);
         representable_ = range.finite() && is_finite(unit);
+    }
+
+    // To encode a bucket whose range is finite, and can be divided into steps unless it takes no bits.
+    MinMax(float low, float span, int bits) : levels_(levels(bits)), representable_(true) {
+        set(low, bits == 0 ? 0.0f : span / levels_);
+        inverse_ = splat(bits == 0 ? 0.0f : levels_ / span);
     }
 
     MinMax(const std::uint8_t* record, const Level& level) : levels_(levels(level.bits)) {

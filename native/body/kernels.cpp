@@ -2,6 +2,7 @@
 
 #include "../kernels.hpp"
 
+#include "allocated.hpp"
 #include "block_float.hpp"
 #include "codebook.hpp"
 #include "decode.hpp"
@@ -105,10 +106,13 @@ void encode(const EncodeCall& call) {
             finite = encode_fp64(segment, call.scale, call.decay, payload);
         } else {
             const Gradient source(segment, static_cast<float>(call.scale), static_cast<float>(call.decay));
-            finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
-                return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
-                                          scale_bytes(call.codec, segment), payload);
-            });
+            if (is_allocated(call.codec))
+                finite = encode_allocated(call.codec, segment, source, call.rounding, payload);
+            else
+                finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
+                    return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
+                                              scale_bytes(call.codec, segment), payload);
+                });
         }
         if (!finite) discard(call.codec, segment, payload, call.flags[row]);
     }
@@ -122,6 +126,12 @@ void reduce(const ReduceCall& call) {
         bool finite;
         if (call.codec == Codec::fp64) {
             finite = reduce_fp64(segment, call.payloads, call.divisor, call.decay, out);
+        } else if (is_allocated(call.codec)) {
+            // It stays: memory that is new to the process is slow.
+            thread_local std::vector<float> c;
+            const MeanOfAllocated source(segment, call.payloads, static_cast<float>(call.divisor),
+                                         static_cast<float>(call.decay), c);
+            finite = encode_allocated(call.codec, segment, source, call.rounding, out);
         } else {
             finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
                 const std::int64_t scales = scale_bytes(call.codec, segment);
@@ -160,6 +170,10 @@ void fill_with_nan(const Segment& segment) {
 bool decode_row(Codec codec, const Segment& segment, const float* magnitudes, const std::uint8_t* payload,
                 double divisor, double scale, bool added) {
     if (codec == Codec::fp64) return !decode_fp64(segment, payload, divisor, scale);
+    if (is_allocated(codec)) {
+        const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
+        return decode_allocated(segment, payload, finish, added);
+    }
     return with_codec(codec, segment.bits, [&]<class Class>() {
         const PayloadView view{payload, payload + scale_bytes(codec, segment), Level(segment, magnitudes)};
         const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};

@@ -354,3 +354,21 @@ def test_string_form():
     for wrong in ("lgrec:every_steps=5", "lgreco:every=5", "lgreco:every_steps=5,every_steps=6"):
         with pytest.raises(ConfigError):
             controller_from_string(wrong)
+
+
+def test_levels_of_bits_by_bucket_are_those_of_uniform_bits():
+    """What is budgeted is the error of uniform bits, which bits by bucket keep."""
+    chosen = []
+    for allocate in (None, "bucket"):
+        compressor = Quantize(4, 64, allocate=allocate)
+        ranks = Simulation(LAYERS, compressor, 2, controller=LGreCo(4))
+        for step in range(12):
+            sizes = 10.0 ** np.arange(len(LAYERS))
+            drawn = ranks.gradients()
+            ranks.drawn = step + 1
+            ranks.step(
+                [[g * np.float32(size) for g, size in zip(rank, sizes, strict=True)] for rank in drawn]
+            )
+        chosen.append(levels(ranks))
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen[0])) > 1

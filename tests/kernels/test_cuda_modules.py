@@ -63,7 +63,7 @@ def asked_by(codec: int) -> set[Module]:
 def test_codecs_launch_what_is_in_modules_and_all_of_it() -> None:
     codecs = [codec for codec in CODECS.values() if codec != segments.FP64]
     asked = set[Module]().union(*map(asked_by, codecs))
-    sources = ("encode.cu", "ranges.cu", "decode.cu", "losses.cu")
+    sources = ("bits.cu", "encode.cu", "ranges.cu", "decode.cu", "losses.cu")
     coded = {each for each in modules() if each.source in sources}
     assert {each for each in asked if each.source != "rows.cu"} == coded
 

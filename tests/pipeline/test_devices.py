@@ -53,6 +53,8 @@ LAYERS = [
 COMPRESSORS: dict[str, Compressor] = {
     "4 bits": Quantize(4, bucket_size=128),
     "nearest with feedback": Quantize(4, bucket_size=128, rounding="nearest"),
+    "bits by bucket": Quantize(4, bucket_size=128, allocate="bucket", feedback=True),
+    "bits of fixed bytes": Quantize(4, bucket_size=100, allocate="bytes"),
     "bfloat16": Cast("bfloat16"),
     "sign": ScaledSign(),
     "TopK": TopK(0.1),

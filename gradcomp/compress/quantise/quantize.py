@@ -21,8 +21,9 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels.codec import Codec, Table
-from gradcomp.kernels.segments import L2, LINF, MINMAX
+from gradcomp.kernels.segments import L2, LINF, MINMAX, MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR
 
+_ALLOCATIONS = {"bucket": MINMAX_LEAST_BYTES, "bytes": MINMAX_LEAST_ERROR}
 _KINDS = {"minmax": MINMAX, "l2": L2, "linf": LINF}
 
 
@@ -43,14 +44,25 @@ class Quantize(Coded):
     ``rounding="nearest"``
         biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and stands for the mean
         magnitude of the bucket; with ``minmax`` for the mean of its negative values or that of the others.
+    ``allocate="bucket"``
+        bits by bucket, 0 to 8, the fewest at which a layer's expected squared error stays that of ``bits`` bits for
+        all: minimise sum n_k b_k subject to sum n_k R_k^2 e(b_k) <= sum n_k R_k^2 e(b), R = hi - lo, e(b) =
+        (1/6) / (2^b - 1)^2, and 1/4 for one bit. A constant bucket takes 0 bits. The unit is a layer's part within a
+        chunk; each rank chooses for its payload, the chunk's owner for the mean. Unbiased, nothing accumulates. It
+        needs ``minmax`` and stochastic rounding.
+    ``allocate="bytes"``
+        the bytes of ``bits`` bits for all, and the least error with them: sizes are fixed. Where ``"bucket"`` runs
+        under a reduction that needs fixed sizes, it is this.
 
     Wire, per direction: ceil(n b / 8) bytes of codes and the scales; two rounds under scatter-reduce-allgather.
+    ``allocate``: 9 bytes of scale and bits per bucket, and codes in groups of eight; ``"bucket"`` announces sizes, and
+    takes a round more where one grows.
     State: with feedback, a residual per layer and the chunk owner's second residual.
     Errors: ConfigError for bits outside 1..8, a bucket size below 1, unknown words; for feedback that would diverge, or
     never send anything (few bits of an l2 norm, to nearest).
     Source: Markov 2024 (CGX), sections 2.2.3, 3.5.1 and 3.5.3; QSGD as cited there. Differs: the default bucket
     is 512 (Markov uses 128 and 1024 by model family); the probability is that of section 2.2.3 (5.4.2 has it
-    inverted).
+    inverted). ``allocate`` is gradcomp's own, see ``docs/decisions/0032``.
     """
 
     level_field: ClassVar[str | None] = "bits"
@@ -61,6 +73,7 @@ class Quantize(Coded):
     rounding: str = "stochastic"
     feedback: bool | None = None
     decay: float = 1.0
+    allocate: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
@@ -76,6 +89,11 @@ class Quantize(Coded):
             raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
         if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
+        if self.allocate is not None:
+            if self.allocate not in _ALLOCATIONS:
+                raise ConfigError(f"allocate must be bucket, bytes or none, got {self.allocate!r}")
+            if self.scaling != "minmax" or self.rounding != "stochastic":
+                raise ConfigError(f"allocate={self.allocate} needs scaling=minmax and rounding=stochastic")
         if self.traits.keeps_residual:
             check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
@@ -85,7 +103,9 @@ class Quantize(Coded):
         if self.bits == 1 and nearest:
             return of_mean_sign(elements)
         if self.scaling == "minmax":
-            return of_extremes((1 << self.bits) - 1, elements, nearest=nearest)
+            uniform = of_extremes((1 << self.bits) - 1, elements, nearest=nearest)
+            # Buckets may take one bit; of a layer the error is within 1/4 over 1/6 of that of uniform bits.
+            return uniform if self.allocate is None else Distortion(1.5 * uniform.bound, True, 2.0)
         if self.bits == 1:
             return of_drawn_sign(elements, l2=self.scaling == "l2")
         s = (1 << (self.bits - 1)) - 1
@@ -103,6 +123,8 @@ class Quantize(Coded):
 
     def codec_for(self, table: Table) -> Codec:
         """The codec; the number of bits is in the segment table."""
+        if self.allocate is not None:
+            return Codec(_ALLOCATIONS[self.allocate], stochastic=True)
         return Codec(_KINDS[self.scaling], self.rounding == "stochastic")
 
     def fill(self, table: Table, level: Level) -> None:

@@ -15,7 +15,7 @@ from gradcomp.core.vectors import Floats, Vector
 from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.codec import Codec, Draw, Table
 from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
-from gradcomp.kernels.segments import FLOAT32, SEGMENT
+from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT
 
 Doubles = npt.NDArray[np.float64]
 
@@ -43,6 +43,8 @@ def code_errors(
     for i, choice in enumerate(choices):
         choice.fill(table[i : i + 1], choice.level)
         codec = choice.codec_for(table[i : i + 1])
+        if codec.kind in ALLOCATED:  # the error that it keeps
+            codec = Codec(MINMAX, codec.stochastic)
         key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(layer)
         alike.setdefault(key, (codec, []))[1].append(i)
     draw = Draw(seed, 0, 0)

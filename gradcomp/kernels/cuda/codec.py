@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.arguments import Draw
+from gradcomp.kernels.cuda.bits import write_decode_add_bits, write_decode_bits, write_encode_bits
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.codes import write_decode, write_decode_add, write_encode, write_nonzero
 from gradcomp.kernels.cuda.places import overlap_any
 from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.segments import (
+    ALLOCATED,
     CODEBOOKS,
     SEGMENT,
     STOCHASTIC,
@@ -92,9 +94,8 @@ class CodecKernels(Kernels):
         bad = np.zeros(len(table), dtype=np.uint8)
         arrays = (table, payload, bad, magnitudes, *payloads)
         key = ("encode", codec, drawn, fixed_columns(table), *map(place_of, (payload, *payloads)))
-        self._plans.run(
-            key, lambda call: write_encode(call, codec, drawn, arrays), arrays, numbers, (flags, bad)
-        )
+        write = write_encode_bits if codec in ALLOCATED else write_encode
+        self._plans.run(key, lambda call: write(call, codec, drawn, arrays), arrays, numbers, (flags, bad))
 
     def decode(
         self,
@@ -117,8 +118,9 @@ class CodecKernels(Kernels):
         bad = np.zeros(len(table), dtype=np.uint8)
         arrays = (table, payload, bad, magnitudes, flags)
         key = ("decode", codec, fixed_columns(table), with_output.tobytes(), place_of(payload))
+        write = write_decode_bits if codec in ALLOCATED else write_decode
         self._plans.run(
-            key, lambda call: write_decode(call, codec, with_output, arrays), arrays, numbers, (flags, bad)
+            key, lambda call: write(call, codec, with_output, arrays), arrays, numbers, (flags, bad)
         )
 
     def decode_add(
@@ -135,9 +137,8 @@ class CodecKernels(Kernels):
         _check_rows(codec, table, None, magnitudes, with_output)
         arrays = (table, payload, None, magnitudes)
         key = ("add", codec, fixed_columns(table), with_output.tobytes(), place_of(payload))
-        self._plans.run(
-            key, lambda call: write_decode_add(call, codec, with_output, arrays), arrays, (float(scale),)
-        )
+        write = write_decode_add_bits if codec in ALLOCATED else write_decode_add
+        self._plans.run(key, lambda call: write(call, codec, with_output, arrays), arrays, (float(scale),))
 
     def nonzero(self, table: SegmentTable, out: Bytes) -> None:
         """See `reference.nonzero`."""

@@ -17,6 +17,7 @@ from gradcomp.kernels.cuda.layout import Integer, Real, Source
 from gradcomp.kernels.cuda.places import to_read, to_write
 from gradcomp.kernels.cuda.prepared import source_of
 from gradcomp.kernels.segments import (
+    ALLOCATED,
     BF16,
     CODEBOOK_L2,
     CODEBOOK_LINF,
@@ -73,10 +74,10 @@ _DECODED = 4 * GROUP * THREADS  # elements that a block decodes
 _BLOCKS_OF_A_ROW = 32  # at most so many look for an element that is not zero, and stop when one has found it
 
 Rows = npt.NDArray[np.int64]
-_TABLE, _PAYLOAD, _BAD, _MAGNITUDES, _OTHERS = range(5)
+TABLE, PAYLOAD, BAD, MAGNITUDES, OTHERS = range(5)
 
-_DRAWS = (Integer(0), Integer(1), Integer(2))
-_FACTORS = (Real(3), Real(4), Real(5))
+DRAWS = (Integer(0), Integer(1), Integer(2))
+FACTORS = (Real(3), Real(4), Real(5))
 
 Arrays = tuple[Any, ...]
 
@@ -87,23 +88,23 @@ def write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays, only: Rows
     chosen = np.arange(len(table)) if only is None else only
     check_table(codec, table[chosen], *map(len, (payload, *payloads)))
     begins, sizes = table["payload"], wire_bytes_table(codec, table)
-    sent = [to_read(call, each, number, begins, sizes) for number, each in enumerate(payloads, _OTHERS)]
-    written = to_write(call, payload, _PAYLOAD, begins[chosen], sizes[chosen])
-    found = call.result(bad, Source(_BAD), zero=True)
+    sent = [to_read(call, each, number, begins, sizes) for number, each in enumerate(payloads, OTHERS)]
+    written = to_write(call, payload, PAYLOAD, begins[chosen], sizes[chosen])
+    found = call.result(bad, Source(BAD), zero=True)
     stem = "reduce" if payloads else "encode"
     for name, found_at in encoders_of(codec, table["level"][chosen], drawn):
         members = chosen[found_at]
         job = _Job.of(call, table, members)
         if codec == FP64:
             blocks, rows = job.tiled(-(-job.table["length"] // THREADS))
-            parameters = (*rows, written, 0, job.bad, *_addresses(call, sent), *_FACTORS)
+            parameters = (*rows, written, 0, job.bad, *addresses_of(call, sent), *FACTORS)
             call.launch("rows.cu", f"{stem}_doubles", blocks, *parameters)
         else:
-            common = (*_addresses(call, sent), _magnitudes(call, arrays), *_DRAWS, *_FACTORS)
+            common = (*addresses_of(call, sent), _magnitudes(call, arrays), *DRAWS, *FACTORS)
             _encode_class(call, codec, name, stem, rounding(drawn), job, written, common)
         part = (call.give(begins[members]), call.give(sizes[members]))
         call.launch("rows.cu", "discard", len(members), job.bad, written, *part)
-        _collect(call, job, members, found)
+        collect(call, job.bad, members, found)
 
 
 def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
@@ -112,12 +113,12 @@ def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arr
     chosen = np.flatnonzero(with_output)
     check_table(codec, table[chosen], len(payload))
     begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
-    given = to_read(call, payload, _PAYLOAD, begins, sizes)
-    found = call.result(bad, Source(_BAD), zero=True)
+    given = to_read(call, payload, PAYLOAD, begins, sizes)
+    found = call.result(bad, Source(BAD), zero=True)
     for name, found_at in classes_of(codec, table["level"][chosen]):
         members = chosen[found_at]
         job = _Job.of(call, table, members)
-        skipped = call.give(flags[members], source_of(_OTHERS, members, len(table)))
+        skipped = call.give(flags[members], source_of(OTHERS, members, len(table)))
         if codec == FP64:
             blocks, rows = job.tiled(-(-job.table["length"] // THREADS))
             parameters = (*rows, given, skipped, job.bad, 0, 0, Real(0), 1.0, Real(1))
@@ -126,7 +127,7 @@ def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arr
             blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
             parameters = (*rows, blocks, given, skipped, job.bad, _magnitudes(call, arrays), Real(1), Real(0))
             call.launch_tiles("decode.cu", "decode", blocks, *parameters, defines={"GRADCOMP_CLASS": name})
-        _collect(call, job, members, found)
+        collect(call, job.bad, members, found)
 
 
 def write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
@@ -137,7 +138,7 @@ def write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_],
     if (table["dtype"][chosen] != FLOAT32).any():
         raise ValueError("decode_add adds to float32 outputs only")
     begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
-    given = to_read(call, payload, _PAYLOAD, begins, sizes)
+    given = to_read(call, payload, PAYLOAD, begins, sizes)
     for name, found_at in classes_of(codec, table["level"][chosen]):
         job = _Job.of(call, table, chosen[found_at])
         blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
@@ -152,10 +153,10 @@ def write_nonzero(call: Call, table: SegmentTable, out: Bytes) -> None:
     call.launch("rows.cu", "nonzero", blocks, *rows, job.bad)
 
 
-def _collect(call: Call, job: _Job, members: Rows, found: Ref) -> None:
+def collect(call: Call, noted: Ref, members: Rows, found: Ref) -> None:
     """Notes of some rows, into those of all."""
     where = call.give(members.astype(np.int64))
-    call.launch("rows.cu", "collect", -(-len(members) // THREADS), job.bad, where, len(members), found)
+    call.launch("rows.cu", "collect", -(-len(members) // THREADS), noted, where, len(members), found)
 
 
 class _Job:
@@ -171,7 +172,7 @@ class _Job:
     def of(call: Call, table: SegmentTable, members: Rows) -> _Job:
         """For some rows of every run's table."""
         bad = call.workspace(len(members), zero=True)
-        return _Job(call, table[members], bad, source_of(_TABLE, members, len(table)))
+        return _Job(call, table[members], bad, source_of(TABLE, members, len(table)))
 
     def tiled(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
         """Blocks for so many tiles per row, and the parameters that kernels of rows.cu begin with."""
@@ -230,6 +231,8 @@ def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]
 
 def encoders_of(codec: int, bits: npt.NDArray[np.int32], drawn: bool) -> list[tuple[str, Rows]]:
     """The same for what encodes, with draws or to nearest."""
+    if codec in ALLOCATED:  # as measured: the error that is kept is that of uniform bits
+        codec = MINMAX
     return _by_bits(codec, bits, _ONE_BIT if drawn else _ONE_BIT_TO_NEAREST)
 
 
@@ -252,11 +255,11 @@ def rounding(drawn: bool) -> str:
     return "stochastic" if drawn else "nearest"
 
 
-def _addresses(call: Call, payloads: Sequence[Parameter]) -> tuple[Parameter, int]:
+def addresses_of(call: Call, payloads: Sequence[Parameter]) -> tuple[Parameter, int]:
     """A list of addresses, which kernels find behind one."""
     return (call.addresses(payloads) if payloads else 0), len(payloads)
 
 
 def _magnitudes(call: Call, arrays: Arrays) -> Parameter:
-    given = arrays[_MAGNITUDES]
-    return 0 if given is None else call.give(given, Source(_MAGNITUDES))
+    given = arrays[MAGNITUDES]
+    return 0 if given is None else call.give(given, Source(MAGNITUDES))

@@ -52,6 +52,11 @@ class Module:
 #: Sources of which all is one module.
 _WHOLE: Final = {
     "adacomp.cu": ("maxima", "mark"),
+    "bits.cu": (
+        *("bits_starts", "bits_decode", "bits_decode_add", "bits_mean", "bits_choose", "bits_records"),
+        *("bits_encode_ranges", "bits_encode_nearest", "bits_encode_stochastic"),
+        *("bits_reduce_ranges", "bits_reduce_nearest", "bits_reduce_stochastic"),
+    ),
     "bisect.cu": ("bisect_begin", "bisect_count", "bisect_decide"),
     "draws.cu": ("draw_indices",),
     "expand.cu": ("expand", "subtract"),

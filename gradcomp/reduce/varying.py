@@ -1,0 +1,259 @@
+"""Chunks whose sizes depend on data: sizes travel in front of what fits into a room that both ends know.
+
+What a sender has for a receiver varies little from step to step. Its *room* is the most that it was in 16 steps, and
+1/32 more, at first 0. Of many pairs of ranks hardly one then does not fit. A message holds sizes, and payload up to the
+room; what did not fit follows in a second round. Kernels see neither: chunks are encoded and decoded where there is
+room for the most, and :func:`gradcomp.kernels.compact` and ``restore`` lead from there to what travels and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gradcomp import kernels
+from gradcomp.core.errors import WireFormatError
+from gradcomp.kernels.codec import Codec, Sizes
+from gradcomp.kernels.segments import MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR
+from gradcomp.reduce.base import Bytes, Message, Move, Part, Waits, exchange
+from gradcomp.reduce.chunks import Chunks
+from gradcomp.reduce.header import ByteHeader, padded
+from gradcomp.reduce.reduce_scatter import Roles
+from gradcomp.transport.base import AllGather, AllToAll
+
+_STEPS = 16
+_MARGIN = 32
+
+
+def varies(parts: Sequence[Part]) -> bool:
+    """Whether some codec leaves a part of its room empty, which need not travel."""
+    return any(part.codec.kind == MINMAX_LEAST_BYTES for part in parts)
+
+
+def fixed(parts: Sequence[Part]) -> list[Part]:
+    """The parts where sizes cannot vary: the same bytes carry the least error that they can."""
+    return [
+        Part(Codec(MINMAX_LEAST_ERROR, stochastic=True), part.group, part.header_index)
+        if part.codec.kind == MINMAX_LEAST_BYTES
+        else part
+        for part in parts
+    ]
+
+
+class Compact:
+    """Chunks as they travel, and back. ``room``: the most bytes of each chunk's payload."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.room = chunks.payload_bytes
+        self._segments = [
+            (part.codec.kind, each) for part, each in zip(chunks.parts, chunks.place(), strict=True)
+        ]
+        self._buffers = [np.empty(0, dtype=np.uint8)] * chunks.count
+
+    def compact(self, message: Bytes, j: int) -> Bytes:
+        """What is used of chunk j, in memory that the next call for this chunk uses again."""
+        if len(self._buffers[j]) < self.room[j]:
+            self._buffers[j] = np.empty(self.room[j], dtype=np.uint8)
+        at = 0
+        for kind, segments in self._segments:
+            at += kernels.compact(kind, segments.chunk(j).table, message, self._buffers[j][at:])
+        return self._buffers[j][:at]
+
+    def restore(self, payload: Bytes, message: Bytes, j: int, sender: int) -> None:
+        """The inverse; WireFormatError for a payload that is not what it says of itself."""
+        at = 0
+        try:
+            for kind, segments in self._segments:
+                at += kernels.restore(kind, segments.chunk(j).table, payload[at:], message)
+        except ValueError as error:
+            raise WireFormatError(f"chunk {j} from rank {sender}: {error}") from error
+        if at != len(payload):
+            raise WireFormatError(
+                f"chunk {j} from rank {sender} has {len(payload)} bytes, of which {at} mean something"
+            )
+
+
+class _Rooms:
+    """The most that each of some sizes was in 16 steps, and a little more."""
+
+    def __init__(self, *shape: int) -> None:
+        self._sizes = np.zeros((_STEPS, *shape), dtype=np.int64)
+        self._step = 0
+
+    @property
+    def now(self) -> Sizes:
+        most: Sizes = self._sizes.max(axis=0)
+        return most + most // _MARGIN
+
+    def saw(self, sizes: Sizes) -> None:
+        self._sizes[self._step % _STEPS] = sizes
+        self._step += 1
+
+
+class VaryingScatter:
+    """Every rank's chunks to their owners, in one round or two; all ranks go through as many.
+
+    A message to an owner begins with the sizes of all chunks of its sender, 8 bytes each. Where every rank owns a chunk
+    and adds to all, all know all sizes, and the second round takes place if some chunk did not fit. Else there is
+    always a second one, of which most ranks have nothing.
+    """
+
+    def __init__(self, layers: int, roles: Roles, world: int, me: int, room: Sequence[int]) -> None:
+        self._layers, self._roles, self._me = layers, roles, me
+        self._most = np.array(room, dtype=np.int64)
+        self._adders = range(roles.silent, len(roles.ranks))
+        self._full = roles.owners == world and not roles.silent
+        self._rooms = _Rooms(len(roles.ranks), roles.owners)
+        self._told = padded(8 * roles.owners)
+        #: Of the last step: bytes that left this rank, headers included.
+        self.bytes_sent = 0
+
+    def run(self, own: Mapping[int, Bytes]) -> Waits[dict[int, Bytes]]:
+        """``own``: this rank's chunks, by owner, none if it adds nothing. Returns, by place, what the others sent."""
+        me, owners = self._me, self._roles.owners
+        sizes = np.zeros((len(self._roles.ranks), owners), dtype=np.int64)
+        if own:
+            sizes[me] = [len(own[j]) for j in range(owners)]
+        rooms = self._rooms.now
+        self.bytes_sent = 0
+        sends: dict[int, tuple[Bytes, ...]] = {
+            j: (self._telling(sizes[me]), _fitted(own[j], int(rooms[me, j]))) for j in own if j != me
+        }
+        heard = yield from self._round(sends, {i: self._told + int(rooms[i, me]) for i in self._heard_from()})
+        for i, message in heard.items():
+            sizes[i] = self._read(message, i)
+        rests = np.maximum(sizes - rooms, 0)
+        found = {i: message[self._told :][: sizes[i, me]] for i, message in heard.items()}
+        if not self._full or rests.any():
+            sends = {j: (own[j][rooms[me, j] :],) for j in own if j != me and rests[me, j]}
+            more = yield from self._round(sends, {i: int(rests[i, me]) for i in heard if rests[i, me]})
+            for i, rest in more.items():
+                found[i] = np.concatenate((found[i], rest))
+        self._rooms.saw(sizes)
+        return found
+
+    def _heard_from(self) -> list[int]:
+        return [i for i in self._adders if i != self._me] if self._me < self._roles.owners else []
+
+    def _telling(self, sizes: Sizes) -> Bytes:
+        told: Bytes = np.zeros(self._told, dtype=np.uint8)
+        told[: sizes.nbytes] = sizes.view(np.uint8)
+        return told
+
+    def _read(self, message: Bytes, sender: int) -> Sizes:
+        return _checked(message[: 8 * self._roles.owners], self._most, self._roles.ranks[sender])
+
+    def _round(
+        self, sends: Mapping[int, tuple[Bytes, ...]], coming: Mapping[int, int]
+    ) -> Waits[dict[int, Bytes]]:
+        ranks, owners = self._roles.ranks, self._roles.owners
+        lengths = np.zeros(owners, dtype=np.int64)
+        for j, pieces in sends.items():
+            lengths[j] = sum(map(len, pieces))
+        header = ByteHeader(self._layers, lengths)
+        counts = [header.message_bytes[j] if j in sends else 0 for j in range(owners)]
+        send: Bytes = np.zeros(sum(counts), dtype=np.uint8)
+        leaving, at = [], 0
+        for j, pieces in sorted(sends.items()):
+            _place(pieces, send[at + header.nbytes :])
+            leaving.append((ranks[j], Message(send[at : at + counts[j]], header, j)))
+            at += counts[j]
+        headers = {i: ByteHeader(self._layers, np.full(owners, size)) for i, size in coming.items()}
+        arriving = {i: headers[i].message_bytes[0] for i in coming}
+        recv: Bytes = np.zeros(sum(arriving.values()), dtype=np.uint8)
+        arrivals, payloads, at = [], {}, 0
+        for i, size in sorted(arriving.items()):
+            arrivals.append((ranks[i], Message(recv[at : at + size], headers[i], self._me)))
+            payloads[i] = recv[at + header.nbytes :][: coming[i]]
+            at += size
+        self.bytes_sent += sum(counts)
+        if self._full:
+            operation = AllToAll(send, counts, recv, [arriving.get(i, 0) for i in range(len(ranks))])
+            yield Move(operation, [message for _, message in leaving], arrivals)
+        else:
+            yield exchange(leaving, arrivals)
+        return payloads
+
+
+class VaryingGather:
+    """Every owner's chunk to all ranks, in one round or two. All ranks hear all sizes, so all know which."""
+
+    def __init__(self, layers: int, roles: Roles, world: int, me: int, room: Sequence[int]) -> None:
+        self._layers, self._roles, self._me = layers, roles, me
+        self._most = np.array(room, dtype=np.int64)
+        self._full = roles.owners == world
+        self._rooms = _Rooms(roles.owners)
+        self._told = padded(8)
+        self.bytes_sent = 0
+
+    def run(self, own: Bytes | None) -> Waits[dict[int, Bytes]]:
+        """``own``: this rank's chunk, if it owns one. Returns the others', by owner."""
+        me, owners = self._me, self._roles.owners
+        rooms, sizes = self._rooms.now, np.zeros(owners, dtype=np.int64)
+        self.bytes_sent = 0
+        pieces: tuple[Bytes, ...] = ()
+        if own is not None:
+            sizes[me] = len(own)
+            told: Bytes = np.zeros(self._told, dtype=np.uint8)
+            told[:8] = sizes[me : me + 1].view(np.uint8)
+            pieces = told, _fitted(own, int(rooms[me]))
+        heard = yield from self._round(pieces, self._told + rooms)
+        for j, message in heard.items():
+            sizes[j] = _checked(message[:8], self._most[j : j + 1], self._roles.ranks[j])[0]
+        found = {j: message[self._told :][: sizes[j]] for j, message in heard.items()}
+        rests = np.maximum(sizes - rooms, 0)
+        if rests.any():
+            more = yield from self._round(() if own is None else (own[rooms[me] :],), rests)
+            for j, rest in more.items():
+                found[j] = np.concatenate((found[j], rest))
+        self._rooms.saw(sizes)
+        return found
+
+    def _round(self, pieces: tuple[Bytes, ...], lengths: Sizes) -> Waits[dict[int, Bytes]]:
+        """Messages of these lengths, by owner."""
+        roles, me = self._roles, self._me
+        header = ByteHeader(self._layers, lengths)
+        ends = np.cumsum(header.message_bytes).tolist()
+        buffer: Bytes = np.zeros(ends[-1], dtype=np.uint8)
+        messages = [
+            Message(buffer[end - size : end], header, j)
+            for j, (end, size) in enumerate(zip(ends, header.message_bytes, strict=True))
+        ]
+        arrivals = [(roles.ranks[j], message) for j, message in enumerate(messages) if j != me]
+        if me < roles.owners:
+            _place(pieces, messages[me].buffer[header.nbytes :])
+            self.bytes_sent += (len(roles.ranks) - 1) * header.message_bytes[me]
+        if self._full:
+            gather = AllGather(buffer, header.message_bytes)
+            yield Move(gather, [messages[me]], arrivals, whole=True)
+        else:
+            others = [rank for i, rank in enumerate(roles.ranks) if i != me and me < roles.owners]
+            yield exchange([(rank, messages[me]) for rank in others], arrivals, whole=True)
+        return {
+            j: message.buffer[header.nbytes :][: lengths[j]] for j, message in enumerate(messages) if j != me
+        }
+
+
+def _fitted(payload: Bytes, room: int) -> Bytes:
+    """So many bytes of it, with zeros behind them if it has fewer."""
+    if len(payload) >= room:
+        return payload[:room]
+    return np.concatenate((payload, np.zeros(room - len(payload), dtype=np.uint8)))
+
+
+def _place(pieces: Sequence[Bytes], target: Bytes) -> None:
+    at = 0
+    for piece in pieces:
+        target[at : at + len(piece)] = piece
+        at += len(piece)
+
+
+def _checked(told: Bytes, most: Sizes, sender: int) -> Sizes:
+    """Sizes that a rank told; WireFormatError unless they are possible."""
+    sizes: Sizes = told.view("<i8")
+    if ((sizes < 0) | (sizes > most)).any():
+        raise WireFormatError(
+            f"rank {sender} announced chunks of {sizes.tolist()} bytes where at most {most.tolist()} are possible"
+        )
+    return sizes

@@ -1,0 +1,165 @@
+"""Chunks whose sizes depend on data: the mean of those with all their room, fewer bytes, and sizes nobody believes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcomp import LayerSpec, Quantize, WireFormatError
+from gradcomp.core.topology import Topology
+from gradcomp.kernels import segments
+from gradcomp.reduce import sra
+from gradcomp.reduce.header import ByteHeader, padded
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, same_bytes
+
+LAYERS = [
+    LayerSpec("empty", (0,)),
+    LayerSpec("uneven", (40, 33)),
+    LayerSpec("half", (300,), "float16"),
+    LayerSpec("small", (7,)),
+]
+HEADER = ByteHeader.size(len(LAYERS))
+BITS = Quantize(4, 32, allocate="bucket")
+REDUCTIONS = ("sra", "parameter_server", "parameter_server:servers=2")
+
+
+def uneven(world: int, step: int) -> Any:
+    """Buckets of ranges that differ the more, the later the step."""
+    rng = np.random.default_rng(step)
+    ranks = []
+    for _ in range(world):
+        layers = []
+        for layer in LAYERS:
+            scales = np.exp2((step % 5 - 1.5) * rng.normal(size=-(-layer.size // 32))).repeat(32)[
+                : layer.size
+            ]
+            dtype = np.float16 if layer.dtype == "float16" else np.float32
+            layers.append((rng.normal(size=layer.size) * scales).astype(dtype))
+        ranks.append(layers)
+    return ranks
+
+
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "parameter_server:servers=1,dedicated=true"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_the_mean_is_that_of_chunks_of_a_fixed_size(
+    reduction: str, world: int, feedback: bool, monkeypatch: Any
+) -> None:
+    if world == 1 and reduction != "sra":
+        pytest.skip("there is nobody to serve")
+    compressor = Quantize(4, 32, allocate="bucket", feedback=feedback)
+    # Another order of layers would be other chunks, whose buckets have other bits.
+    options = {"reduction": reduction, "reorder": False, "slice_elements": 700}
+    varying = Simulation(LAYERS, compressor, world, shuffle=True, delay=0.3, **options)
+    monkeypatch.setattr(sra, "varies", lambda parts: False)
+    fixed = Simulation(LAYERS, compressor, world, **options)
+    for step in range(7):
+        given = uneven(world, step)
+        means = zip(varying.step(given).all_means(), fixed.step(given).all_means(), strict=True)
+        assert all(same_bytes(a, b) for a, b in means)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_only_what_is_used_travels(reduction: str) -> None:
+    layers = [LayerSpec("w", (64 * 512,))]
+    rng = np.random.default_rng(0)
+    scales = np.exp2(2 * rng.normal(size=64)).repeat(512)
+    sent = {}
+    for allocate in (None, "bucket", "bytes"):
+        ranks = Simulation(layers, Quantize(4, allocate=allocate), 3, reduction=reduction)
+        given = [[(rng.normal(size=64 * 512) * scales).astype(np.float32)] for _ in range(3)]
+        for _ in range(2):
+            ranks.step(given)
+        before = [p.transport.bytes_sent for p in ranks.pipelines]
+        ranks.step(given)
+        after = [p.transport.bytes_sent for p in ranks.pipelines]
+        sent[allocate] = sum(after) - sum(before)
+    assert sent["bucket"] * 1.3 < sent[None]
+    assert 0 <= sent["bytes"] - sent[None] <= 1.02 * 4 * 64 + 12 * padded(1)
+
+
+def test_other_reductions_keep_their_bytes() -> None:
+    for reduction in ("ring", "tree", "all_to_all", "gather", "hierarchical"):
+        topology = Topology((0, 0, 1))
+        one, other = (
+            Simulation(LAYERS, Quantize(4, 32, allocate=allocate), 3, reduction=reduction, topology=topology)
+            for allocate in ("bucket", "bytes")
+        )
+        given = uneven(3, 3)
+        means = zip(one.step(given).all_means(), other.step(given).all_means(), strict=True)
+        assert all(same_bytes(a, b) for a, b in means)
+
+
+def attempt(reduction: str, change: Any, round_number: int) -> list[Exception | None]:
+    """Errors of a step in which the payloads of a round are changed; the rooms are known by then."""
+    ranks = Simulation(
+        LAYERS, BITS, 3, reduction=reduction, tamper=lambda source, _, m: tamper(source, m), reorder=False
+    )
+    active = False
+
+    def tamper(source: int, message: np.ndarray) -> np.ndarray:
+        if not active or source != 0 or not len(message) or message[3] != round_number:
+            return message
+        message = message.copy()
+        change(message[HEADER:])
+        return message
+
+    given = uneven(3, 3)
+    ranks.step(given)
+    active = True
+    return ranks.attempt(given)
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 40])
+@pytest.mark.parametrize("round_number", [0, 1])
+def test_sizes_that_cannot_be_are_refused(size: int, round_number: int) -> None:
+    def change(payload: np.ndarray) -> None:
+        at = 8 if round_number == 0 else 0
+        payload[at : at + 8] = np.array([size]).view(np.uint8)
+
+    errors = attempt("sra", change, round_number)
+    found = [error for error in errors if isinstance(error, WireFormatError)]
+    assert found
+    assert "announced chunks of" in str(found[0])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_payloads_that_are_not_what_they_say_are_refused(reduction: str) -> None:
+    def change(payload: np.ndarray) -> None:
+        payload[padded(8 * 3) :] = 0xFF
+
+    errors = attempt(reduction, change, 0 if reduction == "sra" else 2)
+    found = [error for error in errors if isinstance(error, WireFormatError)]
+    assert found
+    assert "bits of the buckets" in str(found[0]) or "end too early" in str(found[0])
+
+
+def test_what_a_payload_has_behind_its_codes_is_refused() -> None:
+    def change(payload: np.ndarray) -> None:
+        sizes = payload[:24].view("<i8")
+        sizes[1] -= 1
+
+    errors = attempt("sra", change, 0)
+    assert any(isinstance(error, WireFormatError) for error in errors), errors
+
+
+def test_a_header_says_how_long_the_payload_is() -> None:
+    ranks = Simulation(LAYERS, BITS, 2, record=True)
+    ranks.step(uneven(2, 0))
+    first, rest, *_ = [data for _, data in ranks.pipelines[0].transport.sent]
+    # At first there is no room: two sizes, then the chunk.
+    told = payload_of(first).view("<i8")
+    assert len(told) == 2
+    assert told[0] == 0
+    assert len(payload_of(rest)) == told[1]
+
+
+def test_codecs_of_fixed_size_take_no_part() -> None:
+    assert segments.MINMAX_LEAST_ERROR in segments.ALLOCATED
+    ranks = Simulation(LAYERS, Quantize(4, 32, allocate="bytes"), 2)
+    (program,) = ranks.pipelines[0]._programs
+    assert program.reduction is not None
+    assert program.reduction.by_kernels
