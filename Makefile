@@ -88,10 +88,10 @@ demo: $(STAMP)/package $(STAMP)/extra-demo
 # whatever the environment says: without, every worker rewrites the asserts of all files anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 $(BIN)/pytest
 
-# Two workers. What one of them may run beside the other is said in tests/conftest.py, and what test leaves out in
-# tests/tiers.py: test-all is all of it, test-rest what test leaves out. A worker that dies ends the run: pytest-xdist may
-# wait for its groups for ever.
-WORKERS := --numprocesses=2 --max-worker-restart=0
+# Three workers: tests that start ranks wait for a third of their time. What one may run beside the others is said in
+# tests/conftest.py, and what test leaves out in tests/tiers.py: test-all is all of it, test-rest what test leaves out. A
+# worker that dies ends the run: pytest-xdist may wait for its groups for ever.
+WORKERS := --numprocesses=3 --max-worker-restart=0
 
 test: $(STAMP)/package $(STAMP)/extra-test
 	$(PYTEST) $(WORKERS) $(ARGS)

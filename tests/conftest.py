@@ -155,7 +155,7 @@ def _family(value: object) -> type | None:
     return type(row.compressor) if isinstance(row, Row) else None
 
 
-# ------------------------------------------------------------------------------------------ two workers
+# ------------------------------------------------------------------------------------------ workers
 
 _COMPUTE = {"kernels", "core", "compress", "reduce", "control", "pipeline"}
 
@@ -176,7 +176,7 @@ def _text(file: str) -> str:
 
 
 def _turn(nodeid: str) -> int:
-    """Short tests last, so that workers end together; behind them what is alone: the other worker is done by then."""
+    """Short tests last, so that workers end together; behind them what is alone: the other workers are done by then."""
     if "pytestmark = pytest.mark.alone" in _text(nodeid.split("::", maxsplit=1)[0]):
         return 2
     return int(_computes(nodeid))
