@@ -106,8 +106,10 @@ def test_a_short_run_finds_valid_rows(run_script, tmp_path):
     # All bytes of a bucket are in its rounds: two of a reduction, one of a gather, and one more where it has grown.
     assert [found[key]["rounds"] for key in ("identity", "4bit-feedback")] == [1, 2]
     assert found["topk"]["rounds"] in (1, 2)
-    for key in ("identity", "4bit-feedback", "topk"):
-        assert sum(found[key]["bucket_bytes"]) == pytest.approx(found[key]["wire_bytes"], rel=0.001)
+    # Sizes of TopK follow the data: bucket_bytes are of the busiest rank in the last steps, wire_bytes a mean over
+    # ranks and steps.
+    for key, rel in (("identity", 0.001), ("4bit-feedback", 0.001), ("topk", 0.1)):
+        assert sum(found[key]["bucket_bytes"]) == pytest.approx(found[key]["wire_bytes"], rel=rel)
     # The hook began to compress, in one bucket, and said what it sent.
     assert found["ddp-powersgd-4"]["buckets"] == 1
     assert found["ddp-powersgd-4"]["interface_bytes"] == pytest.approx(

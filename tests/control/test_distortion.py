@@ -50,7 +50,7 @@ from gradcomp.control.distortion.errors import errors
 from gradcomp.control.distortion.round_trip import round_trip
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
-from gradcomp.kernels.segments import FLOAT32, SEGMENT
+from gradcomp.kernels.segments import ALLOCATED, FLOAT32, SEGMENT
 from gradcomp.testing.simulation import Simulation
 
 SEED = 7
@@ -142,7 +142,9 @@ def test_the_error_of_a_code_is_that_of_coding_the_whole_layer(name, piece, monk
     codec.encode(table, payload, flags, Draw(SEED, 0, 0))
     codec.decode(table, payload, flags)
     brute = 0.0 if compressor.traits.exact else norm(values.reshape(-1).astype(np.float64) - decoded)
-    assert lost(MATRIX, values, ROWS[name].compressor)[0] == pytest.approx(brute, rel=1e-5)
+    # Bits by bucket are measured as the same bits for all buckets, whose expected error is theirs.
+    rel = 0.05 if codec.kind in ALLOCATED else 1e-5
+    assert lost(MATRIX, values, ROWS[name].compressor)[0] == pytest.approx(brute, rel=rel)
 
 
 def test_choices_of_one_code_and_of_several_keep_their_order():
