@@ -16,6 +16,13 @@ inline std::int64_t bucket_count(const Segment& segment) {
     return (segment.length + segment.bucket_size - 1) / segment.bucket_size;
 }
 
+// MinMax under another name: encode_block has one caller for each codec, and is compiled into it. With two it
+// is called, which costs MinMax with a residual 15% of its speed.
+class BucketMinMax : public MinMax {
+  public:
+    using MinMax::MinMax;
+};
+
 template <bool stochastic>
 class AllocatedEncoder {
   public:
@@ -104,7 +111,7 @@ class AllocatedEncoder {
     // Returns where the next bucket's codes begin.
     std::uint8_t* encode(std::int64_t bucket, std::int64_t begin, std::uint8_t* codes) {
         const int bits = bits_[bucket];
-        const MinMax codec(read_float(records_ + 8 * bucket), span(bucket), bits);
+        const BucketMinMax codec(read_float(records_ + 8 * bucket), span(bucket), bits);
         codec.write(records_ + 8 * bucket);
         const std::int64_t end = end_of(begin);
         if (bits == 0) {
@@ -125,23 +132,23 @@ class AllocatedEncoder {
         return codes + padded / 8 * bits;
     }
 
-    void encode_part(const MinMax& codec, std::int64_t first, std::int64_t count, std::uint8_t* codes) {
+    void encode_part(const BucketMinMax& codec, std::int64_t first, std::int64_t count, std::uint8_t* codes) {
         const float* const c = contributions(first, count);
         const Prefetcher prefetcher(c, c != scratch_);
         Draws draws{nullptr, offset_};
         if constexpr (stochastic) draws.lanes = random_.draw(segment_.start + first, count, draws_);
         if (segment_.next_residual == 0) {
-            encode_block<MinMax, stochastic, NextResidual::none>(codec, c, draws, count, codes, nullptr,
-                                                                 prefetcher);
+            encode_block<BucketMinMax, stochastic, NextResidual::none>(codec, c, draws, count, codes, nullptr,
+                                                                       prefetcher);
             return;
         }
         auto* const next_residual = reinterpret_cast<float*>(segment_.next_residual) + first;
         if (streaming_ && aligned_for_stream(next_residual))
-            encode_block<MinMax, stochastic, NextResidual::streamed>(codec, c, draws, count, codes,
-                                                                     next_residual, prefetcher);
+            encode_block<BucketMinMax, stochastic, NextResidual::streamed>(codec, c, draws, count, codes,
+                                                                           next_residual, prefetcher);
         else
-            encode_block<MinMax, stochastic, NextResidual::cached>(codec, c, draws, count, codes,
-                                                                   next_residual, prefetcher);
+            encode_block<BucketMinMax, stochastic, NextResidual::cached>(codec, c, draws, count, codes,
+                                                                         next_residual, prefetcher);
     }
 
     const Segment& segment_;
