@@ -120,22 +120,22 @@ def test_no_rows(driver: CpuDriver, body: CudaKernels, name: str) -> None:
     assert driver.launched == []
 
 
-def test_ties_at_the_borders_of_tiles(body: CudaKernels) -> None:
+@pytest.mark.parametrize("count", [300, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 515, 600))])
+def test_ties_at_the_borders_of_tiles(body: CudaKernels, count: int) -> None:
     """More tiles than a block scans at once; the last key's elements lie in several of them."""
     length = 260 * 16384 + 5
     c = np.zeros(length, np.float32)
     c[16383::16384] = 1
     c[16384::16384] = -1
     c[257 * 16384 + 7] = 2
-    for count in (1, 2, 300, 515, 600):
-        result, expected = (
-            [
-                Layers([Layer(c), Layer(c[:20_000])]).select_top(each, [count, 2], zeros=zeros)[:3]
-                for zeros in (True, False)
-            ]
-            for each in (body, reference)
-        )
-        assert result == expected
+    result, expected = (
+        [
+            Layers([Layer(c), Layer(c[:20_000])]).select_top(each, [count, 2], zeros=zeros)[:3]
+            for zeros in (True, False)
+        ]
+        for each in (body, reference)
+    )
+    assert result == expected
 
 
 def selection() -> tuple[Layers, Any, Any, Any, Any]:
