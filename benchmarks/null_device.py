@@ -1,4 +1,4 @@
-"""A device that does nothing but count, and ranks of one process whose messages stay on it.
+"""A device that does nothing but count, and ranks of one process whose messages stay on it, if their size is fixed.
 
 What is left of a step is the program itself: its Python, and the host's copies of tables, flags and headers.
 """
@@ -21,6 +21,12 @@ from gradcomp.transport.inprocess import InProcessTransport, World
 _FIRST_ADDRESS = 1 << 44
 _RESIDENT = 3 * 132  # blocks; three on each processor of an H100
 
+# The kernel that tells how many elements are selected, and where its parameters have what it needs: see keys.cuh.
+TELLS = "scan"
+ROW_COUNT, WANTED, FOUND = 2, 6, 20
+_LOOKED_AT = 1 << 16  # bytes that come back: flags and counts are in front, payloads behind
+_PERIOD = 1009  # selections, until their counts come again where they vary
+
 
 class Block:
     """Memory that is not there."""
@@ -30,11 +36,18 @@ class Block:
 
 
 class NullDriver:
-    """See :class:`gradcomp.kernels.cuda.driver.Driver`. ``calls`` counts by kind, ``copied`` bytes by direction."""
+    """See :class:`gradcomp.kernels.cuda.driver.Driver`. ``calls`` counts by kind, ``copied`` bytes by direction.
+
+    Selections find as many elements as are wanted; if they are ``varying``, fewer, and another number each time.
+    """
 
     stream = 1 << 20
 
-    def __init__(self) -> None:
+    def __init__(self, *, varying: bool = False) -> None:
+        self._varying = varying
+        self._selections = 0
+        self._uploaded: tuple[int, np.ndarray] = 0, np.zeros(0, np.uint8)
+        self._found: dict[int, np.ndarray] = {}  # by where it comes back from
         self.calls: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
         self._loaded: set[Module] = set()
@@ -56,11 +69,16 @@ class NullDriver:
     def upload(self, address: int, source: np.ndarray) -> None:
         self.calls["upload"] += 1
         self.copied["upload"] += source.nbytes
+        self._uploaded = address, source
 
     def download(self, target: np.ndarray, address: int) -> None:
         self.calls["download"] += 1
         self.copied["download"] += target.nbytes
-        target[:] = 0  # it may be a call's memory that held something else before
+        target[:_LOOKED_AT] = 0  # it may be a call's memory that held something else before
+        for place, counts in self._found.items():
+            if address <= place < address + target.nbytes:
+                target[place - address :][: counts.nbytes] = counts.view(np.uint8)
+        self._found.clear()
 
     def zero(self, address: int, nbytes: int) -> None:
         self.calls["zero"] += 1
@@ -76,6 +94,17 @@ class NullDriver:
 
     def launch(self, function: Any, blocks: int, threads: int, parameters: np.ndarray) -> None:
         self.calls["launch"] += 1
+        if function == TELLS:
+            self._select(parameters.view(np.uint64))
+
+    def _select(self, words: np.ndarray) -> None:
+        place, (address, source) = int(words[FOUND]), self._uploaded
+        if not place:
+            return
+        wanted = source[int(words[WANTED]) - address :][: 8 * int(words[ROW_COUNT])].view(np.int64)
+        self._selections += 1
+        fewer = self._selections % _PERIOD if self._varying else 0
+        self._found[place] = wanted - np.minimum(fewer, wanted // 2)
 
     def synchronize(self) -> None:
         self.calls["synchronize"] += 1
@@ -117,10 +146,10 @@ class NullTransport(InProcessTransport):
 
 
 @contextmanager
-def null_device() -> Iterator[devices.Device]:
+def null_device(*, varying: bool = False) -> Iterator[devices.Device]:
     """A device that runs the kernels of all tables, on a driver that does nothing."""
     before, bodies._routed = bodies._routed, bodies._Routed()
     try:
-        yield devices.on("null", NullDriver())
+        yield devices.on("null", NullDriver(varying=varying))
     finally:
         bodies._routed = before

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import calls as bench
+import null_device as null_device_module
 import pytest
 from null_device import NullTransport, NullWorld, null_device
 
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
+from gradcomp.compress.sparse.payload import SparseFormat
+from gradcomp.kernels.cuda import source
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Options, Pipeline, Submission
@@ -21,11 +25,14 @@ TOP_K = TopK(0.01, zeros=True)
 
 
 def row(name: str) -> bench.Row:
-    with bench.thread_time(), null_device() as device:
+    with bench.thread_time(), null_device(varying=name == bench.VARYING) as device:
         return bench.measure(LAYERS, name, bench.CODECS[name], 1, 1, device)
 
 
-@pytest.mark.parametrize(("name", "waits"), [("4 bits", 3), ("TopK 1%", 2), ("PowerSGD 4", 3)])
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [("4 bits", 3), ("TopK 1%", 3), (bench.VARYING, 3), ("TopK 1%, zeros", 2), ("PowerSGD 4", 3)],
+)
 def test_a_phase_of_a_bucket_is_one_call_with_one_event_and_nothing_blocks(name: str, waits: int) -> None:
     """Although exact layers travel beside the others, and a selection takes several kernels."""
     found = row(name)
@@ -33,7 +40,35 @@ def test_a_phase_of_a_bucket_is_one_call_with_one_event_and_nothing_blocks(name:
         assert found.calls[kind] == waits * found.buckets, kind
     assert found.calls["synchronize"] == 0
     # Zeros are copied up with all else, but for the histograms of many rows.
-    assert found.calls["zero"] <= found.buckets * (name == "TopK 1%")
+    assert found.calls["zero"] <= found.buckets * name.startswith("TopK")
+
+
+def test_the_driver_finds_the_counts_where_the_kernel_writes_them() -> None:
+    (fields,) = re.findall(r"struct SelectParams {(.*?)};", source.flat("select.cu"), re.S)
+    names = re.findall(r"(\w+)[,;]", re.sub(r"//.*", "", fields))
+    places = null_device_module.ROW_COUNT, null_device_module.WANTED, null_device_module.FOUND
+    assert [names[place] for place in places] == ["row_count", "wanted", "found"]
+
+
+@pytest.mark.parametrize("varying", [False, True])
+def test_selections_find_what_is_wanted_or_another_number_each_time(
+    varying: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing: list[tuple[int, ...]] = []
+    begin = SparseFormat.begin
+
+    def noted(form: SparseFormat, counts: Any, payload: Any) -> int:
+        missing.append(tuple((form.limits - counts).tolist()))
+        return begin(form, counts, payload)
+
+    monkeypatch.setattr(SparseFormat, "begin", noted)
+    with null_device(varying=varying) as device:
+        ranks = Ranks(device, LAYERS[:1], monkeypatch, TopK(0.01))
+        missing.clear()
+        for _ in range(3):
+            ranks.step()
+    assert len(missing) == 6
+    assert set(missing) == ({(i,) for i in range(1, 7)} if varying else {(0,)})
 
 
 class Ranks:
@@ -91,7 +126,10 @@ class Ranks:
 
 @pytest.mark.parametrize(
     ("name", "reduction"),
-    [*((name, "sra") for name in bench.CODECS), *(("4 bits", each) for each in ("ring", "tree", "gather"))],
+    [
+        *((name, "sra") for name in bench.CODECS if name != bench.VARYING),
+        *(("4 bits", each) for each in ("ring", "tree", "gather")),
+    ],
 )
 def test_what_a_plan_needs_is_loaded_and_written_down_before_its_first_step(
     name: str, reduction: str, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +185,12 @@ def test_staged_memory_is_used_again() -> None:
 
 @pytest.mark.parametrize(
     ("name", "phases"),
-    [("4 bits", bench.PHASES), ("TopK 1%", ("encode", "decode")), ("PowerSGD 4", bench.PHASES)],
+    [
+        ("4 bits", bench.PHASES),
+        ("TopK 1%", ("encode", "decode")),
+        ("TopK 1%, zeros", ("encode", "decode")),
+        ("PowerSGD 4", bench.PHASES),
+    ],
 )
 def test_every_codec_is_measured(name: str, phases: tuple[str, ...]) -> None:
     found = row(name)
