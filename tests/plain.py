@@ -71,6 +71,31 @@ class Everyone(Plain):
 
 
 @dataclass(frozen=True)
+class Selected(Plain):
+    """The same in two parts: how much there is to send is known before it is written."""
+
+    name: ClassVar[str] = "selected"
+
+    varying: bool = True
+
+    def exchange(self, group, context):
+        room, found = np.zeros(4 * group.elements, np.uint8), []
+
+        def write(view):
+            flags, used = found.pop()
+            view[:used] = room[:used]
+            return flags, used
+
+        def select():
+            found.append(self.write(group, context, room))
+
+        reply = yield Gather(4 * group.elements, write, fixed=False, select=select)
+        assert not found
+        total = sum(padded(payload, group.elements) for payload in reply.data)
+        return self.finish(group, context, total, reply.flags, context.divisor)
+
+
+@dataclass(frozen=True)
 class Turns(Plain):
     """One rank's gradient for everybody, another rank's in every step."""
 

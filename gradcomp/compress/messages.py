@@ -56,12 +56,23 @@ class Gather:
     ``reply.data`` lists the payloads in rank order; their lengths are what was announced, their bytes nobody checked.
 
     ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's.
+
+    ``select`` finds out how much there is to write: it does nothing but call kernels, none of which needs what another
+    one leaves on the host (:func:`gradcomp.kernels.routines.run`). ``write`` is called when they are through. Nothing
+    blocks in between. None: ``write`` does all of it.
     """
 
     max_bytes: int
     write: Callable[[Bytes], tuple[Bytes, int]]
     fixed: bool = True
     by_kernels: bool = False
+    select: Callable[[], None] | None = None
+
+    def write_at_once(self, view: Bytes) -> tuple[Bytes, int]:
+        """Both parts, where kernels are through when they return."""
+        if self.select is not None:
+            self.select()
+        return self.write(view)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +88,7 @@ class Broadcast:
     root: int
     fixed: bool = True
     by_kernels: ClassVar[bool] = False
+    select: ClassVar[None] = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,7 +124,7 @@ class BucketProgram:
             call.finish()
             replies: Replies = {g: Reply(at.flags_of(g)) for g in self._reduced if g in messages}
             for each, given in fused:
-                replies |= each.replies(given, at)
+                replies |= each.rehearse(given, at)
             at = Round(self.bucket, at.number + 1, header_id, context.ranks, binding, flags)
             call = self._phase(at.number).collecting()
             messages, _ = _answer(exchanges, replies, call)
@@ -185,9 +185,9 @@ class BucketProgram:
 
 
 def _by_kernels(message: Message) -> bool:
-    """Whether it has a size of its own, and kernels alone look at what is sent and at what comes."""
+    """Whether kernels alone look at what decides about the next call; at counts the host looks, too."""
     if isinstance(message, Gather):
-        return message.by_kernels and message.fixed
+        return message.select is not None or (message.by_kernels and message.fixed)
     return isinstance(message, Reduce) or (isinstance(message, Sum) and message.by_kernels)
 
 

@@ -13,6 +13,7 @@ from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.pending import Pending
+from gradcomp.kernels.routines import Phase
 from gradcomp.pipeline.announced import Announced, gathered
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce.base import Binding, Waits
@@ -123,13 +124,16 @@ class FusedSum:
             at.bind_outputs(g)
         return {g: Reply(at.flags_of(g), self._views[g]) for g in messages}
 
+    rehearse = replies
+
 
 class FusedGather:
     """Payloads for everybody: gathered from all ranks, or broadcast by one; one part per rank, behind a header.
 
     A part holds the payloads in the order of the groups. Where sizes depend on data, :class:`Announced` has the rounds,
-    and payloads are copied to where they belong; else they are written there. The first ``servers`` ranks send flags
-    only, and compressors do not know of them.
+    and payloads are copied to where they belong; else they are written there. What a device selects is written in a
+    call of its own, once the host knows how much that is. The first ``servers`` ranks send flags only, and compressors
+    do not know of them.
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class FusedGather:
         self._space: dict[int, Bytes] = {}
         self._flags: dict[int, Bytes] = {}
         self._used: dict[int, int] = {}
+        self._writing = Phase()  # of what was selected
         self._announced = Announced(self._layers, rank, world, varying) if varying else None
         fixed = all(isinstance(message, Gather) and message.fixed for message in messages.values())
         self._in_place = fixed and not servers
@@ -173,23 +178,48 @@ class FusedGather:
         self._payloads = self._views(self._buffer, sizes)
 
     def write(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> None:
-        """This rank's payloads; flags are there when the phase of all writers is done."""
-        if self._in_place:
-            for views, (g, message) in zip(self._payloads, messages.items(), strict=True):
-                at.bind_sources(g)
-                self._flags[g], _ = message.write(views[self._rank])
-            return
-        most = self._most_by_rank(messages)[self._rank].tolist()
-        for limit, (g, message) in zip(most, messages.items(), strict=True):
+        """This rank's payloads, or what they will hold; it is there when the phase of all writers is done."""
+        for column, (g, message) in enumerate(messages.items()):
             at.bind_sources(g)
-            # A dedicated server encodes too, though nothing is sent: encoding updates the residuals.
-            serves = self._rank < self._servers and isinstance(message, Gather)
-            self._flags[g], count = message.write(self._space[g] if serves else self._space[g][:limit])
-            self._used[g] = min(count, limit)
+            if message.select is not None:
+                message.select()
+            else:
+                self._fill(column, g, message)
+
+    def _fill(self, column: int, g: int, message: Gather | Broadcast) -> None:
+        """One payload. A gather's has the same view in every step: what kernels do with that is kept."""
+        if self._in_place:
+            view = self._payloads[column][self._rank]
+        elif isinstance(message, Gather) or self._rank == self._servers + message.root:
+            view = self._space[g]
+        else:
+            view = self._space[g][:0]
+        # A dedicated server encodes too, though nothing is sent: encoding updates the residuals.
+        sends = self._rank >= self._servers
+        self._flags[g], count = message.write(view)
+        self._used[g] = min(count, len(view)) if sends else 0
+
+    def _write_selected(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Waits[None]:
+        """Payloads of what was selected: the host knows how much that is."""
+        selected = [
+            (column, g, message)
+            for column, (g, message) in enumerate(messages.items())
+            if message.select is not None
+        ]
+        if not selected:
+            return
+        call = self._writing.collecting()
+        with at.binding.span("encode"):
+            with call:
+                for each in selected:
+                    self._fill(*each)
+            call.start()
+        yield from finished(call, at.binding, "encode")
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round, written: Pending) -> Program:
         """One all-gather, or two where sizes depend on data, of what is ``written``."""
         yield from finished(written, at.binding, "encode")
+        yield from self._write_selected(messages, at)
         for g, found in self._flags.items():
             at.note(g, found)
         if self._in_place:
@@ -208,6 +238,15 @@ class FusedGather:
         """Payloads that are written where they travel have come."""
         assert self._in_place, "they are nowhere else"
         return self._replies(messages, self._payloads, at)
+
+    def rehearse(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
+        """As if all ranks sent what this one wrote, in a rehearsal: as much as there may be."""
+        for _ in self._write_selected(messages, at):
+            pass
+        if self._in_place:
+            return self.replies(messages, at)
+        payloads = [[self._space[g][: self._used[g]] for _ in range(self._world)] for g in messages]
+        return self._replies(messages, payloads, at)
 
     def _replies(
         self, messages: Mapping[int, Gather | Broadcast], payloads: list[list[Bytes]], at: Round

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from gradcomp import (
+    DGC,
     Compressor,
     DeviceError,
     Filter,
     LayerSpec,
+    MomentumCorrection,
     Policy,
     PowerSGD,
     Quantize,
@@ -49,8 +51,13 @@ def encodes(gpu: Any, name: str = "encode") -> int:
     return sum(each.startswith(name) for each, _ in gpu.driver.launched)
 
 
-#: By the first kernel of an encode, of which there is one for a bucket.
-COMPRESSORS = {"encode": FOUR_BITS, "contribute_histogram": TopK(0.1, zeros=True), "project": PowerSGD(2)}
+#: By a kernel of an encode, of which there is one for a bucket.
+COMPRESSORS = {
+    "encode": FOUR_BITS,
+    "contribute_histogram": TopK(0.1, zeros=True),
+    "scan": TopK(0.1),
+    "project": PowerSGD(2),
+}
 
 
 @pytest.mark.parametrize("kernel", COMPRESSORS)
@@ -85,7 +92,8 @@ def test_without_overlap_buckets_come_one_by_one(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compressor", "reduction"), [(FOUR_BITS, "sra"), (FOUR_BITS, "ring"), (TopK(0.1, zeros=True), "sra")]
+    ("compressor", "reduction"),
+    [(FOUR_BITS, "sra"), (FOUR_BITS, "ring"), (TopK(0.1, zeros=True), "sra"), (TopK(0.1), "sra")],
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_means_and_state_are_those_of_the_host_whenever_events_come(
@@ -106,6 +114,56 @@ def test_means_and_state_are_those_of_the_host_whenever_events_come(
             for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
                 assert mine.tobytes() == theirs.tobytes()
         assert ranks.state() == alone.state()
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        TopK(0.1, feedback=False),
+        TopK(0.1, values=Quantize(4), feedback=False),
+        MomentumCorrection(TopK(0.1)),
+    ],
+    ids=["exact", "coded", "masked"],
+)
+def test_a_selection_of_any_size_is_that_of_the_host(compressor: Compressor, gpu: Any) -> None:
+    """Of as many elements as before, of fewer, of none; in a call that is kept, and in a new one."""
+    settings: dict[str, Any] = {"slice_elements": ONE_LAYER, "reorder": False}
+    alone = Simulation(LAYERS, compressor, 2, **settings)
+    ranks = Simulation(LAYERS, compressor, 2, devices=[gpu, HOST], **settings)
+    for kept in (960, 960, 960, 20, 3, 0, 960, 960, 20):
+        gradients = alone.gradients()
+        for layer in gradients[0]:
+            layer[kept:] = 0
+        expected, found = alone.step(gradients), ranks.step(gradients)
+        for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+    assert ranks.state() == alone.state()
+
+
+@pytest.mark.parametrize(
+    ("compressor", "waits"), [(TopK(0.1, feedback=False), 3), (TopK(0.1, feedback=False, zeros=True), 2)]
+)
+def test_a_selection_blocks_nobody(compressor: Compressor, waits: int, gpu: Any) -> None:
+    """An event behind what is selected, one behind the payload, one behind the means."""
+    ranks = ranks_of(gpu, compressor, reorder=False)
+    ranks.step()
+    for kept in (960, 20, 0):
+        gradients = ranks.gradients()
+        for layer in gradients[0]:
+            layer[kept:] = 0
+        before = gpu.driver.waited, gpu.driver.synchronized
+        ranks.step(gradients)
+        assert gpu.driver.waited - before[0] == waits * len(LAYERS)
+        assert gpu.driver.synchronized == before[1]
+
+
+def test_a_threshold_is_waited_for_and_nothing_else(gpu: Any) -> None:
+    """What is selected of it is encoded and decoded behind events."""
+    ranks = ranks_of(gpu, DGC(0.1, momentum_factor=0.0))
+    ranks.step()
+    before = gpu.driver.waited
+    ranks.step()
+    assert gpu.driver.waited - before == 2 * len(LAYERS)
 
 
 def test_buckets_of_more_and_of_fewer_rounds_begin_once(gpu: Any) -> None:
@@ -133,6 +191,24 @@ def test_a_device_that_fails_meanwhile_is_an_error_of_its_rank(gpu: Any, monkeyp
 
     def fails(event: Any) -> bool:
         raise DeviceError("cuda:0 failed: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu.driver, "reached", fails)
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        ranks.pipelines[0].poll()
+
+
+def test_a_device_that_fails_between_selecting_and_encoding_is_an_error_of_its_rank(
+    gpu: Any, monkeypatch: Any
+) -> None:
+    ranks = ranks_of(gpu, TopK(0.1))
+    ranks.step()
+    hand_in(ranks, ranks.gradients())
+    before, reached = encodes(gpu, "encode_streams"), gpu.driver.reached
+
+    def fails(event: Any) -> bool:
+        if encodes(gpu, "encode_streams") > before:
+            raise DeviceError("cuda:0 failed: an illegal memory access was encountered")
+        return bool(reached(event))
 
     monkeypatch.setattr(gpu.driver, "reached", fails)
     with pytest.raises(DeviceError, match="illegal memory access"):

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from plain import Everyone, Rounds, Turns
+from plain import Everyone, Rounds, Selected, Turns
 
 from gradcomp import Assignment, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, TopK
 from gradcomp.compress import registry
 from gradcomp.core.errors import TransportError, WireFormatError
-from gradcomp.reduce.header import ByteHeader
+from gradcomp.pipeline.announced import Announced
+from gradcomp.reduce.header import ByteHeader, HeaderId
 from gradcomp.testing.simulation import SPARSE, Simulation, same_bytes, true_mean
 
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
-    known = {**registry.registered(), **{kind.name: kind for kind in (Everyone, Turns, Rounds)}}
+    known = {**registry.registered(), **{kind.name: kind for kind in (Everyone, Selected, Turns, Rounds)}}
     monkeypatch.setattr(registry, "registered", lambda: known)
 
 
 KINDS = {
     "fixed": Everyone(),
     "varying": Everyone(varying=True),
+    "selected": Selected(),
     "turns": Turns(),
     "turns varying": Turns(varying=True),
     "rounds": Rounds(),
@@ -54,7 +56,7 @@ def of(kind: str) -> list[LayerSpec]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["fixed", "varying", "rounds"])
+@pytest.mark.parametrize("kind", ["fixed", "varying", "selected", "rounds"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_the_mean_arrives(kind: str, world: int, scale: float):
     ranks = job(of(kind), world, shuffle=True, delay=0.4)
@@ -138,7 +140,7 @@ def test_the_room_follows_what_was_sent_in_the_last_steps():
     assert sizes[0] < sizes[1]
 
 
-@pytest.mark.parametrize("kind", ["fixed", "varying", "turns varying", "rounds", "top"])
+@pytest.mark.parametrize("kind", ["fixed", "varying", "selected", "turns varying", "rounds", "top"])
 class TestVotes:
     def test_presence(self, kind: str):
         ranks = job(of(kind))
@@ -178,6 +180,29 @@ def test_a_flag_of_a_later_sum_reaches_every_rank():
     outcome = ranks.step(gradients)
     assert outcome.result.nonfinite[0]
     assert outcome.committed == [False] * 3
+
+
+def gathered(announced: Announced, payload: np.ndarray) -> list[list[np.ndarray]]:
+    """What one rank alone gets of its payload."""
+    most = np.array([[100]], np.int64)
+    rounds = announced.run([payload], most, HeaderId(0, 0, 0))
+    try:
+        while True:
+            next(rounds)
+    except StopIteration as end:
+        return end.value
+
+
+def test_payloads_of_the_same_size_come_in_the_same_views():
+    """Kernel calls that are kept know them."""
+    announced = Announced(1, 0, 1, [0])
+    found = []
+    for step, size in enumerate((9, 9, 9, 5, 9)):
+        ((payload,),) = gathered(announced, np.full(size, step, np.uint8))
+        assert payload.tolist() == [step] * size
+        found.append(payload)
+    assert found[1] is found[2]
+    assert found[3] is not found[4]
 
 
 # --- lies ---------------------------------------------------------------------------------------------------

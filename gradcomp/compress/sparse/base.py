@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Final
 
 import numpy as np
@@ -93,6 +93,9 @@ class Sparse(Compressor):
     #: Whether kernels alone touch what ``select`` selects, so that it may stay on a device.
     by_kernels = False
 
+    #: Whether ``select`` does nothing but call kernels, none of which needs what another one leaves on the host.
+    in_one_call = False
+
     def __post_init__(self) -> None:
         if isinstance(self.values, str):
             object.__setattr__(self, "values", from_string(self.values))
@@ -147,30 +150,51 @@ class Sparse(Compressor):
         return form.wire_bytes(form.limits)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Gather."""
+        """One Gather. On a device a selection of known size is encoded in the call that finds it, else in the next."""
         form = group.scratch.once("format", lambda: self.format(group.table, group.scratch.device))
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(form.limits, form.device))
         flags = group.scratch.once("flags", lambda: np.zeros(len(group.table), dtype=np.uint8))
+        on_device = form.device is not HOST
+        together = on_device and self.in_one_call and form.fixed
+        apart = on_device and self.in_one_call and not form.fixed
+        factors = context.scale, context.decay
+
+        def select() -> None:
+            flags.fill(0)
+            work = partial(self.select, group, context, chosen, flags)
+            routines.run(factors, (group.inputs,), work)
 
         def write(view: Bytes) -> tuple[Bytes, int]:
-            flags.fill(0)
-            used = form.max_bytes
+            used = 0
 
             def work() -> None:
                 nonlocal used
-                self.select(group, context, chosen, flags)
+                if together:
+                    self.select(group, context, chosen, flags)
                 used, errors = form.encode(chosen, view, flags, context.draw)
                 keep_errors(group, chosen, errors)
 
-            if form.in_one_call and not group.compressor.traits.masks_momentum:
-                draw = context.draw if form.draws else None
-                routines.run((context.scale, context.decay, draw), (group.inputs, view), work)
-            else:
+            if not apart:
+                flags.fill(0)
+                if not together:
+                    self.select(group, context, chosen, flags)
+            if not on_device:
                 work()
+                return flags, used
+            used = form.begin(chosen.counts, view)
+            key = factors, context.draw if form.draws else None, chosen.counts.tobytes(), _masked(group)
+            routines.run(key, (group.inputs, view), work)
             return flags, used
 
-        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels=self.by_kernels and form.fixed)
+        by_kernels = self.by_kernels and form.fixed
+        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, select if apart else None)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
+
+
+def _masked(group: Group) -> bytes:
+    """Where momentum lies that starts again: a table of its own refers to it, see :func:`keep_errors`."""
+    found: bytes = group.inputs["gradient"].tobytes() if group.compressor.traits.masks_momentum else b""
+    return found
 
 
 def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
@@ -202,12 +226,12 @@ def scatter_payloads(
         )
 
     own[:] = flags
-    if form.in_one_call:
-        written = (table["output"] != 0).tobytes()
-        key = (context.divisor, context.unscale, written, flags.tobytes())
-        routines.run(key, (table, *payloads), work)
-    else:
+    if form.device is HOST:
         work()
+        return own
+    written = (table["output"] != 0).tobytes()
+    key = (context.divisor, context.unscale, written, flags.tobytes(), *map(form.told, payloads))
+    routines.run(key, (table, *payloads), work)
     return own
 
 

@@ -140,9 +140,9 @@ class SparseFormat:
 
     ``limits``: elements of each row, at most, or exactly if ``fixed``. Layout: the counts (4 bytes each, only if they
     vary), the coded indices row by row, the coded values row by row. Deflated indices come last; then no size is fixed.
-    Attribute ``device``: where its selections are; the host if they are to be deflated there. ``in_one_call``: whether
-    what is encoded, and what is decoded, needs nothing of the host between its kernels. ``draws``: whether coded values
-    depend on the step's random numbers.
+    Attribute ``device``: where its selections are; the host if they are to be deflated there. On a device, encoding is
+    one call, and so is decoding: counts are known to the host before. ``draws``: whether coded values depend on the
+    step's random numbers.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class SparseFormat:
         values.fill(self._values, values.level)
         self._lossless = values.traits.exact
         self.draws = self._codec.stochastic
-        self.in_one_call = self.fixed and self.device is not HOST
         self.max_bytes = int(self._without_indices(limits).sum()) + self._indices.most_bytes(limits, fixed)
         self._errors: Floats = self.device.array(int(limits.sum()), np.float32)
+        self._begun: tuple[bytes, int] | None = None  # counts, and the bytes that they come to
 
     def wire_bytes(self, counts: Sizes) -> Sizes:
         """Bytes of every row; without the indices where those are deflated, which no formula knows."""
@@ -177,15 +177,33 @@ class SparseFormat:
         self._values["length"] = counts
         return self._codec.wire_bytes(self._values) + 4 * self._counts_travel
 
+    def begin(self, counts: Sizes, payload: Bytes) -> int:
+        """Write the part that is the host's: the counts, if they travel. Returns the bytes of all, not deflated."""
+        key = counts.tobytes()
+        if self._begun is None or self._begun[0] != key:  # mostly they are those of the step before
+            self._begun = key, int(self.wire_bytes(counts).sum())
+        self._tell(counts, payload)
+        return self._begun[1]
+
+    def _tell(self, counts: Sizes, payload: Bytes) -> int:
+        """Write the counts, if they travel; returns where they end."""
+        if not self._counts_travel:
+            return 0
+        end = 4 * len(counts)
+        payload[:end] = counts.astype("<u4").view(np.uint8)
+        return end
+
+    def told(self, payload: Bytes) -> tuple[int, bytes]:
+        """What decides how a payload is decoded: how long it is, and its counts, if they travel."""
+        return len(payload), payload[: 4 * len(self.limits)].tobytes() if self._counts_travel else b""
+
     def encode(self, chosen: Selection, payload: Bytes, flags: Bytes, draw: Draw) -> tuple[int, Floats]:
         """Fill the payload; returns the bytes used, and by how much the values that arrive will be too small.
 
         Rows whose values cannot be coded are flagged.
         """
-        counts, at = chosen.counts, 0
-        if self._counts_travel:
-            at = 4 * len(counts)
-            payload[:at] = counts.astype("<u4").view(np.uint8)
+        counts = chosen.counts
+        at = self._tell(counts, payload)
         if not self._indices.deflated:
             at = self._indices.encode(chosen, payload, at)
         at = self._place_values(counts, at)

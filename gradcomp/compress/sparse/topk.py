@@ -25,7 +25,8 @@ class TopK(ByDensity, Sparse):
     a function of the values. The level is the density.
 
     ``zeros``: send elements of 0 too, so that there are always k of them. Of exact or cast values the mean is the same,
-    bit for bit. A payload then has the same size in every step; on a GPU it is made in one call, and read in one.
+    bit for bit. A payload then has the same size in every step; on a GPU it is made in one call, else in two, between
+    which the counts come to the host. It is read in one call.
 
     Wire: for every layer its count (4 bytes) and min(k, non-zeros) values and coded indices, to all ranks: (N - 1) d
     bytes per rank for a payload of d bytes; one round, or two where it grows. With ``zeros`` no count and k
@@ -36,7 +37,7 @@ class TopK(ByDensity, Sparse):
     Source: Markov 2024, section 2.2.3 (Top-K); Markov et al. 2024. Selection is per layer, as in both. Differs: zeros.
     """
 
-    by_kernels = True
+    by_kernels = in_one_call = True
 
     zeros: bool = field(default=False, kw_only=True)
 

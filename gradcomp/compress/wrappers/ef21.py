@@ -138,12 +138,15 @@ class _Memory:
         def write(view: Floats) -> Bytes | tuple[Bytes, int]:
             with routines.at_once():  # so that the flags are the step's own
                 found = self._differ(group, context, momentum)
-                written = message.write(view)
+                both = message.write_at_once if isinstance(message, Gather) else message.write
+                written = both(view)
             if isinstance(written, tuple):
                 return written[0] | found, written[1]
             return written | found
 
-        return replace(message, write=write)  # type: ignore[arg-type]  # of the message's own kind
+        if isinstance(message, Gather):
+            return replace(message, write=write, select=None)  # type: ignore[arg-type]  # of the message's own kind
+        return replace(message, write=write)  # type: ignore[arg-type]
 
     def _differ(self, group: Group, context: StepContext, momentum: float) -> Bytes:
         """difference <- v - g_i, and the next v; returns the rows that are not finite."""

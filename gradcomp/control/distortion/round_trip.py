@@ -91,7 +91,7 @@ def answer(message: Message, context: StepContext) -> tuple[Reply, float]:
     assert isinstance(message, Gather | Broadcast), f"there is no message {message!r}"
     room = np.empty(message.max_bytes, dtype=np.uint8)
     begin = perf_counter()
-    flags, used = message.write(room)
+    flags, used = message.write_at_once(room) if isinstance(message, Gather) else message.write(room)
     seconds = perf_counter() - begin
     payload = room[:used]
     return Reply(flags, [payload] if isinstance(message, Gather) else payload), seconds
