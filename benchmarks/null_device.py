@@ -24,7 +24,7 @@ _RESIDENT = 3 * 132  # blocks; three on each processor of an H100
 # The kernel that tells how many elements are selected, and where its parameters have what it needs: see keys.cuh.
 TELLS = "scan"
 ROW_COUNT, WANTED, FOUND = 2, 6, 20
-_LOOKED_AT = 1 << 16  # bytes that come back: flags and counts are in front, payloads behind
+_LOOKED_AT = 1 << 13  # bytes that come back: flags and counts are in front, payloads behind
 _PERIOD = 1009  # selections, until their counts come again where they vary
 
 

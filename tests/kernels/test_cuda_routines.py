@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp.kernels import indices, routines
+from gradcomp.kernels import bodies, indices, routines
 from gradcomp.kernels.routines import Phase
 
 
@@ -49,6 +49,28 @@ def test_what_arrays_hold_now_counts_though_nobody_is_asked(gpu: Any) -> None:
     lists.encode()
     assert lists.asked == 1
     assert lists.decode() == [2, 3, 4, 10, 11]
+
+
+def test_a_large_array_is_copied_anew_and_tables_around_it_stay(gpu: Any) -> None:
+    count, phase = 5000, Phase()
+    payload, found = np.zeros(4 * count, np.uint8), np.zeros(count, np.uint32)
+    counts, one = np.array([count], np.int64), np.zeros(1, np.int64)
+    on_device = gpu.array(4, np.uint8)  # says where the kernels run
+    kernels = bodies.on_device(on_device.address)
+    for step in range(3):
+        expected = np.arange(step, step + count, dtype=np.uint32)
+        payload.view(np.uint32)[:] = expected
+        with phase.collecting() as started:
+            routines.run(
+                0,
+                (payload, on_device),
+                lambda: kernels.decode_indices(
+                    np.full(1, indices.RAW, np.int32), counts + count, counts, one, found, one, payload
+                ),
+            )
+        started.start()
+        started.finish()
+        assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("change", ["key", "array"])

@@ -33,6 +33,7 @@ KINDS = ("inputs", "zeroed_workspace", "updated", "zeroed", "results", "large_ze
 _ALIGNMENT = 256
 _WORD = 0xFFFFFFFFFFFFFFFF
 _LEAST_STAGED = 1 << 16
+_LARGE = 1 << 13  # bytes that are not copied in vain
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +238,11 @@ class Layout:
         return int(ref) & _WORD
 
     @property
+    def image_bytes(self) -> int:
+        """The part of it that goes up."""
+        return self._up_end
+
+    @property
     def staged_bytes(self) -> int:
         """Pinned memory that a run takes."""
         return self._up_end + self._down[1] - self._down[0]
@@ -256,6 +262,15 @@ class Layout:
             for ref in self._kinds[kind]:
                 image[ref.address : ref.address + ref.nbytes] = 0
         return image
+
+    def constant(self) -> list[tuple[int, int]]:
+        """Where the image holds what runs need: everywhere but in large arrays that every run brings."""
+        spans, begin = [], 0
+        for at, _, nbytes, _ in sorted(self._brought, key=lambda brought: brought[0]):
+            if nbytes >= _LARGE:
+                spans.append((begin, at))
+                begin = at + nbytes
+        return [*spans, (begin, self._up_end)]
 
     def run(self, staged: Bytes, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
         """Do all of it, and wait until results are in their arrays; ``staged`` begins with a copy of the image."""

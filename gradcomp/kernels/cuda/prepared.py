@@ -31,17 +31,24 @@ class Prepared:
         self.layout: Layout | None = call.layout() if call.launches else None
         self._zeroed = [ref.source for ref in call.kinds["zeroed"] if ref.source is not None]
         self._image = np.zeros(0, dtype=np.uint8)
+        self._constant: list[tuple[int, int]] = []
         self._nbytes = 0
         if self.layout is not None:
             self._nbytes = self.layout.staged_bytes
-            self._image = self.layout.write(np.zeros(self._nbytes, dtype=np.uint8)).copy()
+            self._constant = self.layout.constant()
+            # What is not written takes no memory.
+            self._image = self.layout.write(np.zeros(self.layout.image_bytes, dtype=np.uint8))
             self.layout.forget()
 
     def staged(self, staging: Staging) -> Bytes:
-        """Pinned memory for a run, which begins with what all runs have in common."""
+        """Pinned memory for a run, with what all runs have in common; room is left for what this one brings."""
         taken = staging.take(self._nbytes)
-        taken[: len(self._image)] = self._image
+        self._copy_to(taken)
         return taken
+
+    def _copy_to(self, target: Bytes) -> None:
+        for begin, end in self._constant:
+            target[begin:end] = self._image[begin:end]
 
     def skip(self, arrays: Sequence[Any]) -> None:
         """Nothing is launched: what should begin as zero is zero."""
@@ -63,8 +70,10 @@ class Prepared:
         """The same for runs with these arrays and numbers, of which the contents of some change."""
         made = copy(self)
         if self.layout is not None:
-            made._image = self._image.copy()
+            made._image = np.zeros(len(self._image), dtype=np.uint8)
+            self._copy_to(made._image)
             made.layout = self.layout.finalised(made._image, arrays, numbers, changing)
+            made._constant = made.layout.constant()
         return made
 
 
