@@ -140,6 +140,22 @@ def test_a_selection_of_any_size_is_that_of_the_host(compressor: Compressor, gpu
     assert ranks.state() == alone.state()
 
 
+def test_messages_of_one_size_may_hold_other_counts(gpu: Any) -> None:
+    """Kernel calls are kept by the views of messages, which stay while sizes do."""
+    settings: dict[str, Any] = {"slice_elements": 3 * ONE_LAYER, "reorder": False}
+    compressor = TopK(0.1, feedback=False)
+    alone = Simulation(LAYERS, compressor, 2, **settings)
+    ranks = Simulation(LAYERS, compressor, 2, devices=[gpu, HOST], **settings)
+    assert len(ranks.pipelines[0].layout.buckets) == 1
+    for layer in (0, 0, 0, 1, 1, 2, 0):
+        gradients = alone.gradients()
+        for rank in gradients:
+            rank[layer][20:] = 0
+        expected, found = alone.step(gradients), ranks.step(gradients)
+        for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+
+
 @pytest.mark.parametrize(
     ("compressor", "waits"), [(TopK(0.1, feedback=False), 3), (TopK(0.1, feedback=False, zeros=True), 2)]
 )
