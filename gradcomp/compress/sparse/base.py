@@ -169,7 +169,8 @@ class Sparse(Compressor):
                 work()
             return flags, used
 
-        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels=self.by_kernels and form.fixed)
+        by_kernels = self.by_kernels and form.fixed
+        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels=by_kernels, settles=True)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
 
