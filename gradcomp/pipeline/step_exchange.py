@@ -78,6 +78,7 @@ class StepExchange:
         self.opened_at = perf_counter()
         registry = workplace.registry
         registry.open(laid_out.layout)
+        workplace.spares.begin()
         workplace.steering.open(context.number, self.opened_at, len(laid_out.programs))
         self._ticks: Ticks | None = Ticks(
             laid_out.programs,

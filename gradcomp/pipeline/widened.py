@@ -9,6 +9,7 @@ first residuals; for second ones they are equal on all ranks, so that it does no
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 
@@ -27,33 +28,58 @@ from gradcomp.reduce.framing import Framed
 Addresses = npt.NDArray[np.uint64]
 
 _ROUNDED = Codec(BF16, stochastic=True)
+_NOTHING = host_zeros(0)
 
 #: Records the time that is spent in a block.
 Span = Callable[[str], AbstractContextManager[None]]
 
 
 class Spares:
-    """float32 memory of the host that buckets under way borrow: what one gives back the next one takes."""
+    """float32 memory of the host that buckets under way borrow.
+
+    Pieces are lent in turns, from the first on in every step, and grow to the largest bucket of their turn. Buckets
+    begin and end in the same order in every step, so that each gets the same piece: a layer that is larger than all
+    others takes one large piece, not several.
+    """
 
     def __init__(self) -> None:
-        self._free: list[Vector] = []
+        self._vectors: list[Vector] = []
+        self._free: deque[int] = deque()
+        self._count = 0  # of pieces, when the step began
 
-    def take(self, size: int) -> Vector:
-        """The smallest one that has ``size`` elements; a new one, which replaces the largest, if none has."""
-        self._free.sort(key=lambda vector: vector.size)
-        for at, vector in enumerate(self._free):
-            if vector.size >= size:
-                return self._free.pop(at)
-        del self._free[-1:]
-        return host_zeros(size)
+    @property
+    def elements(self) -> int:
+        """Of all pieces."""
+        return sum(vector.size for vector in self._vectors)
 
-    def give(self, vector: Vector) -> None:
-        """For the next one."""
-        self._free.append(vector)
+    def begin(self) -> None:
+        """A step begins: nothing is lent."""
+        if len(self._vectors) > self._count:
+            # With more pieces turns are others, and so are sizes.
+            self._count = len(self._vectors)
+            self._vectors = [_NOTHING] * self._count
+        self._free = deque(range(len(self._vectors)))
+
+    def take(self, size: int) -> tuple[int, Vector]:
+        """The piece that came back first, with ``size`` elements at least, and its number."""
+        if not self._free:
+            self._free.append(len(self._vectors))
+            self._vectors.append(_NOTHING)
+        number = self._free.popleft()
+        if self._vectors[number].size < size:
+            self._vectors[number] = _NOTHING  # so that the two are not there at once
+            self._vectors[number] = host_zeros(size)
+        return number, self._vectors[number]
+
+    def give(self, number: int) -> None:
+        """For the buckets behind the next ones."""
+        self._free.append(number)
 
     def clear(self) -> None:
         """Buckets are of other sizes from now on."""
+        self._vectors.clear()
         self._free.clear()
+        self._count = 0
 
 
 class Copies:
@@ -61,18 +87,18 @@ class Copies:
 
     def __init__(self, pieces: Pieces, buffer: Bfloat16Buffer, draw: Draw, spares: Spares) -> None:
         self._pieces, self._buffer, self._draw, self._spares = pieces, buffer, draw, spares
-        self._vector: Vector | None = None
+        self._number: int | None = None  # of what is borrowed
         self._bases = np.zeros(0, dtype=np.uint64)
         self._settled = False
 
     @property
     def is_open(self) -> bool:
         """Whether there are copies."""
-        return self._vector is not None
+        return self._number is not None
 
     def addresses(self, rows: Sizes, starts: Sizes | int) -> tuple[Addresses, Addresses]:
         """Where element ``starts[i]`` of row ``rows[i]`` is read, and its next value is to be written: one place."""
-        if self._vector is None:
+        if self._number is None:
             self._widen()
         at = self._bases[rows] + (4 * np.asarray(starts, dtype=np.int64)).astype(np.uint64)
         return at, at
@@ -80,7 +106,7 @@ class Copies:
     def _widen(self) -> None:
         assert not self._settled, "next residuals were final"
         pieces, buffer = self._pieces, self._buffer
-        self._vector = vector = self._spares.take(pieces.size)
+        self._number, vector = self._spares.take(pieces.size)
         self._bases = pieces.bases(len(buffer.lengths), vector.address)
         table = pieces.table
         at = np.uint64(vector.address) + (4 * pieces.offsets).astype(np.uint64)
@@ -90,15 +116,15 @@ class Copies:
 
     def settle(self) -> None:
         """Kernels are through: the buffer's next values are what the copies hold, rounded."""
-        if self._vector is None:
+        if self._number is None:
             return
         table = self._pieces.table
         table["payload"] = 2 * (self._buffer.places(self._pieces.rows)[1] + self._pieces.starts)
         # A piece with a value that is not finite becomes zeros; its layer says so, and nothing is committed.
         ignored = np.zeros(len(table), dtype=np.uint8)
         _ROUNDED.encode(table, self._buffer.payload, ignored, self._draw)
-        self._spares.give(self._vector)
-        self._vector, self._settled = None, True
+        self._spares.give(self._number)
+        self._number, self._settled = None, True
 
 
 class Widened:

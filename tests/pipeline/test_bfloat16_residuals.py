@@ -90,8 +90,9 @@ def test_the_account_holds_under_every_reduction(reduction: str) -> None:
         assert (np.abs(off[layer]) <= SPACING * magnitudes[layer] + FLOAT32_ERROR).all(), spec.name
 
 
-def test_roundings_have_no_direction() -> None:
-    ranks = Simulation(ONE, NEAREST, 2, **BFLOAT16)
+@pytest.mark.parametrize("compressor", [NEAREST, Quantize(5, 64, feedback=True)], ids=["nearest", "drawn"])
+def test_roundings_have_no_direction(compressor) -> None:
+    ranks = Simulation(ONE, compressor, 2, **BFLOAT16)
     steps = 60
     (off,), (magnitudes,) = deviation(ranks, steps)
     spread = off.std()
@@ -194,7 +195,7 @@ def test_residuals_take_half_the_memory(compressor) -> None:
 
 @pytest.mark.parametrize(
     ("compressor", "most"),
-    [(TopK(0.1), 1), (RandomK(0.1), 1), (NEAREST, 2), (PowerSGD(1), 4)],
+    [(TopK(0.1), 1), (RandomK(0.1), 1), (NEAREST, 1), (PowerSGD(1), 3)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_float32_memory_is_that_of_buckets_that_need_it(compressor, most: float) -> None:
@@ -205,21 +206,34 @@ def test_float32_memory_is_that_of_buckets_that_need_it(compressor, most: float)
         ranks.step()
     for pipeline in ranks.pipelines:
         assert len(pipeline.layout.buckets) == 6
-        free = pipeline._workplace.spares._free
-        assert 4096 <= sum(vector.size for vector in free) <= most * 4096 + 64
+        assert pipeline._workplace.spares.elements == most * 4096
 
 
-def test_spare_memory_grows_in_place_of_what_is_too_small() -> None:
+def test_one_large_layer_takes_one_large_piece_of_memory() -> None:
+    layers = [LayerSpec("large", (128, 64))]
+    for i in range(6):
+        layers += [LayerSpec(f"w{i}", (64, 64)), LayerSpec(f"b{i}", (64,))]
+    ranks = Simulation(layers, PowerSGD(1), 2, slice_elements=512, **BFLOAT16)
+    for step in range(6):
+        ranks.step()
+        for pipeline in ranks.pipelines:
+            assert step < 2 or pipeline._workplace.spares.elements <= (2 + 1 + 1) * 4096
+
+
+def test_spare_memory_is_lent_in_turns_and_grows() -> None:
     spares = Spares()
-    small, large = spares.take(100), spares.take(200)
-    assert (small.size, large.size) == (100, 200)
-    spares.give(large)
-    spares.give(small)
-    assert spares.take(50) is small
-    assert spares.take(150) is large
-    spares.give(small)
-    assert spares.take(300).size == 300
-    assert spares.take(10) is not small  # it was let go
+    for step in range(3):
+        spares.begin()
+        assert spares.elements == (400 if step == 2 else 0)
+        assert [spares.take(size)[0] for size in (100, 200)] == [0, 1]
+        spares.give(0)
+        assert spares.take(50)[0] == 0
+        spares.give(1)
+        spares.give(0)
+        assert spares.take(300)[0] == 1
+        assert spares.elements == 100 + 300
+    spares.clear()
+    assert spares.elements == 0
 
 
 # ----------------------------------------------------------------------------------------------- other states
