@@ -72,6 +72,7 @@ class Plan:
     settings: Settings
     controller: str = ""
     exact: str = "float32"
+    residuals: str = "float32"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -92,7 +93,12 @@ def run_rank(plan: Plan, out: Path) -> None:
     found = []
     for seed in plan.seeds:
         job = make_job(plan.task, plan.settings, data, seed, rank, size)
-        found.append({"seed": seed, **train(job, plan.compression, plan.rate, plan.controller, plan.exact)})
+        found.append(
+            {
+                "seed": seed,
+                **train(job, plan.compression, plan.rate, plan.controller, plan.exact, plan.residuals),
+            }
+        )
     source = getattr(data, "source", None)
     out.with_name(f"{rank}.json").write_text(json.dumps({"source": source, "runs": found}))
     gc.shutdown()
@@ -173,7 +179,9 @@ def measure(options: argparse.Namespace, runs: list[Run], failures: dict[str, st
             reason = compressions.why_not(arm.on(task))
             found = None
             if reason is None:
-                plan = Plan(task, arm.on(task), arm.rates.get(task, 1.0), seeds, settings)
+                plan = Plan(
+                    task, arm.on(task), arm.rates.get(task, 1.0), seeds, settings, residuals=arm.residuals
+                )
                 found = launch(plan, options.ranks, options.link)
             if found is None:
                 failures[name] = reason or "a rank failed; its error is above"

@@ -142,11 +142,17 @@ def share_work(job: Job, compressor: Compressor, rate: float) -> None:
 
 
 def train(
-    job: Job, compression: str, rate: float = 1.0, controller: str = "", exact: str = "float32"
+    job: Job,
+    compression: str,
+    rate: float = 1.0,
+    controller: str = "",
+    exact: str = "float32",
+    residuals: str = "float32",
 ) -> dict[str, Any]:
     """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
 
-    ``exact``: how excluded layers travel. ``compressible_bytes_per_step``: of the others, over the run, by formula.
+    ``exact``: how excluded layers travel. ``residuals``: what they are kept in. ``compressible_bytes_per_step``: of
+    the others, over the run, by formula.
     With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
     """
     import torch
@@ -163,6 +169,7 @@ def train(
         named_parameters=job.model.named_parameters(),
         compression=(policy := Policy(compressor, exact=exact)),
         controller=controller or None,
+        residuals=residuals,
     )
     plans: list[tuple[int, Any]] = []
     schedule = torch.optim.lr_scheduler.OneCycleLR(

@@ -33,6 +33,11 @@ COMPRESSIONS = (
     "random_k:density=0.01", "random_block:density=0.01", "clt_k:density=0.01", "powersgd:rank=4",
     "unbiased_rank:rank=4", "best_rank:rank=4", "spectral_atomo:rank=4", "ef21[topk:density=0.01]",
 )  # fmt: skip
+IN_BFLOAT16 = ", residuals in bfloat16"
+NARROW = tuple(
+    name + IN_BFLOAT16
+    for name in ("quantize:bits=4,rounding=nearest", "topk:density=0.01", "powersgd:rank=4")
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,11 @@ def run_rank(row: str, steps: int) -> dict[str, Any]:
         module = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=DDP[row])
         train(module, plain, steps)
     else:
-        train(model, gc.DistributedOptimizer(plain, model.named_parameters(), row), steps)
+        compression, residuals = row.removesuffix(IN_BFLOAT16), "float32"
+        if compression != row:
+            residuals = "bfloat16"
+        opt = gc.DistributedOptimizer(plain, model.named_parameters(), compression, residuals=residuals)
+        train(model, opt, steps)
     peak, rest = peak_bytes() - before, resident_bytes() - before
     if row in DDP:
         dist.destroy_process_group()
@@ -112,7 +121,7 @@ def main() -> int:
     if options.rank:
         print(json.dumps(run_rank(options.rank, options.steps)))
         return 0
-    machine, rows = report.machine(), options.rows or [*DDP, *COMPRESSIONS]
+    machine, rows = report.machine(), options.rows or [*DDP, *COMPRESSIONS, *NARROW]
     print(report.describe(machine))
     found = {}
     for row in rows:

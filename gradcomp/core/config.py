@@ -27,6 +27,9 @@ _LEAST_SECRET_CHARACTERS = 16
 #: Elements of a bucket where no setting says: what suits a CPU's cache, and what makes a GPU's launches pay.
 HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 24
 
+#: What residuals may be kept in between steps.
+RESIDUALS = ("float32", "bfloat16")
+
 #: Names of transports; with a plus, of two levels.
 TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
 
@@ -119,6 +122,14 @@ class Config:
         "A CRC-32C in every message of bytes, verified before it is decoded; never over NCCL, nor in sums.",
         lambda v: True,
         "a boolean",
+        shared=True,
+    )
+    residuals: str = _setting(
+        "float32",
+        "What residuals are kept in between steps: float32, 8 bytes an element, or bfloat16, 4 bytes, rounded "
+        "stochastically.",
+        lambda v: v in RESIDUALS,
+        f"one of {', '.join(RESIDUALS)}",
         shared=True,
     )
     deterministic: bool = _setting(

@@ -1,8 +1,8 @@
-"""State: double-buffered float32 arenas, read by this step and written for the next.
+"""State: double-buffered arenas, read by this step and written for the next.
 
 Every exchange reads the current value of a row and writes the next one beside it. Committing a row swaps the two;
 discarding a step costs nothing. Rows are layers for first residuals and for fields, ranges of layers for second
-residuals. Memory: 8 bytes per element.
+residuals. Memory: 8 bytes per element in float32, 4 in bfloat16, which residuals may be kept in.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.core.bfloat16_buffer import Bfloat16Buffer
+from gradcomp.core.rows import Rows
 from gradcomp.core.vectors import LINE, Floats, Indices, Vector, Zeros, host_zeros
 
 
-class DoubleBuffer:
+class DoubleBuffer(Rows):
     """Rows of float32, each with a current and a next value.
 
     ``lengths``: elements per row. All rows start at zero, and at a cache line, which lets kernels stream to them.
@@ -25,15 +27,11 @@ class DoubleBuffer:
     """
 
     def __init__(self, lengths: Sequence[int], zeros: Zeros = host_zeros) -> None:
-        self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
-        padded = -(-self.lengths // LINE) * LINE
-        self._offsets: Indices = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
-        self._total = int(self._offsets[-1])
+        super().__init__(lengths, LINE)
         self._arenas = zeros(2 * self._total)
         self._bases = np.array(
             [self._arenas.address + 4 * self._total * i for i in range(2)], dtype=np.uint64
         )
-        self._current = np.zeros(len(self.lengths), dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -64,16 +62,6 @@ class DoubleBuffer:
         """Both arenas, for kernels; see :meth:`places`."""
         return self._arenas.memory
 
-    def places(self, rows: Indices) -> tuple[Indices, Indices]:
-        """Where in :attr:`memory` the rows' current values begin, and where their next ones do."""
-        current = self._current[rows] * self._total
-        offsets = self._offsets[rows]
-        return current + offsets, self._total - current + offsets
-
-    def turn(self, rows: Indices) -> bytes:
-        """What decides about :meth:`places` beside the rows: which of the two arenas is current for each."""
-        return self._current[rows].tobytes()
-
     def load(self, rows: Indices) -> Floats:
         """Copies of the rows' current values, one behind the other."""
         return self._arenas.take(self._places(rows, self._current[rows]))
@@ -89,10 +77,6 @@ class DoubleBuffer:
         places: Indices = np.arange(lengths.sum()) + np.repeat(begins - ends + lengths, lengths)
         return places
 
-    def commit(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Make the next value current for the rows where the mask is true."""
-        self._current[rows] ^= 1
-
     def value(self, row: int) -> Floats:
         """The row's current value, read-only; see :meth:`gradcomp.core.vectors.Vector.read`."""
         begin = self._begin(row)
@@ -107,9 +91,6 @@ class DoubleBuffer:
         """The memory of the row's current value."""
         begin = self._begin(row)
         return self._arenas.part(begin, begin + int(self.lengths[row]))
-
-    def _begin(self, row: int) -> int:
-        return int(self._current[row]) * self._total + int(self._offsets[row])
 
 
 @dataclass(frozen=True)
@@ -129,17 +110,28 @@ class Range:
 class Residuals:
     """First residuals (one row per layer) and the second residuals of the ranges that this rank owns.
 
-    ``sizes[i]`` is the number of elements kept for layer i: its size with error feedback, else 0.
+    ``sizes[i]`` is the number of elements kept for layer i: its size with error feedback, else 0. ``dtype``: what they
+    are kept in between steps, float32 or bfloat16.
     The invariant that every change keeps: the mean over ranks of (first residual) plus the owner's second residual
-    is what has not been applied yet.
+    is what has not been applied yet; in bfloat16 up to what rounding has lost.
     """
 
-    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
+    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros, dtype: str = "float32") -> None:
         self._zeros = zeros
-        self.first = DoubleBuffer(sizes, zeros)
+        self.dtype = dtype
+        self.first = self._rows(sizes)
         self.ranges: tuple[Range, ...] = ()
-        self.second = DoubleBuffer((), zeros)
+        self.second = self._rows(())
         self._range_layers: Indices = np.zeros(0, dtype=np.int64)
+
+    def like(self, sizes: Sequence[int]) -> Residuals:
+        """Zeros for layers of other sizes, of the same dtype and in the same memory."""
+        return Residuals(sizes, self._zeros, self.dtype)
+
+    def _rows(self, sizes: Sequence[int]) -> DoubleBuffer | Bfloat16Buffer:
+        if self.dtype == "bfloat16":
+            return Bfloat16Buffer(sizes)
+        return DoubleBuffer(sizes, self._zeros)
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +143,7 @@ class Residuals:
         wanted = np.maximum(self.first.lengths, np.asarray(sizes, dtype=np.int64))
         if np.array_equal(wanted, self.first.lengths):
             return
-        fresh = DoubleBuffer(wanted.tolist(), self._zeros)
+        fresh = self._rows(wanted.tolist())
         for row in np.flatnonzero(self.first.lengths).tolist():
             fresh.set(row, self.first.value(row))
         self.first = fresh
@@ -168,7 +160,7 @@ class Residuals:
         """
         if tuple(ranges) == self.ranges:
             return
-        fresh = DoubleBuffer([r.length for r in ranges], self._zeros)
+        fresh = self._rows([r.length for r in ranges])
         by_layer: dict[int, list[int]] = {}
         for row, owned in enumerate(ranges):
             by_layer.setdefault(owned.layer, []).append(row)

@@ -56,7 +56,8 @@ class Terms:
     """What may differ between exchangers.
 
     ``arguments``: the frontend's, which the ranks compare. ``digests``: begins those of the parameters. ``advice``:
-    ends the error where some ranks applied the means of a step and others did not.
+    ends the error where some ranks applied the means of a step and others did not. ``problem``: why this rank cannot
+    take part; it raises this, and the others a PlanMismatchError that quotes it.
     """
 
     name: str = FIRST
@@ -72,6 +73,7 @@ class Terms:
     digests: Callable[[], Future[Digests]] | None = None
     roster: Roster | None = None
     advice: str = ""
+    problem: GradcompError | None = None
 
     @property
     def controller(self) -> str:
@@ -109,7 +111,7 @@ def agree_on_terms(
         shared["controller"] = terms.controller
     journal = _open_journal(transport, config, terms.name)
     try:
-        agree(transport, describe(layers, plan, config, **shared), wait_for=wait_for)
+        agree(transport, describe(layers, plan, config, **shared), terms.problem, wait_for=wait_for)
         config = agree_on_slices(transport, config, terms.device.driver is not None, wait_for=wait_for)
         if config.deterministic:
             _refuse_times(terms.controlled, config, topology)

@@ -11,6 +11,7 @@ from gradcomp.compress import Policy
 from gradcomp.compress.policy import Automatic
 from gradcomp.control import Controller, controller_from_string
 from gradcomp.control.auto import Auto
+from gradcomp.core.config import RESIDUALS
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -23,6 +24,7 @@ from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
+from gradcomp.job.residuals import refusal
 from gradcomp.job.runtime import leave_first
 from gradcomp.job.serving import serving
 from gradcomp.job.state import Runtime
@@ -54,7 +56,9 @@ def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -
         raise
 
 
-def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> None:
+def check_arguments(
+    op: ReduceOp, predivide: float, reduction: str | None, residuals: str | None = None
+) -> None:
     """ConfigError for arguments, common to all wrappers, that cannot work."""
     if op not in (Average, Sum):
         raise ConfigError(f"op must be Average or Sum, got {op!r}")
@@ -62,6 +66,8 @@ def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> No
         raise ConfigError("gradient_predivide_factor must be positive, and needs op=Average if it is not 1")
     if reduction is not None:
         parse(reduction)
+    if residuals not in (None, *RESIDUALS):
+        raise ConfigError(f"residuals must be one of {', '.join(RESIDUALS)}, got {residuals!r}")
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ class Setup:
     agrees: bool = False
     order_step: int = 0
     reduction: str | None = None
+    residuals: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     device: Device = HOST
 
@@ -133,6 +140,8 @@ def start(
     config, op = state.config, setup.op
     if setup.reduction is not None:
         config = replace(config, reduction=setup.reduction)
+    if setup.residuals is not None:
+        config = replace(config, residuals=setup.residuals)
     exchanger = None
     if transport is not None:
         exchanger = Exchanger(
@@ -157,6 +166,7 @@ def start(
                 digests=adapter.begin_digests,
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
+                problem=refusal(config, proposal.policy, len(ranks), setup.device),
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config).after_steps

@@ -11,6 +11,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.engine import Exchanger
 from gradcomp.job.checkpoint_manager import CheckpointManager
+from gradcomp.job.residuals import refusal
 from gradcomp.pipeline.layout import compressors_of
 
 logger = logging.getLogger("gradcomp")
@@ -38,7 +39,10 @@ def set_compression(
     compressors_of(layers, plan)
     if exchanger is None:
         return
+    pipeline = exchanger.pipeline
+    if problem := refusal(pipeline.config, policy, pipeline.transport.size):
+        raise problem
     changes = sorted({change for c in policy.compressors for change in c.changes if change > step})
-    exchanger.pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})
-    if exchanger.pipeline.transport.rank == 0:
+    pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})
+    if pipeline.transport.rank == 0:
         logger.info("step %d: compression goes over to %s", step, policy.title)

@@ -44,7 +44,7 @@ def encode_segment(
         elif codec == FP16:
             encoded = _encode_fp16(segment, contribution)
         else:
-            encoded = _encode_cast(codec, contribution)
+            encoded = _encode_cast(codec, contribution, draws)
         if encoded is None or not all_finite(contribution):
             target[:] = 0
             return True
@@ -201,11 +201,26 @@ def _fp16_factors(largest: Floats) -> tuple[Floats, Floats]:
     return np.ldexp(np.float32(1), e), np.ldexp(np.float32(1), -e)
 
 
-def _encode_cast(codec: int, contribution: npt.NDArray[Any]) -> tuple[Bytes, npt.NDArray[Any]] | None:
+def _encode_cast(
+    codec: int, contribution: npt.NDArray[Any], draws: Floats | None
+) -> tuple[Bytes, npt.NDArray[Any]] | None:
     cast = contribution.astype(_CAST[codec])
     if not all_finite(cast):
         return None
+    if draws is not None:
+        cast = _draw_bfloat16(contribution, draws)
     return cast.view(np.uint8), cast.astype(contribution.dtype)
+
+
+def _draw_bfloat16(contribution: Floats, draws: Floats) -> npt.NDArray[Any]:
+    """Towards zero, or away from it if the 16 bits that are cut off and the lane of the draw make a carry.
+
+    A value that bfloat16 has stays what it is. The largest bfloat16 is the limit.
+    """
+    lanes = (draws * np.float32(2.0**16)).astype(np.uint32)
+    magnitudes = np.minimum(np.abs(contribution), _LARGEST_BFLOAT16).view(np.uint32)
+    signs = contribution.view(np.uint32) >> np.uint32(16) & np.uint32(0x8000)
+    return (magnitudes + lanes >> np.uint32(16) | signs).astype(np.uint16).view(DTYPES[BFLOAT16])
 
 
 # --- payloads -----------------------------------------------------------------------------------------------
@@ -237,6 +252,7 @@ def _split_fp16(segment: np.void, source: Bytes) -> tuple[Floats, npt.NDArray[np
     return source[: 4 * buckets].view("<f4"), source[4 * buckets :].view("<f2")
 
 
+_LARGEST_BFLOAT16 = np.uint32(0x7F7F0000).view(np.float32)
 _CAST: dict[int, np.dtype[Any]] = {FP32: DTYPES[FLOAT32], BF16: DTYPES[BFLOAT16], FP64: DTYPES[FLOAT64]}
 
 

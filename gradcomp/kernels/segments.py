@@ -62,7 +62,7 @@ BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1)
 ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
 """The codecs whose buckets have bits of their own: see `reference_bits`."""
 
-STOCHASTIC: Final = (MINMAX, L2, LINF, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED)
+STOCHASTIC: Final = (MINMAX, L2, LINF, BF16, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED)
 """The codecs that can draw, to round stochastically or to decide a tie; the others make nothing of a draw."""
 
 FLOAT32: Final = 0
@@ -88,6 +88,9 @@ MAX_ELEMENTS: Final = 1 << 35
 
 OWNER_RANK: Final = 0xFFFFFFFF
 """The rank in the random counter of a chunk's owner, who encodes the mean."""
+
+RESIDUAL_BIT: Final = 0x80000000
+"""Flips in the rank of the random counter for draws that round a residual: those of its code must not decide again."""
 
 SEGMENT: Final = np.dtype(
     [

@@ -136,7 +136,7 @@ class Arranger:
             if program.reduction is not None:
                 first = len(ranges)
                 ranges += program.reduction.ranges
-                program.reduction.assign(range(first, len(ranges)))
+                program.assign(range(first, len(ranges)))
         pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
         travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
         position = np.zeros(len(layers), dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from gradcomp.kernels.routines import Collected, Phase
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round, finished
 from gradcomp.pipeline.layout import Bucket
+from gradcomp.pipeline.pieces import Pieces
 from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.framing import Framed, framed
 from gradcomp.reduce.header import BucketFlags, HeaderId
@@ -61,6 +63,34 @@ class BucketProgram:
                 if isinstance(message, Reduce)
             ]
             self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
+        #: Whether first residuals are final when the first round leaves.
+        self.settles = all(
+            self._reduction_settles if isinstance(message, Reduce) else message.settles
+            for group, message in zip(bucket.groups, first, strict=True)
+            if group.feedback
+        )
+        self._rows: Sequence[int] = ()
+
+    @property
+    def _reduction_settles(self) -> bool:
+        return self.reduction is not None and self.reduction.settles
+
+    def assign(self, rows: Sequence[int]) -> None:
+        """Rows of the second residual, in the order of the reduction's ranges."""
+        assert self.reduction is not None, "nothing else has ranges"
+        self._rows = rows
+        self.reduction.assign(rows)
+
+    @cached_property
+    def first_pieces(self) -> Pieces:
+        """First residuals that the bucket changes."""
+        return Pieces.of_groups(self.bucket.groups)
+
+    @cached_property
+    def second_pieces(self) -> Pieces:
+        """Second residuals that this rank has in it."""
+        ranges = () if self.reduction is None else self.reduction.ranges
+        return Pieces.of_ranges(ranges, self._rows, self.bucket.groups)
 
     @property
     def owned_layers(self) -> Sizes:

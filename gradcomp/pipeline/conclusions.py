@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
-from gradcomp.core.state import Residuals
+from gradcomp.core.state import DoubleBuffer, Residuals
 from gradcomp.kernels.codec import Sizes
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.in_flight import Waiting
@@ -78,6 +78,7 @@ def hand_over(
     ``owned``: layers that servers own now. What no server owns any more becomes a part of the first trainer's residual.
     """
     serves = transport.rank < servers
+    assert isinstance(residuals.first, DoubleBuffer), "bfloat16 is refused beside dedicated servers"
     held = residuals.first.load(layers) * np.float32(serves)
     yield from collective(AllReduce(held), transport)
     if serves:

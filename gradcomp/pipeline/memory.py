@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.core.state import Residuals
+from gradcomp.core.state import DoubleBuffer, Residuals
 from gradcomp.core.statistics import Statistics, Trace
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
@@ -26,6 +27,47 @@ Addresses = npt.NDArray[np.uint64]
 Allocate = Callable[[int], int]
 
 
+class ResidualRows(Protocol):
+    """Residuals as kernels find them: float32."""
+
+    def addresses(self, rows: Sizes, starts: Sizes | int) -> tuple[Addresses, Addresses]:
+        """Where element ``starts[i]`` of row ``rows[i]`` is read, and where its next value is to be written.
+
+        The two may be one place: kernels read a residual before they write the next one.
+        """
+        ...
+
+
+class ResidualMemory(Protocol):
+    """First and second residuals."""
+
+    @property
+    def first(self) -> ResidualRows:
+        """A row for each layer."""
+        ...
+
+    @property
+    def second(self) -> ResidualRows:
+        """A row for each range."""
+        ...
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Residuals that kernels read and write where they are kept."""
+
+    first: DoubleBuffer
+    second: DoubleBuffer
+
+    @staticmethod
+    def of(residuals: Residuals) -> InPlace:
+        """Of residuals in float32."""
+        first, second = residuals.first, residuals.second
+        assert isinstance(first, DoubleBuffer), "kernels do not read bfloat16"
+        assert isinstance(second, DoubleBuffer), "of the same dtype"
+        return InPlace(first, second)
+
+
 class StepMemory:
     """The :class:`gradcomp.reduce.Binding` of one bucket in one step."""
 
@@ -35,7 +77,7 @@ class StepMemory:
         context: StepContext,
         flags: BucketFlags,
         registry: GradientRegistry,
-        residuals: Residuals,
+        residuals: ResidualMemory,
         allocate: Allocate,
         times: Times,
     ) -> None:
@@ -78,7 +120,7 @@ class StepMemory:
     def residuals(self, table: Table, group: Group) -> None:
         """What feedback adds to the group's gradients; 0 where there is none."""
         if group.feedback:
-            table["residual"] = self._residuals.first.read_addresses(group.layers, table["start"])
+            table["residual"], _ = self._residuals.first.addresses(group.layers, table["start"])
 
     def _prepare(self, group: Group) -> Addresses:
         """What the group's compressor reads instead of gradients, by layer: u = momentum u + clip scale g.
@@ -128,9 +170,7 @@ class StepMemory:
 
     def owned(self, table: Table, rows: Sizes) -> None:
         """Residual and next residual of the second stage; a range starts where its row starts."""
-        zero = np.zeros(len(rows), dtype=np.int64)
-        table["residual"] = self._residuals.second.read_addresses(rows, zero)
-        table["next_residual"] = self._residuals.second.write_addresses(rows, zero)
+        table["residual"], table["next_residual"] = self._residuals.second.addresses(rows, 0)
 
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
         """Outputs of the layers that some rank had; the others stay as they are."""

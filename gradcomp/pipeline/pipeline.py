@@ -94,7 +94,10 @@ class Pipeline:
             self.layers, self.config, device, memory, transport.rank, topology, options.network
         )
         self.servers, self.trainers = self._arranger.servers, self._arranger.trainers
-        self.residuals = Residuals([0] * len(layers), device.zeros)
+        assert config.residuals == "float32" or (device.driver is None and not self.servers), (
+            "bfloat16 on a device or beside dedicated servers is refused before"
+        )
+        self.residuals = Residuals([0] * len(layers), device.zeros, config.residuals)
         self.fields = Fields(len(layers), device.zeros)
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
         #: What became of this rank's last exchange, for the next one to tell the others; 0: there was none.
@@ -385,6 +388,7 @@ class Pipeline:
             self.fields.forget(MOMENTUM)  # it began with another compressor
         self.plans.laid_out(self.plan)
         self._handing_over = self.servers > 0 and self.step > 0 and bool(self._keeps_residual.any())
+        self._workplace.spares.clear()
         self._laid_out = found
         self.laid_out_plan = self.plan
         self._stale = False

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.plan import Plan
-from gradcomp.core.state import Fields, Range, Residuals
+from gradcomp.core.state import Fields, Range
 from gradcomp.pipeline.layout import build_layout, compressors_of
 from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.pipeline import Pipeline
@@ -323,7 +323,7 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
     sizes = [0] * len(numbers)
     for name, value in state.first.items():
         sizes[numbers[name]] = value.size
-    residuals = Residuals(sizes, pipeline.device.zeros)
+    residuals = pipeline.residuals.like(sizes)
     names = list(state.shared.layers)
     residuals.own([dataclasses.replace(r, layer=numbers[names[r.layer]]) for r in state.ranges], state.world)
     rows = [(residuals.first, numbers[name], value.reshape(-1)) for name, value in state.first.items()]

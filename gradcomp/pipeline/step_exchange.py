@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
@@ -18,11 +18,12 @@ from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.pipeline.memory import Allocate, StepMemory, Times
+from gradcomp.pipeline.memory import Allocate, InPlace, StepMemory, Times
 from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.ticks import Ticks
+from gradcomp.pipeline.widened import Spares, Widened
 from gradcomp.reduce.framing import Framed
 from gradcomp.reduce.header import PRESENT, SPARSE, BucketFlags, HeaderId
 from gradcomp.transport.base import Transport
@@ -33,7 +34,7 @@ class Workplace:
     """What the exchanges of one pipeline have in common.
 
     ``round_complete(seconds)`` and ``on_complete(bucket)`` are called for every round and every bucket that is through.
-    ``overlap``: buckets begin before the flush, and beside each other.
+    ``overlap``: buckets begin before the flush, and beside each other. ``spares``: for bfloat16 residuals.
     """
 
     device: Device
@@ -44,6 +45,7 @@ class Workplace:
     round_complete: Callable[[float], None]
     on_complete: Callable[[Bucket], None] | None
     overlap: bool
+    spares: Spares = field(default_factory=Spares)
 
 
 class StepExchange:
@@ -76,6 +78,7 @@ class StepExchange:
         self.opened_at = perf_counter()
         registry = workplace.registry
         registry.open(laid_out.layout)
+        workplace.spares.begin()
         workplace.steering.open(context.number, self.opened_at, len(laid_out.programs))
         self._ticks: Ticks | None = Ticks(
             laid_out.programs,
@@ -128,12 +131,14 @@ class StepExchange:
         return InFlight(bucket.number, self._exchange(program, flags), self._completed)
 
     def _exchange(self, program: BucketProgram, flags: BucketFlags) -> Generator[Framed, None, None]:
-        place, context = self._workplace, self._context
-        memory = StepMemory(
-            program.bucket, context, flags, place.registry, self._residuals, place.allocate, place.times
-        )
+        place, context, widened = self._workplace, self._context, None
+        if self._residuals.dtype != "float32":
+            widened = Widened(program, self._residuals, context.draw, place.spares)
+        kept = widened or InPlace.of(self._residuals)
+        memory = StepMemory(program.bucket, context, flags, place.registry, kept, place.allocate, place.times)
         place.steering.start(program.bucket.groups, memory, context.scale)
-        return program.run(replace(self._header_id, bucket=program.bucket.number), context, memory, flags)
+        running = program.run(replace(self._header_id, bucket=program.bucket.number), context, memory, flags)
+        return running if widened is None else widened.around(running, memory.span)
 
     def _take_numbers(self) -> None:
         """The loss scale and the learning rate have come: the step's context is known."""

@@ -31,6 +31,7 @@ class AllToAllBroadcast(Reduction):
     """
 
     by_kernels = True
+    settles = True
 
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY

@@ -40,6 +40,7 @@ class ScatterReduceAllgather(Reduction):
     """
 
     by_kernels = True
+    settles = True
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ class Arguments:
     reduction: str | None = None
     controller: Controller | str | None = None
     names: Sequence[str] | None = None
+    residuals: str | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what cannot work with any variables."""
@@ -42,7 +43,7 @@ class Arguments:
             raise ConfigError(
                 f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
             )
-        check_arguments(self.op, self.gradient_predivide_factor, self.reduction)
+        check_arguments(self.op, self.gradient_predivide_factor, self.reduction, self.residuals)
         as_policy(self.compression)
 
 
@@ -96,6 +97,7 @@ class Core:
                 reduction=given.reduction,
                 controller=given.controller,
                 names=given.names if named else None,
+                residuals=given.residuals,
             )
         self._count = len(variables)
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(variables)}

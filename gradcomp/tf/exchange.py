@@ -60,6 +60,7 @@ class Exchange:
         reduction: str | None = None,
         controller: Controller | str | None = None,
         names: Sequence[str] | None = None,
+        residuals: str | None = None,
     ) -> None:
         state = runtime.current()
         #: Numbers, in the job, of the ranks that exchange.
@@ -69,7 +70,7 @@ class Exchange:
         self._shapes = [tuple(variable.shape) for variable in self._variables]
 
         def validate() -> tuple[Proposal, Memory]:
-            check_arguments(op, predivide, reduction)
+            check_arguments(op, predivide, reduction, residuals)
             refuse_servers(reduction or state.config.reduction, len(self.ranks), "gradcomp.tf")
             proposal = propose(as_policy(compression), specs(self._variables, names), 0, controller)
             return proposal, self._memory_of_gradients(
@@ -96,6 +97,7 @@ class Exchange:
                 op=op,
                 predivide=predivide,
                 reduction=reduction,
+                residuals=residuals,
                 arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
                 device=self._memory.device,
             ),

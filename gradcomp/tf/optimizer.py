@@ -34,6 +34,7 @@ def DistributedOptimizer(
     process_set: Members = None,
     reduction: str | None = None,
     controller: Controller | str | None = None,
+    residuals: str | None = None,
 ) -> Optimizer:
     """Make a Keras ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -58,10 +59,12 @@ def DistributedOptimizer(
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+        residuals: what residuals are kept in between steps, if not as ``init()`` or GRADCOMP_RESIDUALS said:
+            ``"float32"``, or ``"bfloat16"``, rounded stochastically; see the page on concepts for what refuses it.
 
     Collective when the optimizer is built, by ``fit`` or by the first ``apply``, or here if it is. Wire: see the
     compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an
-    element; :func:`gradcomp.tf.save` saves them.
+    element, 4 in bfloat16; :func:`gradcomp.tf.save` saves them.
     Raises ConfigError for bad arguments and other backends of Keras, PlanMismatchError on every rank if the ranks
     differ, StateError before ``init()`` and for an optimizer that is distributed already.
     """
@@ -74,6 +77,7 @@ def DistributedOptimizer(
         process_set=process_set,
         reduction=reduction,
         controller=controller,
+        residuals=residuals,
     )
     distribute(optimizer, arguments)
     return optimizer

@@ -35,6 +35,7 @@ def DistributedGradientTape(
     process_set: Members = None,
     reduction: str | None = None,
     controller: Controller | str | None = None,
+    residuals: str | None = None,
 ) -> Tape:
     """Make ``tape.gradient(loss, variables)`` return gradients averaged over ranks; returns the same tape.
 
@@ -53,9 +54,12 @@ def DistributedGradientTape(
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+        residuals: what residuals are kept in between steps, if not as ``init()`` or GRADCOMP_RESIDUALS said:
+            ``"float32"``, or ``"bfloat16"``, rounded stochastically; see the page on concepts for what refuses it.
 
     ``gradient()`` is collective. Its means are meant to be applied: each call is a step. Wire: see the compressor;
-    uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element.
+    uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element, 4 in
+    bfloat16.
     Raises ConfigError for bad arguments, for sources that are no variables and under ``jit_compile=True``,
     PlanMismatchError on every rank if the ranks differ, StateError before ``init()``, for a variable of which only
     other ranks have a gradient, and where every step has new variables. Horovod's meaning of the arguments.
@@ -73,6 +77,7 @@ def DistributedGradientTape(
         ranks,
         reduction,
         controller,
+        residuals,
         process_set,
     )
     kind = type(tape)
@@ -92,6 +97,7 @@ class _Arguments:
     ranks: tuple[int, ...]
     reduction: str | None
     controller: Controller | str | None
+    residuals: str | None
     process_set: Members = field(compare=False)
 
     def exchange(self, variables: Sequence[Any]) -> Exchange:
@@ -105,6 +111,7 @@ class _Arguments:
                 process_set=self.process_set,
                 reduction=self.reduction,
                 controller=self.controller,
+                residuals=self.residuals,
             )
 
 

@@ -26,6 +26,7 @@ class Arguments:
     reduction: str | None
     controller: Controller | str | None
     on_skip: OnSkip
+    residuals: str | None
 
     def __post_init__(self, grad_scaler: Scaler) -> None:
         self.loss_scale = LossScale(grad_scaler)
@@ -36,6 +37,6 @@ class Arguments:
 
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
-        check_arguments(self.op, self.predivide, self.reduction)
+        check_arguments(self.op, self.predivide, self.reduction, self.residuals)
         self.loss_scale.check()
         return as_policy(self.compression), Timing(self.passes, self.finish, self.on_skip)

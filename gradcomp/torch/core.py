@@ -111,6 +111,7 @@ def build(
             predivide=arguments.predivide,
             agrees=timing.on_skip == "agree",
             reduction=arguments.reduction,
+            residuals=arguments.residuals,
             device=device,
             arguments={
                 "backward_passes_per_step": timing.passes,

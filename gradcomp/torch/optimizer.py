@@ -45,6 +45,7 @@ def DistributedOptimizer(
     reduction: str | None = None,
     controller: Controller | str | None = None,
     on_skip: OnSkip = "raise",
+    residuals: str | None = None,
 ) -> Optimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -74,10 +75,13 @@ def DistributedOptimizer(
         on_skip: what follows when a rank does not step on means that others step on, as after
             ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
             exchange. ``"agree"``: all ranks vote before each step, and skip it if one of them gives up.
+        residuals: what residuals are kept in between steps, if not as ``init()`` or GRADCOMP_RESIDUALS said:
+            ``"float32"``, or ``"bfloat16"``, rounded stochastically. ConfigError for bfloat16 with gradients on a GPU,
+            dedicated servers or ``ef21``.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` one number
     more, in a round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
-    compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
+    compressor keeps them, 8 bytes an element, 4 in bfloat16; :func:`gradcomp.torch.save` saves them.
     Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
     ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
     """
@@ -93,6 +97,7 @@ def DistributedOptimizer(
         reduction,
         controller,
         on_skip,
+        residuals,
     )
     core = build(state, members(process_set), optimizer, named_parameters, arguments)
     _adopt(optimizer, core)

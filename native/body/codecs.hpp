@@ -67,6 +67,14 @@ inline I32 round_code(F32 t, F32 u, F32 limit) {
     return round_to_even(min(t, limit));
 }
 
+// bfloat16 of c: towards zero, or away from it if the 16 bits that are cut off and the lane of u make a
+// carry, so that the mean over lanes is c. A finite c stays finite.
+inline I32 draw_bfloat16(F32 c, F32 u) {
+    const I32 lane = truncate(u * splat(0x1p16f));
+    const I32 magnitude = as_int(min(absolute(c), splat(float_of(0x7F7F0000))));
+    return shift_right(magnitude + lane, 16) | (shift_right(as_int(c), 16) & splat(0x8000));
+}
+
 class MinMax {
   public:
     using Code = std::uint8_t;
@@ -354,7 +362,7 @@ class Bfloat16 {
     using Code = std::uint16_t;
     using Range = LInfNorm;
     static constexpr std::int64_t record_bytes = 0;
-    static constexpr bool draws = false;
+    static constexpr bool draws = true;
     static constexpr bool bounded = false;
 
     Bfloat16(const Range& range, const Level&, std::int64_t)
@@ -365,7 +373,8 @@ class Bfloat16 {
     void write(std::uint8_t*) const {}
 
     template <bool stochastic>
-    I32 code(F32 c, F32) const {
+    I32 code(F32 c, F32 u) const {
+        if constexpr (stochastic) return draw_bfloat16(c, u);
         return to_bfloat16(c);
     }
 

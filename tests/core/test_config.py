@@ -49,6 +49,7 @@ def test_every_setting_is_a_variable(name: str):
         "run_log": "run.jsonl",
         "reduction": "ring",
         "transport": "shm",
+        "residuals": "bfloat16",
     }
     other = texts.get(name)
     other = other if other else not default if isinstance(default, bool) else default + 8

@@ -279,12 +279,7 @@ def test_small_probabilities_come_true_over_the_steps(probability: float) -> Non
 
 @pytest.mark.parametrize(
     ("codec", "bits"),
-    [
-        (codec, bits)
-        for codec in segments.STOCHASTIC
-        if codec != segments.VOTE
-        for bits in segments.LEVELS[codec]
-    ],
+    [(codec, bits) for codec in segments.STOCHASTIC if codec != segments.VOTE for bits in levels_of(codec)],
 )
 def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
     gradient = np.tile(normal(32), 4)
@@ -299,6 +294,30 @@ def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
     standard_error = samples.std(axis=0) / np.sqrt(len(samples))
     # An element next to a level leaves it so rarely that it may not happen in all of the draws.
     assert (np.abs(samples.mean(axis=0) - gradient[:32]) <= 5 * standard_error + 1e-4).all()
+
+
+def test_bfloat16_of_every_draw_has_the_value_for_its_mean() -> None:
+    lanes = np.arange(1 << 16)
+    draws = ((lanes + np.float32(philox.offset(7))) * np.float32(2.0**-16)).astype(np.float32)
+    for value in (1.0, 1 + 2.0**-23, -1.7, 2.0 - 2.0**-23, 1e-40, -3.3e38, 0.0):
+        c = np.full(1 << 16, value, np.float32)
+        rounded = reference_codes._draw_bfloat16(c, draws).astype(np.float64)
+        assert rounded.mean() == c[0].astype(np.float64)
+        assert len(np.unique(rounded)) <= 2
+
+
+@pytest.mark.parametrize("value", [1.0078125, -0.0, 2.0**-133, 3.3895314e38])
+def test_drawing_keeps_what_bfloat16_has(value: float) -> None:
+    gradient = np.full(1000, value, np.float32)
+    (kept,) = (group := one(segments.BF16, gradient)).values(group.encode(kernels, stochastic=True).payload)
+    assert kept.tobytes() == gradient.tobytes()
+
+
+def test_drawing_bfloat16_does_not_overflow() -> None:
+    gradient = np.full(1000, 3.395e38, np.float32)  # rounds to the largest bfloat16
+    encoded = (group := one(segments.BF16, gradient)).encode(kernels, stochastic=True)
+    assert encoded.flags == [0]
+    assert np.unique(group.values(encoded.payload)[0]).tolist() == [np.float32(3.3895314e38)]
 
 
 @pytest.mark.parametrize("exponent", [-140, -126, -60, 0, 60, 127])

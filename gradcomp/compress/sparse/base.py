@@ -187,7 +187,8 @@ class Sparse(Compressor):
             return flags, used
 
         by_kernels = self.by_kernels and form.fixed
-        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, select if apart else None)
+        begin = select if apart else None
+        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, begin, settles=True)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
 
