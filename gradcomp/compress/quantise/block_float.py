@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gradcomp.compress.base import Traits
@@ -63,6 +63,11 @@ class BlockFloat(Bucketed):
     def bucket_size(self) -> int | None:  # type: ignore[override]
         """The block."""
         return self.block
+
+    def alternatives(self) -> tuple[BlockFloat, ...]:
+        """Eight bits and four, and its own format."""
+        formats = dict.fromkeys(("fp8_e4m3", self.format, "fp4_e2m1"))
+        return tuple(replace(self, format=each) for each in formats)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         """Of d values in a block, and a format with m bits of mantissa and the smallest number f.
