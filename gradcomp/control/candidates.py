@@ -126,7 +126,8 @@ def make_candidates(
     Default ranges are those of Markov et al. 2024, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks,
     [D/10, 10 D] in steps of D/10 for densities, as far as they are possible; ``wide`` ones, and those of compressors
     without a level, as :func:`default_levels` has them. The layer's own compressor is always one of its choices.
-    ConfigError for a candidate that no layer can take, an empty list, or levels around which the layer's own does not lie.
+    ConfigError for a candidate that no layer can take, an empty list, or levels around which the layer's own does not
+    lie.
     """
     numbers, rows, sent = [], [], []
     known: dict[object, tuple[tuple[Compressor, ...], Doubles]] = {}  # layers of one shape have one row
