@@ -160,7 +160,7 @@ class SegmentEncoder {
             const float* c = one_block ? bucket.c : contributions(first, count, scratch);
             const Prefetcher prefetcher(c, c != scratch);
             Draws draws{nullptr, offset_};
-            if constexpr (stochastic) draws.lanes = random_.draw(job_.segment.start + first, count, draws_);
+            if constexpr (stochastic) draws.lanes = draws_of(first, count);
             if (job_.segment.next_residual == 0) {
                 encode_block<Codec, stochastic, NextResidual::none>(codec, c, draws, count,
                                                                     writer_.room(count), nullptr, prefetcher);
@@ -177,6 +177,21 @@ class SegmentEncoder {
         }
     }
 
+    // For elements first..first+count, in order. Small buckets share what is drawn at once: generators draw
+    // for many elements at a time.
+    const std::uint16_t* draws_of(std::int64_t first, std::int64_t count) {
+        if (first + count > drawn_end_) {
+            const std::int64_t wanted = count > drawn_at_once ? count : drawn_at_once;
+            drawn_begin_ = first;
+            drawn_end_ = smaller(first + wanted, job_.segment.length);
+            drawn_ = random_.draw(job_.segment.start + first, drawn_end_ - first, draws_);
+        }
+        return drawn_ + (first - drawn_begin_);
+    }
+
+    static constexpr std::int64_t drawn_at_once = 512;
+    static_assert(drawn_at_once <= block_size);
+
     const EncodeJob& job_;
     std::int64_t bucket_size_;
     RandomStream random_;
@@ -184,6 +199,8 @@ class SegmentEncoder {
     CodeWriter<typename Codec::Code> writer_;
     alignas(64) float scratch_[2][block_capacity];
     alignas(64) std::uint16_t draws_[block_size + RandomStream::slack];
+    const std::uint16_t* drawn_ = nullptr;
+    std::int64_t drawn_begin_ = 0, drawn_end_ = 0;
 };
 
 }  // namespace gradcomp::GRADCOMP_BODY
