@@ -27,6 +27,30 @@ inline float number_of(int code) {
     return static_cast<float>(steps) * float_of((exponent + 126 + Format::least - Format::mantissa) << 23);
 }
 
+// Whether a GPU converts to a format by an instruction: to nearest even, and no further than the largest
+// number.
+template <class Format>
+inline constexpr bool converts = false;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <>
+inline constexpr bool converts<E4M3> = true;
+template <>
+inline constexpr bool converts<E5M2> = true;
+
+// The code of x >= 0. The instruction converts two numbers.
+inline I32 converted(E4M3, F32 x) {
+    std::uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x.v));
+    return {pair};
+}
+inline I32 converted(E5M2, F32 x) {
+    std::uint16_t pair;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x.v));
+    return {pair};
+}
+#endif
+
 // A sign and a magnitude of the format, in units of a scale X that a derived class finds.
 template <class Format>
 class FormatCodes {
@@ -42,6 +66,7 @@ class FormatCodes {
     template <bool stochastic>
     I32 code(F32 c, F32 u) const {
         const F32 r = absolute(c) * inverse_;
+        if constexpr (converts<Format> && !stochastic) return with_sign(converted(Format{}, r), c, bits_);
         // Steps of r's own power of two; below the smallest normal number, of that one's.
         const I32 exponent = max(shift_right(as_int(r), 23), splat(127 + Format::least));
         const F32 steps = as_float(shift_left(splat(254 + Format::mantissa) - exponent, 23));
