@@ -37,6 +37,13 @@ class Prefetcher {
         : address_(reinterpret_cast<std::uintptr_t>(c) + (in_memory ? distance_bytes : 0)),
           stride_(in_memory ? sizeof(float) : 0) {}
 
+    // What comes after element i of the same contributions.
+    Prefetcher from(std::int64_t i) const {
+        Prefetcher found = *this;
+        found.address_ += static_cast<std::uintptr_t>(i) * stride_;
+        return found;
+    }
+
     void fetch(std::int64_t i) const { prefetch(address_ + static_cast<std::uintptr_t>(i) * stride_); }
 
   private:
@@ -105,14 +112,19 @@ class SegmentEncoder {
     // False, with the payload in any state, if the segment is non-finite.
     bool run() {
         const std::int64_t length = job_.segment.length;
-        if (length == 0) return true;
         std::uint8_t* record = job_.scales;
+        const std::int64_t done = encode_windows(record);
+        if (done < 0) return false;
+        if (done == length) {
+            writer_.finish();
+            return true;
+        }
         // One bucket is scanned ahead: the reduction of its range to one number is a long chain of dependent
         // instructions, and the next scan has work to do meanwhile.
         float* scratch = scratch_[0];
         float* next_scratch = scratch_[1];
-        ScannedBucket<Codec> next = scan(0, scratch);
-        for (std::int64_t begin = 0; begin < length; begin += bucket_size_) {
+        ScannedBucket<Codec> next = scan(done, scratch);
+        for (std::int64_t begin = done; begin < length; begin += bucket_size_) {
             const ScannedBucket<Codec> bucket = next;
             const Codec codec(bucket.range, job_.level, bucket.end - bucket.begin);
             if (bucket.end < length) next = scan(bucket.end, next_scratch);
@@ -129,6 +141,43 @@ class SegmentEncoder {
     }
 
   private:
+    // Small buckets of whole vectors: contributions, draws and codes of several at a time. Returns where the
+    // first bucket that is left begins; less than 0 if one is not finite.
+    [[gnu::noinline]] std::int64_t encode_windows(std::uint8_t*& record) {
+        if (bucket_size_ > window_size / 2 || bucket_size_ % lanes != 0) return 0;
+        // Draws and residuals together were slower by a quarter.
+        if (stochastic && job_.segment.next_residual != 0) return 0;
+        const std::int64_t count = window_size / bucket_size_ * bucket_size_;
+        std::int64_t first = 0;
+        for (; first + count <= job_.segment.length; first += count) {
+            const float* const c = contributions(first, count, scratch_[0]);
+            const Prefetcher prefetcher(c, c != scratch_[0]);
+            Draws draws{nullptr, offset_};
+            if constexpr (stochastic) draws.lanes = draws_of(first, count);
+            typename Codec::Code* const codes = writer_.room(count);
+            // One bucket ahead, as in run().
+            Codec next = codec_of(c);
+            for (std::int64_t at = 0; at < count; at += bucket_size_) {
+                const Codec codec = next;
+                if (at + bucket_size_ < count) next = codec_of(c + at + bucket_size_);
+                if (!codec.representable()) return -1;
+                codec.write(record);
+                record += Codec::record_bytes;
+                const Draws own{stochastic ? draws.lanes + at : nullptr, offset_};
+                encode_part(codec, c + at, own, first + at, bucket_size_, codes + at, prefetcher.from(at));
+            }
+            writer_.append(count);
+        }
+        return first;
+    }
+
+    // Of a small bucket of whole vectors.
+    Codec codec_of(const float* c) const {
+        typename Codec::Range range;
+        for (std::int64_t i = 0; i < bucket_size_; i += lanes) range.add(load(c + i));
+        return Codec(range, job_.level, bucket_size_);
+    }
+
     const float* contributions(std::int64_t first, std::int64_t count, float* scratch) const {
         const float* c = job_.source.block(first, count, scratch);
         for (std::int64_t i = count; i < whole_vectors(count); ++i)
@@ -161,27 +210,34 @@ class SegmentEncoder {
             const Prefetcher prefetcher(c, c != scratch);
             Draws draws{nullptr, offset_};
             if constexpr (stochastic) draws.lanes = draws_of(first, count);
-            if (job_.segment.next_residual == 0) {
-                encode_block<Codec, stochastic, NextResidual::none>(codec, c, draws, count,
-                                                                    writer_.room(count), nullptr, prefetcher);
-            } else {
-                auto* const next_residual = reinterpret_cast<float*>(job_.segment.next_residual) + first;
-                if (job_.streaming && aligned_for_stream(next_residual))
-                    encode_block<Codec, stochastic, NextResidual::streamed>(
-                        codec, c, draws, count, writer_.room(count), next_residual, prefetcher);
-                else
-                    encode_block<Codec, stochastic, NextResidual::cached>(
-                        codec, c, draws, count, writer_.room(count), next_residual, prefetcher);
-            }
+            encode_part(codec, c, draws, first, count, writer_.room(count), prefetcher);
             writer_.append(count);
         }
+    }
+
+    // Elements first..first+count, at most a block.
+    [[gnu::always_inline]] void encode_part(const Codec& codec, const float* c, const Draws draws,
+                                            std::int64_t first, std::int64_t count,
+                                            typename Codec::Code* codes, const Prefetcher prefetcher) const {
+        if (job_.segment.next_residual == 0) {
+            encode_block<Codec, stochastic, NextResidual::none>(codec, c, draws, count, codes, nullptr,
+                                                                prefetcher);
+            return;
+        }
+        auto* const next_residual = reinterpret_cast<float*>(job_.segment.next_residual) + first;
+        if (job_.streaming && aligned_for_stream(next_residual))
+            encode_block<Codec, stochastic, NextResidual::streamed>(codec, c, draws, count, codes,
+                                                                    next_residual, prefetcher);
+        else
+            encode_block<Codec, stochastic, NextResidual::cached>(codec, c, draws, count, codes,
+                                                                  next_residual, prefetcher);
     }
 
     // For elements first..first+count, in order. Small buckets share what is drawn at once: generators draw
     // for many elements at a time.
     const std::uint16_t* draws_of(std::int64_t first, std::int64_t count) {
         if (first + count > drawn_end_) {
-            const std::int64_t wanted = count > drawn_at_once ? count : drawn_at_once;
+            const std::int64_t wanted = count > window_size ? count : window_size;
             drawn_begin_ = first;
             drawn_end_ = smaller(first + wanted, job_.segment.length);
             drawn_ = random_.draw(job_.segment.start + first, drawn_end_ - first, draws_);
@@ -189,8 +245,9 @@ class SegmentEncoder {
         return drawn_ + (first - drawn_begin_);
     }
 
-    static constexpr std::int64_t drawn_at_once = 512;
-    static_assert(drawn_at_once <= block_size);
+    // Elements of small buckets that are looked at together.
+    static constexpr std::int64_t window_size = 512;
+    static_assert(window_size <= block_size && window_size <= chunk_elements);
 
     const EncodeJob& job_;
     std::int64_t bucket_size_;
