@@ -43,11 +43,12 @@ CODECS = {
     "e4m3": kernels.E4M3,
     "e5m2": kernels.E5M2,
     "e2m1": kernels.E2M1,
+    "nvfp4": kernels.NVFP4,
     "least-bytes": kernels.MINMAX_LEAST_BYTES,
     "least-error": kernels.MINMAX_LEAST_ERROR,
 }
 BUCKET_SIZE = 512
-BLOCK = 32  # of floating formats
+BLOCKS = {kernels.E4M3: 32, kernels.E5M2: 32, kernels.E2M1: 32, kernels.NVFP4: 16}
 
 # What the codebooks are measured with: NUQSGD's powers of two.
 MAGNITUDES: Floats = np.zeros(kernels.MAGNITUDES_SHAPE, np.float32)
@@ -108,7 +109,7 @@ class Workload:
         self.residual[:] = 0.1 * rng.standard_normal(length, np.float32)
         self.next_residual: Floats = aligned(length)
         self.output: Floats = aligned(length)
-        size = kernels.wire_bytes(kernels.MINMAX, length, 8, BLOCK)
+        size = kernels.wire_bytes(kernels.MINMAX, length, 8, min(BLOCKS.values()))
         self.payloads = [aligned(size, np.uint8) for _ in range(2)]
         self.mean = aligned(size, np.uint8)
         self.flags = np.zeros(1, np.uint8)
@@ -116,7 +117,7 @@ class Workload:
     def table(self, codec: int, bits: int, **addresses: Any) -> kernels.SegmentTable:
         table = np.zeros(1, kernels.SEGMENT)
         table["length"], table["level"] = self.length, bits
-        table["bucket_size"] = BLOCK if codec in (kernels.E4M3, kernels.E5M2, kernels.E2M1) else BUCKET_SIZE
+        table["bucket_size"] = BLOCKS.get(codec, BUCKET_SIZE)
         for column, array in addresses.items():
             table[column] = array.ctypes.data
         return table

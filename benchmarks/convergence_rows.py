@@ -113,6 +113,7 @@ ARMS = (
     Arm("codebook", "Codebook, 7 levels", "codebook:levels=0.015625/0.03125/0.0625/0.125/0.25/0.5/1"),
     Arm("fp8", "BlockFloat, FP8 (E4M3)", "block_float"),
     Arm("fp4", "BlockFloat, FP4 (E2M1)", "block_float:format=fp4_e2m1"),
+    Arm("nvfp4", "BlockFloat, NVFP4", "block_float:format=fp4_e2m1,block=16,scale=e4m3"),
     # the ablations of Vogels et al. 2019
     Arm("powersgd-2-alternate", "PowerSGD, rank 2, half-iterations", "powersgd:rank=2,alternate=true", _CNN),
     Arm("powersgd-2-cold", "PowerSGD, rank 2, no warm start", "powersgd:rank=2,warm_start=false", _CNN),

@@ -55,6 +55,15 @@ ROWS = (
     Row("dgc", "gradcomp DGC 0.1%", "gradcomp", "dgc:density=0.001", momentum=0.0, extra=True),
     Row("scaled-sign", "gradcomp ScaledSign", "gradcomp", "scaled_sign", extra=True),
     Row("random-k", "gradcomp RandomK 1%", "gradcomp", "random_k:density=0.01", extra=True),
+    Row("fp8", "gradcomp BlockFloat, FP8 (E4M3)", "gradcomp", "block_float", extra=True),
+    Row("fp4", "gradcomp BlockFloat, FP4 (E2M1)", "gradcomp", "block_float:format=fp4_e2m1", extra=True),
+    Row(
+        "nvfp4",
+        "gradcomp BlockFloat, NVFP4",
+        "gradcomp",
+        "block_float:format=fp4_e2m1,block=16,scale=e4m3",
+        extra=True,
+    ),
 )
 
 

@@ -37,6 +37,7 @@ Levels levels(Codec codec) {
         case Codec::e5m2:
             return {8, 8};
         case Codec::e2m1:
+        case Codec::nvfp4:
             return {4, 4};
         default:
             return {INT_MIN, INT_MAX};
@@ -75,6 +76,7 @@ int scale_record_bytes(Codec codec) {
         case Codec::e4m3:
         case Codec::e5m2:
         case Codec::e2m1:
+        case Codec::nvfp4:
             return 1;
         case Codec::minmax_least_bytes:
         case Codec::minmax_least_error:
@@ -86,7 +88,9 @@ int scale_record_bytes(Codec codec) {
 
 std::int64_t scale_bytes(Codec codec, const Segment& segment) {
     const std::int64_t buckets = (segment.length + segment.bucket_size - 1) / segment.bucket_size;
-    return buckets * scale_record_bytes(codec);
+    // A unit, of which scales are multiples, comes first.
+    const std::int64_t unit = codec == Codec::nvfp4 && segment.length > 0 ? 4 : 0;
+    return unit + buckets * scale_record_bytes(codec);
 }
 
 namespace {
@@ -162,7 +166,7 @@ void check_magnitudes_row(const float* magnitudes, int bits) {
 }
 
 Codec check_codec(int number) {
-    if (number < 0 || number > static_cast<int>(Codec::minmax_least_error))
+    if (number < 0 || number > static_cast<int>(Codec::nvfp4))
         throw std::invalid_argument("unknown codec " + std::to_string(number));
     return static_cast<Codec>(number);
 }

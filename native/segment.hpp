@@ -23,6 +23,7 @@ enum class Codec : std::int32_t {
     e2m1 = 14,
     minmax_least_bytes = 15,
     minmax_least_error = 16,
+    nvfp4 = 17,
 };
 
 enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };
@@ -65,7 +66,7 @@ inline bool is_allocated(Codec codec) {
 // says of itself is not possible.
 std::int64_t used_bytes(const Segment& segment, const std::uint8_t* payload);
 
-// Bytes of all scale records, which precede the codes.
+// Bytes of all scale records, and of what precedes those; the codes follow.
 std::int64_t scale_bytes(Codec codec, const Segment& segment);
 
 // Bytes of the whole payload.

@@ -125,6 +125,12 @@ ROWS = {
     "block-float": Row(BlockFloat("fp4_e2m1"), unbiased=True, draws=True, constants=False),
     "block-float-nearest": Row(BlockFloat(block=32, rounding="nearest"), constants=False),
     "block-float-e5m2-odd": Row(BlockFloat("fp8_e5m2", 33), unbiased=True, draws=True, constants=False),
+    "nvfp4": Row(
+        BlockFloat("fp4_e2m1", 16, scale="e4m3"), unbiased=True, draws=True, constants=False, by_part=True
+    ),
+    "nvfp4-nearest-odd": Row(
+        BlockFloat("fp4_e2m1", 33, "nearest", scale="e4m3"), constants=False, by_part=True
+    ),
     "codebook": Row(Codebook((0.125, 0.25, 0.5, 1), 64), unbiased=True, draws=True),
     "codebook-l2-odd": Row(Codebook((1 / 3, 1), 33, "l2"), unbiased=True, draws=True, constants=False),
     "codebook-nearest": Row(Codebook((0.1, 0.4, 1), 48, rounding="nearest")),

@@ -100,6 +100,10 @@ class Compressor(ABC):
             raise ConfigError(f"{self.name} has no level, got {level!r}")
         return dataclasses.replace(self, **{self.level_field: level})
 
+    def alternatives(self) -> tuple[Compressor, ...]:
+        """A controller's default choices where there is no level, this one among them; empty: there are none."""
+        return ()
+
     def dense(self, exact: Compressor) -> Compressor:
         """What takes this one's place while training warms up: ``exact``, with this one's momentum and clipping."""
         return exact

@@ -124,9 +124,10 @@ def make_candidates(
     """The choices of every layer: ``candidates``, or what they give for it and its compressor, or its default range.
 
     Default ranges are those of Markov et al. 2024, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks,
-    [D/10, 10 D] in steps of D/10 for densities, as far as they are possible; ``wide`` ones as :func:`default_levels`
-    has them. The layer's own compressor is always one of its choices. ConfigError for a candidate that no layer can
-    take, an empty list, or levels around which the layer's own does not lie.
+    [D/10, 10 D] in steps of D/10 for densities, as far as they are possible; ``wide`` ones, and those of compressors
+    without a level, as :func:`default_levels` has them. The layer's own compressor is always one of its choices.
+    ConfigError for a candidate that no layer can take, an empty list, or levels around which the layer's own does not
+    lie.
     """
     numbers, rows, sent = [], [], []
     known: dict[object, tuple[tuple[Compressor, ...], Doubles]] = {}  # layers of one shape have one row
@@ -200,10 +201,10 @@ def hybrid_levels(layer: LayerSpec) -> list[Candidate]:
     return [*found, *(PowerSGD(rank) for rank in ranks)]
 
 
-def default_levels(own: Compressor, wide: bool = False) -> list[Level]:
-    """The range of Markov et al. 2024 around a compressor's own level.
+def default_levels(own: Compressor, wide: bool = False) -> list[Candidate]:
+    """The range of Markov et al. 2024 around a compressor's own level, or its alternatives where it has none.
 
-    ``wide``: [D/4, 4 D] for ranks, and for densities also [D/100, D/10] in steps of D/100; bits stay as they are.
+    ``wide``: [D/4, 4 D] for ranks, and for densities also [D/100, D/10] in steps of D/100; others stay as they are.
     """
     level, knob = own.level, _knob(own)
     if knob in ("bits", "rank"):
@@ -215,6 +216,8 @@ def default_levels(own: Compressor, wide: bool = False) -> list[Level]:
         hundredths = [*range(1, 10)] * wide + [*range(10, 1001, 10)]
         steps = ((i, float(f"{level * i / 100:.12g}")) for i in hundredths)
         return [level if i == 100 else density for i, density in steps if density <= 1.0]
+    if found := own.alternatives():
+        return list(found)
     raise ConfigError(f"there is no default range of levels for {own.to_string()}: give levels=")
 
 

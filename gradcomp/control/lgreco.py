@@ -72,7 +72,8 @@ class LGreCo(Periodic):
     their norms.
 
     ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
-    become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range.
+    become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range,
+    and so do block floats, whose range is of formats: 8 and 4 bits.
 
     Layers without a gradient in the period keep their level. If nothing fits, the reference is taken, with a warning.
 
@@ -161,7 +162,7 @@ class LGreCo(Periodic):
                 return [*hybrid_levels(layer), *ends]
             if self.levels is not None:
                 return [*self.levels, *ends]
-            return [end.with_level(level) for end in ends for level in default_levels(end, wide)]
+            return [resolve(end, found) for end in ends for found in default_levels(end, wide)]
 
         return make_candidates(
             environment.layers,

@@ -2,44 +2,53 @@
 
 Each is a :class:`Quantiser`: functions of contributions c (buckets, elements) in float32, draws u of the same shape
 in (0, 1) (None: round to nearest) and the :class:`Level`. Scale records are columns, one number per bucket, which
-travel as float32, or as the exponent of a power of two in a byte (E8M0).
+travel as float32 or in a byte: the exponent of a power of two (E8M0), or a number of E4M3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from gradcomp.kernels.formats import (
+    E4M3_SCALES,
+    E8M0_SCALES,
+    FLOAT32_SCALES,
+    FORMATS,
+    Codes,
+    Floats,
+    Format,
+    ScaleFormat,
+    rounded_up,
+)
 from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     CODEBOOK_L2,
     CODEBOOK_LINF,
     E2M1,
     E4M3,
-    E5M2,
     L2,
     LINF,
     MINMAX,
+    NVFP4,
     ONEBIT,
     SIGN,
     VOTE,
     Magnitudes,
 )
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-Codes: TypeAlias = npt.NDArray[np.uint8]
 Columns: TypeAlias = tuple[Floats, ...]
 
 
 class Level(NamedTuple):
-    """Bits of a code, and the magnitudes that a codebook has for them."""
+    """Bits of a code, and the magnitudes that a codebook has for them. ``unit``: what scales are multiples of."""
 
     bits: int
     magnitudes: Floats | None = None
+    unit: np.float32 = np.float32(1)
 
     @staticmethod
     def of(segment: np.void, magnitudes: Magnitudes | None) -> Level:
@@ -56,7 +65,9 @@ class Quantiser(NamedTuple):
     dequantise: Callable[[Codes, Sequence[Floats], Level], Floats]
     #: Per bucket, values that are all finite only if every code of the bucket decodes to something finite.
     extremes: Callable[[Sequence[Floats], Level], Floats]
-    record_bytes: int = 4  # of a number of a scale record
+    scales: ScaleFormat = FLOAT32_SCALES
+    #: The unit of a segment's scales, from its largest magnitude; None: scales are numbers of their own.
+    unit: Callable[[np.float32], np.float32] | None = None
 
 
 # --- min-max ------------------------------------------------------------------------------------------------
@@ -170,53 +181,63 @@ def _dequantise_by_codebook(code: Codes, scales: Sequence[Floats], level: Level)
     return np.where(code >> np.uint8(level.bits - 1), -value, value)
 
 
-# --- narrow floating formats that share a power of two ---------------------------------------------------------
-
-
-class Format(NamedTuple):
-    """Bits of the mantissa, exponents of the smallest and the largest normal number, and the largest one's code."""
-
-    mantissa: int
-    least: int
-    most: int
-    largest_code: int
-
-    def magnitude(self, code: Any) -> Floats:
-        """Of codes without a sign; one that the format reserves is the next magnitude."""
-        exponent = np.maximum(np.asarray(code, np.int32) >> self.mantissa, 1)
-        steps = code - ((exponent - 1) << self.mantissa)
-        magnitudes: Floats = np.ldexp(steps.astype(np.float32), exponent - 1 + self.least - self.mantissa)
-        return magnitudes
-
-
-FORMATS = {E4M3: Format(3, -6, 8, 0x7E), E5M2: Format(2, -14, 15, 0x7B), E2M1: Format(1, 0, 2, 0x7)}
+# --- narrow floating formats whose values share a scale --------------------------------------------------------
 
 
 def _quantise_block(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Codes]:
     norm = np.abs(c).max(axis=1)
-    largest = np.ldexp(form.magnitude(form.largest_code), -form.most)  # in [1, 2)
+    largest = np.ldexp(form.largest, -form.most)  # in [1, 2)
     fraction, exponent = np.frexp(np.where(np.isfinite(norm), norm, np.float32(1)))
     power = np.where(norm == 0, -126, exponent - 1 - form.most + (2 * fraction > largest)).astype(np.int32)
     power = np.maximum(power, -126)
-    scale = np.ldexp(np.float32(1), power)
-    scale[~np.isfinite(norm)] = np.nan
-    scale[~np.isfinite(_block_extremes((scale,), level, form))] = np.nan
-    r = np.nan_to_num(np.abs(c) * np.ldexp(np.float32(1), -power)[:, None])
+    scale = _representable(np.ldexp(np.float32(1), power), norm, level, form)
+    return (scale,), _format_codes(c, np.ldexp(np.float32(1), -power), u, level, form)
+
+
+def _quantise_in_units(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Codes]:
+    """The scale is the least number of E4M3, times the unit, at which no value exceeds the largest of the format."""
+    norm = np.abs(c).max(axis=1)
+    least = norm * (np.float32(1) / (form.largest * level.unit))
+    scale = FORMATS[E4M3].magnitude(rounded_up(least))
+    codes = _format_codes(c, np.float32(1) / (scale * level.unit), u, level, form)
+    return (_representable(scale, norm, level, form),), codes
+
+
+_LEAST_UNIT = 2.0**-117
+"""Times the least scale, 2^-9, it is a normal number."""
+
+
+def _unit(largest: np.float32, form: Format) -> np.float32:
+    """Of the scales of a segment: its largest magnitude takes the largest scale."""
+    unit = largest / (FORMATS[E4M3].largest * form.largest)
+    return np.float32(_LEAST_UNIT) if unit < _LEAST_UNIT else unit
+
+
+def _format_codes(c: Floats, inverse: Floats, u: Floats | None, level: Level, form: Format) -> Codes:
+    r = np.nan_to_num(np.abs(c) * inverse[:, None])
     # The exponent of r, or that of the smallest normal number.
     own = np.where(r > 0, np.maximum(np.frexp(r)[1] - 1, form.least), form.least)
     steps = _round(np.ldexp(r, form.mantissa - own), u, np.float32(2 << form.mantissa))
     code = ((own - form.least) << form.mantissa) + steps
-    return (scale,), _with_sign(np.minimum(code, form.largest_code).astype(np.uint8), c, level)
+    return _with_sign(np.minimum(code, form.largest_code).astype(np.uint8), c, level)
+
+
+def _representable(scale: Floats, norm: Floats, level: Level, form: Format) -> Floats:
+    """The scale; NaN where the norm is not finite, or what the largest code decodes to."""
+    scale[~np.isfinite(norm)] = np.nan
+    scale[~np.isfinite(_block_extremes((scale,), level, form))] = np.nan
+    return scale
 
 
 def _dequantise_block(code: Codes, scales: Sequence[Floats], level: Level, form: Format) -> Floats:
     (scale,) = scales
-    value: Floats = form.magnitude(code & np.uint8((1 << (level.bits - 1)) - 1)) * scale
+    magnitude = form.magnitude(code & np.uint8((1 << (level.bits - 1)) - 1))
+    value: Floats = magnitude * (scale * level.unit)
     return np.where(code >> np.uint8(level.bits - 1), -value, value)
 
 
 def _block_extremes(scales: Sequence[Floats], level: Level, form: Format) -> Floats:
-    extremes: Floats = form.magnitude((1 << (level.bits - 1)) - 1) * scales[0]
+    extremes: Floats = form.magnitude((1 << (level.bits - 1)) - 1) * (scales[0] * level.unit)
     return extremes
 
 
@@ -226,7 +247,18 @@ def _of_format(form: Format) -> Quantiser:
         partial(_quantise_block, form=form),
         partial(_dequantise_block, form=form),
         partial(_block_extremes, form=form),
-        record_bytes=1,
+        E8M0_SCALES,
+    )
+
+
+def _of_format_in_units(form: Format) -> Quantiser:
+    return Quantiser(
+        1,
+        partial(_quantise_in_units, form=form),
+        partial(_dequantise_block, form=form),
+        partial(_block_extremes, form=form),
+        E4M3_SCALES,
+        partial(_unit, form=form),
     )
 
 
@@ -281,26 +313,8 @@ QUANTISER: dict[int, Quantiser] = {
     CODEBOOK_L2: Quantiser(1, _quantise_codebook_l2, _dequantise_by_codebook, _recorded),
     CODEBOOK_LINF: Quantiser(1, _quantise_codebook_linf, _dequantise_by_codebook, _recorded),
     **{codec: _of_format(form) for codec, form in FORMATS.items()},
+    NVFP4: _of_format_in_units(FORMATS[E2M1]),
 }
-
-
-# --- scale records ------------------------------------------------------------------------------------------
-
-
-def pack_records(scales: Floats, quantiser: Quantiser) -> Codes:
-    """Bytes of scale records; of E8M0, normal powers of two."""
-    if quantiser.record_bytes == 4:
-        return scales.view(np.uint8)
-    return (np.frexp(scales)[1] + 126).astype(np.uint8)
-
-
-def unpack_records(source: Codes, quantiser: Quantiser) -> Floats:
-    """What they say; of E8M0, 255 is no number."""
-    if quantiser.record_bytes == 4:
-        return source.view("<f4")
-    scales: Floats = np.ldexp(np.float32(1), np.minimum(source, 254).astype(np.int32) - 127)
-    scales[source == 255] = np.nan
-    return scales
 
 
 # --- shared -------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.quantisers import QUANTISER, Codes, Floats, Level, pack_records, unpack_records
+from gradcomp.kernels.formats import Codes, Floats
+from gradcomp.kernels.quantisers import QUANTISER, Level
 from gradcomp.kernels.reference_bits import choose_bits, group_counts, most_bytes, split_allocated
 from gradcomp.kernels.reference_memory import all_finite, next_residual_of
 from gradcomp.kernels.segments import (
@@ -22,6 +23,7 @@ from gradcomp.kernels.segments import (
     FP64,
     MINMAX,
     QUANTISERS,
+    UNIT_BYTES,
     Bytes,
     Magnitudes,
 )
@@ -65,7 +67,8 @@ def decode_segment(
             scales, codes = _split_quantised(codec, segment, source)
             lengths = _bucket_lengths(segment)
             per_element = [np.repeat(column, lengths) for column in scales]
-            return QUANTISER[codec].dequantise(codes, per_element, Level.of(segment, magnitudes))
+            level = _received_level(codec, segment, source, magnitudes)
+            return QUANTISER[codec].dequantise(codes, per_element, level)
         if codec == FP16:
             factors, halves = _split_fp16(segment, source)
             return halves.astype(np.float32) * np.repeat(factors, _bucket_lengths(segment))
@@ -78,7 +81,7 @@ def extremes(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes
         return _extremes_of_allocated(segment, source)
     scales, _ = _split_quantised(codec, segment, source)
     with np.errstate(all="ignore"):
-        return QUANTISER[codec].extremes(scales, Level.of(segment, magnitudes))
+        return QUANTISER[codec].extremes(scales, _received_level(codec, segment, source, magnitudes))
 
 
 def _encode_quantised(
@@ -91,6 +94,8 @@ def _encode_quantised(
     """Payload and decoded values of a segment, or None if a bucket's scale record is not finite."""
     level = Level.of(segment, magnitudes)
     quantiser = QUANTISER[codec]
+    if quantiser.unit is not None and len(contribution):
+        level = level._replace(unit=quantiser.unit(np.abs(contribution).max()))
     scales: list[Floats] = []
     codes: list[Codes] = []
     values: list[Floats] = []
@@ -106,8 +111,9 @@ def _encode_quantised(
     all_scales = np.concatenate(scales)
     if not all_finite(all_scales):
         return None
-    records = pack_records(all_scales, quantiser)
-    payload = np.concatenate((records, pack_bits(np.concatenate(codes), level.bits)))
+    unit = np.array([level.unit] * (codec in UNIT_BYTES), "<f4").view(np.uint8)
+    records = quantiser.scales.pack(all_scales)
+    payload = np.concatenate((unit, records, pack_bits(np.concatenate(codes), level.bits)))
     return payload, np.concatenate(values)
 
 
@@ -241,10 +247,18 @@ def unpack_bits(stream: Bytes, bits: int, length: int) -> Codes:
 
 def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[Floats], Codes]:
     quantiser, buckets = QUANTISER[codec], len(_bucket_lengths(segment))
-    end = quantiser.record_bytes * quantiser.columns * buckets
-    records = unpack_records(source[:end], quantiser).reshape(buckets, quantiser.columns)
+    begin = UNIT_BYTES.get(codec, 0) if buckets else 0
+    end = begin + quantiser.scales.nbytes * quantiser.columns * buckets
+    records = quantiser.scales.unpack(source[begin:end]).reshape(buckets, quantiser.columns)
     codes = unpack_bits(source[end:], int(segment["level"]), int(segment["length"]))
     return [records[:, k] for k in range(quantiser.columns)], codes
+
+
+def _received_level(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None) -> Level:
+    """The level of a payload, with the unit that it brings."""
+    level = Level.of(segment, magnitudes)
+    nbytes = UNIT_BYTES.get(codec, 0)
+    return level._replace(unit=source[:nbytes].view("<f4")[0]) if nbytes and len(source) else level
 
 
 def _split_fp16(segment: np.void, source: Bytes) -> tuple[Floats, npt.NDArray[np.float16]]:

@@ -5,9 +5,10 @@ one level; the table has one row per segment and refers to memory by address, so
 means are written where they lie. Whoever fills in an address keeps the array behind it alive during the call.
 
 The payload of a segment is ``[one scale record per bucket, in order][codes]``, little endian, without padding
-between the two. Codes of the quantising codecs form one bit stream: code i occupies the bits [i*bits,
-(i+1)*bits), bit 0 of a byte being its least significant one; unused bits of the last byte are zero. Casts
-store one element per code. Where each bucket has bits of its own, `reference_bits` has the layout.
+between the two; of NVFP4 the unit of all scales, a float32, comes first. Codes of the quantising codecs form one bit
+stream: code i occupies the bits [i*bits, (i+1)*bits), bit 0 of a byte being its least significant one; unused bits of
+the last byte are zero. Casts store one element per code. Where each bucket has bits of its own, `reference_bits` has
+the layout.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ E5M2: Final = 13
 E2M1: Final = 14
 MINMAX_LEAST_BYTES: Final = 15
 MINMAX_LEAST_ERROR: Final = 16
+NVFP4: Final = 17
 
 LEVELS: Final = {
     MINMAX: range(1, 9),
@@ -50,6 +52,7 @@ LEVELS: Final = {
     E2M1: range(4, 5),
     MINMAX_LEAST_BYTES: range(1, 9),
     MINMAX_LEAST_ERROR: range(1, 9),
+    NVFP4: range(4, 5),
 }
 """The numbers of bits that each quantising codec takes."""
 
@@ -57,7 +60,10 @@ QUANTISERS: Final = tuple(LEVELS)
 
 CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
 
-BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1)
+BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1, NVFP4)
+
+UNIT_BYTES: Final = {NVFP4: 4}
+"""Of the number that scales of all buckets of a segment are multiples of, in front of them."""
 
 ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
 """The codecs whose buckets have bits of their own: see `reference_bits`."""
@@ -130,7 +136,8 @@ def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
     if codec in ALLOCATED:
         return int(bytes_of_allocated(length, bits, bucket_size))
     scale_bytes, code_bits = _WIRE_FORMAT[codec]
-    return scale_bytes * -(-length // bucket_size) + -(-length * (code_bits or bits) // 8)
+    unit = UNIT_BYTES.get(codec, 0) * (length > 0)
+    return unit + scale_bytes * -(-length // bucket_size) + -(-length * (code_bits or bits) // 8)
 
 
 def wire_bytes_table(codec: int, table: SegmentTable) -> npt.NDArray[np.int64]:
@@ -146,6 +153,8 @@ def wire_bytes_table(codec: int, table: SegmentTable) -> npt.NDArray[np.int64]:
     bits = code_bits or table["level"].astype(np.int64)
     buckets = -(-length // table["bucket_size"].astype(np.int64))
     size: npt.NDArray[np.int64] = scale_bytes * buckets + -(-length * bits // 8)
+    if codec in UNIT_BYTES:
+        size += UNIT_BYTES[codec] * (length > 0)
     return size
 
 
@@ -166,6 +175,7 @@ _WIRE_FORMAT: Final = {
     E4M3: (1, 0),
     E5M2: (1, 0),
     E2M1: (1, 0),
+    NVFP4: (1, 0),
     **dict.fromkeys(ALLOCATED, (9, 0)),
 }
 

@@ -33,7 +33,7 @@ class Row:
     seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
     and level. ``waits``: what is in the residual may stay there until more arrives. ``products``: it sends matrix
     products, whose sums every body and instruction set may order its own way. ``everything``: it sends all of it, and
-    owes nothing.
+    owes nothing. ``by_part``: its codes depend on all of a layer's part within a chunk, and so the mean on the layout.
     """
 
     compressor: Compressor
@@ -46,6 +46,7 @@ class Row:
     waits: bool = False
     products: bool = False
     everything: bool = False
+    by_part: bool = False
 
     @property
     def telescopes(self) -> bool:

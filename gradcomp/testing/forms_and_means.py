@@ -103,7 +103,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@check()
+@check(lambda row: not row.by_part)
 def layout_and_timing_change_no_byte_of_the_mean(row: Row) -> None:
     """Neither do slices, overlap, delays and the order of buckets."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gradcomp.compress.messages import Broadcast, Gather, Reduce, Sum
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.codec import Draw, Group
+from gradcomp.kernels.segments import UNIT_BYTES
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import ByteHeader, CountHeader, padded
 from gradcomp.testing.cases import CAP, LAYERS, WORLDS, Row, check, simulated
@@ -44,8 +45,7 @@ def bytes_sent_follow_the_formula(row: Row, world: int) -> None:
         elif isinstance(message, Reduce):
             low += 2 * (world - 1) * (payload + world * header)
             slack += 2 * (world - 1) * world * 15  # padding of each chunk
-            if (group.table["level"] * group.table["bucket_size"] % 8).any():
-                slack += 2 * (world - 1) ** 2  # each cut may fall inside a byte, and then takes one more
+            slack += 2 * (world - 1) ** 2 * _bytes_of_cut(message, group)
         elif isinstance(message, Gather):
             low += world * (world - 1) * (padded(payload) + header)
             if not message.fixed:
@@ -77,14 +77,15 @@ def wire_bytes_is_what_travels(row: Row) -> None:
         if any(p.plan.version for p in ranks.pipelines):
             break  # a schedule has come to what it leads to: the next step is of another kind
         kinds = [kind for kind, _ in sent[0].values()]
+        group = ranks.pipelines[0].layout.buckets[0].groups[0]
+        message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), 2)))
         if kinds[0] == "alltoallv":
             assert kinds == ["alltoallv", "allgatherv"]
             travelled = sum(len(payload_of(messages[1][1])) for messages in sent)
-            assert 0 <= travelled - payload <= 1  # a cut may fall inside a byte, and then takes one more
+            assert isinstance(message, Reduce)
+            assert 0 <= travelled - payload <= _bytes_of_cut(message, group)
         else:
             counts = 4 * CountHeader(1).length  # behind the first sum, where nothing was gathered before
-            group = ranks.pipelines[0].layout.buckets[0].groups[0]
-            message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), 2)))
             sizes = padded(8) if isinstance(message, Gather) and not message.fixed else 0
             travelled = max(
                 sum(
@@ -94,3 +95,9 @@ def wire_bytes_is_what_travels(row: Row) -> None:
                 for messages in sent
             )
             assert travelled == payload + sizes
+
+
+def _bytes_of_cut(message: Reduce, group: Group) -> int:
+    """What a border of chunks may add: a byte that it falls into, and the unit of one more segment's scales."""
+    inside = (group.table["level"] * group.table["bucket_size"] % 8).any()
+    return int(inside) + UNIT_BYTES.get(message.codec.kind, 0)

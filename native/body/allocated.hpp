@@ -238,49 +238,36 @@ class AllocatedReader {
     bool possible_;
 };
 
-// c = (value_0 + value_1 + ...) / divisor + decay * residual, computed in the first of two passes.
+// c = (value_0 + value_1 + ...) / divisor + decay * residual, of blocks in order.
 class MeanOfAllocated final : public Source {
   public:
-    // `c`: memory for the contributions.
     MeanOfAllocated(const Segment& segment, std::span<const std::uint8_t* const> payloads, float divisor,
-                    float decay, std::vector<float>& c)
+                    float decay)
         : segment_(segment), divisor_(splat(divisor)), decay_(splat(decay)) {
-        c.resize(static_cast<std::size_t>(segment.length + block_capacity));
-        c_ = c.data();
         for (const std::uint8_t* const payload : payloads)
             readers_.emplace_back(segment, payload + segment.payload);
     }
 
     const float* block(std::int64_t first, std::int64_t count, float* scratch) const override {
-        if (first == done_) {
-            compute(first, count, c_ + first);
-            done_ += count;
+        readers_[0].read(first, count, scratch);
+        for (std::size_t k = 1; k < readers_.size(); ++k) {
+            alignas(64) float values[block_capacity];
+            readers_[k].read(first, count, values);
+            for (std::int64_t i = 0; i < count; i += lanes)
+                store(scratch + i, load(scratch + i) + load(values + i));
         }
-        if (count % lanes == 0) return c_ + first;
-        std::memcpy(scratch, c_ + first, static_cast<std::size_t>(count) * sizeof(float));
+        for (std::int64_t i = 0; i < count; i += lanes) store(scratch + i, load(scratch + i) / divisor_);
+        if (segment_.residual == 0) return scratch;
+        const auto* r = reinterpret_cast<const std::uint32_t*>(segment_.residual) + first;
+        for (std::int64_t i = 0; i < count; i += lanes)
+            store(scratch + i, load(scratch + i) + decay_ * as_float(load_part(r + i, count - i)));
         return scratch;
     }
 
   private:
-    void compute(std::int64_t first, std::int64_t count, float* c) const {
-        readers_[0].read(first, count, c);
-        for (std::size_t k = 1; k < readers_.size(); ++k) {
-            alignas(64) float values[block_capacity];
-            readers_[k].read(first, count, values);
-            for (std::int64_t i = 0; i < count; i += lanes) store(c + i, load(c + i) + load(values + i));
-        }
-        for (std::int64_t i = 0; i < count; i += lanes) store(c + i, load(c + i) / divisor_);
-        if (segment_.residual == 0) return;
-        const auto* r = reinterpret_cast<const std::uint32_t*>(segment_.residual) + first;
-        for (std::int64_t i = 0; i < count; i += lanes)
-            store(c + i, load(c + i) + decay_ * as_float(load_part(r + i, count - i)));
-    }
-
     const Segment& segment_;
     F32 divisor_, decay_;
-    float* c_;
     mutable std::vector<AllocatedReader> readers_;
-    mutable std::int64_t done_ = 0;
 };
 
 inline bool encode_allocated(Codec codec, const Segment& segment, const Source& source,

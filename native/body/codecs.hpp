@@ -14,6 +14,10 @@
 //   value(code)             what a decoder makes of it
 //   bounded, bounds         whether, and which, two values enclose those of all codes, hostile records
 //                           included
+//
+// Where unit_bytes<Codec> is not 0, scales are multiples of a segment's unit, with which its payload begins:
+//
+//   unit_for(largest)       of a segment with this largest magnitude; not finite if that is not
 #pragma once
 
 #include <cstring>
@@ -42,10 +46,15 @@ inline void write_float(std::uint8_t* p, float x) {
     std::memcpy(p, &x, sizeof x);
 }
 
-// Bits of a code, and the magnitudes that a codebook has for them.
+// Bytes of the unit of a segment's scales.
+template <class Codec>
+inline constexpr std::int64_t unit_bytes = 0;
+
+// Bits of a code, and the magnitudes that a codebook has for them; the unit of scales, where they have one.
 struct Level {
     int bits;
     const float* magnitudes;
+    float unit = 0.0f;
 
     Level(const Segment& segment, const float* all_magnitudes)
         : bits(segment.bits),

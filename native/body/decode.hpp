@@ -13,6 +13,15 @@ struct PayloadView {
     Level level;
 };
 
+// A segment's payload, whose codes begin behind so many bytes of scales.
+template <class Codec>
+inline PayloadView view_of(const Segment& segment, Level level, const std::uint8_t* payload,
+                           std::int64_t scale_bytes) {
+    if constexpr (unit_bytes<Codec> > 0)
+        if (segment.length > 0) level.unit = read_float(payload);
+    return {payload + unit_bytes<Codec>, payload + scale_bytes, level};
+}
+
 // Values of the elements first..first+count, at most a block, into an array of block_capacity.
 template <class Codec>
 void read_values(const Segment& segment, const PayloadView& payload, std::int64_t first, std::int64_t count,

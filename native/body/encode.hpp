@@ -37,6 +37,13 @@ class Prefetcher {
         : address_(reinterpret_cast<std::uintptr_t>(c) + (in_memory ? distance_bytes : 0)),
           stride_(in_memory ? sizeof(float) : 0) {}
 
+    // What comes after element i of the same contributions.
+    Prefetcher from(std::int64_t i) const {
+        Prefetcher found = *this;
+        found.address_ += static_cast<std::uintptr_t>(i) * stride_;
+        return found;
+    }
+
     void fetch(std::int64_t i) const { prefetch(address_ + static_cast<std::uintptr_t>(i) * stride_); }
 
   private:
@@ -56,10 +63,11 @@ struct Draws {
     F32 offset;
 };
 
-// Codes, and next residual, of one block.
+// Codes, and next residual, of some elements, inlined: a call for every small bucket costs half of the speed.
 template <class Codec, bool stochastic, NextResidual kind>
-void encode_block(const Codec codec, const float* c, const Draws draws, std::int64_t count,
-                  typename Codec::Code* codes, float* next_residual, const Prefetcher prefetcher) {
+[[gnu::always_inline]] inline void encode_vectors(const Codec codec, const float* c, const Draws draws,
+                                                  std::int64_t count, typename Codec::Code* codes,
+                                                  float* next_residual, const Prefetcher prefetcher) {
     const auto encode_vector = [&](std::int64_t i, float* next_residual_at) {
         prefetcher.fetch(i);
         const F32 contribution = load(c + i);
@@ -81,6 +89,24 @@ void encode_block(const Codec codec, const float* c, const Draws draws, std::int
         if constexpr (kind != NextResidual::none)
             std::memcpy(next_residual + i, rest, static_cast<std::size_t>(count - i) * sizeof(float));
     }
+}
+
+// The same of one block: without draws, a function of its own is faster.
+template <class Codec, NextResidual kind>
+[[gnu::noinline]] void encode_nearest(const Codec codec, const float* c, std::int64_t count,
+                                      typename Codec::Code* codes, float* next_residual,
+                                      const Prefetcher prefetcher) {
+    encode_vectors<Codec, false, kind>(codec, c, {nullptr, splat(0.0f)}, count, codes, next_residual,
+                                       prefetcher);
+}
+template <class Codec, bool stochastic, NextResidual kind>
+[[gnu::always_inline]] inline void encode_block(const Codec& codec, const float* c, const Draws draws,
+                                                std::int64_t count, typename Codec::Code* codes,
+                                                float* next_residual, const Prefetcher prefetcher) {
+    if constexpr (stochastic)
+        encode_vectors<Codec, true, kind>(codec, c, draws, count, codes, next_residual, prefetcher);
+    else
+        encode_nearest<Codec, kind>(codec, c, count, codes, next_residual, prefetcher);
 }
 
 // A bucket after the first pass over it.
@@ -105,14 +131,19 @@ class SegmentEncoder {
     // False, with the payload in any state, if the segment is non-finite.
     bool run() {
         const std::int64_t length = job_.segment.length;
-        if (length == 0) return true;
         std::uint8_t* record = job_.scales;
+        const std::int64_t done = encode_windows(record);
+        if (done < 0) return false;
+        if (done == length) {
+            writer_.finish();
+            return true;
+        }
         // One bucket is scanned ahead: the reduction of its range to one number is a long chain of dependent
         // instructions, and the next scan has work to do meanwhile.
         float* scratch = scratch_[0];
         float* next_scratch = scratch_[1];
-        ScannedBucket<Codec> next = scan(0, scratch);
-        for (std::int64_t begin = 0; begin < length; begin += bucket_size_) {
+        ScannedBucket<Codec> next = scan(done, scratch);
+        for (std::int64_t begin = done; begin < length; begin += bucket_size_) {
             const ScannedBucket<Codec> bucket = next;
             const Codec codec(bucket.range, job_.level, bucket.end - bucket.begin);
             if (bucket.end < length) next = scan(bucket.end, next_scratch);
@@ -129,6 +160,42 @@ class SegmentEncoder {
     }
 
   private:
+    // Small buckets of whole vectors: contributions, draws and codes of several at a time. Returns where the
+    // first bucket that is left begins; less than 0 if one is not finite.
+    [[gnu::noinline]] std::int64_t encode_windows(std::uint8_t*& record) {
+        if (bucket_size_ > window_size / 2 || bucket_size_ % lanes != 0) return 0;
+        // Draws and residuals together were slower by a quarter.
+        if (stochastic && job_.segment.next_residual != 0) return 0;
+        const std::int64_t count = window_size / bucket_size_ * bucket_size_;
+        std::int64_t first = 0;
+        for (; first + count <= job_.segment.length; first += count) {
+            const float* const c = contributions(first, count, scratch_[0]);
+            const Prefetcher prefetcher(c, c != scratch_[0]);
+            Draws draws{nullptr, offset_};
+            if constexpr (stochastic) draws.lanes = draws_of(first, count);
+            typename Codec::Code* const codes = writer_.room(count);
+            // One bucket ahead, as in run().
+            Codec next = codec_of(c);
+            for (std::int64_t at = 0; at < count; at += bucket_size_) {
+                const Codec codec = next;
+                if (at + bucket_size_ < count) next = codec_of(c + at + bucket_size_);
+                if (!codec.representable()) return -1;
+                codec.write(record);
+                record += Codec::record_bytes;
+                encode_small(codec, c + at, draws, first, at, codes + at, prefetcher.from(at));
+            }
+            writer_.append(count);
+        }
+        return first;
+    }
+
+    // Of a small bucket of whole vectors.
+    Codec codec_of(const float* c) const {
+        typename Codec::Range range;
+        for (std::int64_t i = 0; i < bucket_size_; i += lanes) range.add(load(c + i));
+        return Codec(range, job_.level, bucket_size_);
+    }
+
     const float* contributions(std::int64_t first, std::int64_t count, float* scratch) const {
         const float* c = job_.source.block(first, count, scratch);
         for (std::int64_t i = count; i < whole_vectors(count); ++i)
@@ -160,7 +227,7 @@ class SegmentEncoder {
             const float* c = one_block ? bucket.c : contributions(first, count, scratch);
             const Prefetcher prefetcher(c, c != scratch);
             Draws draws{nullptr, offset_};
-            if constexpr (stochastic) draws.lanes = random_.draw(job_.segment.start + first, count, draws_);
+            if constexpr (stochastic) draws.lanes = draws_of(first, count);
             if (job_.segment.next_residual == 0) {
                 encode_block<Codec, stochastic, NextResidual::none>(codec, c, draws, count,
                                                                     writer_.room(count), nullptr, prefetcher);
@@ -177,6 +244,43 @@ class SegmentEncoder {
         }
     }
 
+    // The bucket at `at` of a window.
+    [[gnu::always_inline]] void encode_small(const Codec& codec, const float* c, const Draws draws,
+                                             std::int64_t first, std::int64_t at, typename Codec::Code* codes,
+                                             const Prefetcher prefetcher) const {
+        if constexpr (stochastic) {
+            encode_vectors<Codec, true, NextResidual::none>(codec, c, {draws.lanes + at, offset_},
+                                                            bucket_size_, codes, nullptr, prefetcher);
+        } else if (job_.segment.next_residual == 0) {
+            encode_vectors<Codec, false, NextResidual::none>(codec, c, draws, bucket_size_, codes, nullptr,
+                                                             prefetcher);
+        } else {
+            auto* const next_residual = reinterpret_cast<float*>(job_.segment.next_residual) + first + at;
+            if (job_.streaming && aligned_for_stream(next_residual))
+                encode_vectors<Codec, false, NextResidual::streamed>(codec, c, draws, bucket_size_, codes,
+                                                                     next_residual, prefetcher);
+            else
+                encode_vectors<Codec, false, NextResidual::cached>(codec, c, draws, bucket_size_, codes,
+                                                                   next_residual, prefetcher);
+        }
+    }
+
+    // For elements first..first+count, in order. Small buckets share what is drawn at once: generators draw
+    // for many elements at a time.
+    const std::uint16_t* draws_of(std::int64_t first, std::int64_t count) {
+        if (first + count > drawn_end_) {
+            const std::int64_t wanted = count > window_size ? count : window_size;
+            drawn_begin_ = first;
+            drawn_end_ = smaller(first + wanted, job_.segment.length);
+            drawn_ = random_.draw(job_.segment.start + first, drawn_end_ - first, draws_);
+        }
+        return drawn_ + (first - drawn_begin_);
+    }
+
+    // Elements of small buckets that are looked at together.
+    static constexpr std::int64_t window_size = 512;
+    static_assert(window_size <= block_size && window_size <= chunk_elements);
+
     const EncodeJob& job_;
     std::int64_t bucket_size_;
     RandomStream random_;
@@ -184,6 +288,8 @@ class SegmentEncoder {
     CodeWriter<typename Codec::Code> writer_;
     alignas(64) float scratch_[2][block_capacity];
     alignas(64) std::uint16_t draws_[block_size + RandomStream::slack];
+    const std::uint16_t* drawn_ = nullptr;
+    std::int64_t drawn_begin_ = 0, drawn_end_ = 0;
 };
 
 }  // namespace gradcomp::GRADCOMP_BODY

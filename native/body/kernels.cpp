@@ -60,6 +60,8 @@ bool with_codec(Codec codec, int bits, Function f) {
             return f.template operator()<BlockFloat<E5M2>>();
         case Codec::e2m1:
             return f.template operator()<BlockFloat<E2M1>>();
+        case Codec::nvfp4:
+            return f.template operator()<BlockFloatInUnits<E2M1>>();
         default:
             return f.template operator()<Float32>();
     }
@@ -80,10 +82,21 @@ struct OneBitToNearest<PureSign<Norm>> {
 };
 
 template <class Class>
-bool encode_from(const Segment& segment, const Level& level, const Source& source, const Rounding& rounding,
+bool encode_from(const Segment& segment, Level level, const Source& source, const Rounding& rounding,
                  std::int64_t scale_bytes, std::uint8_t* payload) {
-    const EncodeJob job{
-        segment, source, rounding, level, payload, payload + scale_bytes, segment.length >= streaming_length};
+    if constexpr (unit_bytes<Class> > 0) {
+        if (segment.length == 0) return true;
+        level.unit = Class::unit_for(largest_magnitude(source, segment.length));
+        if (!is_finite(level.unit)) return false;
+        write_float(payload, level.unit);
+    }
+    const EncodeJob job{segment,
+                        source,
+                        rounding,
+                        level,
+                        payload + unit_bytes<Class>,
+                        payload + scale_bytes,
+                        segment.length >= streaming_length};
     if constexpr (Class::draws) {
         if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
     }
@@ -120,6 +133,9 @@ void encode(const EncodeCall& call) {
 }
 
 void reduce(const ReduceCall& call) {
+    const auto divisor = static_cast<float>(call.divisor), decay = static_cast<float>(call.decay);
+    // It stays: memory that is new to the process is slow.
+    thread_local std::vector<float> kept;
     for (std::int64_t row = 0; row < call.table.size(); ++row) {
         const Segment segment = call.table[row];
         std::uint8_t* const out = call.out + segment.payload;
@@ -127,18 +143,19 @@ void reduce(const ReduceCall& call) {
         if (call.codec == Codec::fp64) {
             finite = reduce_fp64(segment, call.payloads, call.divisor, call.decay, out);
         } else if (is_allocated(call.codec)) {
-            // It stays: memory that is new to the process is slow.
-            thread_local std::vector<float> c;
-            const MeanOfAllocated source(segment, call.payloads, static_cast<float>(call.divisor),
-                                         static_cast<float>(call.decay), c);
-            finite = encode_allocated(call.codec, segment, source, call.rounding, out);
+            const MeanOfAllocated source(segment, call.payloads, divisor, decay);
+            finite =
+                encode_allocated(call.codec, segment, Kept(source, segment.length, kept), call.rounding, out);
         } else {
             finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
                 const std::int64_t scales = scale_bytes(call.codec, segment);
                 const Level level(segment, call.magnitudes);
-                const Mean<Class> source(segment, level, call.payloads, scales,
-                                         static_cast<float>(call.divisor), static_cast<float>(call.decay));
-                return encode_from<Class>(segment, level, source, call.rounding, scales, out);
+                const Mean<Class> source(segment, level, call.payloads, scales, divisor, decay);
+                if constexpr (unit_bytes<Class> > 0)
+                    return encode_from<Class>(segment, level, Kept(source, segment.length, kept),
+                                              call.rounding, scales, out);
+                else
+                    return encode_from<Class>(segment, level, source, call.rounding, scales, out);
             });
         }
         if (!finite) discard(call.codec, segment, out, call.flags[row]);
@@ -175,7 +192,8 @@ bool decode_row(Codec codec, const Segment& segment, const float* magnitudes, co
         return decode_allocated(segment, payload, finish, added);
     }
     return with_codec(codec, segment.bits, [&]<class Class>() {
-        const PayloadView view{payload, payload + scale_bytes(codec, segment), Level(segment, magnitudes)};
+        const PayloadView view =
+            view_of<Class>(segment, Level(segment, magnitudes), payload, scale_bytes(codec, segment));
         const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
         return decode_segment<Class>(segment, view, finish, added);
     });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "decode.hpp"
 #include "encode.hpp"
@@ -99,8 +100,7 @@ class Mean final : public Source {
 
   private:
     PayloadView view(const std::uint8_t* payload) const {
-        const std::uint8_t* const scales = payload + segment_.payload;
-        return {scales, scales + scale_bytes_, level_};
+        return view_of<Codec>(segment_, level_, payload + segment_.payload, scale_bytes_);
     }
 
     const Segment& segment_;
@@ -109,5 +109,45 @@ class Mean final : public Source {
     std::int64_t scale_bytes_;
     F32 divisor_, decay_;
 };
+
+// What another source has, computed once, for encoders that go through a segment twice.
+class Kept final : public Source {
+  public:
+    // `c`: memory for the contributions. The first pass is in order.
+    Kept(const Source& source, std::int64_t length, std::vector<float>& c) : source_(source) {
+        c.resize(static_cast<std::size_t>(length + block_capacity));
+        c_ = c.data();
+    }
+
+    const float* block(std::int64_t first, std::int64_t count, float* scratch) const override {
+        const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);
+        if (first == done_) {
+            const float* const found = source_.block(first, count, c_ + first);
+            if (found != c_ + first) std::memcpy(c_ + first, found, bytes);
+            done_ += count;
+        }
+        if (count % lanes == 0) return c_ + first;
+        std::memcpy(scratch, c_ + first, bytes);
+        return scratch;
+    }
+
+  private:
+    const Source& source_;
+    float* c_;
+    mutable std::int64_t done_ = 0;
+};
+
+// Of all contributions of a source; not finite if one of them is not.
+inline float largest_magnitude(const Source& source, std::int64_t length) {
+    alignas(64) float scratch[block_capacity];
+    LInfNorm range;
+    for (std::int64_t first = 0; first < length; first += block_size) {
+        const std::int64_t count = smaller(block_size, length - first);
+        const float* const c = source.block(first, count, scratch);
+        for (std::int64_t i = count; i < whole_vectors(count); ++i) scratch[i] = LInfNorm::padding(scratch);
+        for (std::int64_t i = 0; i < count; i += lanes) range.add(load(c + i));
+    }
+    return range.norm();
+}
 
 }  // namespace gradcomp::GRADCOMP_BODY

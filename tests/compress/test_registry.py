@@ -61,6 +61,7 @@ GOOD = {
     "block_float:format=fp4_e2m1,block=none,rounding=nearest": BlockFloat(
         "fp4_e2m1", None, "nearest", feedback=None
     ),
+    "block_float:format=fp4_e2m1,block=16,scale=e4m3": BlockFloat("fp4_e2m1", 16, scale="e4m3"),
     "codebook: levels = 1e-3 / 1 ": Codebook([0.001, 1]),
     "codebook:levels=1": Codebook((1.0,)),
 }
@@ -119,7 +120,9 @@ BAD = {
     "block_float:block=0": "block must be",
     "block_float:rounding=up": "stochastic, nearest",
     "block_float:feedback=1": "true, false or none",
-    "block_float:bits=8": "block, feedback, format, rounding",
+    "block_float:bits=8": "block, feedback, format, rounding, scale",
+    "block_float:scale=e5m2": "e8m0, e4m3",
+    "block_float:scale=e4m3": "scale=e4m3 needs format=fp4_e2m1",
     "nuqsgd:bits=1": "from 2 to 8",
     "nuqsgd:bits=9": "from 2 to 8",
     "nuqsgd:bits=true": "from 2 to 8",

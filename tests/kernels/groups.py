@@ -28,6 +28,7 @@ CODECS = {
     "e4m3": segments.E4M3,
     "e5m2": segments.E5M2,
     "e2m1": segments.E2M1,
+    "nvfp4": segments.NVFP4,
     "least-bytes": segments.MINMAX_LEAST_BYTES,
     "least-error": segments.MINMAX_LEAST_ERROR,
 }

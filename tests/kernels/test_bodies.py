@@ -152,6 +152,35 @@ def test_long_segments_stream(codec: int, stochastic: bool) -> None:
         assert group.decode(native, encoded.payload) == group.decode(reference, encoded.payload)
 
 
+@pytest.mark.parametrize("codec", [*segments.QUANTISERS, segments.FP16])
+@ROUNDING
+def test_many_small_buckets(codec: int, stochastic: bool) -> None:
+    """Several are looked at together, but for what is left at the end, and all draw from one place on."""
+    rng = np.random.default_rng(0)
+    bits = nearest_level(codec, 4)
+    rows = [
+        Segment(
+            rng.normal(size=1575).astype(np.float32),
+            rng.normal(size=1575).astype(np.float32) if residual else None,
+            next_residual=residual,
+            bits=bits,
+            bucket_size=size,
+            start=5 * size,
+        )
+        for size in (16, 33, 48, 256)
+        for residual in (False, True)
+    ]
+    rows.append(Segment(np.full(1024, np.inf, np.float32), bits=bits, bucket_size=32))
+    group = Group(codec, rows)
+    encoded = group.encode(reference, stochastic=stochastic)
+    assert group.encode(native, stochastic=stochastic) == encoded
+    assert encoded.flags == [0] * 8 + [1]
+    payloads = [encoded.payload] * 3
+    assert group.reduce(native, payloads, stochastic=stochastic) == group.reduce(
+        reference, payloads, stochastic=stochastic
+    )
+
+
 AWKWARD = [
     0.0,
     -0.0,

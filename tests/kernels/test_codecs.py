@@ -50,6 +50,8 @@ def one(codec: int, gradient: Any, residual: Any = None, **row: Any) -> Group:
         (segments.CODEBOOK_LINF, 512, 8, 512, 4 + 512),
         (segments.E4M3, 65, 8, 32, 3 + 65),
         (segments.E2M1, 65, 4, 32, 3 + 33),
+        (segments.NVFP4, 65, 4, 16, 4 + 5 + 33),
+        (segments.NVFP4, 0, 4, 16, 0),
     ],
 )
 def test_wire_bytes(codec: int, length: int, bits: int, bucket_size: int, size: int) -> None:

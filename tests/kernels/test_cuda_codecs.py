@@ -43,7 +43,9 @@ def both(group: Group, kernel: str, *arguments: Any, **settings: Any) -> None:
         assert getattr(group, kernel)(cuda_body(order), *arguments, **settings) == expected
 
 
-@pytest.mark.parametrize("codec", ["minmax", "l2", "linf", "sign", "vote", "onebit", "codebook-l2", "e2m1"])
+@pytest.mark.parametrize(
+    "codec", ["minmax", "l2", "linf", "sign", "vote", "onebit", "codebook-l2", "e2m1", "nvfp4"]
+)
 def test_buckets_of_a_block(codec: str) -> None:
     rng = np.random.default_rng(0)
     bits = nearest_level(CODECS[codec], 3)

@@ -20,7 +20,10 @@ FAMILIES: dict[str, list[Any]] = {
     "l2": [Quantize(bits, bucket_size=100, scaling="l2") for bits in range(1, 9)],
     "linf": [Quantize(bits, bucket_size=1000, scaling="linf") for bits in (1, 2, 5)],
     "codebook": [NUQSGD(bits, bucket_size=37) for bits in (2, 3, 8)],
-    "block floats": [BlockFloat(form) for form in ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")],
+    "block floats": [
+        *(BlockFloat(form) for form in ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")),
+        BlockFloat("fp4_e2m1", 16, scale="e4m3"),
+    ],
     "casts": [Cast("float16"), Cast("bfloat16")],
     "a scale for all": [ScaledSign(bucket_size=None), TernGrad(bucket_size=None)],
     "several families": [Quantize(4), TopK(0.1), Quantize(2), Cast("bfloat16")],

@@ -14,7 +14,7 @@ from gradcomp.kernels.cuda.modules import Module, holding, modules
 
 FOLDER = Path(source.__file__).parent
 ARCHITECTURE = 75
-"""The oldest that gradcomp is for. What differs between architectures is not in our sources."""
+"""The oldest that gradcomp is for. Instructions of newer ones convert numbers; nothing else differs in our sources."""
 
 
 def parts(module: Module) -> tuple[str, ...]:
@@ -38,6 +38,18 @@ def test_compiles(module: Module) -> None:
 def test_compiles_for_newer_devices(architecture: int) -> None:
     module = holding("encode.cu", "encode_nearest", {"GRADCOMP_CLASS": "MinMax"})
     assert f".target sm_{architecture}" in nvrtc.ptx(module, architecture)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("E4M3", "e4m3x2"), ("E5M2", "e5m2x2")])
+def test_a_newer_device_converts_to_eight_bits_by_its_instruction(name: str, kind: str) -> None:
+    """To nearest; draws, and what the instruction does not know, take the arithmetic of the other bodies."""
+    word = f"cvt.rn.satfinite.{kind}.f32"
+    defines = {"GRADCOMP_CLASS": f"BlockFloat<{name}>"}
+    module = holding("encode.cu", "encode_nearest", defines)
+    assert word in nvrtc.ptx(module, 89)
+    assert nvrtc.cubin(module, 90)
+    assert "satfinite" not in nvrtc.ptx(module, ARCHITECTURE)
+    assert "satfinite" not in nvrtc.ptx(holding("encode.cu", "encode_stochastic", defines), 89)
 
 
 def test_every_kernel_of_every_source_is_in_a_module() -> None:

@@ -46,6 +46,10 @@ class Wrapper(Compressor):
         """The inner one at another level, wrapped."""
         return self.around(self.inner.with_level(level))
 
+    def alternatives(self) -> tuple[Compressor, ...]:
+        """The inner one's, wrapped."""
+        return tuple(self.around(inner) for inner in self.inner.alternatives())
+
     def dense(self, exact: Compressor) -> Compressor:
         """Wrapped as this one is."""
         return self.around(self.inner.dense(exact))

@@ -15,7 +15,7 @@ from gradcomp.core.vectors import Floats, Vector
 from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.codec import Codec, Draw, Table
 from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
-from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT
+from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT, UNIT_BYTES
 
 Doubles = npt.NDArray[np.float64]
 
@@ -33,7 +33,8 @@ def code_errors(
 
     Values on a device are measured there, all levels from one read, where elements do not share a scale with too many.
 
-    Takes, by choice, 4 bytes and a code for each of 32,768 elements; for the whole layer if its elements share a scale.
+    Takes, by choice, 4 bytes and a code for each of 32,768 elements; for the whole layer if its elements share a scale,
+    or its scales a unit.
     ConfigError if the budget does not allow one such piece, as small as it may be cut.
     """
     found = np.zeros(len(choices))
@@ -55,7 +56,8 @@ def code_errors(
             found[rows] = _lost_on(device, codec, table[rows], values, draw)
             continue
         here = values.read() if here is None else here
-        at_once, piece = _portions(codec, table[rows], min(cut, values.size), budget)
+        smallest = values.size if codec.kind in UNIT_BYTES else min(cut, values.size)
+        at_once, piece = _portions(codec, table[rows], smallest, budget)
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             found[some] = _lost(codec, table[some], here, piece, draw)

@@ -171,23 +171,46 @@ struct Payload {
 
     explicit Payload(const Segment& segment)
         : bucket_size(Class::record_bytes > 0 ? segment.bucket_size : 2048),
-          scale_bytes((segment.length + bucket_size - 1) / bucket_size * Class::record_bytes) {}
+          scale_bytes((segment.length + bucket_size - 1) / bucket_size * Class::record_bytes +
+                      (segment.length > 0 ? unit_bytes<Class> : 0)) {}
 };
 
-// The record of a bucket, as it comes from memory.
+// Where in a payload the record of a bucket is.
+template <class Class>
+inline std::int64_t place_of_record(std::int64_t bucket) {
+    return unit_bytes<Class> + bucket * Class::record_bytes;
+}
+
+// The record of a bucket, as it comes from memory, and the unit of its scales.
 template <class Class>
 struct Record {
     static constexpr int bytes = static_cast<int>(Class::record_bytes);
-    std::uint32_t words[(bytes + 3) / 4 + (bytes == 0 ? 1 : 0)];
+    static constexpr int own_words = (bytes + 3) / 4 + (bytes == 0 ? 1 : 0);
+    std::uint32_t words[own_words + (unit_bytes<Class> > 0 ? 1 : 0)];
 
     void read(const std::uint8_t* payload, std::int64_t bucket) {
-        if constexpr (bytes > 0) read_words(payload + bucket * bytes, bytes, words);
+        if constexpr (bytes > 0) read_words(payload + place_of_record<Class>(bucket), bytes, words);
+        if constexpr (unit_bytes<Class> > 0) {
+            std::uint32_t unit[1];
+            read_words(payload, sizeof unit, unit);
+            words[own_words] = unit[0];
+        }
     }
 
-    Class codec(const Level& level) const {
+    Class codec(Level level) const {
+        if constexpr (unit_bytes<Class> > 0)
+            level.unit = float_of(static_cast<std::int32_t>(words[own_words]));
         return Class(reinterpret_cast<const std::uint8_t*>(words), level);
     }
 };
+
+// What an encoder of a row needs. `largest`: the magnitude that the unit of scales follows from.
+template <class Class>
+inline Level level_of(const Segment& segment, const float* magnitudes, const float* largest) {
+    Level level(segment, magnitudes);
+    if constexpr (unit_bytes<Class> > 0) level.unit = Class::unit_for(*largest);
+    return level;
+}
 
 // A codec from its record.
 template <class Class>

@@ -32,8 +32,10 @@ from gradcomp.kernels.segments import (
     LEVELS,
     LINF,
     MINMAX,
+    NVFP4,
     ONEBIT,
     SIGN,
+    UNIT_BYTES,
     VOTE,
     Bytes,
     SegmentTable,
@@ -57,6 +59,7 @@ _CLASSES = {
     E2M1: "BlockFloat<E2M1>",
     E4M3: "BlockFloat<E4M3>",
     E5M2: "BlockFloat<E5M2>",
+    NVFP4: "BlockFloatInUnits<E2M1>",
 }
 _ONE_BIT = {L2: "PureSign<L2Norm>", LINF: "PureSign<LInfNorm>"}
 # What encodes one bit to nearest: it has scales of its own.
@@ -71,6 +74,7 @@ _PART = 16 * 4096  # elements of a larger one that a block reads
 _TEAMS = THREADS // 16
 _PIECE = 2048  # elements that stand for a bucket where codecs know none
 _DECODED = 4 * GROUP * THREADS  # elements that a block decodes
+_READ_FOR_UNIT = 8 * GROUP * THREADS  # elements that a block reads for the unit of a row's scales
 _BLOCKS_OF_A_ROW = 32  # at most so many look for an element that is not zero, and stop when one has found it
 
 Rows = npt.NDArray[np.int64]
@@ -100,7 +104,10 @@ def write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays, only: Rows
             parameters = (*rows, written, 0, job.bad, *addresses_of(call, sent), *FACTORS)
             call.launch("rows.cu", f"{stem}_doubles", blocks, *parameters)
         else:
-            common = (*addresses_of(call, sent), _magnitudes(call, arrays), *DRAWS, *FACTORS)
+            largest = call.workspace(4 * len(members), zero=True) if codec in UNIT_BYTES else 0
+            common = (*addresses_of(call, sent), _magnitudes(call, arrays), largest, *DRAWS, *FACTORS)
+            if codec in UNIT_BYTES:
+                find_largest(call, name, stem, job.table, job.rows, common)
             _encode_class(call, codec, name, stem, rounding(drawn), job, written, common)
         part = (call.give(begins[members]), call.give(sizes[members]))
         call.launch("rows.cu", "discard", len(members), job.bad, written, *part)
@@ -153,6 +160,15 @@ def write_nonzero(call: Call, table: SegmentTable, out: Bytes) -> None:
     call.launch("rows.cu", "nonzero", blocks, *rows, job.bad)
 
 
+def find_largest(
+    call: Call, name: str, stem: str, table: SegmentTable, rows: Parameter, common: tuple[Parameter, ...]
+) -> None:
+    """The largest magnitude of every row, to where ``common``, the end of the parameters, says."""
+    places = places_of(-(-table["length"] // _READ_FOR_UNIT))
+    parameters = (rows, call.give(places), len(places), *(0,) * 6, *common)
+    call.launch("ranges.cu", f"{stem}_largest", len(places), *parameters, defines={"GRADCOMP_CLASS": name})
+
+
 def collect(call: Call, noted: Ref, members: Rows, found: Ref) -> None:
     """Notes of some rows, into those of all."""
     where = call.give(members.astype(np.int64))
@@ -164,7 +180,7 @@ class _Job:
 
     def __init__(self, call: Call, table: SegmentTable, bad: Ref, source: Source | None = None) -> None:
         self._call = call
-        self._rows = call.give(table, source)
+        self.rows = call.give(table, source)
         self.table = table
         self.bad = bad
 
@@ -177,12 +193,12 @@ class _Job:
     def tiled(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
         """Blocks for so many tiles per row, and the parameters that kernels of rows.cu begin with."""
         begins = tiles(counts)
-        return int(begins[-1]), (self._rows, self._call.give(begins), len(self.table))
+        return int(begins[-1]), (self.rows, self._call.give(begins), len(self.table))
 
     def placed(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
         """Tiles for encode.cu, ranges.cu and decode.cu: blocks find a tile's row in a table."""
         places = places_of(counts)
-        return len(places), (self._rows, self._call.give(places))
+        return len(places), (self.rows, self._call.give(places))
 
 
 def _encode_class(

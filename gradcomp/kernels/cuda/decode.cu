@@ -62,7 +62,7 @@ inline void fetch_ahead(const DecodeParams& params, const Part& part) {
                 bytes_of<Code>(static_cast<int>(smaller(held, part.left)), part.segment.bits), team_rank(),
                 team_threads);
     if (Class::record_bytes > 0 && team_rank() == 0)
-        prefetch_l2(payload + part.begin / layout.bucket_size * Class::record_bytes);
+        prefetch_l2(payload + place_of_record<Class>(part.begin / layout.bucket_size));
 }
 
 // `each` gets the numbers of strips, their values and how many there are; `enter` gets every codec that a

@@ -112,7 +112,7 @@ inline Class find_codec(const EncodeParams& params, const Job& job, const Stage&
         if (several && (end % chunk_elements == 0 || end >= most)) range.end_chunk(trees);
     }
     if (several) range.join(trees);
-    const Class codec(range, Level(job.segment, at<float>(params.magnitudes)), elements);
+    const Class codec(range, job.level(params), elements);
     job.write(params, codec);
     return codec;
 }

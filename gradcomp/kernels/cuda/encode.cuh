@@ -24,6 +24,7 @@ struct EncodeParams {
     std::uint64_t payloads;      // addresses, of reduce
     std::int64_t payload_count;
     std::uint64_t magnitudes;
+    std::uint64_t largest;  // magnitude of each row's contributions, where scales have a unit
     std::uint64_t seed;
     std::int64_t step, rank;
     double scale, decay, divisor;
@@ -71,11 +72,18 @@ struct Job {
         return to<std::uint8_t>(params.payload) + segment.payload;
     }
 
+    // Bits and magnitudes of the row, and the unit of its scales.
+    Level level(const EncodeParams& params) const {
+        return level_of<Class>(segment, at<float>(params.magnitudes), at<float>(params.largest) + row);
+    }
+
     // By one thread of each team: the record of the bucket, and whether it is sound.
     void write(const EncodeParams& params, const Class& codec) const {
         if (team_rank() != 0 || elements <= 0) return;
         if (!codec.representable()) to<std::uint8_t>(params.bad)[row] = 1;
-        codec.write(payload(params) + bucket * Class::record_bytes);
+        if constexpr (unit_bytes<Class> > 0)
+            if (bucket == 0) write_float(payload(params), level(params).unit);
+        codec.write(payload(params) + place_of_record<Class>(bucket));
     }
 };
 

@@ -22,6 +22,7 @@ struct LossParams {
     std::int64_t levels;
     std::uint64_t partial;  // tiles x levels doubles
     std::uint64_t magnitudes;
+    std::uint64_t largest;  // magnitude of each row's values, where scales have a unit
     std::uint64_t seed;
     std::int64_t step, rank;
     double scale, decay;  // what a source of contributions wants
@@ -66,7 +67,9 @@ inline void find_losses(const LossParams& params) {
 
     for (int level = 0; level < params.levels; ++level) {
         segment.bits = at<std::int32_t>(params.bits)[level];
-        const Class codec(range, Level(segment, at<float>(params.magnitudes)), end > begin ? end - begin : 1);
+        const Level of_row =
+            level_of<Class>(segment, at<float>(params.magnitudes), at<float>(params.largest) + row);
+        const Class codec(range, of_row, end > begin ? end - begin : 1);
         double sum = 0.0;
         const auto add = [&](const float (&x)[8], std::int64_t first) {
             float u[8] = {};

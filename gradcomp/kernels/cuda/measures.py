@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
-from gradcomp.kernels.cuda.codes import encoders_of, rounding
+from gradcomp.kernels.cuda.codes import encoders_of, find_largest, rounding
 from gradcomp.kernels.cuda.prepared import Kernels
-from gradcomp.kernels.segments import STOCHASTIC, Magnitudes, SegmentTable
+from gradcomp.kernels.segments import STOCHASTIC, UNIT_BYTES, Magnitudes, SegmentTable
 
 Doubles = npt.NDArray[np.float64]
 
@@ -35,8 +35,9 @@ class MeasureKernels(Kernels):
     ) -> Doubles:
         """(rows, levels): sums of (g - decode(encode(g)))^2, inf where a scale would not be finite.
 
-        One read of the gradients for up to 32 levels, buckets of at most LARGEST_BUCKET elements. ``bits`` stands for
-        the table's; ``draw`` is that of :func:`gradcomp.kernels.reference.encode`.
+        One read of the gradients for up to 32 levels, and one before where scales have a unit, which is that of whole
+        rows; buckets of at most LARGEST_BUCKET elements. ``bits`` stands for the table's; ``draw`` is that of
+        :func:`gradcomp.kernels.reference.encode`.
         """
         size = np.minimum(table["bucket_size"], np.maximum(table["length"], 1))
         if size.max(initial=1) > LARGEST_BUCKET:
@@ -50,7 +51,10 @@ class MeasureKernels(Kernels):
         drawn = draw is not None and codec in STOCHASTIC
         words = (0, 0, 0) if draw is None else (draw.seed, draw.step, draw.rank)
         parts = []
+        largest = call.workspace(4 * len(table), zero=True) if codec in UNIT_BYTES else 0
         for name, members in encoders_of(codec, bits, drawn):
+            if codec in UNIT_BYTES:
+                find_largest(call, name, "encode", table, rows, (0, 0, 0, largest, 0, 0, 0, 1.0, 1.0, 1.0))
             for first in range(0, len(members), _MOST_LEVELS):
                 levels = members[first : first + _MOST_LEVELS]
                 partial = np.zeros((int(begins[-1]), len(levels)))
@@ -60,7 +64,7 @@ class MeasureKernels(Kernels):
                     f"losses_{rounding(drawn)}",
                     int(begins[-1]),
                     *(rows, where, len(table)),
-                    *(call.give(bits[levels]), len(levels), call.result(partial), scales),
+                    *(call.give(bits[levels]), len(levels), call.result(partial), scales, largest),
                     *(*words, 1.0, 1.0),
                     defines={"GRADCOMP_CLASS": name},
                 )

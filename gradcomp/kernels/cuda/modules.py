@@ -13,7 +13,7 @@ import numpy as np
 from gradcomp.kernels.cuda.codes import CODED, classes_of, encoders_of, has_buckets, rounding
 from gradcomp.kernels.cuda.factors import RANKS
 from gradcomp.kernels.cuda.source import PRELUDE, flat, options
-from gradcomp.kernels.segments import LEVELS, STOCHASTIC
+from gradcomp.kernels.segments import LEVELS, STOCHASTIC, UNIT_BYTES
 
 FAMILY: Final = "GRADCOMP_FAMILY"
 """Names the part of a source that is compiled; all of it is without this definition."""
@@ -97,6 +97,10 @@ def _of_codec(codec: int) -> Iterator[Module]:
     for drawn in (False, True) if codec in STOCHASTIC else (False,):
         for name, _ in encoders_of(codec, bits, drawn):
             yield from _of_encoder(name, rounding(drawn), has_buckets(codec))
+    if codec in UNIT_BYTES:
+        for name, _ in classes_of(codec, bits):
+            kernels = ("encode_largest", "reduce_largest")
+            yield Module("ranges.cu", kernels, (("GRADCOMP_CLASS", name),), "LARGEST")
 
 
 def _of_encoder(name: str, how: str, any_bucket: bool) -> Iterator[Module]:

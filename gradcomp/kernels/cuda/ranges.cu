@@ -2,8 +2,10 @@
 // of encode.cu.
 //
 // A team reads a bucket of up to 8192 elements. Larger ones, whole layers among them, are cut into parts of
-// 16 chunks, a block each; then a team joins what the blocks of a bucket have found.
+// 16 chunks, a block each; then a team joins what the blocks of a bucket have found. Where scales have a
+// unit, a pass over all rows comes before.
 
+#include "block.cuh"
 #include "encode.cuh"
 
 using namespace gradcomp;
@@ -43,8 +45,7 @@ inline void find_ranges(const EncodeParams& params) {
     const Job job(params, Place(params.places, blockIdx.x));
     if (job.most <= 0) return;
     const Source source(params, job.segment);
-    keep(params, job,
-         Class(range_of(source, job), Level(job.segment, at<float>(params.magnitudes)), job.elements));
+    keep(params, job, Class(range_of(source, job), job.level(params), job.elements));
 }
 
 // --- a block for each part of a bucket ---
@@ -158,7 +159,36 @@ inline void join(const EncodeParams& params) {
             for (int kind = 0; kind < 2; ++kind) trees[kind].add(tree_of_team(part.sums[kind].sum));
     }
     range.join(trees);
-    keep(params, job, Class(range, Level(job.segment, at<float>(params.magnitudes)), job.elements));
+    keep(params, job, Class(range, job.level(params), job.elements));
+}
+
+// --- the largest magnitude of every row ---
+
+// What a block reads of a row.
+inline constexpr std::int64_t largest_elements = 8 * 256 * group;
+
+// Bits of magnitudes ascend with them: blocks may come in any order.
+template <class Source>
+inline void find_largest(const EncodeParams& params) {
+    const Place place(params.places, blockIdx.x);
+    const Segment& segment = at<Segment>(params.rows)[place.row];
+    const Source source(params, segment);
+    const std::int64_t begin = std::int64_t{place.tile} * largest_elements;
+    std::uint32_t largest = 0;
+#pragma unroll 1
+    for (std::int64_t first = begin + group * threadIdx.x; first < begin + largest_elements;
+         first += 256 * group) {
+        const int count = count_of(segment.length - first);
+        float c[8] = {};
+        if (count > 0) source.read(first, count, c);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const auto bits = static_cast<std::uint32_t>(magnitude_bits(F32{c[i]}).v);
+            if (i < count) largest = bits > largest ? bits : largest;
+        }
+    }
+    largest = reduce_block(largest, [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; });
+    if (threadIdx.x == 0) atomicMax(to<std::uint32_t>(params.largest) + place.row, largest);
 }
 
 }  // namespace gradcomp::cuda
@@ -166,6 +196,7 @@ inline void join(const EncodeParams& params) {
 // The families of this source; modules.py lists which of them are compiled, and for what.
 #define RANGES 1
 #define PARTS 2
+#define LARGEST 3
 
 #if IN_MODULE(RANGES)
 KERNEL(256, 2) encode_ranges(const EncodeParams __grid_constant__ params) {
@@ -185,5 +216,14 @@ KERNEL(256, 2) reduce_parts(const EncodeParams __grid_constant__ params) {
 }
 KERNEL(256, 2) join_parts(const EncodeParams __grid_constant__ params) {
     join(params);
+}
+#endif
+
+#if IN_MODULE(LARGEST)
+KERNEL(256, 2) encode_largest(const EncodeParams __grid_constant__ params) {
+    find_largest<FromGradient>(params);
+}
+KERNEL(256, 2) reduce_largest(const EncodeParams __grid_constant__ params) {
+    find_largest<FromPayloads<Class>>(params);
 }
 #endif

@@ -229,7 +229,7 @@ class FromPayloads {
             const std::uint8_t* const payload = from(sender);
             cuda::fetch_ahead(payload + layout_.scale_bytes + place_of_codes<Code>(first, segment_.bits),
                               bytes_of<Code>(count, segment_.bits), thread, threads);
-            if (thread == 0 && Class::record_bytes > 0) prefetch_l2(payload + bucket * Class::record_bytes);
+            if (thread == 0 && Class::record_bytes > 0) prefetch_l2(payload + place_of_record<Class>(bucket));
         }
         if (segment_.residual != 0)
             cuda::fetch_ahead(at<float>(segment_.residual) + first, 4 * count, thread, threads);

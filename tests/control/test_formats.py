@@ -1,0 +1,127 @@
+"""Formats of block floats as levels: they have no number, so a controller chooses among compressors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from copy import deepcopy
+
+import numpy as np
+import pytest
+from control.observed import environment, specs
+from loudest import levels
+
+from gradcomp import Accordion, BlockFloat, KMeans, LayerSpec, LGreCo, Linear, MomentumCorrection, Quantize
+from gradcomp.control import controller_from_string
+from gradcomp.control.candidates import default_levels, make_candidates
+from gradcomp.control.distortion.errors import errors
+from gradcomp.control.ends import crowded_ends
+from gradcomp.core.levels import histogram
+from gradcomp.core.plan import Plan
+from gradcomp.core.scheme import parse
+from gradcomp.core.topology import Topology
+from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.testing.simulation import Simulation
+
+LAYERS = [LayerSpec("quiet", (64, 96)), LayerSpec("b", (300, 20)), LayerSpec("loud", (40, 500))]
+EIGHT, FOUR = BlockFloat("fp8_e4m3"), BlockFloat("fp4_e2m1")
+STEPS = 14
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (EIGHT, [EIGHT, FOUR]),
+        (FOUR, [EIGHT, FOUR]),
+        (BlockFloat("fp8_e5m2", 64), [BlockFloat(f, 64) for f in ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")]),
+        (
+            BlockFloat("fp4_e2m1", 16, scale="e4m3"),
+            [BlockFloat("fp8_e4m3", 16), BlockFloat("fp4_e2m1", 16, scale="e4m3")],
+        ),
+        (MomentumCorrection(EIGHT), [MomentumCorrection(EIGHT), MomentumCorrection(FOUR)]),
+    ],
+)
+def test_the_default_range_is_eight_and_four_bits(own, expected):
+    assert default_levels(own) == default_levels(own, wide=True) == expected
+
+
+def test_what_formats_lose_of_a_layer():
+    values = np.random.default_rng(0).normal(size=6144).astype(np.float32)
+    eight, four = errors([EIGHT, FOUR], LAYERS[0], values, seed=0) / np.linalg.norm(values)
+    assert 0.01 < eight < 0.05
+    assert 0.1 < four < 0.3
+
+
+def test_a_range_of_formats_has_no_ends_that_could_be_crowded():
+    candidates = make_candidates(specs([400, 400]), [EIGHT] * 2, None, parse("sra"), Topology.one_host(2))
+    assert [len(choices) for choices in candidates.choices] == [2, 2]
+    assert crowded_ends(candidates, np.array([1, 1])) == []
+
+
+@pytest.mark.parametrize(
+    "controller", [KMeans(10), Linear(10), LGreCo(10, accordion=Accordion(EIGHT, FOUR, every_steps=10))]
+)
+def test_every_periodic_controller_has_this_range(controller):
+    (choices,) = controller.candidate_levels(environment([640], own=EIGHT)).choices
+    assert set(choices) == {EIGHT, FOUR}
+
+
+def job(controller, own=EIGHT) -> Simulation:
+    return Simulation(LAYERS, own, 2, controller=controller)
+
+
+def drawn(step: int):
+    """Every layer a thousand times as large as the one before it."""
+    rng = np.random.default_rng(step)
+    return [
+        [(1000.0**k * rng.normal(size=layer.size)).astype(np.float32) for k, layer in enumerate(LAYERS)]
+        for _ in range(2)
+    ]
+
+
+def go_on(ranks: Simulation, first: int) -> list:
+    """Means and compressors after every step."""
+    found = []
+    for step in range(first, STEPS):
+        means = [mean.tobytes() for mean in ranks.step(drawn(step)).all_means()]
+        levels(ranks)
+        found.append((means, [a.compressor for a in ranks.pipelines[0].plan.assignments]))
+    return found
+
+
+def test_layers_that_lose_little_take_four_bits(caplog):
+    caplog.set_level(logging.INFO, "gradcomp")
+    ranks = job(LGreCo(4))
+    _, plan = go_on(ranks, 0)[-1]
+    assert plan[0] == FOUR.to_string()
+    assert plan[-1] == EIGHT.to_string()
+    agreed = ranks.pipelines[0].plan
+    assert Plan.from_json(agreed.to_json()) == agreed
+    assert "block_float(format=fp4_e2m1) x" in histogram(agreed)
+    assert "block_float(format=fp8_e4m3) x" in histogram(agreed)
+    assert "up for choice" not in caplog.text
+
+
+def test_formats_beside_levels_of_another_family():
+    controller = LGreCo(4, levels=[EIGHT, FOUR, Quantize(4)], alpha=1.0)
+    assert controller_from_string(
+        "lgreco:every_steps=4,levels=[block_float]/[block_float:format=fp4_e2m1]/[quantize:bits=4]"
+    ) == LGreCo(4, levels=(EIGHT, FOUR, Quantize(4)))
+    _, plan = go_on(job(controller), 0)[-1]
+    assert plan[-1] == EIGHT.to_string()
+    assert plan[0] in (FOUR.to_string(), Quantize(4).family_string())
+
+
+@pytest.mark.parametrize("own", [EIGHT, BlockFloat(rounding="nearest")], ids=["draws", "feedback"])
+def test_a_resumed_run_has_the_same_formats(own):
+    whole, saved, expected = job(LGreCo(3), own), {}, []
+    for step in range(STEPS):
+        saved[step] = deepcopy([snapshot(p) for p in whole.pipelines])
+        means = [mean.tobytes() for mean in whole.step(drawn(step)).all_means()]
+        expected.append((means, [a.compressor for a in whole.pipelines[0].plan.assignments]))
+    assert len({json.dumps(plan) for _, plan in expected}) > 1
+    for at in (2, 5, 9):
+        resumed = job(LGreCo(3), own)
+        for pipeline, state in zip(resumed.pipelines, saved[at], strict=True):
+            restore(pipeline, state)
+        assert go_on(resumed, at) == expected[at:]
