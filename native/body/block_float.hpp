@@ -60,6 +60,7 @@ class FormatCodes {
     static constexpr std::int64_t record_bytes = 1;
     static constexpr bool draws = true;
     static constexpr bool bounded = true;
+    static constexpr bool small_buckets = true;
 
     bool representable() const { return representable_; }
 
