@@ -53,7 +53,7 @@ import compressions
 import hosts
 import report
 from convergence_results import BAR, Run, as_it_must, evaluate, merge, show
-from convergence_rows import METRICS, RESNET, TASKS, Arm, choose
+from convergence_rows import GPT, METRICS, RESNET, TASKS, Arm, choose
 from convergence_tasks import Settings, load, make_job, train
 from options import add_training, check_training
 
@@ -228,7 +228,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_training(parser, TASKS)
+    add_training(parser, (*TASKS, GPT))
     parser.add_argument("--rows", help="some rows only, comma-separated; see convergence_rows.py")
     parser.add_argument("--digits-epochs", type=int, default=60)
     parser.add_argument("--compression", action="append", default=[], help="a further row, in string form")

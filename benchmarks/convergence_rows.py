@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 DIGITS, LSTM, RESNET = TASKS = ("digits", "lstm", "resnet")
-GPT = "gpt"  # of adaptive.py alone
+GPT = "gpt"  # only where it is asked for
 #: Metric of each task, and the sign of a change for the worse.
 METRICS = {
     DIGITS: ("accuracy", -1.0), LSTM: ("perplexity", 1.0), RESNET: ("accuracy", -1.0), GPT: ("perplexity", 1.0),
