@@ -151,8 +151,8 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
 
-    ``exact``: how excluded layers travel. ``residuals``: what they are kept in. ``compressible_bytes_per_step``: of
-    the others, over the run, by formula.
+    ``exact``: how excluded layers travel. ``residuals``: the dtype that residuals are kept in.
+    ``compressible_bytes_per_step``: of the layers that are not excluded, over the run, by formula.
     With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
     """
     import torch

@@ -83,13 +83,17 @@ def _import_problem() -> str | None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if problem := _import_problem():
         pytest.exit(f"{problem}. Tests run against the installed package: use `make test`.", returncode=3)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays to the end: the garbage collector need not look at it again and again."""
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: the garbage collector need not look at it again and again."""
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

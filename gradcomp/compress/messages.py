@@ -27,7 +27,7 @@ class Sum:
     ``by_kernels``: kernels that take tables alone touch the view, before and after, so that it may be a device's
     (:mod:`gradcomp.kernels.cuda.mirrors`, whose ``fill`` may be used too).
 
-    ``settles``: it is the only message, and next residuals are final when it is written: they need no float32 memory
+    ``finalises``: it is the only message, and next residuals are final when it is written: they need no float32 memory
     from then on.
     """
 
@@ -35,7 +35,7 @@ class Sum:
     write: Callable[[Floats], Bytes]
     dtype: str = "float32"
     by_kernels: bool = False
-    settles: bool = False
+    finalises: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +55,11 @@ class Gather:
     """Ask for every rank's payload of at most ``max_bytes``.
 
     ``write(view)`` fills the payload, in a view of ``max_bytes``, and returns one flag per segment and the bytes used.
-    With ``fixed`` that is always ``max_bytes``; else sizes travel with
-    the first bytes, and what is larger than of late takes a second round.
+    With ``fixed`` that is always ``max_bytes``; else sizes travel with the first bytes, and what is larger than of late
+    takes a second round.
     ``reply.data`` lists the payloads in rank order; their lengths are what was announced, their bytes nobody checked.
 
-    ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's. ``settles``: as in
+    ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's. ``finalises``: as in
     :class:`Sum`.
 
     ``select`` finds out how much there is to write: it does nothing but call kernels, none of which needs what another
@@ -72,7 +72,7 @@ class Gather:
     fixed: bool = True
     by_kernels: bool = False
     select: Callable[[], None] | None = None
-    settles: bool = False
+    finalises: bool = False
 
     def write_at_once(self, view: Bytes) -> tuple[Bytes, int]:
         """Both parts, where kernels are through when they return."""
@@ -95,7 +95,7 @@ class Broadcast:
     fixed: bool = True
     by_kernels: ClassVar[bool] = False
     select: ClassVar[None] = None
-    settles: ClassVar[bool] = False
+    finalises: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,7 @@ class Sampled(Gathering):
 
     def open(self, step: int) -> None:
         """A sample is due, and there is room for it."""
-        self._settle()
+        self._measure_committed()
         self._heard[:] = False
         self._due = int(np.searchsorted(self._steps, step, side="right"))
         due = self._last < self._due and step < self._every  # late work does not make a period longer
@@ -126,7 +126,7 @@ class Sampled(Gathering):
             self._heard &= present
             self._committed = bool(self._heard.any())
 
-    def _settle(self) -> None:
+    def _measure_committed(self) -> None:
         """Measure what was committed."""
         if not self._committed:
             return
@@ -143,7 +143,7 @@ class Sampled(Gathering):
 
     def close(self) -> None:
         """The next period's table begins anew."""
-        self._settle()
+        self._measure_committed()
         self._closed, self._current, self._last = self._current, self._nothing(), 0
 
     def measuring(self) -> Callable[[], Doubles]:
@@ -162,7 +162,7 @@ class Sampled(Gathering):
 
     def state(self) -> dict[str, dict[str, Floats]]:
         """By layer, how many samples were taken and its row; waits for the sample that is being measured."""
-        self._settle()
+        self._measure_committed()
         kinds = {"sampled": self._current, **({} if self._closed is None else {"measured": self._closed})}
         return {
             kind: {

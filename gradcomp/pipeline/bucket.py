@@ -64,16 +64,16 @@ class BucketProgram:
             ]
             self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
         #: Whether first residuals are final when the first round leaves.
-        self.settles = all(
-            self._reduction_settles if isinstance(message, Reduce) else message.settles
+        self.finalises = all(
+            self._reduction_finalises if isinstance(message, Reduce) else message.finalises
             for group, message in zip(bucket.groups, first, strict=True)
             if group.feedback
         )
         self._rows: Sequence[int] = ()
 
     @property
-    def _reduction_settles(self) -> bool:
-        return self.reduction is not None and self.reduction.settles
+    def _reduction_finalises(self) -> bool:
+        return self.reduction is not None and self.reduction.finalises
 
     def assign(self, rows: Sequence[int]) -> None:
         """Rows of the second residual, in the order of the reduction's ranges."""

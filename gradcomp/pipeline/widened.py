@@ -83,13 +83,13 @@ class Spares:
 
 
 class Copies:
-    """Pieces of a buffer as float32, from the first time that their addresses are asked for until :meth:`settle`."""
+    """Pieces of a buffer as float32, from the first time that their addresses are asked for until :meth:`finalise`."""
 
     def __init__(self, pieces: Pieces, buffer: Bfloat16Buffer, draw: Draw, spares: Spares) -> None:
         self._pieces, self._buffer, self._draw, self._spares = pieces, buffer, draw, spares
         self._number: int | None = None  # of what is borrowed
         self._bases = np.zeros(0, dtype=np.uint64)
-        self._settled = False
+        self._final = False
 
     @property
     def is_open(self) -> bool:
@@ -104,7 +104,7 @@ class Copies:
         return at, at
 
     def _widen(self) -> None:
-        assert not self._settled, "next residuals were final"
+        assert not self._final, "next residuals were final"
         pieces, buffer = self._pieces, self._buffer
         self._number, vector = self._spares.take(pieces.size)
         self._bases = pieces.bases(len(buffer.lengths), vector.address)
@@ -114,17 +114,16 @@ class Copies:
         table["payload"] = 2 * (buffer.places(pieces.rows)[0] + pieces.starts)
         _ROUNDED.decode(table, buffer.payload, np.zeros(len(table), dtype=np.uint8))
 
-    def settle(self) -> None:
+    def finalise(self) -> None:
         """Kernels are through: the buffer's next values are what the copies hold, rounded."""
-        if self._number is None:
-            return
+        assert self._number is not None, "there are copies"
         table = self._pieces.table
         table["payload"] = 2 * (self._buffer.places(self._pieces.rows)[1] + self._pieces.starts)
         # A piece with a value that is not finite becomes zeros; its layer says so, and nothing is committed.
         ignored = np.zeros(len(table), dtype=np.uint8)
         _ROUNDED.encode(table, self._buffer.payload, ignored, self._draw)
         self._spares.give(self._number)
-        self._number, self._settled = None, True
+        self._number, self._final = None, True
 
 
 class Widened:
@@ -137,7 +136,7 @@ class Widened:
         own, owner = (Draw(draw.seed, draw.step, rank ^ RESIDUAL_BIT) for rank in (draw.rank, OWNER_RANK))
         self.first = Copies(program.first_pieces, first, own, spares)
         self.second = Copies(program.second_pieces, second, owner, spares)
-        self._settles = program.settles
+        self._finalises = program.finalises
 
     def around(self, running: Generator[Framed, None, None], span: Span) -> Generator[Framed, None, None]:
         """The bucket's program, with residuals rounded as soon as they are final.
@@ -147,14 +146,14 @@ class Widened:
         """
         for step in running:
             if isinstance(step, list):
-                self._settle(self.second, span)
-                if self._settles:
-                    self._settle(self.first, span)
+                self._finalise(self.second, span)
+                if self._finalises:
+                    self._finalise(self.first, span)
             yield step
-        self._settle(self.second, span)
-        self._settle(self.first, span)
+        self._finalise(self.second, span)
+        self._finalise(self.first, span)
 
-    def _settle(self, copies: Copies, span: Span) -> None:
+    def _finalise(self, copies: Copies, span: Span) -> None:
         if copies.is_open:
             with span("encode"):
-                copies.settle()
+                copies.finalise()

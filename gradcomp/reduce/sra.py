@@ -40,7 +40,7 @@ class ScatterReduceAllgather(Reduction):
     """
 
     by_kernels = True
-    settles = True
+    finalises = True
 
     def __init__(
         self,

@@ -188,7 +188,7 @@ class Sparse(Compressor):
 
         by_kernels = self.by_kernels and form.fixed
         begin = select if apart else None
-        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, begin, settles=True)
+        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, begin, finalises=True)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
 

@@ -22,12 +22,13 @@ from gradcomp.kernels.cuda.codes import (
     Arrays,
     addresses_of,
     collect,
+    payload_of,
     rounding,
 )
 from gradcomp.kernels.cuda.layout import Real, Source
 from gradcomp.kernels.cuda.places import to_read, to_write
 from gradcomp.kernels.cuda.prepared import source_of
-from gradcomp.kernels.segments import FLOAT32, SegmentTable, check_table, groups_of, wire_bytes_table
+from gradcomp.kernels.segments import SegmentTable, check_table, groups_of, wire_bytes_table
 
 SOURCE = "bits.cu"
 _TEAMS = THREADS // 16
@@ -68,9 +69,7 @@ def write_decode_bits(call: Call, codec: int, with_output: npt.NDArray[np.bool_]
     """decode, of the rows that are chosen."""
     table, payload, bad, _, flags = arrays
     chosen = np.flatnonzero(with_output)
-    check_table(codec, table[chosen], len(payload))
-    begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
-    given = to_read(call, payload, PAYLOAD, begins, sizes)
+    given = payload_of(call, codec, table[chosen], payload)
     found = call.result(bad, Source(BAD), zero=True)
     job = _Job(call, codec, table, chosen, 0)
     skipped = call.give(flags[chosen], source_of(OTHERS, chosen, len(table)))
@@ -84,11 +83,7 @@ def write_decode_add_bits(call: Call, codec: int, with_output: npt.NDArray[np.bo
     """decode_add, of the rows that are chosen."""
     table, payload, _, _ = arrays
     chosen = np.flatnonzero(with_output)
-    check_table(codec, table[chosen], len(payload))
-    if (table["dtype"][chosen] != FLOAT32).any():
-        raise ValueError("decode_add adds to float32 outputs only")
-    begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
-    given = to_read(call, payload, PAYLOAD, begins, sizes)
+    given = payload_of(call, codec, table[chosen], payload, added=True)
     job = _Job(call, codec, table, chosen, 0)
     common: dict[str, Any] = {"payload": given, "factors": (Real(0), 1.0, 1.0)}
     job.launch("bits_starts", np.ones(len(chosen), np.int64), **common)

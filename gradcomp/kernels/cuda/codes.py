@@ -118,9 +118,7 @@ def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arr
     """decode, of the rows that are chosen."""
     table, payload, bad, _, flags = arrays
     chosen = np.flatnonzero(with_output)
-    check_table(codec, table[chosen], len(payload))
-    begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
-    given = to_read(call, payload, PAYLOAD, begins, sizes)
+    given = payload_of(call, codec, table[chosen], payload)
     found = call.result(bad, Source(BAD), zero=True)
     for name, found_at in classes_of(codec, table["level"][chosen]):
         members = chosen[found_at]
@@ -141,11 +139,7 @@ def write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_],
     """decode_add, of the rows that are chosen."""
     table, payload, _, _ = arrays
     chosen = np.flatnonzero(with_output)
-    check_table(codec, table[chosen], len(payload))
-    if (table["dtype"][chosen] != FLOAT32).any():
-        raise ValueError("decode_add adds to float32 outputs only")
-    begins, sizes = table["payload"][chosen], wire_bytes_table(codec, table[chosen])
-    given = to_read(call, payload, PAYLOAD, begins, sizes)
+    given = payload_of(call, codec, table[chosen], payload, added=True)
     for name, found_at in classes_of(codec, table["level"][chosen]):
         job = _Job.of(call, table, chosen[found_at])
         blocks, rows = job.placed(-(-job.table["length"] // _DECODED))
@@ -158,6 +152,16 @@ def write_nonzero(call: Call, table: SegmentTable, out: Bytes) -> None:
     job = _Job(call, table, call.result(out, zero=True))
     blocks, rows = job.tiled(np.minimum(groups(table), _BLOCKS_OF_A_ROW))
     call.launch("rows.cu", "nonzero", blocks, *rows, job.bad)
+
+
+def payload_of(
+    call: Call, codec: int, table: SegmentTable, payload: Bytes, *, added: bool = False
+) -> Parameter:
+    """What is decoded, or ``added`` to outputs: the payloads of these rows, once those have been checked."""
+    check_table(codec, table, len(payload))
+    if added and (table["dtype"] != FLOAT32).any():
+        raise ValueError("decode_add adds to float32 outputs only")
+    return to_read(call, payload, PAYLOAD, table["payload"], wire_bytes_table(codec, table))
 
 
 def find_largest(
