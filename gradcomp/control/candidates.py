@@ -48,8 +48,7 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     payload = group.compressor.wire_bytes(group).astype(np.float64)
     first = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), world)))
     if isinstance(first, Gather):
-        senders = world - scheme.serving(world)
-        gathered: Doubles = payload * (world - 1) * senders / world
+        gathered: Doubles = payload * (world - 1) * len(scheme.trainers(world)) / world
         return gathered
     if isinstance(first, Reduce):
         scheme = Scheme("sra") if scheme.name == AUTO else scheme

@@ -39,18 +39,18 @@ class Scheme:
         options = [f"servers={self.servers}"] * (self.servers != 1) + ["dedicated=true"] * self.dedicated
         return f"{self.name}:{','.join(options)}" if options else self.name
 
-    def serving(self, world: int) -> int:
-        """How many of so many ranks, the first ones, only serve. Alone, a rank trains whatever the setting.
+    def trainers(self, world: int) -> range:
+        """Which of so many ranks train: all but dedicated servers. Alone, a rank trains whatever the setting.
 
         ConfigError if nobody would be left to train.
         """
         if not self.dedicated or world == 1:
-            return 0
+            return range(world)
         if self.servers >= world:
             raise ConfigError(
                 f"{self.name}:servers={self.servers} needs 1 to {world - 1} dedicated servers among {world} ranks"
             )
-        return self.servers
+        return range(self.servers, world)
 
 
 def parse(text: str) -> Scheme:

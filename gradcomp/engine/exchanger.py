@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, GradcompError, StateError, WireFormatError
+from gradcomp.core.errors import GradcompError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO
-from gradcomp.engine.cues import DONE, STEP, Cues
+from gradcomp.engine.cues import Cues
 from gradcomp.engine.divergence import comparison_is_due
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
@@ -84,7 +84,7 @@ class Exchanger:
         self._exchanges = 0  # begun so far; the same on all ranks, whatever became of their steps
         #: Called before each exchange but the first with the number of those before it; may use collectives.
         self.before_exchange: Callable[[int], None] | None = None
-        self._cues = Cues(transport, self._pipeline.servers) if self._pipeline.servers else None
+        self._cues = Cues(transport, self._pipeline.role)
         self._closed = False
         self._aborted = False  # by this rank: the others may be left in a collective
         self._pid = os.getpid()
@@ -117,11 +117,8 @@ class Exchanger:
     def open(self, scale: Number = 1.0, learning_rate: Number = 0.0) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`. A server does when it has been told to, by :meth:`listen`."""
         self._check()
-        if self._pipeline.serves and not (self._cues is not None and self._cues.step_is_due):
-            raise StateError("this rank only serves: it calls opt.serve(), and has no gradients of its own")
-        if self._cues is not None and not self._pipeline.serves:
-            # First of all: servers take part in what follows.
-            self._progress.cue = self._cues.give(STEP, self._pipeline.step)
+        # First of all: servers take part in what follows.
+        self._progress.cue = self._cues.begin_step(self._pipeline.step)
         controller = self._pipeline.controller
         if controller is not None and controller.wants_network:
             controller.hear(
@@ -133,8 +130,6 @@ class Exchanger:
         self._pipeline.open(scale, learning_rate, self._digests() if self._digests and due else None)
         self._exchanges += 1
         self._progress.collectives = 0
-        if self._cues is not None:
-            self._cues.step_is_due = False
         self._progress.begin()
         self._progress.is_open = True
 
@@ -195,8 +190,7 @@ class Exchanger:
         A problem of the request is raised, on all ranks, when it is run. ConfigError beside dedicated servers, which
         take part in steps only.
         """
-        if self._pipeline.servers:
-            raise ConfigError(f"{request.kind}: dedicated servers take part in steps only")
+        self._pipeline.role.needs_all(request.kind)
         transport = self._transport
         memory = transport.allocator(HOST)
         checksums = self._config.checksums and transport.checksums
@@ -234,17 +228,14 @@ class Exchanger:
     def listen(self) -> bool:
         """On a server, between steps, blocking: whether the trainers begin a step, or are done for now."""
         self._check()
-        assert self._cues is not None, "only servers listen"
         self._progress.wait_for(self._cues.listen())
-        return self._cues.heard(self._pipeline.step) == STEP
+        return self._cues.heard(self._pipeline.step)
 
     def dismiss(self) -> None:
         """On a trainer, between steps, blocking: tell the servers that there is no further step for now."""
         self._check()
-        if self._pipeline.serves:
-            raise StateError("this rank only serves: those who train say when they are done")
-        if self._cues is not None:
-            self._progress.wait_for(self._cues.give(DONE, self._pipeline.step))
+        if (handle := self._cues.dismiss(self._pipeline.step)) is not None:
+            self._progress.wait_for(handle)
 
     def part(self) -> None:
         """The program ends in good order: trainers dismiss the servers, and servers listen, until the deadline.
@@ -257,16 +248,10 @@ class Exchanger:
         if self.owes_vote and self.error is None:
             self.owes_vote = False
             self._leave_with(self._transport.allreduce(np.zeros(1, dtype=np.float32)), "all ranks to vote")
-        if self._cues is None or self._cues.last == DONE or self.is_open or self.error is not None:
+        if self.is_open or self.error is not None:
             return
-        serves, step = self._pipeline.serves, self._pipeline.step
-        self._progress.collectives += 1
         try:
-            handle = self._cues.listen() if serves else self._cues.give(DONE, step)
-            whom = "the ranks that train to end" if serves else "the ranks that serve to hear of the end"
-            if not self._leave_with(handle, whom):
-                return
-            if serves and self._cues.heard(step) == STEP:
+            if not self._cues.part(self._pipeline.step, self._leave_with):
                 self.abort(f"rank {self._transport.rank} only serves, and ended without opt.serve()")
         except GradcompError as error:
             logger.debug("parting: %s", error)
@@ -285,6 +270,7 @@ class Exchanger:
 
     def _leave_with(self, handle: Handle, whom: str) -> bool:
         """Whether a collective of the program's end came to its own before the deadline."""
+        self._progress.collectives += 1
         done = self._progress.watchdog.hold(
             lambda: self.error is not None or handle.poll(),
             self._config,

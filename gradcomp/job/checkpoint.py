@@ -247,5 +247,5 @@ def _meet(name: str, opt: Any, arguments: Sequence[str]) -> Together:
     checkpoint_manager = checkpoint_manager_or_none(opt)
     if checkpoint_manager is None:
         return Together(name, current().everyone, arguments)
-    checkpoint_manager.refuse_servers(name)
+    checkpoint_manager.role.needs_all(name)
     return Together(name, checkpoint_manager.ranks, arguments)

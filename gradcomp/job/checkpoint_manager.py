@@ -13,6 +13,7 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.role import Role
 from gradcomp.engine import Exchanger
 from gradcomp.job.network import Ranks
 from gradcomp.pipeline import Pipeline
@@ -94,20 +95,20 @@ class CheckpointManager:
         return Pipeline(self._layers, self._plan, transport, self._config, lambda layer: 0)
 
     @property
+    def role(self) -> Role:
+        """This rank's among those that exchange."""
+        return Role(0, range(1)) if self._exchanger is None else self._exchanger.pipeline.role
+
+    @property
     def step(self) -> int:
         """Steps so far; none where nothing is exchanged and nothing was restored."""
         return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
 
     def snapshot(self) -> Snapshot:
         """This rank's state. Local."""
-        self.refuse_servers("saving the compression state")
+        self.role.needs_all("saving the compression state")
         self.finish_step()
         return snapshot(self.pipeline, self._unit)
-
-    def refuse_servers(self, what: str) -> None:
-        """ConfigError if some ranks only serve: these answer steps, and nothing else. Local."""
-        if self._exchanger is not None and self._exchanger.pipeline.servers:
-            raise ConfigError(f"{what} does not work with dedicated servers, which answer nothing but steps")
 
     def check(self, state: Snapshot) -> None:
         """Raise StateError if the state does not fit. Local."""
@@ -115,7 +116,7 @@ class CheckpointManager:
 
     def restore(self, state: Snapshot, expected: Expected | None = None) -> None:
         """Go on from ``state``. Local. ``expected``: what the parameters must hold when the next step begins."""
-        self.refuse_servers("loading a compression state")
+        self.role.needs_all("loading a compression state")
         self.finish_step()
         restore(self.pipeline, state, self._unit)
         self.awaited, self._restored = False, True

@@ -45,8 +45,8 @@ def banner(exchanger: Exchanger, policy: Policy) -> None:
         (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
         len(pipeline.layout.buckets),
     )
-    if pipeline.servers:
-        logger.info("the first %d of %d ranks only serve", pipeline.servers, pipeline.transport.size)
+    if pipeline.role.remark:
+        logger.info(pipeline.role.remark)
     compressors = compressors_of(pipeline.layers, pipeline.plan)
     remarks = [
         f"{layer.name}: {remark}"
@@ -145,7 +145,7 @@ class Reporter:
             self._periodic()
 
     def _log(self, line: str) -> None:
-        if self._pipeline.transport.rank == self._pipeline.servers:
+        if self._pipeline.role.leads:
             logger.info(line)
 
     def _periodic(self) -> None:

@@ -7,19 +7,16 @@ from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.compress.wrappers.ef21 import EF21
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
-from gradcomp.job.serving import serving
 from gradcomp.kernels.devices import HOST, Device
 
 
-def refusal(config: Config, policy: Policy, ranks: int, device: Device = HOST) -> ConfigError | None:
-    """Why ``ranks`` ranks cannot keep residuals as the settings say; None if they can. ``device``: of the gradients."""
+def refusal(config: Config, policy: Policy, device: Device = HOST) -> ConfigError | None:
+    """Why residuals cannot be kept as the settings say; None if they can. ``device``: of the gradients."""
     why = ""
     if config.residuals == "float32":
         return None
     if device.driver is not None:
         why = "gradients on a GPU have their residuals there, in float32"
-    elif serving(config.reduction, ranks):
-        why = f"dedicated servers (reduction={config.reduction}) keep float32"
     elif _estimates(policy):
         why = f"{policy.title} keeps estimates of gradients, no residuals, and those are float32"
     return ConfigError(f"residuals={config.residuals!r}: {why}; leave residuals at float32") if why else None

@@ -26,7 +26,6 @@ from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter, banner
 from gradcomp.job.residuals import refusal
 from gradcomp.job.runtime import leave_first
-from gradcomp.job.serving import serving
 from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.transports import make_transport
@@ -111,11 +110,12 @@ def propose(
 
 @dataclass(frozen=True)
 class Setup:
-    """What frontends choose, or their users. ``arguments``: what the ranks compare of the frontend's own."""
+    """What frontends choose, or their users. ``needs_all``, ``arguments``: see :class:`Terms`."""
 
     op: ReduceOp = Average
     predivide: float = 1.0
     agrees: bool = False
+    needs_all: str = ""
     order_step: int = 0
     reduction: str | None = None
     residuals: str | None = None
@@ -166,12 +166,13 @@ def start(
                 digests=adapter.begin_digests,
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
-                problem=refusal(config, proposal.policy, len(ranks), setup.device),
+                needs_all=setup.needs_all,
+                problem=refusal(config, proposal.policy, setup.device),
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config).after_steps
         state.exchangers.append(exchanger)
-        if exchanger.pipeline.servers:
+        if not exchanger.pipeline.role.all_train:
             leave_first()  # servers wait to hear of the end, and MPI's would be before it
         banner(exchanger, proposal.policy)
     checkpoint_manager = CheckpointManager(
@@ -183,13 +184,12 @@ def start(
         ranks=ranks,
         digests=adapter.digests,
     )
-    trainers = len(ranks) - serving(config.reduction, len(ranks))
     return StepDriver(
         exchanger,
         checkpoint_manager,
         adapter,
         shapes,
-        divisor=float(trainers) if op is Average else 1.0,
+        divisor=float(len(checkpoint_manager.role.trainers)) if op is Average else 1.0,
         agrees=setup.agrees,
         rank=state.rank,
     )

@@ -106,11 +106,6 @@ class StepDriver:
             return kind(text)
         return None if self._exchanger is None else self._exchanger.error
 
-    @property
-    def serves(self) -> bool:
-        """Whether this rank only serves."""
-        return self._exchanger is not None and self._exchanger.pipeline.serves
-
     def refuse_dense(self, layer: int) -> None:
         """StateError if the layer has had sparse gradients, on any rank: it is about to have a dense one."""
         pipeline = self.exchanger.pipeline

@@ -28,7 +28,7 @@ def set_compression(
     In a world of one nothing is exchanged, and the policy is only looked at. ConfigError for one that is impossible,
     StateError in the midst of a step.
     """
-    checkpoint_manager.refuse_servers("set_compression()")
+    checkpoint_manager.role.needs_all("set_compression()")
     if isinstance(policy, Automatic):
         raise ConfigError(
             'set_compression("auto"): a controller begins with the optimizer, not in mid-run; name a compressor'
@@ -40,7 +40,7 @@ def set_compression(
     if exchanger is None:
         return
     pipeline = exchanger.pipeline
-    if problem := refusal(pipeline.config, policy, pipeline.transport.size):
+    if problem := refusal(pipeline.config, policy):
         raise problem
     changes = sorted({change for c in policy.compressors for change in c.changes if change > step})
     pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})

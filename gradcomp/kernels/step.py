@@ -34,8 +34,8 @@ class Observations:
 class StepContext:
     """One step, as one rank takes part in it.
 
-    ``draw``: where this rank's random numbers come from. ``trainers``: how many ranks hand in gradients; ``servers``:
-    how many, before those in rank order, only serve. ``scale`` multiplies gradients before they are encoded, and
+    ``draw``: where this rank's random numbers come from. ``trainers``: how many ranks hand in gradients; ``first``:
+    the first of these ranks. ``scale`` multiplies gradients before they are encoded, and
     ``unscale`` the results: a loss scale and its inverse. ``average``: the result is the mean over trainers, else their
     sum. ``rate_ratio``: the last learning rate over this one, for residuals that follow it; ``decay``: what that makes
     of the residuals of a group. ``fields``: the state that compressors keep by layer, beside residuals.
@@ -44,7 +44,7 @@ class StepContext:
 
     draw: Draw
     trainers: int
-    servers: int = 0
+    first: int = 0
     scale: float = 1.0
     unscale: float = 1.0
     average: bool = True
@@ -53,11 +53,6 @@ class StepContext:
     fields: Fields | None = None
     observations: Observations | None = None
     number: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return self.servers + self.trainers
 
     @property
     def divisor(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Fingerprint, Plan
+from gradcomp.core.role import Role
 from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.state import Begin, Range
 from gradcomp.core.topology import Topology
@@ -109,26 +111,24 @@ class Arranger:
         network: Network | None,
     ) -> None:
         self._layers, self._config, self._device, self._memory = layers, config, device, memory
-        self._rank, self._topology, self._network = rank, topology, network
+        self._topology, self._network = topology, network
         self._scheme = parse(config.reduction)
         if self._scheme.name == AUTO and network is None and len(topology.leaders) > 1:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
-        #: How many ranks, the first ones, only serve; and how many train.
-        self.servers = self._scheme.serving(topology.world)
-        self.trainers = topology.world - self.servers
+        self.role = Role(rank, self._scheme.trainers(topology.world))
 
-    def draw(self, step: int) -> Draw:
-        """Where this rank's draws are: those who train count from 0, then those who serve."""
-        number = (self._rank - self.servers) % self._topology.world
-        return Draw(self._config.seed, step & 0xFFFFFFFF, number)
+    def context(self, step: int, **known: Any) -> StepContext:
+        """Of a step, as this rank takes part in it. ``known``: what else is known of it."""
+        draw = Draw(self._config.seed, step & 0xFFFFFFFF, self.role.number)
+        return StepContext(draw, len(self.role.trainers), self.role.first, **known)
 
     def arrange(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> Arrangement:
         """Buckets and their programs for a plan, the layers that travel in order, and those of them that come last."""
         layers = self._layers
         layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
-        context = StepContext(self.draw(0), self.trainers, self.servers)
+        context = self.context(0)
         programs = [
-            BucketProgram(bucket, self._rank, context, self._reduction, self._memory.messages)
+            BucketProgram(bucket, self.role, context, self._reduction, self._memory.messages)
             for bucket in layout.buckets
         ]
         ranges: list[Range] = []
@@ -169,7 +169,7 @@ class Arranger:
         scheme = self._scheme
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
-        return make(scheme, parts, layers, self._rank, self._topology, bucket, self._memory)
+        return make(scheme, parts, layers, self.role.rank, self._topology, bucket, self._memory)
 
 
 def memory_on(device: Device, transport: Transport) -> Memory:

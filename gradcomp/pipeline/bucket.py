@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Gather, Message, Reduce, Reply, Sum
+from gradcomp.core.role import Role
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.pending import Pending
 from gradcomp.kernels.routines import Collected, Phase
@@ -40,14 +41,13 @@ class BucketProgram:
     def __init__(
         self,
         bucket: Bucket,
-        rank: int,
+        role: Role,
         context: StepContext,
         make_reduction: MakeReduction,
         allocate: Allocator = host_allocator,
     ) -> None:
         self.bucket = bucket
-        self._rank = rank
-        self._ranks, self._servers = context.ranks, context.servers
+        self._role = role
         self._allocator = allocate
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
@@ -104,7 +104,7 @@ class BucketProgram:
         """Exchange the bucket once. Yields what it waits for; resumed when that is complete."""
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
-        at = Round(self.bucket, 0, header_id, context.ranks, binding, flags)
+        at = Round(self.bucket, 0, header_id, self._role.world, binding, flags)
         call = self._phase(0).collecting()
         with binding.span("encode"):
             fused = self._write(messages, at, call)
@@ -125,7 +125,7 @@ class BucketProgram:
                 messages, ends = _answer(exchanges, replies, call)
                 if not messages:
                     call.start()
-            at = Round(self.bucket, at.number + 1, header_id, context.ranks, binding, flags)
+            at = Round(self.bucket, at.number + 1, header_id, self._role.world, binding, flags)
             if messages:
                 with binding.span("encode"):
                     fused = self._write(messages, at, call)
@@ -143,19 +143,19 @@ class BucketProgram:
         """
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
-        at = Round(self.bucket, 0, header_id, context.ranks, binding, flags)
+        at = Round(self.bucket, 0, header_id, self._role.world, binding, flags)
         call = self._phase(0).collecting()
         if self.reduction is not None and self.reduction.by_kernels:
             for _ in self.reduction.run(context, binding, flags):
                 pass
-        while messages and not self._servers and all(map(_by_kernels, messages.values())):
+        while messages and self._role.all_train and all(map(_by_kernels, messages.values())):
             fused = self._write(messages, at, call)
             call.start()
             call.finish()
             replies: Replies = {g: Reply(at.flags_of(g)) for g in self._reduced if g in messages}
             for each, given in fused:
                 replies |= each.rehearse(given, at)
-            at = Round(self.bucket, at.number + 1, header_id, context.ranks, binding, flags)
+            at = Round(self.bucket, at.number + 1, header_id, self._role.world, binding, flags)
             call = self._phase(at.number).collecting()
             messages, _ = _answer(exchanges, replies, call)
         if not messages:
@@ -208,9 +208,7 @@ class BucketProgram:
             *((g, message.max_bytes, message.fixed, message.by_kernels) for g, message in gathers.items()),
         )
         if key not in self._gathers:
-            self._gathers[key] = FusedGather(
-                self.bucket, number, gathers, self._rank, self._ranks, self._servers, self._allocator
-            )
+            self._gathers[key] = FusedGather(self.bucket, number, gathers, self._role, self._allocator)
         return self._gathers[key]
 
 

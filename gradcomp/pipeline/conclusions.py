@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
+from gradcomp.core.role import Role
 from gradcomp.core.state import DoubleBuffer, Residuals
 from gradcomp.kernels.codec import Sizes
 from gradcomp.pipeline.digests import Digests
@@ -28,11 +29,11 @@ def collective(operation: Operation, transport: Transport) -> Generator[Waiting,
 
 
 def agree_on_order(
-    transport: Transport, count: int, leader: int, arrived: Sequence[int]
+    transport: Transport, role: Role, count: int, arrived: Sequence[int]
 ) -> Generator[Waiting, None, list[int]]:
     """The order in which the leader's gradients arrived, of those that have any; what did not arrive stays behind."""
-    order = np.zeros(count, dtype="<i4")
-    if transport.rank == leader:
+    order, leader = np.zeros(count, dtype="<i4"), role.first
+    if role.leads:
         order[:] = [*arrived, *sorted(set(range(count)) - set(arrived))]
     counts = [order.nbytes * (rank == leader) for rank in range(transport.size)]
     yield from collective(AllGather(order.view(np.uint8), counts), transport)
@@ -71,17 +72,19 @@ def check_same_plan(transport: Transport, digest: bytes, version: int) -> Genera
 
 
 def hand_over(
-    transport: Transport, residuals: Residuals, layers: Sizes, servers: int, owned: Sequence[Sizes]
+    transport: Transport, role: Role, residuals: Residuals, layers: Sizes, owned: Sequence[Sizes]
 ) -> Generator[Waiting, None, None]:
-    """What dedicated servers no longer own goes, exactly, to who does now: they have nothing else to send it with.
+    """What servers no longer own goes, exactly, to who does now: they have no gradients to send it with.
 
     ``owned``: layers that servers own now. What no server owns any more becomes a part of the first trainer's residual.
+    Nothing where all train.
     """
-    serves = transport.rank < servers
+    if role.all_train:
+        return
     assert isinstance(residuals.first, DoubleBuffer), "bfloat16 is refused beside dedicated servers"
-    held = residuals.first.load(layers) * np.float32(serves)
+    held = residuals.first.load(layers) * np.float32(not role.trains)
     yield from collective(AllReduce(held), transport)
-    if serves:
-        residuals.take_over(layers, held, transport.size - servers)
-    elif transport.rank == servers:
+    if not role.trains:
+        residuals.take_over(layers, held, len(role.trainers))
+    elif role.leads:
         residuals.add(layers, held, np.isin(layers, np.concatenate(owned), invert=True))

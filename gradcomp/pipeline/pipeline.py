@@ -59,9 +59,6 @@ class Pipeline:
 
     ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. Apart from the gradient registry,
     methods are called by one thread at a time.
-
-    Where the scheme has dedicated servers, the first ranks only serve: they hand in nothing, and what is averaged,
-    drawn and voted on is the others', as if there were no more ranks than those.
     """
 
     def __init__(
@@ -93,9 +90,9 @@ class Pipeline:
         self._arranger = Arranger(
             self.layers, self.config, device, memory, transport.rank, topology, options.network
         )
-        self.servers, self.trainers = self._arranger.servers, self._arranger.trainers
-        assert config.residuals == "float32" or (device.driver is None and not self.servers), (
-            "bfloat16 on a device or beside dedicated servers is refused before"
+        self.role = self._arranger.role
+        assert config.residuals == "float32" or device.driver is None, (
+            "bfloat16 on a device is refused before"
         )
         self.residuals = Residuals([0] * len(layers), device.zeros, config.residuals)
         self.fields = Fields(len(layers), device.zeros)
@@ -113,7 +110,7 @@ class Pipeline:
         self._order_step = options.order_step
         self.plans = Succession(self.layers, options.schedule)
         self._discards = Discards()
-        self._handing_over = False  # servers have to tell each other what they no longer own
+        self._moved = False  # second residuals, since the last step
         controller = options.controller
         self._steering = Steering(controller, len(layers))
         self.advances = 0  # rounds completed, for whoever watches over progress
@@ -132,9 +129,6 @@ class Pipeline:
         self._running: Generator[Waiting, None, None] | None = None
         self._stale = True
         self._arrangements = Arrangements()
-        assert controller is None or not self.servers, (
-            "the frontend refuses controllers beside dedicated servers"
-        )
         if controller is not None and controller.environment.first_step == 0:
             self.plan = replace(controller.plan(plan), version=plan.version)
         self.layout = self._relayout()
@@ -150,11 +144,6 @@ class Pipeline:
     def position(self) -> tuple[int, int, int]:
         """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
         return (self.step, *(self._exchange.position if self._exchange else (0, 0)))
-
-    @property
-    def serves(self) -> bool:
-        """Whether this rank only serves."""
-        return self.transport.rank < self.servers
 
     @property
     def controller(self) -> ControllerRun | None:
@@ -247,7 +236,7 @@ class Pipeline:
         if self.is_open:
             raise StateError("the exchange is still under way")
         if self.result is not None and self.result.finite and self.keeps_state:
-            self._discards.count(speaks=self.transport.rank == self.servers)
+            self._discards.count(speaks=self.role.leads)
         self.result = None
         self.outcome = DISCARDED
 
@@ -306,24 +295,17 @@ class Pipeline:
         while self._steering.overdue:
             yield Waiting.BACKGROUND
         ready = self.plans.next is not None or self._steering.ready
-        own_state = 0 if self.serves else self.outcome | (READY if ready else WAITING)
-        if self._handing_over:
+        own_state = self.outcome | (READY if ready else WAITING) if self.role.trains else 0
+        if self._moved:
             layers, owned = np.flatnonzero(self._keeps_residual), [p.owned_layers for p in self._programs]
-            yield from hand_over(self.transport, self.residuals, layers, self.servers, owned)
-            self._handing_over = False
+            yield from hand_over(self.transport, self.role, self.residuals, layers, owned)
+            self._moved = False
         yield from exchange.run(HeaderId(self._check, self.step, 0, self._checksums), own_state)
         yield from self._finish(exchange)
 
     def _context(self) -> StepContext:
         """Of the next step, without what follows from its numbers."""
-        return StepContext(
-            self._arranger.draw(self.step),
-            self.trainers,
-            self.servers,
-            average=self._average,
-            fields=self.fields,
-            number=self.step,
-        )
+        return self._arranger.context(self.step, average=self._average, fields=self.fields, number=self.step)
 
     def round_complete(self, seconds: float) -> None:
         """A round took so long on the wire, of a step or between two."""
@@ -337,7 +319,7 @@ class Pipeline:
             self.plans.switch.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:
             arrived = self.registry.arrivals
-            order = yield from agree_on_order(self.transport, len(self.layers), self.servers, arrived)
+            order = yield from agree_on_order(self.transport, self.role, len(self.layers), arrived)
             self._stale |= self.ordering.take(order)
         self._stale |= self.ordering.seen(result.present, result.sparse)
         if all_ready:
@@ -383,11 +365,11 @@ class Pipeline:
         self.fields.arrange(found.fields)
         # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
         self._keeps_residual = np.array(found.sizes) > 0
-        self.residuals.own(found.ranges, self.trainers)
+        self.residuals.own(found.ranges, len(self.role.trainers))
         if self.plans.switch is not None and self.plans.switch.asked is None:
             self.fields.forget(MOMENTUM)  # it began with another compressor
         self.plans.laid_out(self.plan)
-        self._handing_over = self.servers > 0 and self.step > 0 and bool(self._keeps_residual.any())
+        self._moved = self.step > 0 and bool(self._keeps_residual.any())
         self._workplace.spares.clear()
         self._laid_out = found
         self.laid_out_plan = self.plan

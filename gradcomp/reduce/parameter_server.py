@@ -54,13 +54,13 @@ class ParameterServer(ScatterReduceAllgather):
     @staticmethod
     def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
         """The options of ``scheme``."""
-        dedicated = scheme.serving(topology.world) > 0
+        dedicated = scheme.trainers(topology.world).start > 0
         return {"world": topology.world, "servers": _servers(scheme, topology), "dedicated": dedicated}
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
         """Two rounds, to the servers and back."""
-        return served(load, topology, _servers(scheme, topology), scheme.serving(topology.world))
+        return served(load, topology, _servers(scheme, topology), scheme.trainers(topology.world).start)
 
 
 def _servers(scheme: Scheme, topology: Topology) -> int:

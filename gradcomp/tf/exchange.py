@@ -16,7 +16,6 @@ from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
-from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import (
     Proposal,
     Setup,
@@ -71,7 +70,6 @@ class Exchange:
 
         def validate() -> tuple[Proposal, Memory]:
             check_arguments(op, predivide, reduction, residuals)
-            refuse_servers(reduction or state.config.reduction, len(self.ranks), "gradcomp.tf")
             proposal = propose(as_policy(compression), specs(self._variables, names), 0, controller)
             return proposal, self._memory_of_gradients(
                 [tf.as_dtype(layer.dtype) for layer in proposal.layers]
@@ -94,6 +92,7 @@ class Exchange:
             self._steps,
             self._shapes,
             Setup(
+                needs_all="gradcomp.tf",
                 op=op,
                 predivide=predivide,
                 reduction=reduction,

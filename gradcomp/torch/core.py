@@ -12,7 +12,6 @@ from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 from gradcomp.job.network import Ranks
-from gradcomp.job.serving import refuse_servers, serving
 from gradcomp.job.start import Proposal, Setup, say_what_is_bypassed, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
@@ -71,21 +70,14 @@ def build(
         if hasattr(optimizer, "_gradcomp") and before is None:
             raise StateError("this optimizer is already a DistributedOptimizer")
         policy, timing = arguments.check()
-        if serving(reduction, len(ranks)) and timing.on_skip == "agree":
-            refuse_servers(reduction, len(ranks), 'on_skip="agree", in which all ranks vote,')
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(
             policy, named, 0 if before is None else before.checkpoint_manager.step, arguments.controller
         )
-        if proposal.controller is not None:
-            refuse_servers(
-                reduction, len(ranks), "a controller, which judges by gradients that servers do not have,"
-            )
         # Alone, a rank exchanges nothing, wherever its gradients are.
         device = device_of(named) if len(ranks) > 1 else HOST
         return timing, named, frozen, proposal, device
 
-    reduction = arguments.reduction or state.config.reduction
     (timing, named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
     exchange = GradientExchange(
         named,
@@ -110,6 +102,7 @@ def build(
             op=arguments.op,
             predivide=arguments.predivide,
             agrees=timing.on_skip == "agree",
+            needs_all='on_skip="agree", in which all ranks vote,' if timing.on_skip == "agree" else "",
             reduction=arguments.reduction,
             residuals=arguments.residuals,
             device=device,

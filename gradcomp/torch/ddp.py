@@ -19,7 +19,6 @@ from gradcomp.job import runtime
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers
-from gradcomp.job.serving import refuse_servers
 from gradcomp.job.start import Proposal, Setup, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.job.switching import set_compression
@@ -89,9 +88,6 @@ def ddp_comm_hook(
                 f"on_skip={on_skip!r} needs a part in step(), which a hook has not: use DistributedOptimizer, or leave "
                 '"raise"'
             )
-        refuse_servers(
-            state.config.reduction, len(ranks), "DistributedDataParallel, in which all ranks train,"
-        )
         _refuse_following(policy)
         named = _named(model)
         proposal = propose(policy, named, controller=controller)
@@ -140,7 +136,11 @@ class HookState(Readers):
             proposal,
             self._steps,
             shapes,
-            Setup(order_step=_ORDER_STEP, device=device),
+            Setup(
+                needs_all="DistributedDataParallel, in which all ranks train,",
+                order_step=_ORDER_STEP,
+                device=device,
+            ),
         )
         self._steps.attach(self._driver)
         #: Where :func:`gradcomp.torch.save` finds the compression state.

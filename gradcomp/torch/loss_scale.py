@@ -64,7 +64,7 @@ class LossScale:
         enabled = [scaler for scaler in live(torch.amp.GradScaler) if scaler.is_enabled()]
         self._several = len(enabled) > 1
         self._scaler = _reference(enabled[0] if len(enabled) == 1 else None)
-        if len(enabled) == 1 and pipeline.transport.rank == pipeline.servers:
+        if len(enabled) == 1 and pipeline.role.leads:
             logger.info(
                 "the GradScaler of this program is taken for that of these gradients; name it with grad_scaler=, or "
                 "say grad_scaler=False if their loss is not scaled"
@@ -78,20 +78,21 @@ class LossScale:
         if self._agreed:
             return
         mine = 2 if self._several else int(self._scaler() is not None)
-        found = [said[0] for said in exchanger.allgather_bytes(bytes([mine]))]
-        found = found[exchanger.pipeline.servers :]
-        if len(set(found)) == 1 and found[0] < 2:
+        said = exchanger.allgather_bytes(bytes([mine]))
+        trainers = exchanger.pipeline.role.trainers
+        none, one, several = ([str(r) for r in trainers if said[r][0] == count] for count in range(3))
+        if not several and not (none and one):
             self._agreed = True
             return
         self._has_state = False  # whoever goes on is told again
-        if several := [str(rank) for rank, count in enumerate(found) if count == 2]:
+        if several:
             raise ConfigError(
                 f"several enabled GradScalers exist (on rank {', '.join(several)}), and compression state is kept in "
                 "unscaled units: say whose gradients these are with grad_scaler=scaler, or grad_scaler=False if their "
                 "loss is not scaled"
             )
         raise ConfigError(
-            f"rank {found.index(1)} has a GradScaler for these gradients and rank {found.index(0)} has none, so they "
+            f"rank {one[0]} has a GradScaler for these gradients and rank {none[0]} has none, so they "
             "are in different units: give every rank the same grad_scaler=, or grad_scaler=False if the loss is not "
             "scaled"
         )

@@ -183,7 +183,7 @@ class Distributed(Serving, Readers):
         """
         wrapped: Core | None = self.__dict__.get("_gradcomp")
         if wrapped is not None:
-            wrapped.checkpoint_manager.refuse_servers("add_param_group()")
+            wrapped.checkpoint_manager.role.needs_all("add_param_group()")
         names = param_group.pop("names", None)
         super().add_param_group(param_group)  # type: ignore[misc]
         core: Core | None = self.__dict__.get("_gradcomp")

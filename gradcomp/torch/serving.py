@@ -19,7 +19,7 @@ class Serving:
     @property
     def serves(self) -> bool:
         """Whether this rank only serves, and calls :meth:`serve` instead of training."""
-        return self._gradcomp.driver.serves
+        return not self._gradcomp.checkpoint_manager.role.trains
 
     def serve(self, update: Callable[[], Any] | None = None) -> int:
         """Exchange with those who train, step by step, until they are :meth:`done`; the number of exchanges.

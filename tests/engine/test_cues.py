@@ -6,27 +6,38 @@ import numpy as np
 import pytest
 
 from gradcomp import TransportError, WireFormatError
+from gradcomp.core.role import Role
 from gradcomp.engine.cues import DONE, STEP, Cues
+from gradcomp.transport.base import Handle
 from gradcomp.transport.inprocess import World
 
 SERVERS, WORLD = 2, 5
 
 
-def told(cue: int, step: int, tamper=None) -> tuple[list[Cues], World]:
+def issued(cue: int, step: int, tamper=None) -> tuple[list[Cues], list[Handle]]:
     """All ranks have issued their part of one cue."""
     world = World(WORLD, tamper=tamper)
-    cues = [Cues(transport, SERVERS) for transport in world.transports()]
-    handles = [one.listen() if rank < SERVERS else one.give(cue, step) for rank, one in enumerate(cues)]
+    cues = [
+        Cues(transport, Role(rank, range(SERVERS, WORLD)))
+        for rank, transport in enumerate(world.transports())
+    ]
+    give = Cues.begin_step if cue == STEP else Cues.dismiss
+    return cues, [one.listen() if rank < SERVERS else give(one, step) for rank, one in enumerate(cues)]
+
+
+def told(cue: int, step: int, tamper=None) -> list[Cues]:
+    """All ranks have issued their part of one cue, and it has come."""
+    cues, handles = issued(cue, step, tamper)
     assert all(handle.poll() for handle in handles)
-    return cues, world
+    return cues
 
 
 @pytest.mark.parametrize("cue", [STEP, DONE])
 @pytest.mark.parametrize("step", [0, 7, 2**32 + 5])
 def test_every_server_hears_what_the_first_trainer_says(cue: int, step: int):
     sent = []
-    cues, _ = told(cue, step, lambda source, to, word: (sent.append((source, to, len(word))), word)[1])
-    assert [one.heard(step) for one in cues[:SERVERS]] == [cue, cue]
+    cues = told(cue, step, lambda source, to, word: (sent.append((source, to, len(word))), word)[1])
+    assert [one.heard(step) for one in cues[:SERVERS]] == [cue == STEP] * SERVERS
     assert sent == [(SERVERS, 0, 8), (SERVERS, 1, 8)]
     assert [one._transport.bytes_sent for one in cues] == [0, 0, 16, 0, 0]
 
@@ -37,22 +48,20 @@ def test_a_cue_that_is_none_is_refused(byte: int):
         word[byte] ^= 0x10
         return word
 
-    cues, _ = told(STEP, 3, change)
+    cues = told(STEP, 3, change)
     for one in cues[:SERVERS]:
         with pytest.raises(WireFormatError, match=r"rank 2 sent .* as the cue to step 3"):
             one.heard(3)
 
 
 def test_a_cue_to_another_step_is_refused():
-    cues, _ = told(STEP, 4)
+    cues = told(STEP, 4)
     with pytest.raises(WireFormatError, match="as the cue to step 5"):
         cues[0].heard(5)
 
 
 def test_a_cue_of_another_length_does_not_arrive():
-    world = World(WORLD, tamper=lambda source, to, word: word[:-1])
-    cues = [Cues(transport, SERVERS) for transport in world.transports()]
-    handles = [one.listen() if rank < SERVERS else one.give(STEP, 0) for rank, one in enumerate(cues)]
+    _, handles = issued(STEP, 0, lambda source, to, word: word[:-1])
     for handle in handles:
         with pytest.raises(TransportError, match="sent 7 bytes"):
             handle.poll()

@@ -457,5 +457,4 @@ def test_a_world_of_one_looks_at_checkpoints_and_has_no_steps():
     driver.rest()
     assert calls == ["before step"]
     assert not driver.attached
-    assert not driver.serves
     assert driver.error is None

@@ -14,6 +14,7 @@ from gradcomp.compress import Policy, as_policy
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.topology import Topology
 from gradcomp.job.residuals import refusal
+from gradcomp.kernels.devices import HOST
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
 from gradcomp.pipeline.widened import Spares
 from gradcomp.testing import Row, Simulation, cases, feedback
@@ -292,23 +293,21 @@ class OnGpu:
 
 
 @pytest.mark.parametrize(
-    ("policy", "reduction", "device", "why"),
+    ("policy", "device", "why"),
     [
-        ("topk", "sra", OnGpu(), "on a GPU"),
-        ("topk", "parameter_server:dedicated=true", None, "dedicated servers"),
-        ("ef21[topk]", "sra", None, "estimates"),
-        ("warmup[ef21[topk]]:steps=5", "sra", None, "estimates"),
-        (Policy(TopK(0.1), overrides={"head": "local_clip[ef21[topk]]"}), "sra", None, "estimates"),
+        ("topk", OnGpu(), "on a GPU"),
+        ("ef21[topk]", HOST, "estimates"),
+        ("warmup[ef21[topk]]:steps=5", HOST, "estimates"),
+        (Policy(TopK(0.1), overrides={"head": "local_clip[ef21[topk]]"}), HOST, "estimates"),
     ],
 )
-def test_what_does_not_work_is_refused(policy, reduction: str, device, why: str) -> None:
-    where = {} if device is None else {"device": device}
-    found = refusal(Config(reduction=reduction, **BFLOAT16), as_policy(policy), 3, **where)
+def test_what_does_not_work_is_refused(policy, device, why: str) -> None:
+    found = refusal(Config(**BFLOAT16), as_policy(policy), device)
     assert isinstance(found, ConfigError)
     assert why in str(found)
-    assert refusal(Config(reduction=reduction), as_policy(policy), 3, **where) is None
+    assert refusal(Config(), as_policy(policy), device) is None
 
 
 def test_what_keeps_residuals_is_not_refused() -> None:
     for text in ("none", "topk", "quantize:bits=4,rounding=nearest", "signum", "warmup[dgc]:steps=5"):
-        assert refusal(Config(**BFLOAT16), as_policy(text), 3) is None
+        assert refusal(Config(**BFLOAT16), as_policy(text)) is None

@@ -175,14 +175,13 @@ def test_error_feedback_telescopes_while_chunks_change_hands(world: int, servers
         plan_for(layers, other, 1 + i) for i, other in enumerate([Quantize(3, 20, feedback=True), compressor])
     ]
     missing = [np.zeros(layer.size) for layer in layers]
-    handed_over, sizes = 0, []
+    sizes = []
     for step in range(24):
         if step in (12, 16):
             for pipeline in ranks.pipelines:
                 pipeline.propose(plans[step // 16])
         gradients = ranks.gradients(absent=[0] if 4 <= step < 8 else [])
         means = ranks.step(gradients, order=[0, 2, 1]).all_means()
-        handed_over += ranks.pipelines[0]._handing_over
         for i, mean in enumerate(means):
             if mean is not None:
                 missing[i] += true_mean(gradients, i) - mean.astype(np.float64)

@@ -241,14 +241,24 @@ def test_what_servers_do_not_answer_is_refused_before_anybody_waits():
 
 
 @served
-def test_controllers_and_hooks_are_refused_on_every_rank():
+def test_what_needs_all_ranks_to_train_is_refused_on_every_rank():
     for options in ({"controller": "lgreco:every_steps=5"}, {"compression": "auto"}):
         with pytest.raises(gc.ConfigError, match=r"a controller, .* dedicated servers"):
             gc.DistributedOptimizer(torch.optim.SGD(network().parameters(), lr=0.1), **options)
+    with pytest.raises(gc.ConfigError, match=r'on_skip="agree", .* dedicated servers'):
+        wrapped(network(), on_skip="agree")
     with pytest.raises(gc.ConfigError, match="needs 1 to 2 dedicated servers among 3 ranks"):
         wrapped(network(), reduction="parameter_server:servers=3,dedicated=true")
     with pytest.raises(gc.ConfigError, match="all ranks train"):
         gc.ddp_comm_hook(DistributedDataParallel(network()), "quantize:bits=4")
+
+
+@served
+def test_trainers_that_differ_about_scalers_are_called_by_their_ranks():
+    net = network()
+    scaler = torch.amp.GradScaler("cpu") if gc.rank() == 2 else False
+    with pytest.raises(gc.ConfigError, match=r"rank 2 has a GradScaler .* rank 1 has none"):
+        train(net, wrapped(net, grad_scaler=scaler))
 
 
 @on_ranks(4, "two servers", slice_elements=64, timeout_seconds=30)

@@ -219,7 +219,7 @@ def scatter_payloads(
 
     def work() -> None:
         for rank, payload in enumerate(payloads):
-            form.decode(payload, arrived.selection(rank), context.servers + rank)
+            form.decode(payload, arrived.selection(rank), context.first + rank)
         indices.scatter_mean(
             *(table, own, arrived.offsets, arrived.counts, arrived.indices, arrived.values),
             divisor=context.divisor,

@@ -89,6 +89,6 @@ class CLTk(Summed):
             return flags, form.encode(chosen, view, 0)
 
         reply = yield Broadcast(most, write, leader, fixed=not form.deflated)
-        with sent_by(context.servers + leader):
+        with sent_by(context.first + leader):
             form.decode(reply.data, chosen)
         return (yield from self.sum_at(group, context, chosen, lambda: flags))
