@@ -4,6 +4,7 @@
 
 #include "allocated.hpp"
 #include "block_float.hpp"
+#include "casts.hpp"
 #include "codebook.hpp"
 #include "decode.hpp"
 #include "draw.hpp"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "native/body/block_float.hpp"
+#include "native/body/casts.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/signs.hpp"
 

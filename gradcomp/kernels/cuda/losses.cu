@@ -2,6 +2,7 @@
 // sums, which the host adds up in order.
 
 #include "native/body/block_float.hpp"
+#include "native/body/casts.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/signs.hpp"
 
