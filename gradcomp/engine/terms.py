@@ -140,14 +140,13 @@ def _refuse_times(controlled: Controlled | None, config: Config, topology: Topol
 
 def _check_all_train(terms: Terms, config: Config, ranks: int) -> None:
     """ConfigError if some ranks only serve, for what was asked for that needs all to train."""
-    asked = {
-        terms.needs_all: terms.needs_all,
-        "a controller, which judges by gradients that servers do not have,": terms.controlled,
-        f"residuals={config.residuals!r}": config.residuals != "float32",
-    }
     role = Role(0, parse(config.reduction).trainers(ranks))
-    for what in filter(asked.get, asked):
-        role.needs_all(what)
+    if terms.needs_all:
+        role.needs_all(terms.needs_all)
+    if terms.controlled is not None:
+        role.needs_all("a controller, which judges by gradients that servers do not have,")
+    if config.residuals != "float32":
+        role.needs_all(f"residuals={config.residuals!r}")
 
 
 def _begin_controller(
