@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradcomp import TransportError, WireFormatError
+from gradcomp import StateError, TransportError, WireFormatError
 from gradcomp.core.role import Role
 from gradcomp.engine.cues import DONE, STEP, Cues
 from gradcomp.transport.base import Handle
@@ -65,3 +65,20 @@ def test_a_cue_of_another_length_does_not_arrive():
     for handle in handles:
         with pytest.raises(TransportError, match="sent 7 bytes"):
             handle.poll()
+
+
+def test_a_server_opens_one_step_for_a_cue():
+    server = told(STEP, 4)[0]
+    for _ in range(2):
+        with pytest.raises(StateError, match="only serves"):
+            server.begin_step(4)
+        assert server.heard(4)
+        assert server.begin_step(4) is None
+
+
+def test_where_all_train_nothing_is_said():
+    for rank, transport in enumerate(World(2).transports()):
+        one = Cues(transport, Role(rank, range(2)))
+        assert one.begin_step(0) is one.dismiss(1) is None
+        assert one.part(1, lambda *_: pytest.fail("it waits for nobody"))
+        assert transport.bytes_sent == 0

@@ -475,3 +475,15 @@ def test_a_rank_that_leaves_at_any_time_never_makes_the_others_hang(gone: int, s
     ranks.step()
     errors = ranks.attempt(dying=[gone])
     assert all(error is None or isinstance(error, GradcompError) for error in errors)
+
+
+@pytest.mark.parametrize("sender", range(SERVERS, WORLD))
+def test_an_impossible_payload_is_blamed_on_its_rank(sender: int):
+    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        if source == sender and len(message) > HEADER + 16:
+            message[HEADER : HEADER + 4] = 0xFF  # the first count
+        return message
+
+    errors = Served(PAIR, TopK(0.1), WORLD, SERVERS, tamper=tamper, checksums=False, reorder=False).attempt()
+    assert {type(error) for rank, error in enumerate(errors) if rank != sender} == {WireFormatError}
+    assert {str(error)[:11] for rank, error in enumerate(errors) if rank != sender} == {f"rank {sender} sent"}
