@@ -1,5 +1,4 @@
-// The codecs of one float per value, each in its own bits: float32, bfloat16, and scaled half precision. See
-// codecs.hpp for their shape.
+// The codecs of casts to other floating formats. See codecs.hpp for their shape.
 #pragma once
 
 #include "codecs.hpp"
