@@ -1,9 +1,12 @@
 // The kernels of one instruction set; compiled once for each, see CMakeLists.txt.
 
+#include <type_traits>
+
 #include "../kernels.hpp"
 
 #include "allocated.hpp"
 #include "block_float.hpp"
+#include "casts.hpp"
 #include "codebook.hpp"
 #include "decode.hpp"
 #include "draw.hpp"
@@ -31,6 +34,7 @@ template <class Function>
 bool with_codec(Codec codec, int bits, Function f) {
     switch (codec) {
         case Codec::minmax:
+        case Codec::minmax_shift:
             return f.template operator()<MinMax>();
         case Codec::l2:
             return bits == 1 ? f.template operator()<PureSign<L2Norm>>()
@@ -82,14 +86,16 @@ struct OneBitToNearest<PureSign<Norm>> {
 };
 
 template <class Class>
-bool encode_from(const Segment& segment, Level level, const Source& source, const Rounding& rounding,
-                 std::int64_t scale_bytes, std::uint8_t* payload) {
+bool encode_from(Codec codec, const Segment& segment, Level level, const Source& source,
+                 const Rounding& rounding, std::int64_t scale_bytes, std::uint8_t* payload) {
     if constexpr (unit_bytes<Class> > 0) {
         if (segment.length == 0) return true;
         level.unit = Class::unit_for(largest_magnitude(source, segment.length));
         if (!is_finite(level.unit)) return false;
         write_float(payload, level.unit);
     }
+    const bool shifted = codec == Codec::minmax_shift && rounding.stochastic;
+    if (shifted) level.shift = shift_of(rounding, segment.layer);
     const EncodeJob job{segment,
                         source,
                         rounding,
@@ -97,6 +103,9 @@ bool encode_from(const Segment& segment, Level level, const Source& source, cons
                         payload + unit_bytes<Class>,
                         payload + scale_bytes,
                         segment.length >= streaming_length};
+    if constexpr (std::is_same_v<Class, MinMax>) {
+        if (shifted) return SegmentEncoder<ShiftedMinMax, false>(job).run();
+    }
     if constexpr (Class::draws) {
         if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
     }
@@ -123,8 +132,8 @@ void encode(const EncodeCall& call) {
                 finite = encode_allocated(call.codec, segment, source, call.rounding, payload);
             else
                 finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
-                    return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
-                                              scale_bytes(call.codec, segment), payload);
+                    return encode_from<Class>(call.codec, segment, Level(segment, call.magnitudes), source,
+                                              call.rounding, scale_bytes(call.codec, segment), payload);
                 });
         }
         if (!finite) discard(call.codec, segment, payload, call.flags[row]);
@@ -152,10 +161,10 @@ void reduce(const ReduceCall& call) {
                 const Level level(segment, call.magnitudes);
                 const Mean<Class> source(segment, level, call.payloads, scales, divisor, decay);
                 if constexpr (unit_bytes<Class> > 0)
-                    return encode_from<Class>(segment, level, Kept(source, segment.length, kept),
+                    return encode_from<Class>(call.codec, segment, level, Kept(source, segment.length, kept),
                                               call.rounding, scales, out);
                 else
-                    return encode_from<Class>(segment, level, source, call.rounding, scales, out);
+                    return encode_from<Class>(call.codec, segment, level, source, call.rounding, scales, out);
             });
         }
         if (!finite) discard(call.codec, segment, out, call.flags[row]);

@@ -4,6 +4,7 @@
 // is on its way, and then its codes, to the cache that all processors share.
 
 #include "native/body/block_float.hpp"
+#include "native/body/casts.hpp"
 #include "native/body/codebook.hpp"
 #include "native/body/finish.hpp"
 #include "native/body/signs.hpp"
