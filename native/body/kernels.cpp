@@ -1,7 +1,5 @@
 // The kernels of one instruction set; compiled once for each, see CMakeLists.txt.
 
-#include <type_traits>
-
 #include "../kernels.hpp"
 
 #include "allocated.hpp"
@@ -86,16 +84,14 @@ struct OneBitToNearest<PureSign<Norm>> {
 };
 
 template <class Class>
-bool encode_from(Codec codec, const Segment& segment, Level level, const Source& source,
-                 const Rounding& rounding, std::int64_t scale_bytes, std::uint8_t* payload) {
+bool encode_from(const Segment& segment, Level level, const Source& source, const Rounding& rounding,
+                 std::int64_t scale_bytes, std::uint8_t* payload) {
     if constexpr (unit_bytes<Class> > 0) {
         if (segment.length == 0) return true;
         level.unit = Class::unit_for(largest_magnitude(source, segment.length));
         if (!is_finite(level.unit)) return false;
         write_float(payload, level.unit);
     }
-    const bool shifted = codec == Codec::minmax_shift && rounding.stochastic;
-    if (shifted) level.shift = shift_of(rounding, segment.layer);
     const EncodeJob job{segment,
                         source,
                         rounding,
@@ -103,14 +99,26 @@ bool encode_from(Codec codec, const Segment& segment, Level level, const Source&
                         payload + unit_bytes<Class>,
                         payload + scale_bytes,
                         segment.length >= streaming_length};
-    if constexpr (std::is_same_v<Class, MinMax>) {
-        if (shifted) return SegmentEncoder<ShiftedMinMax, false>(job).run();
-    }
     if constexpr (Class::draws) {
         if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
     }
     if (level.bits == 1) return SegmentEncoder<typename OneBitToNearest<Class>::Type, false>(job).run();
     return SegmentEncoder<Class, false>(job).run();
+}
+
+// MinMax on a lattice that a draw moves; apart from encode_from, which is inlined for each codec.
+[[gnu::noinline]] bool encode_shifted(const Segment& segment, const Source& source, const Rounding& rounding,
+                                      std::uint8_t* payload) {
+    Level level(segment, nullptr);
+    level.shift = shift_of(rounding, segment.layer);
+    std::uint8_t* const codes = payload + scale_bytes(Codec::minmax_shift, segment);
+    const EncodeJob job{segment, source, rounding, level, payload, codes, segment.length >= streaming_length};
+    return SegmentEncoder<ShiftedMinMax, false>(job).run();
+}
+
+// Whether encode_shifted encodes; without a draw, this codec is MinMax.
+bool is_shifted(Codec codec, const Rounding& rounding) {
+    return codec == Codec::minmax_shift && rounding.stochastic;
 }
 
 // What an encoder leaves behind for a segment that is not finite.
@@ -130,10 +138,12 @@ void encode(const EncodeCall& call) {
             const Gradient source(segment, static_cast<float>(call.scale), static_cast<float>(call.decay));
             if (is_allocated(call.codec))
                 finite = encode_allocated(call.codec, segment, source, call.rounding, payload);
+            else if (is_shifted(call.codec, call.rounding))
+                finite = encode_shifted(segment, source, call.rounding, payload);
             else
                 finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
-                    return encode_from<Class>(call.codec, segment, Level(segment, call.magnitudes), source,
-                                              call.rounding, scale_bytes(call.codec, segment), payload);
+                    return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
+                                              scale_bytes(call.codec, segment), payload);
                 });
         }
         if (!finite) discard(call.codec, segment, payload, call.flags[row]);
@@ -155,16 +165,21 @@ void reduce(const ReduceCall& call) {
             const MeanOfAllocated source(segment, call.payloads, divisor, decay);
             finite =
                 encode_allocated(call.codec, segment, Kept(source, segment.length, kept), call.rounding, out);
+        } else if (is_shifted(call.codec, call.rounding)) {
+            const std::int64_t scales = scale_bytes(call.codec, segment);
+            const Mean<MinMax> source(segment, Level(segment, nullptr), call.payloads, scales, divisor,
+                                      decay);
+            finite = encode_shifted(segment, source, call.rounding, out);
         } else {
             finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
                 const std::int64_t scales = scale_bytes(call.codec, segment);
                 const Level level(segment, call.magnitudes);
                 const Mean<Class> source(segment, level, call.payloads, scales, divisor, decay);
                 if constexpr (unit_bytes<Class> > 0)
-                    return encode_from<Class>(call.codec, segment, level, Kept(source, segment.length, kept),
+                    return encode_from<Class>(segment, level, Kept(source, segment.length, kept),
                                               call.rounding, scales, out);
                 else
-                    return encode_from<Class>(call.codec, segment, level, source, call.rounding, scales, out);
+                    return encode_from<Class>(segment, level, source, call.rounding, scales, out);
             });
         }
         if (!finite) discard(call.codec, segment, out, call.flags[row]);
