@@ -46,6 +46,7 @@ CODECS = {
     "nvfp4": kernels.NVFP4,
     "least-bytes": kernels.MINMAX_LEAST_BYTES,
     "least-error": kernels.MINMAX_LEAST_ERROR,
+    "minmax-shift": kernels.MINMAX_SHIFT,
 }
 BUCKET_SIZE = 512
 BLOCKS = {kernels.E4M3: 32, kernels.E5M2: 32, kernels.E2M1: 32, kernels.NVFP4: 16}

@@ -25,6 +25,7 @@ Levels levels(Codec codec) {
         case Codec::linf:
         case Codec::minmax_least_bytes:
         case Codec::minmax_least_error:
+        case Codec::minmax_shift:
             return {1, 8};
         case Codec::sign:
         case Codec::vote:
@@ -64,6 +65,7 @@ int scale_record_bytes(Codec codec) {
     switch (codec) {
         case Codec::minmax:
         case Codec::onebit:
+        case Codec::minmax_shift:
             return 8;
         case Codec::l2:
         case Codec::linf:
@@ -166,7 +168,7 @@ void check_magnitudes_row(const float* magnitudes, int bits) {
 }
 
 Codec check_codec(int number) {
-    if (number < 0 || number > static_cast<int>(Codec::nvfp4))
+    if (number < 0 || number > static_cast<int>(Codec::minmax_shift))
         throw std::invalid_argument("unknown codec " + std::to_string(number));
     return static_cast<Codec>(number);
 }

@@ -24,6 +24,7 @@ enum class Codec : std::int32_t {
     minmax_least_bytes = 15,
     minmax_least_error = 16,
     nvfp4 = 17,
+    minmax_shift = 18,
 };
 
 enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };

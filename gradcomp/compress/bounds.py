@@ -97,6 +97,16 @@ def of_extremes(steps: int, elements: int, *, nearest: bool) -> Distortion:
     return Distortion(bound, not nearest, (1 if nearest else 2) / steps)
 
 
+def of_moved_extremes(steps: int, elements: int) -> Distortion:
+    """The same, moved by a random part of a step: each error is uniform in half a unit either way, if there are two.
+
+    The mean squared error of each is unit^2 / 12, with unit as above.
+    """
+    if elements < 2:
+        return Distortion(0.0, True, 0.0)
+    return Distortion(elements / (6 * steps**2), True, 1 / steps)
+
+
 def of_magnitudes(levels: Sequence[float], elements: int, *, l2: bool, nearest: bool) -> Distortion:
     """A sign, and zero or one of the ascending levels in units of a norm, l2 or linf. The last level is 1.
 

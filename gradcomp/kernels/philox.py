@@ -1,4 +1,4 @@
-"""Philox4x32-10, the counter-based generator behind stochastic rounding.
+"""Philox4x32-10, the counter-based generator behind stochastic rounding and random shifts.
 
 A draw is a pure function of (seed, step, rank, layer, element), so nothing random is stored or sent, and
 neither the layout of layers in buckets nor the kernel that computes it can change it.
@@ -15,6 +15,7 @@ _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW_WORD = np.uint64(0xFFFFFFFF)
+_LAST_BLOCK = 0xFFFFFFFF
 
 
 def philox4x32(counter: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.NDArray[np.uint32]:
@@ -59,6 +60,19 @@ def uniform(
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).astype("<u4")
     lanes = words.view("<u2").reshape(-1)[start % 8 : start % 8 + length]
     return (lanes.astype(np.float32) + np.float32(offset(step))) * np.float32(2.0**-16)
+
+
+def shift(*, seed: int, layer: int, step: int, rank: int) -> np.float32:
+    """The one draw u in (-1/2, 1/2) that moves the lattice of a layer in a step (Markov 2024, definition 1).
+
+        u = (2 k + 1) / 2**24 - 1/2,    k = word // 2**9
+
+    The word is the first at counter (2**32 - 1, layer, step, rank), the last that :func:`uniform` would reach. u is
+    exact in float32. Its 2**23 values are equally likely, and their mean is zero.
+    """
+    counter = np.array([_LAST_BLOCK, layer, step, rank], np.uint32)
+    word = int(philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))[0])
+    return np.float32((2 * (word >> 9) + 1 - 2**23) * 2.0**-24)
 
 
 def offset(step: int) -> float:

@@ -1,8 +1,9 @@
 """The quantising codecs in NumPy: what becomes of the buckets of a segment, and back. Part of `reference`.
 
 Each is a :class:`Quantiser`: functions of contributions c (buckets, elements) in float32, draws u of the same shape
-in (0, 1) (None: round to nearest) and the :class:`Level`. Scale records are columns, one number per bucket, which
-travel as float32 or in a byte: the exponent of a power of two (E8M0), or a number of E4M3.
+in (0, 1) (None: round to nearest; of a shift, equal ones in (-1/2, 1/2)) and the :class:`Level`. Scale records are
+columns, one number per bucket, which travel as float32 or in a byte: the exponent of a power of two (E8M0), or a
+number of E4M3.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from gradcomp.kernels.segments import (
     L2,
     LINF,
     MINMAX,
+    MINMAX_SHIFT,
     NVFP4,
     ONEBIT,
     SIGN,
@@ -76,14 +78,37 @@ class Quantiser(NamedTuple):
 def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
     if level.bits == 1 and u is None:
         return _quantise_two_means(c)
-    levels = np.float32((1 << level.bits) - 1)
+    lo, unit, inverse = _steps(c, level)
+    code = _round((c - lo[:, None]) * inverse[:, None], u, _most_steps(level))
+    return (lo, unit), code
+
+
+def _steps(c: Floats, level: Level) -> Columns:
+    """Minimum and unit of each bucket, and the inverse of the unit; the latter two are 0 in a constant bucket."""
     lo = c.min(axis=1) + np.float32(0)  # -0 becomes +0, whichever of the two the minimum picked
     hi = c.max(axis=1) + np.float32(0)
-    span = hi - lo
+    span, levels = hi - lo, _most_steps(level)
     unit, inverse = span / levels, levels / span
     flat = ~np.isfinite(inverse)
     unit[flat], inverse[flat] = 0, 0
-    code = _round((c - lo[:, None]) * inverse[:, None], u, levels)
+    return lo, unit, inverse
+
+
+def _most_steps(level: Level) -> np.float32:
+    return np.float32((1 << level.bits) - 1)
+
+
+def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+    """To nearest on a lattice that begins at lo + u unit: all codes are in 0..2^b - 1, up to rounding of that number.
+
+    Without a draw it is MINMAX to nearest.
+    """
+    if u is None:
+        return _quantise_minmax(c, None, level)
+    lo, unit, inverse = _steps(c, level)
+    lo = lo + u[:, 0] * unit
+    code = _round((c - lo[:, None]) * inverse[:, None], None, _most_steps(level))
+    lo[~np.isfinite(lo + _most_steps(level) * unit)] = np.nan  # a decoder could not use it
     return (lo, unit), code
 
 
@@ -101,7 +126,7 @@ def _dequantise_minmax(code: Codes, scales: Sequence[Floats], level: Level) -> F
 
 def _minmax_extremes(scales: Sequence[Floats], level: Level) -> Floats:
     lo, unit = scales
-    return np.concatenate((lo, lo + np.float32((1 << level.bits) - 1) * unit))
+    return np.concatenate((lo, lo + _most_steps(level) * unit))
 
 
 # --- sign and magnitude in even steps of a norm -------------------------------------------------------------
@@ -305,6 +330,7 @@ def _recorded(scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
 
 QUANTISER: dict[int, Quantiser] = {
     MINMAX: Quantiser(2, _quantise_minmax, _dequantise_minmax, _minmax_extremes),
+    MINMAX_SHIFT: Quantiser(2, _quantise_shifted, _dequantise_minmax, _minmax_extremes),
     L2: Quantiser(1, _quantise_l2, _dequantise_by_norm, _norm_extremes),
     LINF: Quantiser(1, _quantise_linf, _dequantise_by_norm, _norm_extremes),
     SIGN: Quantiser(1, _quantise_sign, _dequantise_sign, _recorded),

@@ -24,6 +24,7 @@ from gradcomp.kernels.reference_memory import all_finite, gradient_of, memory_at
 from gradcomp.kernels.segments import (
     DTYPES,
     FLOAT32,
+    MINMAX_SHIFT,
     QUANTISERS,
     SEGMENT,
     STOCHASTIC,
@@ -59,7 +60,8 @@ def encode(
         table: SEGMENT rows; reads gradient, residual; writes next residual.
         payload: uint8, written at each row's offset.
         flags: uint8, one per row; only ORed into.
-        draw: rounds stochastically (codecs in `segments.STOCHASTIC` only); None: to nearest.
+        draw: rounds stochastically (codecs in `segments.STOCHASTIC` only), or moves the lattice of MINMAX_SHIFT;
+            None: to nearest, on the lattice of MINMAX.
         scale: factor of the gradient.
         decay: factor of the residual.
         magnitudes: what a codebook codec needs, and no other takes (see `segments.Magnitudes`).
@@ -238,13 +240,12 @@ def nonzero(table: SegmentTable, out: Bytes) -> None:
 def _draws(segment: np.void, codec: int, draw: Draw | None) -> Floats | None:
     if draw is None or codec not in STOCHASTIC:
         return None
+    layer, length = int(segment["layer"]), int(segment["length"])
+    if codec == MINMAX_SHIFT:
+        shift = philox.shift(seed=draw.seed, layer=layer, step=draw.step, rank=draw.rank)
+        return np.full(length, shift)
     return philox.uniform(
-        int(segment["start"]),
-        int(segment["length"]),
-        seed=draw.seed,
-        layer=int(segment["layer"]),
-        step=draw.step,
-        rank=draw.rank,
+        int(segment["start"]), length, seed=draw.seed, layer=layer, step=draw.step, rank=draw.rank
     )
 
 

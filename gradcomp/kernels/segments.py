@@ -37,6 +37,7 @@ E2M1: Final = 14
 MINMAX_LEAST_BYTES: Final = 15
 MINMAX_LEAST_ERROR: Final = 16
 NVFP4: Final = 17
+MINMAX_SHIFT: Final = 18
 
 LEVELS: Final = {
     MINMAX: range(1, 9),
@@ -53,6 +54,7 @@ LEVELS: Final = {
     MINMAX_LEAST_BYTES: range(1, 9),
     MINMAX_LEAST_ERROR: range(1, 9),
     NVFP4: range(4, 5),
+    MINMAX_SHIFT: range(1, 9),
 }
 """The numbers of bits that each quantising codec takes."""
 
@@ -68,8 +70,8 @@ UNIT_BYTES: Final = {NVFP4: 4}
 ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
 """The codecs whose buckets have bits of their own: see `reference_bits`."""
 
-STOCHASTIC: Final = (MINMAX, L2, LINF, BF16, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED)
-"""The codecs that can draw, to round stochastically or to decide a tie; the others make nothing of a draw."""
+STOCHASTIC: Final = (MINMAX, L2, LINF, BF16, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED, MINMAX_SHIFT)
+"""The codecs that can draw, to round stochastically, to shift or to decide a tie; others make nothing of a draw."""
 
 FLOAT32: Final = 0
 FLOAT16: Final = 1
@@ -176,6 +178,7 @@ _WIRE_FORMAT: Final = {
     E5M2: (1, 0),
     E2M1: (1, 0),
     NVFP4: (1, 0),
+    MINMAX_SHIFT: (8, 0),
     **dict.fromkeys(ALLOCATED, (9, 0)),
 }
 

@@ -50,11 +50,17 @@ inline void write_float(std::uint8_t* p, float x) {
 template <class Codec>
 inline constexpr std::int64_t unit_bytes = 0;
 
-// Bits of a code, and the magnitudes that a codebook has for them; the unit of scales, where they have one.
+// Whether the lattice of a codec is moved by Level::shift.
+template <class Codec>
+inline constexpr bool shifts = false;
+
+// Bits of a code, and the magnitudes that a codebook has for them; the unit of scales, and the shift of a
+// lattice in its steps, where there are such.
 struct Level {
     int bits;
     const float* magnitudes;
     float unit = 0.0f;
+    float shift = 0.0f;
 
     Level(const Segment& segment, const float* all_magnitudes)
         : bits(segment.bits),
@@ -154,6 +160,18 @@ class MinMax {
 
     float bounds[2];
 
+  protected:
+    // Moves all levels, by so many steps.
+    void move(float steps) {
+        set(bounds[0] + steps * unit_scalar_, unit_scalar_);
+        representable_ = representable_ && is_finite(bounds[1]);
+    }
+
+    // To nearest; what rounding has moved beyond the first or the last level gets that one.
+    I32 nearest(F32 c) const {
+        return round_to_even(min(max((c - low_) * inverse_, splat(0.0f)), splat(levels_)));
+    }
+
   private:
     static float levels(int bits) { return static_cast<float>((1 << bits) - 1); }
 
@@ -170,6 +188,26 @@ class MinMax {
     F32 low_, unit_, inverse_;
     bool representable_;
 };
+
+// The encoder of a random shift: to nearest on a lattice that is moved by the same part of a step in all
+// buckets of a layer. MinMax decodes it.
+class ShiftedMinMax : public MinMax {
+  public:
+    static constexpr bool draws = false;  // once for a layer, see Level
+
+    ShiftedMinMax(const Range& range, const Level& level, std::int64_t count) : MinMax(range, level, count) {
+        move(level.shift);
+    }
+    ShiftedMinMax(const std::uint8_t* record, const Level& level) : MinMax(record, level) {}
+
+    template <bool>
+    I32 code(F32 c, F32) const {
+        return nearest(c);
+    }
+};
+
+template <>
+inline constexpr bool shifts<ShiftedMinMax> = true;
 
 class L2Norm {
   public:

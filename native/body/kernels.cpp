@@ -32,6 +32,7 @@ template <class Function>
 bool with_codec(Codec codec, int bits, Function f) {
     switch (codec) {
         case Codec::minmax:
+        case Codec::minmax_shift:
             return f.template operator()<MinMax>();
         case Codec::l2:
             return bits == 1 ? f.template operator()<PureSign<L2Norm>>()
@@ -105,6 +106,21 @@ bool encode_from(const Segment& segment, Level level, const Source& source, cons
     return SegmentEncoder<Class, false>(job).run();
 }
 
+// MinMax on a lattice that a draw moves; apart from encode_from, which is inlined for each codec.
+[[gnu::noinline]] bool encode_shifted(const Segment& segment, const Source& source, const Rounding& rounding,
+                                      std::uint8_t* payload) {
+    Level level(segment, nullptr);
+    level.shift = shift_of(rounding, segment.layer);
+    std::uint8_t* const codes = payload + scale_bytes(Codec::minmax_shift, segment);
+    const EncodeJob job{segment, source, rounding, level, payload, codes, segment.length >= streaming_length};
+    return SegmentEncoder<ShiftedMinMax, false>(job).run();
+}
+
+// Whether encode_shifted encodes; without a draw, this codec is MinMax.
+bool is_shifted(Codec codec, const Rounding& rounding) {
+    return codec == Codec::minmax_shift && rounding.stochastic;
+}
+
 // What an encoder leaves behind for a segment that is not finite.
 void discard(Codec codec, const Segment& segment, std::uint8_t* payload, std::uint8_t& flag) {
     std::memset(payload, 0, static_cast<std::size_t>(wire_bytes(codec, segment)));
@@ -122,6 +138,8 @@ void encode(const EncodeCall& call) {
             const Gradient source(segment, static_cast<float>(call.scale), static_cast<float>(call.decay));
             if (is_allocated(call.codec))
                 finite = encode_allocated(call.codec, segment, source, call.rounding, payload);
+            else if (is_shifted(call.codec, call.rounding))
+                finite = encode_shifted(segment, source, call.rounding, payload);
             else
                 finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
                     return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
@@ -147,6 +165,11 @@ void reduce(const ReduceCall& call) {
             const MeanOfAllocated source(segment, call.payloads, divisor, decay);
             finite =
                 encode_allocated(call.codec, segment, Kept(source, segment.length, kept), call.rounding, out);
+        } else if (is_shifted(call.codec, call.rounding)) {
+            const std::int64_t scales = scale_bytes(call.codec, segment);
+            const Mean<MinMax> source(segment, Level(segment, nullptr), call.payloads, scales, divisor,
+                                      decay);
+            finite = encode_shifted(segment, source, call.rounding, out);
         } else {
             finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
                 const std::int64_t scales = scale_bytes(call.codec, segment);

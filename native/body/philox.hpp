@@ -2,6 +2,8 @@
 // gradcomp/kernels/philox.py.
 #pragma once
 
+#include <cstring>
+
 #include "../kernels.hpp"
 #include "simd.hpp"
 
@@ -63,5 +65,13 @@ class RandomStream {
     Words layer_, step_, rank_;
     Words keys_[rounds][2];
 };
+
+// The one draw in (-1/2, 1/2) that moves the lattice of a layer.
+inline float shift_of(const Rounding& rounding, std::uint32_t layer) {
+    alignas(64) std::uint16_t buffer[8 + RandomStream::slack];
+    std::uint32_t word;
+    std::memcpy(&word, RandomStream(rounding, layer).draw(max_elements - 8, 2, buffer), sizeof word);
+    return static_cast<float>(static_cast<std::int32_t>(word >> 9) * 2 + 1 - (1 << 23)) * 0x1p-24f;
+}
 
 }  // namespace gradcomp::GRADCOMP_BODY

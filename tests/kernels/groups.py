@@ -31,6 +31,7 @@ CODECS = {
     "nvfp4": segments.NVFP4,
     "least-bytes": segments.MINMAX_LEAST_BYTES,
     "least-error": segments.MINMAX_LEAST_ERROR,
+    "minmax-shift": segments.MINMAX_SHIFT,
 }
 
 

@@ -17,6 +17,7 @@ from gradcomp.testing.device_memory import shared
 FAMILIES: dict[str, list[Any]] = {
     "min-max": [Quantize(bits, bucket_size=128) for bits in (8, 1, 4, 3)],
     "nearest": [Quantize(bits, rounding="nearest") for bits in range(1, 9)],
+    "shift": [Quantize(bits, bucket_size=100, rounding="shift") for bits in (1, 4, 8)],
     "l2": [Quantize(bits, bucket_size=100, scaling="l2") for bits in range(1, 9)],
     "linf": [Quantize(bits, bucket_size=1000, scaling="linf") for bits in (1, 2, 5)],
     "codebook": [NUQSGD(bits, bucket_size=37) for bits in (2, 3, 8)],

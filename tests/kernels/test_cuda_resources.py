@@ -16,6 +16,8 @@ BOUNDS = [
     ("encode.cu", "MinMax", "encode_stochastic", 80),
     ("encode.cu", "MinMax", "reduce_nearest", 80),
     ("encode.cu", "MinMax", "reduce_stochastic", 80),
+    ("encode.cu", "ShiftedMinMax", "encode_stochastic", 80),
+    ("encode.cu", "ShiftedMinMax", "reduce_stochastic", 80),
     ("encode.cu", "Codebook<L2Norm,LargeTable>", "encode_stochastic", 80),
     ("encode.cu", "SignMagnitude<L2Norm>", "reduce_nearest", 128),
     ("encode.cu", "SignMagnitude<L2Norm>", "reduce_stochastic", 128),

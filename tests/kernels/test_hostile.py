@@ -56,6 +56,7 @@ MALFORMED = {
     "offset wraps": (segments.MINMAX, {"payload": 2**63 - 1}),
     "bits 0": (segments.LINF, {"level": 0}),
     "bits 9": (segments.LINF, {"level": 9}),
+    "bits 9 of a shift": (segments.MINMAX_SHIFT, {"level": 9}),
     "bits 0 of a sign": (segments.SIGN, {"level": 0}),
     "bits 2 of a sign": (segments.VOTE, {"level": 2}),
     "bits 1 of a codebook": (segments.CODEBOOK_L2, {"level": 1}),

@@ -11,6 +11,7 @@ import pytest
 from engine.test_engine import Ranks, ranks, step
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels.groups import Group, Segment
 from reduce.schemes import total
 from tiers import examples
 
@@ -31,6 +32,8 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.kernels import reference
+from gradcomp.kernels.segments import MINMAX_SHIFT, OWNER_RANK
 from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.request_group import RequestGroup, Run
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, even_borders
@@ -203,6 +206,26 @@ def test_a_reduce_scatter_and_an_all_gather_are_scatter_reduce_allgather(compres
         for arrays in both[1].run(both[0].run(gradients)):
             for i, mean in enumerate(means):
                 assert arrays[i].tobytes() == mean.tobytes()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_shards_by_random_shift_do_not_depend_on_who_holds_them(world: int):
+    """Every shard as the reference codes it, with one draw for a layer and a run, whoever holds it."""
+    compressor = Quantize(8, 64, rounding="shift", feedback=False)
+    ranked = Ranked(Request.of(ALL_GATHER, FLOATS, compressor), world, seed=5)
+    for number in range(2):
+        inputs = inputs_of(ranked, number)
+        outputs = ranked.run(inputs)
+        for i, layer in enumerate(FLOATS):
+            wanted = []
+            begins = even_borders(layer.size, world)
+            for own, start in zip(inputs, begins, strict=False):
+                shard = Segment(own[i], bits=8, bucket_size=64, start=start, layer=layer.hash)
+                group = Group(MINMAX_SHIFT, [shard])
+                draw = {"seed": 5, "step": number, "rank": OWNER_RANK}
+                wanted.append(group.values(group.encode(reference, stochastic=True, **draw).payload)[0])
+            for arrays in outputs:
+                assert arrays[i].tobytes() == np.concatenate(wanted).tobytes(), layer.name
 
 
 @examples(30)

@@ -57,7 +57,9 @@ quantizers = st.builds(
     rounding=st.sampled_from(["stochastic", "nearest"]),
     feedback=st.just(False),
 )
-compressors = quantizers | st.sampled_from([Cast("float16"), Cast("bfloat16"), Cast("float32")])
+compressors = quantizers | st.sampled_from(
+    [Cast("float16"), Cast("bfloat16"), Cast("float32"), Quantize(4, 33, rounding="shift")]
+)
 with_residuals = st.sampled_from(
     [
         Quantize(4, 33, feedback=True),

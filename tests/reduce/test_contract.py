@@ -16,6 +16,7 @@ CHOSEN = (
     "bf16",
     "fp16-feedback",
     "minmax-5-feedback",
+    "minmax-4-shift",
     "l2-8",
     "sign-layer",
     "onebit",

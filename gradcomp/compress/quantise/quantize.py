@@ -1,4 +1,4 @@
-"""Bucketed uniform quantisation: CGX's default (Markov 2024, sections 2.2.3 and 3.5.3) and QSGD."""
+"""Bucketed uniform quantisation: CGX's default (Markov 2024, sections 2.2.3 and 3.5.3), QSGD, and random shifts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from gradcomp.compress.bounds import (
     of_extremes,
     of_magnitudes,
     of_mean_sign,
+    of_moved_extremes,
 )
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels.codec import Codec, Table
-from gradcomp.kernels.segments import L2, LINF, MINMAX, MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR
+from gradcomp.kernels.segments import (
+    L2,
+    LINF,
+    MINMAX,
+    MINMAX_LEAST_BYTES,
+    MINMAX_LEAST_ERROR,
+    MINMAX_SHIFT,
+)
 
 _ALLOCATIONS = {"bucket": MINMAX_LEAST_BYTES, "bytes": MINMAX_LEAST_ERROR}
 _KINDS = {"minmax": MINMAX, "l2": L2, "linf": LINF}
+_ROUNDINGS = ("stochastic", "nearest", "shift")
 
 
 @register("quantize")
@@ -44,6 +53,11 @@ class Quantize(Coded):
     ``rounding="nearest"``
         biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and stands for the mean
         magnitude of the bucket; with ``minmax`` for the mean of its negative values or that of the others.
+    ``rounding="shift"`` (Markov 2024, definition 1)
+        one draw u in (-1/2, 1/2) for a layer and a step; code = round((v - lo) / unit - u);
+        value = lo + (code + u) unit. The record holds lo + u unit. Unbiased; the variance is unit^2 / 12, whatever v
+        is. Values may lie half a unit outside of [lo, hi], and all codes have b bits. It needs ``minmax``. Each rank
+        draws a u for its gradient; a mean has one, and all shards of an all-gather have the same.
     ``allocate="bucket"``
         bits by bucket, 0 to 8, the fewest at which a layer's expected squared error stays that of ``bits`` bits for
         all: minimise sum n_k b_k subject to sum n_k R_k^2 e(b_k) <= sum n_k R_k^2 e(b), R = hi - lo, e(b) =
@@ -59,8 +73,8 @@ class Quantize(Coded):
     takes a round more where one grows.
     State: with feedback, a residual per layer and the chunk owner's second residual.
     Errors: ConfigError for bits outside 1..8, a bucket size below 1, unknown words; for feedback that would diverge, or
-    never send anything (few bits of an l2 norm, to nearest).
-    Source: Markov 2024 (CGX), sections 2.2.3, 3.5.1 and 3.5.3; QSGD as cited there. Differs: the default bucket
+    never send anything (few bits of an l2 norm, to nearest); for ``shift`` with another scaling or ``allocate``.
+    Source: Markov 2024 (CGX), sections 2.2.3, 3.5.1, 3.5.3 and 5.5.1; QSGD as cited there. Differs: the default bucket
     is 512 (Markov uses 128 and 1024 by model family); the probability is that of section 2.2.3 (5.4.2 has it
     inverted). ``allocate`` is gradcomp's own, see ``docs/decisions/0032``.
     """
@@ -83,8 +97,10 @@ class Quantize(Coded):
             raise ConfigError(f"bucket_size must be a whole number of at least 1, got {self.bucket_size!r}")
         if self.scaling not in _KINDS:
             raise ConfigError(f"scaling must be one of {', '.join(_KINDS)}, got {self.scaling!r}")
-        if self.rounding not in ("stochastic", "nearest"):
-            raise ConfigError(f"rounding must be stochastic or nearest, got {self.rounding!r}")
+        if self.rounding not in _ROUNDINGS:
+            raise ConfigError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {self.rounding!r}")
+        if self.rounding == "shift" and self.scaling != "minmax":
+            raise ConfigError(f"rounding=shift needs scaling=minmax, got {self.scaling!r}")
         if self.feedback is not None and not isinstance(self.feedback, bool):
             raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
         if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
@@ -102,6 +118,8 @@ class Quantize(Coded):
         elements, nearest = min(self.bucket_size, layer.size), self.rounding == "nearest"
         if self.bits == 1 and nearest:
             return of_mean_sign(elements)
+        if self.rounding == "shift":
+            return of_moved_extremes((1 << self.bits) - 1, elements)
         if self.scaling == "minmax":
             uniform = of_extremes((1 << self.bits) - 1, elements, nearest=nearest)
             # Buckets may take one bit; of a layer the error is within 1/4 over 1/6 of that of uniform bits.
@@ -125,6 +143,8 @@ class Quantize(Coded):
         """The codec; the number of bits is in the segment table."""
         if self.allocate is not None:
             return Codec(_ALLOCATIONS[self.allocate], stochastic=True)
+        if self.rounding == "shift":
+            return Codec(MINMAX_SHIFT, stochastic=True)
         return Codec(_KINDS[self.scaling], self.rounding == "stochastic")
 
     def fill(self, table: Table, level: Level) -> None:

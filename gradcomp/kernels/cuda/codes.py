@@ -32,6 +32,7 @@ from gradcomp.kernels.segments import (
     LEVELS,
     LINF,
     MINMAX,
+    MINMAX_SHIFT,
     NVFP4,
     ONEBIT,
     SIGN,
@@ -60,10 +61,13 @@ _CLASSES = {
     E4M3: "BlockFloat<E4M3>",
     E5M2: "BlockFloat<E5M2>",
     NVFP4: "BlockFloatInUnits<E2M1>",
+    MINMAX_SHIFT: "MinMax",
 }
 _ONE_BIT = {L2: "PureSign<L2Norm>", LINF: "PureSign<LInfNorm>"}
 # What encodes one bit to nearest: it has scales of its own.
 _ONE_BIT_TO_NEAREST = {MINMAX: "TwoMeans", L2: "Sign<MeanMagnitude>", LINF: "Sign<MeanMagnitude>"}
+
+_SHIFTED = "ShiftedMinMax"  # what encodes with a shift
 
 CODED = tuple(_CLASSES)
 """The codecs that encode.cu and decode.cu know: all but float64's."""
@@ -252,6 +256,10 @@ def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]
 def encoders_of(codec: int, bits: npt.NDArray[np.int32], drawn: bool) -> list[tuple[str, Rows]]:
     """The same for what encodes, with draws or to nearest."""
     if codec in ALLOCATED:  # as measured: the error that is kept is that of uniform bits
+        codec = MINMAX
+    if codec == MINMAX_SHIFT:
+        if drawn:
+            return [(_SHIFTED, np.arange(len(bits)))]
         codec = MINMAX
     return _by_bits(codec, bits, _ONE_BIT if drawn else _ONE_BIT_TO_NEAREST)
 

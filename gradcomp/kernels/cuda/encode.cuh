@@ -31,6 +31,10 @@ struct EncodeParams {
     double scale, decay, divisor;
 };
 
+inline Stream stream_of(const EncodeParams& params) {
+    return {params.seed, static_cast<std::uint32_t>(params.step), static_cast<std::uint32_t>(params.rank)};
+}
+
 // Whether a range comes out the same in whatever order elements are added.
 template <class Range>
 inline constexpr bool order_free = false;
@@ -73,9 +77,11 @@ struct Job {
         return to<std::uint8_t>(params.payload) + segment.payload;
     }
 
-    // Bits and magnitudes of the row, and the unit of its scales.
+    // Bits and magnitudes of the row, the unit of its scales and the shift of its lattice.
     Level level(const EncodeParams& params) const {
-        return level_of<Class>(segment, at<float>(params.magnitudes), at<float>(params.largest) + row);
+        Level level = level_of<Class>(segment, at<float>(params.magnitudes), at<float>(params.largest) + row);
+        if constexpr (shifts<Class>) level.shift = shift_of(stream_of(params), segment.layer);
+        return level;
     }
 
     // By one thread of each team: the record of the bucket, and whether it is sound.
@@ -87,9 +93,5 @@ struct Job {
         codec.write(payload(params) + place_of_record<Class>(bucket));
     }
 };
-
-inline Stream stream_of(const EncodeParams& params) {
-    return {params.seed, static_cast<std::uint32_t>(params.step), static_cast<std::uint32_t>(params.rank)};
-}
 
 }  // namespace gradcomp::cuda

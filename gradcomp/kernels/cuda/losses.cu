@@ -68,8 +68,9 @@ inline void find_losses(const LossParams& params) {
 
     for (int level = 0; level < params.levels; ++level) {
         segment.bits = at<std::int32_t>(params.bits)[level];
-        const Level of_row =
+        Level of_row =
             level_of<Class>(segment, at<float>(params.magnitudes), at<float>(params.largest) + row);
+        if constexpr (shifts<Class>) of_row.shift = shift_of(stream, segment.layer);
         const Class codec(range, of_row, end > begin ? end - begin : 1);
         double sum = 0.0;
         const auto add = [&](const float (&x)[8], std::int64_t first) {

@@ -32,6 +32,13 @@ inline void philox(const Stream& stream, std::uint32_t block, std::uint32_t laye
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
+// The one draw in (-1/2, 1/2) that moves the lattice of a layer.
+inline float shift_of(const Stream& stream, std::uint32_t layer) {
+    std::uint32_t words[4];
+    philox(stream, 0xFFFFFFFFu, layer, words);
+    return static_cast<float>(static_cast<std::int32_t>(words[0] >> 9) * 2 + 1 - (1 << 23)) * 0x1p-24f;
+}
+
 // Draws in (0, 1) of the layer's elements first..first+8.
 inline void draw(const Stream& stream, std::uint32_t layer, std::int64_t first, float (&u)[8]) {
     std::uint32_t words[8] = {};

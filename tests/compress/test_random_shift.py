@@ -1,0 +1,297 @@
+"""Random shifts (Markov 2024, chapter 5 and appendix C.5): what the thesis proves of them, asked of the codec.
+
+Expectations are exact but for their grid: a bucket is encoded with each of many shifts, evenly spread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels.groups import Group, Segment
+from tiers import examples
+
+from gradcomp import ConfigError, Quantize
+from gradcomp.kernels import philox, reference, segments
+from gradcomp.kernels.quantisers import QUANTISER, Level
+
+SHIFTS = ((np.arange(4096) + 0.5) / 4096 - 0.5).astype(np.float32)
+GRID = 1 / len(SHIFTS)
+
+Doubles = Any
+
+
+def normal(size: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32)
+
+
+def every_code(x: Any, bits: int, u: Any, codec: int) -> tuple[Doubles, Doubles, float]:
+    """Codes and values (draws, elements) of a bucket for every draw, and its unit."""
+    c = np.tile(x.astype(np.float32), (len(u), 1))
+    with np.errstate(all="ignore"):
+        record, code = QUANTISER[codec].quantise(c, np.repeat(u[:, None], len(x), axis=1), Level(bits))
+    value = QUANTISER[codec].dequantise(code, [column[:, None] for column in record], Level(bits))
+    return code.astype(np.float64), value.astype(np.float64), float(record[1][0])
+
+
+def shifted(x: Any, bits: int, u: Any = SHIFTS) -> tuple[Doubles, Doubles, float]:
+    return every_code(x, bits, u, segments.MINMAX_SHIFT)
+
+
+def flipped(x: Any, bits: int) -> tuple[Doubles, Doubles, float]:
+    """Definition 12: by flipping a coin for each value."""
+    return every_code(x, bits, SHIFTS + np.float32(0.5), segments.MINMAX)
+
+
+def fractions(x: Any, unit: float) -> Doubles:
+    return np.mod((x.astype(np.float64) - float(x.min())) / unit, 1)
+
+
+bits_of = pytest.mark.parametrize("bits", [1, 2, 4, 8])
+
+
+# --- definition 1 -------------------------------------------------------------------------------------------------
+
+
+@bits_of
+def test_values_are_the_nearest_of_the_shifted_lattice(bits: int) -> None:
+    x = normal(200)
+    code, value, unit = shifted(x, bits)
+    assert code.min() == 0
+    assert code.max() == 2**bits - 1
+    lo, r = float(x.min()), SHIFTS[:, None].astype(np.float64) * unit
+    steps = (x - lo - r) / unit
+    no_tie = np.abs(np.mod(steps, 1) - 0.5) > 1e-4
+    np.testing.assert_allclose(value[no_tie], (unit * np.rint(steps) + r + lo)[no_tie], atol=1e-5)
+    assert np.abs(value - x).max() <= unit / 2 * (1 + 1e-4)
+
+
+@bits_of
+def test_ends_leave_the_range_by_half_a_step(bits: int) -> None:
+    x = normal(200)
+    _, value, unit = shifted(x, bits)
+    assert value.min() == pytest.approx(x.min() - unit / 2, abs=unit * 2 * GRID)
+    assert value.max() == pytest.approx(x.max() + unit / 2, abs=unit * 2 * GRID)
+
+
+def test_few_units_of_the_last_place_apart() -> None:
+    """Where float32 cannot tell the shift, ends lose what it rounds, and no code wraps."""
+    x = np.float32(2.0**20) + np.arange(0, 300, dtype=np.float32) * np.float32(0.125)
+    for size in (2, 3, 200, 257, 300):
+        _, value, unit = shifted(x[:size], 8)
+        assert np.abs(value - x[:size]).max() <= unit / 2 + 2 * 0.125
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 2.5, -1e-3, 3e38])
+def test_equal_numbers_stay_what_they_are(number: float) -> None:
+    _, value, unit = shifted(np.full(40, number, np.float32), 4)
+    assert unit == 0
+    assert (value == np.float32(number)).all()
+
+
+def test_what_decodes_beyond_float32_is_flagged_by_its_encoder() -> None:
+    largest = np.finfo(np.float32).max
+    group = Group(segments.MINMAX_SHIFT, [Segment(np.array([largest, 1e38], np.float32), bits=2)])
+    found = [group.encode(reference, stochastic=True, step=step) for step in range(40)]
+    flags = [encoded.flags[0] for encoded in found]
+    assert set(flags) == {0, 1}
+    assert all(group.decode(reference, each.payload).flags == [0] for each in found if each.flags == [0])
+
+
+# --- lemmas 5 and 15 ----------------------------------------------------------------------------------------------
+
+
+@bits_of
+def test_lemma_5_and_15_mean(bits: int) -> None:
+    """Of all values, the least and the largest too; and of codes without the shift."""
+    x = normal(200)
+    for code, value, unit in (shifted(x, bits), flipped(x, bits)):
+        atol = unit * (GRID + 1e-4)
+        np.testing.assert_allclose(value.mean(axis=0), x, rtol=0, atol=atol)
+        np.testing.assert_allclose(float(x.min()) + code.mean(axis=0) * unit, x, rtol=0, atol=atol)
+
+
+@bits_of
+def test_lemma_5_and_15_variance_of_the_codes(bits: int) -> None:
+    x = normal(200)
+    for code, _, unit in (shifted(x, bits), flipped(x, bits)):
+        f = fractions(x, unit)
+        f[x == x.max()] = 0  # up to rounding
+        lost = float(x.min()) + code * unit - x
+        np.testing.assert_allclose((lost**2).mean(axis=0), unit**2 * f * (1 - f), atol=unit**2 * 1e-3)
+
+
+@bits_of
+def test_values_have_the_variance_of_a_uniform_error(bits: int) -> None:
+    """With the shift added back, which the proof of lemma 5 leaves out: unit^2 / 12, half of a coin's mean."""
+    x = normal(200)
+    _, value, unit = shifted(x, bits)
+    np.testing.assert_allclose(((value - x) ** 2).mean(axis=0), unit**2 / 12, rtol=5e-3)
+    even = np.random.default_rng(0).random(1000, dtype=np.float32)
+    (_, by_shift, unit), (_, by_coin, _) = shifted(even, bits), flipped(even, bits)
+    times = ((by_coin - even) ** 2).mean() / ((by_shift - even) ** 2).mean()
+    assert times == pytest.approx(2, rel=0.05)
+
+
+@bits_of
+def test_lemma_5_and_15_sparsity(bits: int) -> None:
+    x = np.concatenate((normal(100) ** 4, [0.0])).astype(np.float32)
+    for code, _, unit in (shifted(x, bits), flipped(x, bits)):
+        steps = (x - x.min()) / unit
+        sent = (code != 0).mean(axis=0)
+        np.testing.assert_allclose(sent, np.minimum(steps, 1), atol=GRID + 1e-4)
+        assert sent.sum() <= steps.sum() + 1e-3
+
+
+# --- lemmas 4 and 6 -----------------------------------------------------------------------------------------------
+
+
+@examples(200)
+@given(st.floats(-1e3, 1e3), st.integers(1, 50))
+def test_lemma_6(y: float, k: int) -> None:
+    coarse, fine = np.mod(y / k, 1), np.mod(y, 1)
+    assert (1 - fine) * fine <= k * (1 - coarse) * coarse + 1e-9
+
+
+@pytest.mark.parametrize("k", [2, 3, 16])
+def test_lemma_4(k: int) -> None:
+    """E |Q(x) - x|^2 <= 1/k E |x* - x|^2, x* the nearest point of each lattice of steps k unit, or another point."""
+    x = normal(200)
+    _, value, unit = shifted(x, 6)
+    lost = ((value - x) ** 2).sum(axis=1).mean()
+    coarse = k * unit
+    r = SHIFTS[:, None].astype(np.float64) * coarse
+    nearest = coarse * np.rint((x - r) / coarse) + r
+    for point in (nearest, nearest + coarse * np.random.default_rng(0).integers(-1, 2, nearest.shape)):
+        assert lost <= ((point - x) ** 2).sum(axis=1).mean() / k
+
+
+def test_lemma_4_fails_for_coins() -> None:
+    """A value half way between two levels, beside the lattices of two steps."""
+    x = np.array([0.0, 0.5, 2.5, 6.5, 7.0], np.float32)  # unit 1
+    _, value, unit = flipped(x, 3)
+    assert unit == 1
+    nearest = 4 / 12  # mean of |x* - x|^2 for lattices of steps 2
+    assert ((value - x) ** 2).mean(axis=0)[1:4].min() > nearest / 2
+    _, value, _ = shifted(x, 3)
+    assert ((value - x) ** 2).mean(axis=0).max() < nearest / 2
+
+
+# --- corollary 14 -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantised", [shifted, flipped])
+def test_corollary_14(quantised: Any) -> None:
+    """Codes of a noisy gradient: its mean, and no more variance than that of the noise and of the codes."""
+    gradient = normal(50)
+    noise = 0.3 * normal(50 * 32, seed=1).reshape(32, 50)
+    noise -= noise.mean(axis=0)
+    found = [quantised(gradient + each, 3)[1] for each in noise]
+    of_codes = max(
+        ((value - gradient - each) ** 2).sum(axis=1).mean() for value, each in zip(found, noise, strict=True)
+    )
+    np.testing.assert_allclose(np.mean(found, axis=(0, 1)), gradient, atol=2e-3)
+    of_noise = (noise.astype(np.float64) ** 2).sum(axis=1).mean()
+    variance = ((np.array(found) - gradient) ** 2).sum(axis=2).mean()
+    assert of_noise < variance <= of_codes + of_noise + 1e-3
+
+
+# --- theorem 2 ----------------------------------------------------------------------------------------------------
+
+
+def descend(curvature: Doubles, x: Doubles, steps: int, rounding: str) -> tuple[Doubles, float]:
+    """Losses 1/2 sum a_i x_i^2 of weights that are quantised after each step of 1 / beta; and the unit."""
+    span = np.array([-4.0, 4.0])  # in the bucket, so that its unit stays
+    losses = np.empty(steps + 1)
+    losses[0] = (curvature * x**2).sum() / 2
+    for step in range(steps):
+        weights = np.concatenate((x - curvature * x / curvature.max(), span)).astype(np.float32)
+        group = Group(segments.MINMAX_SHIFT, [Segment(weights, bits=8)])
+        encoded = group.encode(reference, stochastic=rounding == "shift", step=step)
+        x = group.values(encoded.payload)[0][:-2].astype(np.float64)
+        losses[step + 1] = (curvature * x**2).sum() / 2
+    return losses, 8 / 255
+
+
+def test_theorem_2() -> None:
+    """beta / alpha = 1.25: weights no worse than the best ones on lattices that are 25 times as coarse."""
+    curvature = np.linspace(0.8, 1.0, 64)
+    epsilon = 1e-3
+    x = normal(64).clip(-3, 3).astype(np.float64)
+    coarse = np.ceil(16 * 1.25**2) * 8 / 255
+    best = (curvature * coarse**2 / 12).sum() / 2
+    steps = int(np.ceil(10 * 1.25 * np.log(((curvature * x**2).sum() / 2 - best) / epsilon)))
+    losses, _ = descend(curvature, x, steps, "shift")
+    assert losses[-1] - best <= epsilon
+
+
+def test_small_steps_are_lost_by_nearest_rounding_and_not_by_shifts() -> None:
+    """Steps of a 50th of the way: to nearest nothing moves that is within 25 units of its place."""
+    unit = 8 / 255
+    curvature = np.array([1.0] + [0.02] * 63)
+    x = np.concatenate(([0.5], np.full(63, 20.5))) * unit
+    to_nearest, _ = descend(curvature, x, 300, "nearest")
+    by_shift, _ = descend(curvature, x, 300, "shift")
+    assert to_nearest[-1] > 0.9 * to_nearest[0]
+    assert by_shift[-50:].mean() < 0.1 * to_nearest[0]
+
+
+# --- the draw -----------------------------------------------------------------------------------------------------
+
+
+def test_shifts_are_uniform_and_their_own_for_each_layer_and_step() -> None:
+    at = {"seed": 1, "layer": 2, "step": 3, "rank": 4}
+    for name in at:
+        drawn = np.array([philox.shift(**(at | {name: i})) for i in range(2000)])
+        assert len(np.unique(drawn)) > 1990
+        assert np.abs(drawn).max() < 0.5
+        counts, _ = np.histogram(drawn, 20, (-0.5, 0.5))
+        assert ((counts - 100) ** 2 / 100).sum() < 45  # chi-square of 19 degrees: 0.999
+        assert (np.float64(drawn) * 2**24 % 2 == 1).all()  # both signs alike: the mean of all is zero
+
+
+def test_all_of_a_layer_has_one_shift() -> None:
+    rows = [
+        Segment(normal(n, n), bits=5, bucket_size=64, start=start, layer=7)
+        for n, start in ((300, 0), (64, 300), (17, 1000))
+    ]
+    rows.append(Segment(rows[0].gradient, bits=5, bucket_size=64, layer=8))
+    group = Group(segments.MINMAX_SHIFT, rows)
+    encoded = group.encode(reference, stochastic=True, step=5, seed=11)
+    found = []
+    for row, place in zip(rows, group.table, strict=True):
+        buckets = -(-row.length // 64)
+        at = int(place["payload"])
+        records = np.frombuffer(encoded.payload[at : at + 8 * buckets], "<f4").reshape(-1, 2)
+        least = np.array([row.gradient[64 * k : 64 * (k + 1)].min() for k in range(buckets)])
+        found.append((records[:, 0] - least) / records[:, 1])
+    u = [float(philox.shift(seed=11, layer=layer, step=5, rank=3)) for layer in (7, 7, 7, 8)]
+    for own, drawn in zip(found, u, strict=True):
+        np.testing.assert_allclose(own, drawn, atol=1e-4)
+    assert abs(u[0] - u[3]) > 1e-3
+
+
+# --- the compressor -----------------------------------------------------------------------------------------------
+
+
+def test_no_residual_unless_asked_for() -> None:
+    assert not Quantize(8, 1024, rounding="shift").traits.keeps_residual
+    assert Quantize(8, 1024, rounding="shift", feedback=True).traits.keeps_residual
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"scaling": "l2"}, "rounding=shift needs scaling=minmax"),
+        ({"scaling": "linf"}, "rounding=shift needs scaling=minmax"),
+        ({"allocate": "bucket"}, "needs scaling=minmax and rounding=stochastic"),
+        ({"allocate": "bytes"}, "needs scaling=minmax and rounding=stochastic"),
+        ({"bits": 1, "bucket_size": 512, "feedback": True}, "diverges"),
+    ],
+)
+def test_what_it_does_not_go_with(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Quantize(**options, rounding="shift")
