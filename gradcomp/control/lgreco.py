@@ -84,7 +84,8 @@ class LGreCo(Periodic):
     Differs: errors are those of single steps, by default (the authors' published hook takes the last 10 steps, after
     the residual was added); layers are measured by the ranks that look after them instead of by one worker, each on its
     own gradients; the budget is the sum of the rounded errors (otherwise the reference itself would not fit); equal
-    costs go to the smaller error; bytes are those on the wire, scales and indices included; every family may be mixed.
+    costs go to the smaller error; bytes are those on the wire, scales and indices included, and of TopK without zeros
+    those of as many elements as were not 0 in the sampled steps, in the mean; every family may be mixed.
     """
 
     name: ClassVar[str] = "lgreco"
@@ -199,7 +200,7 @@ class LGreCo(Periodic):
         heard = np.flatnonzero(~observed.silent)
         errors = observed.errors[heard] ** 2 if self.squared else observed.errors[heard]
         allowed = np.take_along_axis(errors, reference[heard, None], axis=1)[:, 0]
-        costs = observed.candidates.costs[heard] * self._weights(observed, fits)[heard, None]
+        costs = observed.costs[heard] * self._weights(observed, fits)[heard, None]
         found = self._solve(errors, allowed, costs)
         if found is None:
             if not warned[0]:
@@ -249,7 +250,7 @@ class LGreCo(Periodic):
     def _words(self, observed: PeriodObservations, choices: Numbers, reference: Numbers) -> str:
         assert observed.errors is not None, "asked for"
         rows = np.arange(len(choices))
-        costs, errors = observed.candidates.costs, observed.errors
+        costs, errors = observed.costs, observed.errors
 
         def total(chosen: Numbers) -> float:
             """In the norm of the model's gradient if squares are budgeted."""
