@@ -42,7 +42,7 @@ _SAMPLES = 4
 
 _MOST_BUCKETS = 10**6
 _OBJECTIVES = ("bytes", "time", "position")
-_METRICS = ("norm", "squared")
+_METRICS = ("norm", "squared", "relative")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,14 @@ class LGreCo(Periodic):
     w = 1; ``"time"``, w = T(l), seconds per further byte of the layer's buckets, fitted with a common latency to the
     wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
     position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"squared"``, under which
-    errors of layers add up to that of the model, or ``"norm"``, their roots; by default the first with samples, the
-    second with a window. ``accordion``: its choice is each period's reference (section 5.3), and ``levels`` then go by
-    default from its high compression's range to its low one's; gradients add up by default, since its rule compares
-    their norms.
+    errors of layers add up to that of the model; ``"norm"``, their roots; or ``"relative"``,
+
+        error(l, c) = n_l mean over t of ||g - C_c(g)||^2 / mean over t of ||g||^2,    n_l elements,
+
+    the squared error of an update that divides each layer by the root mean square of its elements, as Adam and its kin
+    nearly do. By default the first with samples, the second with a window. ``accordion``: its choice is each period's
+    reference (section 5.3), and ``levels`` then go by default from its high compression's range to its low one's;
+    gradients add up by default, since its rule compares their norms.
 
     ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
     become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range,
@@ -124,7 +128,7 @@ class LGreCo(Periodic):
     @property
     def squared(self) -> bool:
         """Whether squares are budgeted."""
-        return self.metric == "squared" or (self.metric is None and self.sampled > 0)
+        return self.metric in ("squared", "relative") or (self.metric is None and self.sampled > 0)
 
     @property
     def by_times(self) -> bool:
@@ -198,7 +202,7 @@ class LGreCo(Periodic):
         norms[:] = remembered(norms, observed.norm)
         choices = observed.current.copy()
         heard = np.flatnonzero(~observed.silent)
-        errors = observed.errors[heard] ** 2 if self.squared else observed.errors[heard]
+        errors = self._budgeted(observed)[heard]
         allowed = np.take_along_axis(errors, reference[heard, None], axis=1)[:, 0]
         costs = observed.costs[heard] * self._weights(observed, fits)[heard, None]
         found = self._solve(errors, allowed, costs)
@@ -209,6 +213,17 @@ class LGreCo(Periodic):
             found = reference[heard]
         choices[heard] = found
         return Decision(choices, memory, self._words(observed, choices, reference))
+
+    def _budgeted(self, observed: PeriodObservations) -> Doubles:
+        """By row and choice, what adds up to the total that is budgeted; of no use for layers without a gradient."""
+        assert observed.errors is not None, "asked for"
+        if not self.squared:
+            return observed.errors
+        squares: Doubles = observed.errors**2
+        if self.metric == "relative":
+            sizes = np.array([max(spec.size, 1) for spec in observed.candidates.specs], dtype=np.float64)
+            squares *= (sizes / np.where(observed.silent, 1.0, observed.norm**2))[:, None]
+        return squares
 
     def _solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
         if not len(errors):
@@ -248,14 +263,13 @@ class LGreCo(Periodic):
         return np.ones(len(observed.norm))
 
     def _words(self, observed: PeriodObservations, choices: Numbers, reference: Numbers) -> str:
-        assert observed.errors is not None, "asked for"
         rows = np.arange(len(choices))
-        costs, errors = observed.costs, observed.errors
+        costs, errors = observed.costs, self._budgeted(observed)
 
         def total(chosen: Numbers) -> float:
-            """In the norm of the model's gradient if squares are budgeted."""
-            found = errors[rows, chosen]
-            return float(np.sqrt(np.square(found).sum()) if self.squared else found.sum())
+            """In the norm of the model's gradient, or update, if squares are budgeted."""
+            found = errors[rows, chosen].sum()
+            return float(np.sqrt(found) if self.squared else found)
 
         return (
             f"layers under control: {costs[rows, choices].sum() / 1e6:.3f} MB at error {total(choices):.3g}, the "
