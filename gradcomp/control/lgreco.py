@@ -42,7 +42,7 @@ _SAMPLES = 4
 
 _MOST_BUCKETS = 10**6
 _OBJECTIVES = ("bytes", "time", "position")
-_METRICS = ("norm", "squared", "relative")
+_METRICS = ("norm", "squared", "adam")
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class LGreCo(Periodic):
     w = 1; ``"time"``, w = T(l), seconds per further byte of the layer's buckets, fitted with a common latency to the
     wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
     position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"squared"``, under which
-    errors of layers add up to that of the model; ``"norm"``, their roots; or ``"relative"``,
+    errors of layers add up to that of the model; ``"norm"``, their roots; or ``"adam"``,
 
-        error(l, c) = n_l mean over t of ||g - C_c(g)||^2 / mean over t of ||g||^2,    n_l elements,
+        error(l, c) = mean over t of ||g_{l,t} - C_c(g_{l,t})||^2 / rms(l),
 
-    the squared error of an update that divides each layer by the root mean square of its elements, as Adam and its kin
-    nearly do. By default the first with samples, the second with a window. ``accordion``: its choice is each period's
-    reference (section 5.3), and ``levels`` then go by default from its high compression's range to its low one's;
-    gradients add up by default, since its rule compares their norms.
+    rms(l) the root of the mean square of the layer's elements, which stands for the root of Adam's second moment: the
+    squared error in the norm of that preconditioner. By default the first with samples, the second with a window.
+    ``accordion``: its choice is each period's reference (section 5.3), and ``levels`` then go by default from its high
+    compression's range to its low one's; gradients add up by default, since its rule compares their norms.
 
     ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
     become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range,
@@ -128,7 +128,7 @@ class LGreCo(Periodic):
     @property
     def squared(self) -> bool:
         """Whether squares are budgeted."""
-        return self.metric in ("squared", "relative") or (self.metric is None and self.sampled > 0)
+        return self.metric in ("squared", "adam") or (self.metric is None and self.sampled > 0)
 
     @property
     def by_times(self) -> bool:
@@ -220,9 +220,11 @@ class LGreCo(Periodic):
         if not self.squared:
             return observed.errors
         squares: Doubles = observed.errors**2
-        if self.metric == "relative":
-            sizes = np.array([max(spec.size, 1) for spec in observed.candidates.specs], dtype=np.float64)
-            squares *= (sizes / np.where(observed.silent, 1.0, observed.norm**2))[:, None]
+        if self.metric == "adam":
+            sizes = np.array([spec.size for spec in observed.candidates.specs], dtype=np.float64)
+            squares *= (np.sqrt(np.maximum(sizes, 1)) / np.where(observed.silent, 1.0, observed.norm))[
+                :, None
+            ]
         return squares
 
     def _solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
@@ -267,7 +269,7 @@ class LGreCo(Periodic):
         costs, errors = observed.costs, self._budgeted(observed)
 
         def total(chosen: Numbers) -> float:
-            """In the norm of the model's gradient, or update, if squares are budgeted."""
+            """In a norm of the model's gradient if squares are budgeted."""
             found = errors[rows, chosen].sum()
             return float(np.sqrt(found) if self.squared else found)
 

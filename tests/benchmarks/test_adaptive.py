@@ -14,7 +14,7 @@ EVERYTHING = [
     *DEFAULT,
     "lgreco-window",
     "lgreco-norm",
-    "lgreco-relative",
+    "lgreco-adam",
     "lgreco-8",
     "lgreco-narrow",
     "hybrid-window",
