@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from control.golden_runs import GOLDEN, Run, whole, with_control
+from late import Late
 from loudest import LAYERS, Loudest, levels
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.compress import at_level
 from gradcomp.control.accumulators import share_out
-from gradcomp.control.candidates import layer_bytes
+from gradcomp.control.candidates import CandidateLevels, layer_bytes
 from gradcomp.control.distortion.budget import Budget
 from gradcomp.control.distortion.errors import errors
 from gradcomp.control.distortion.magnitudes import rest_norms
@@ -306,3 +307,26 @@ def test_topk_takes_a_sparse_layer_whole_where_bits_are_dearer():
     for step in range(10):
         ranks.step(draw(step)).all_means()
     assert ranks.pipelines[0].plan.assignments[0].compressor.startswith("topk")
+
+
+def test_a_checkpoint_without_counts_of_zeros_goes_on_with_them(monkeypatch):
+    """One of before they were counted: its choices are in force, and the period that it is in begins anew."""
+    saved = {}
+    with monkeypatch.context() as before:
+        none = property(lambda candidates: np.zeros(len(candidates.choices), dtype=np.bool_))
+        before.setattr(CandidateLevels, "leaves_zeros", none)
+        old = Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(4), background=Late(1))
+        while len(saved) < 5:  # phases
+            old.step()
+            saved[old.pipelines[0].controller.phase] = [*map(snapshot, old.pipelines)], levels(old)
+    for states, chosen in saved.values():
+        new = Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(4))
+        for pipeline, state in zip(new.pipelines, states, strict=True):
+            restore(pipeline, state)
+        assert levels(new) == chosen
+        for _ in range(9):
+            new.step()
+            levels(new)
+            if (observed := new.pipelines[0].controller.observations) is not None:
+                break
+        assert observed.nonzero is not None
