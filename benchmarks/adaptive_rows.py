@@ -134,6 +134,7 @@ def arms(
             "lgreco": f"lgreco:every_steps={every}",
             "lgreco-window": f"lgreco:every_steps={every},window={every}",
             "lgreco-norm": f"lgreco:every_steps={every},metric=norm",
+            "lgreco-adam": f"lgreco:every_steps={every},metric=adam",
             "lgreco-8": f"lgreco:every_steps={every},samples=8",
             "lgreco-narrow": f"lgreco:every_steps={every},widen=false",
             "lgreco-time": f"lgreco:every_steps={every},objective=time",

@@ -114,7 +114,7 @@ class Bayes(Grouped):
             middle = [rows[len(rows) // 2] for rows in groups]
             at = [int(np.flatnonzero(order[row] == start[row])[0]) for row in middle]
             study.enqueue_trial({str(j): round(top[j] * at[j] / last[row]) for j, row in enumerate(middle)})
-        most = float(np.where(np.isinf(observed.candidates.costs), 0, observed.candidates.costs).max(1).sum())
+        most = float(np.where(np.isinf(observed.costs), 0, observed.costs).max(1).sum())
         for _ in range(self.trials):
             trial = study.ask(ranges)
             choices = reference.copy()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -68,15 +69,24 @@ def bytes_of_choices(
 ) -> Doubles:
     """The same for a layer under each choice."""
     found = np.zeros(len(choices))
+    for members, group in _families(choices, layer):
+        found[members] = sent_bytes(group, scheme, topology)
+    return found
+
+
+def _families(choices: Sequence[Compressor], layer: LayerSpec) -> Iterator[tuple[list[int], Group]]:
+    """The choices of each family, by number, and a group of as many layers like this one, each at its own level."""
     families: dict[str, list[int]] = {}
     for k, choice in enumerate(choices):
         families.setdefault(choice.family_string(), []).append(k)
     for members in families.values():
-        # As many layers like this one, each at its own level.
         pieces = [Piece(row, 0, layer.size) for row in range(len(members))]
-        group = group_of(pieces, [layer] * len(members), [choices[k] for k in members])
-        found[members] = sent_bytes(group, scheme, topology)
-    return found
+        yield members, group_of(pieces, [layer] * len(members), [choices[k] for k in members])
+
+
+def _leaves_zeros(choice: Compressor) -> TypeGuard[TopK]:
+    """Others that do send what a threshold, or another rank, selects: what that is of a gradient is not known."""
+    return isinstance(choice, TopK) and not choice.zeros
 
 
 def layer_bytes(compressor: Compressor, layer: LayerSpec, scheme: Scheme, topology: Topology) -> float:
@@ -102,6 +112,24 @@ class CandidateLevels:
     def width(self) -> int:
         """The most choices that a layer has."""
         return int(self.costs.shape[1])
+
+    @cached_property
+    def leaves_zeros(self) -> npt.NDArray[np.bool_]:
+        """By row: whether some choice sends none of the zeros."""
+        return np.array([any(map(_leaves_zeros, choices)) for choices in self.choices], dtype=np.bool_)
+
+    def expected_costs(self, nonzero: Doubles) -> Doubles:
+        """``costs`` of gradients with so many elements, in the mean, that are not 0: of k, TopK sends no more."""
+        costs = self.costs.copy()
+        for row in np.flatnonzero(self.leaves_zeros).tolist():
+            for members, group in _families(self.choices[row], self.specs[row]):
+                if _leaves_zeros(family := group.compressor):
+                    form = family.format(group.table)
+                    counts = np.minimum(form.limits, round(float(nonzero[row])))
+                    # One factor for all: choices that send the same cost the same, to the last bit.
+                    factor = costs[row, members[0]] / form.wire_bytes(form.limits)[0]
+                    costs[row, members] = factor * form.wire_bytes(counts)
+        return costs
 
     def find(self, row: int, family: str, level: Level) -> int | None:
         """The choice with this name and level, if there is one."""

@@ -22,7 +22,9 @@ def measure(
 ) -> Doubles:
     """The rows of the layers whose ``sums`` are given, by layer number; zeros for all others.
 
-    ``width``: columns; beyond :data:`COLUMNS` they are for the L2 norm of what each candidate loses.
+    ``width``: columns; beyond :data:`COLUMNS` they are for the L2 norm of what each candidate loses. One more is for
+    the root of the number of elements that are not 0, of rows with choices that leave zeros out: the norm of ones in
+    their places, since every column but the mean is a norm.
     """
     table = np.zeros((len(candidates.layers), width))
     rows = [row for row, number in enumerate(candidates.layers.tolist()) if number in sums]
@@ -35,6 +37,8 @@ def measure(
             table[row, COLUMNS : COLUMNS + len(choices)] = errors(
                 choices, spec, values, seed, memory_bytes=memory_bytes
             )
+        if width > COLUMNS + candidates.width and candidates.leaves_zeros[row]:
+            table[row, -1] = np.sqrt(np.count_nonzero(values.read()))
     return table
 
 

@@ -56,7 +56,7 @@ def total_error(observed: PeriodObservations, choices: Numbers) -> float:
 
 def total_bytes(observed: PeriodObservations, choices: Numbers) -> float:
     """Bytes that a rank sends per step."""
-    return float(observed.candidates.costs[np.arange(len(choices)), choices].sum())
+    return float(observed.costs[np.arange(len(choices)), choices].sum())
 
 
 def keeping_silent(observed: PeriodObservations, choices: Numbers) -> Numbers:

@@ -42,7 +42,7 @@ _SAMPLES = 4
 
 _MOST_BUCKETS = 10**6
 _OBJECTIVES = ("bytes", "time", "position")
-_METRICS = ("norm", "squared")
+_METRICS = ("norm", "squared", "adam")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,14 @@ class LGreCo(Periodic):
     w = 1; ``"time"``, w = T(l), seconds per further byte of the layer's buckets, fitted with a common latency to the
     wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
     position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"squared"``, under which
-    errors of layers add up to that of the model, or ``"norm"``, their roots; by default the first with samples, the
-    second with a window. ``accordion``: its choice is each period's reference (section 5.3), and ``levels`` then go by
-    default from its high compression's range to its low one's; gradients add up by default, since its rule compares
-    their norms.
+    errors of layers add up to that of the model; ``"norm"``, their roots; or ``"adam"``,
+
+        error(l, c) = mean over t of ||g_{l,t} - C_c(g_{l,t})||^2 / rms(l),
+
+    rms(l) the root of the mean square of the layer's elements, which stands for the root of Adam's second moment: the
+    squared error in the norm of that preconditioner. By default the first with samples, the second with a window.
+    ``accordion``: its choice is each period's reference (section 5.3), and ``levels`` then go by default from its high
+    compression's range to its low one's; gradients add up by default, since its rule compares their norms.
 
     ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
     become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range,
@@ -84,7 +88,8 @@ class LGreCo(Periodic):
     Differs: errors are those of single steps, by default (the authors' published hook takes the last 10 steps, after
     the residual was added); layers are measured by the ranks that look after them instead of by one worker, each on its
     own gradients; the budget is the sum of the rounded errors (otherwise the reference itself would not fit); equal
-    costs go to the smaller error; bytes are those on the wire, scales and indices included; every family may be mixed.
+    costs go to the smaller error; bytes are those on the wire, scales and indices included, and of TopK without zeros
+    those of as many elements as were not 0 in the sampled steps, in the mean; every family may be mixed.
     """
 
     name: ClassVar[str] = "lgreco"
@@ -123,7 +128,7 @@ class LGreCo(Periodic):
     @property
     def squared(self) -> bool:
         """Whether squares are budgeted."""
-        return self.metric == "squared" or (self.metric is None and self.sampled > 0)
+        return self.metric in ("squared", "adam") or (self.metric is None and self.sampled > 0)
 
     @property
     def by_times(self) -> bool:
@@ -197,9 +202,9 @@ class LGreCo(Periodic):
         norms[:] = remembered(norms, observed.norm)
         choices = observed.current.copy()
         heard = np.flatnonzero(~observed.silent)
-        errors = observed.errors[heard] ** 2 if self.squared else observed.errors[heard]
+        errors = self._budgeted(observed)[heard]
         allowed = np.take_along_axis(errors, reference[heard, None], axis=1)[:, 0]
-        costs = observed.candidates.costs[heard] * self._weights(observed, fits)[heard, None]
+        costs = observed.costs[heard] * self._weights(observed, fits)[heard, None]
         found = self._solve(errors, allowed, costs)
         if found is None:
             if not warned[0]:
@@ -208,6 +213,19 @@ class LGreCo(Periodic):
             found = reference[heard]
         choices[heard] = found
         return Decision(choices, memory, self._words(observed, choices, reference))
+
+    def _budgeted(self, observed: PeriodObservations) -> Doubles:
+        """By row and choice, what adds up to the total that is budgeted; of no use for layers without a gradient."""
+        assert observed.errors is not None, "asked for"
+        if not self.squared:
+            return observed.errors
+        squares: Doubles = observed.errors**2
+        if self.metric == "adam":
+            sizes = np.array([spec.size for spec in observed.candidates.specs], dtype=np.float64)
+            squares *= (np.sqrt(np.maximum(sizes, 1)) / np.where(observed.silent, 1.0, observed.norm))[
+                :, None
+            ]
+        return squares
 
     def _solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
         if not len(errors):
@@ -247,14 +265,13 @@ class LGreCo(Periodic):
         return np.ones(len(observed.norm))
 
     def _words(self, observed: PeriodObservations, choices: Numbers, reference: Numbers) -> str:
-        assert observed.errors is not None, "asked for"
         rows = np.arange(len(choices))
-        costs, errors = observed.candidates.costs, observed.errors
+        costs, errors = observed.costs, self._budgeted(observed)
 
         def total(chosen: Numbers) -> float:
-            """In the norm of the model's gradient if squares are budgeted."""
-            found = errors[rows, chosen]
-            return float(np.sqrt(np.square(found).sum()) if self.squared else found.sum())
+            """In a norm of the model's gradient if squares are budgeted."""
+            found = errors[rows, chosen].sum()
+            return float(np.sqrt(found) if self.squared else found)
 
         return (
             f"layers under control: {costs[rows, choices].sum() / 1e6:.3f} MB at error {total(choices):.3g}, the "

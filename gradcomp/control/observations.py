@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,10 @@ class PeriodObservations:
     ``norm``: L2 norm of the accumulated gradient; ``mean``, ``deviation``: of its elements. ``errors[i, k]``: L2 norm
     of what choice k of layer i loses of it, inf where there is none; None unless the controller ``needs_errors``.
     ``wire``: seconds that the layer's buckets spent on the wire in the period, in the mean over ranks; ``sent``: bytes
-    that a rank sent for them, by formula.
-    ``position``: the bucket that the layer ends in. ``current``: the choice in force. ``memory``: what the last
-    decision left. ``rate_fall``: by how much the learning rate fell since the period before, as a share of what it was.
+    that a rank sent for them, by formula. ``nonzero``: of layers with choices that leave zeros out, how many elements
+    were not 0, in the mean; None if there is no such choice. ``position``: the bucket that the layer ends in.
+    ``current``: the choice in force. ``memory``: what the last decision left. ``rate_fall``: by how much the learning
+    rate fell since the period before, as a share of what it was.
     """
 
     step: int
@@ -37,6 +39,12 @@ class PeriodObservations:
     current: Numbers
     memory: Doubles
     rate_fall: float = 0.0
+    nonzero: Doubles | None = None
+
+    @cached_property
+    def costs(self) -> Doubles:
+        """Those of the candidates, in bytes per step and rank, for as many zeros as there were."""
+        return self.candidates.costs if self.nonzero is None else self.candidates.expected_costs(self.nonzero)
 
     @property
     def silent(self) -> npt.NDArray[np.bool_]:

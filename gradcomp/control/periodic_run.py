@@ -116,8 +116,10 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     @property
     def _width(self) -> int:
-        """Columns of the table that is shared."""
-        return COLUMNS + (self.candidates.width if self.controller.needs_errors else 0)
+        """Columns of the table that is shared: with errors also how many elements are not 0, where that counts."""
+        if not self.controller.needs_errors:
+            return COLUMNS
+        return COLUMNS + self.candidates.width + int(self.candidates.leaves_zeros.any())
 
     def _check_memory(
         self, sizes: Mapping[int, int], owners: Mapping[int, int], kind: type[Gathering]
@@ -212,7 +214,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         about = [sums[table.size : -1], state.sent, step.position[layers].astype(np.float64)]
         losses = np.minimum(table[:, COLUMNS:], _ENDLESS)
         if self.controller.needs_errors:
-            losses = np.where(np.isinf(self.candidates.costs), _ENDLESS, losses)
+            losses[:, : self.candidates.width][np.isinf(self.candidates.costs)] = _ENDLESS
         rate, before = float(sums[-1]), state.rate_before
         fall = max(1.0 - rate / before, 0.0) if rate and before else 0.0
         state.rate_before = rate or None
@@ -233,9 +235,11 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         if seen is None:
             return None
         norm, mean, deviation, wire, sent, position = seen.table[:, :_SAVED].T
-        losses = None
+        losses, nonzero, width = None, None, self.candidates.width
         if self.controller.needs_errors:
-            losses = np.where(seen.table[:, _SAVED:] >= _ENDLESS, np.inf, seen.table[:, _SAVED:])
+            losses = seen.table[:, _SAVED : _SAVED + width]
+            losses = np.where(losses >= _ENDLESS, np.inf, losses)
+            nonzero = seen.table[:, -1] ** 2 if seen.table.shape[1] > _SAVED + width else None
         return PeriodObservations(
             seen.step,
             self.candidates,
@@ -249,6 +253,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             self.current,
             self._state.memory,
             seen.rate_fall or 0.0,
+            nonzero,
         )
 
     def deciding(self) -> Callable[[], Decision]:

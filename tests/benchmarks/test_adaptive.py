@@ -14,6 +14,7 @@ EVERYTHING = [
     *DEFAULT,
     "lgreco-window",
     "lgreco-norm",
+    "lgreco-adam",
     "lgreco-8",
     "lgreco-narrow",
     "hybrid-window",

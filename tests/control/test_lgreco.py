@@ -61,12 +61,15 @@ def total(observed: PeriodObservations, choices, values) -> float:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("metric", ["norm", "squared"])
+@pytest.mark.parametrize("metric", ["norm", "squared", "adam"])
 @pytest.mark.parametrize("alpha", [0.7, 1.0, 1.5])
 def test_within_the_budget_and_never_dearer_than_the_reference(seed, metric, alpha):
     controller = LGreCo(10, alpha=alpha, metric=metric)
     observed = see(controller, seed=seed)
-    errors = observed.errors**2 if metric == "squared" else observed.errors
+    errors = observed.errors if metric == "norm" else observed.errors**2
+    if metric == "adam":
+        sizes = np.array([layer.size for layer in LAYERS])
+        errors = errors / (observed.norm / np.sqrt(sizes))[:, None]
     found = controller.decide(observed).choices
     budget = alpha * total(observed, observed.candidates.reference, errors)
     assert total(observed, found, errors) <= budget * (1 + len(LAYERS) / controller.buckets)
@@ -74,6 +77,33 @@ def test_within_the_budget_and_never_dearer_than_the_reference(seed, metric, alp
         assert total(observed, found, observed.candidates.costs) <= total(
             observed, observed.candidates.reference, observed.candidates.costs
         )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"window": 6}], ids=["single steps", "added up"])
+def test_adam_weighs_by_the_root_of_what_squares_weigh_by(world, options):
+    """Layers that are alike but for a power of two: its metric is the squared one of half the power."""
+    layers, half = [LayerSpec(name, (40, 32)) for name in "abcd"], np.array([0, -1, -3, -3])
+
+    def found(metric, powers):
+        controller = LGreCo(6, levels=[1, 2, 3, 4, 5, 6, 7, 8], metric=metric, **options)
+        ranks = Simulation(layers, Quantize(4, 32), world, controller=controller)
+        for _ in range(14):
+            drawn = ranks.gradients()
+            ranks.step([[np.ldexp(g, p) for g, p in zip(rank, powers, strict=True)] for rank in drawn])
+        return levels(ranks)
+
+    assert found("adam", 0 * half) == found("squared", 0 * half) == [4] * 4
+    assert found("adam", 2 * half) == found("squared", half) != found("squared", 2 * half)
+
+
+def test_adam_has_nothing_to_say_of_silent_and_empty_layers():
+    layers = [*LAYERS, LayerSpec("empty", (0,))]
+    controller = LGreCo(10, metric="adam")
+    observed = see(controller, [Quantize(4)] * 5, layers, norm=np.array([1.0, 0.0, 2.0, 1e-20, 0.0]))
+    decision = controller.decide(replace(observed, current=np.array([0, 6, 2, 5, 1])))
+    assert (decision.choices[1], decision.choices[4]) == (6, 1)
+    assert "nan" not in decision.reason
 
 
 @pytest.mark.parametrize("seed", range(5))
