@@ -26,8 +26,9 @@ from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Number, Options, Pipeline, StepResult, Submission
 from gradcomp.pipeline.memory import Allocate
+from gradcomp.pipeline.request_arrays import Array, SharedMemory
 from gradcomp.pipeline.request_group import RequestGroup, Run
-from gradcomp.pipeline.requests import Array, PreparedRequest, Request
+from gradcomp.pipeline.requests import PreparedRequest, Request
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.header import APPLIED
 from gradcomp.transport.base import Handle, Transport
@@ -93,6 +94,7 @@ class Exchanger:
             self._plan_log = PlanLog(self._pipeline, agreed.journal, terms.controller, terms.compression)
         self._progress = Progress(engine, watchdog, config, self._pipeline, terms)
         self._group: RequestGroup | None = None
+        self._shared = SharedMemory(transport.allocator(HOST))
 
     @property
     def pipeline(self) -> Pipeline:
@@ -184,15 +186,18 @@ class Exchanger:
         self._check()
         self._progress.wait_for(self._transport.allreduce(array))
 
-    def prepare(self, request: Request) -> PreparedRequest:
+    def prepare(self, request: Request, *, apart: bool = True) -> PreparedRequest:
         """Local: what this rank needs to run the request, with a state of its own.
 
-        A problem of the request is raised, on all ranks, when it is run. ConfigError beside dedicated servers, which
-        take part in steps only.
+        ``apart=False``: without memory of its own. It then stands alone in its groups, and what it has gathered cannot
+        be decoded again. A problem of the request is raised, on all ranks, when it is run. ConfigError beside dedicated
+        servers, which take part in steps only.
         """
         self._pipeline.role.needs_all(request.kind)
         transport = self._transport
-        memory = transport.allocator(HOST)
+        memory = (
+            Memory(transport.allocator(HOST), transport.allocator(HOST)) if apart else self._shared.memory()
+        )
         checksums = self._config.checksums and transport.checksums
         return PreparedRequest(
             request,
@@ -200,7 +205,7 @@ class Exchanger:
             transport.size,
             seed=self._config.seed,
             checksums=checksums,
-            memory=Memory(memory, memory),
+            memory=memory,
         )
 
     def begin(self, runs: Sequence[Run]) -> None:

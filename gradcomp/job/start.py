@@ -37,14 +37,20 @@ logger = logging.getLogger("gradcomp")
 T = TypeVar("T")
 
 
-def validate_together(state: Runtime, ranks: Ranks, validate: Callable[[], T]) -> tuple[T, Transport | None]:
+def validate_together(
+    state: Runtime,
+    ranks: Ranks,
+    validate: Callable[[], T],
+    purpose: str = "build its optimizer",
+    lacking: str = "has not built its optimizer",
+) -> tuple[T, Transport | None]:
     """What ``validate`` returns, and a communicator; None in a world of one.
 
     Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
     transport = None
     if len(ranks) > 1:
-        meet(state, ranks, "build its optimizer", "has not built its optimizer")
+        meet(state, ranks, purpose, lacking)
         transport = make_transport(state, ranks)
     try:
         return validate(), transport

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.control.base import ControllerRun
 from gradcomp.core.config import HOST_SLICE, Config
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Residuals
@@ -72,8 +72,6 @@ class Pipeline:
     ) -> None:
         options = options or Options()
         check_unique(layers)
-        if not layers:
-            raise ConfigError("there is no layer to exchange")
         plan.check_covers(layers)
         self.layers = tuple(layers)
         self.plan = plan

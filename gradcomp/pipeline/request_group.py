@@ -8,17 +8,25 @@ from dataclasses import dataclass
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError
 from gradcomp.pipeline.calls import Call, compare
 from gradcomp.pipeline.in_flight import InFlight, Waiting
-from gradcomp.pipeline.requests import Array, PreparedRequest
-from gradcomp.transport.base import Transport
+from gradcomp.pipeline.request_arrays import Array
+from gradcomp.pipeline.requests import PreparedRequest
+from gradcomp.transport.base import AllGather, Transport
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One execution of a request. ``outputs``: where results go; None: new arrays."""
+    """One execution of a request. ``outputs``: where results go; None: new arrays.
+
+    ``draw``: what random numbers belong to, see :meth:`PreparedRequest.run`. ``unchanged``: the inputs of an all-gather
+    are those of its last run. If all runs of all ranks are, nothing but this travels, and the last codes are decoded
+    again.
+    """
 
     request: PreparedRequest
     inputs: Sequence[Array]
     outputs: Sequence[Array] | None = None
+    draw: int | None = None
+    unchanged: bool = False
 
 
 class RequestGroup:
@@ -53,13 +61,18 @@ class RequestGroup:
 
     def _run(self) -> Generator[Waiting, None, None]:
         try:
-            yield from self._compare()
+            changed = yield from self._compare()
         except (ConfigError, PlanMismatchError) as error:
             self.verdict = error
             return
+        if not changed:
+            for run in self._runs:
+                assert run.outputs is not None, "compared"
+                run.request.decode_again(run.outputs)
+            return
         in_flight = []
         for number, run in enumerate(self._runs):
-            program = run.request.run(run.inputs, run.outputs)
+            program = run.request.run(run.inputs, run.outputs, run.draw)
             one = InFlight(number, program, lambda _, begin, end: self._completed(end - begin))
             yield from _prepared(one)
             one.issue(self._transport)
@@ -74,21 +87,39 @@ class RequestGroup:
                     "and others discarded it; all ranks must do the same"
                 )
 
-    def _compare(self) -> Generator[Waiting, None, None]:
+    def _compare(self) -> Generator[Waiting, None, bool]:
+        """Whether some rank has other inputs than before."""
         objections = (run.request.objection(run.inputs, run.outputs) for run in self._runs)
         requests = [run.request for run in self._runs]
         problem = next(filter(None, objections), None)
         if len(set(map(id, requests))) < len(requests):
             problem = problem or "a request stands twice in one group"
-        call = Call("requests", [request.call for request in requests], problem=problem)
+        if any(run.unchanged and run.outputs is None for run in self._runs):
+            problem = problem or "a run that may be left out needs outputs"
+        changed = not all(run.unchanged for run in self._runs)
+        call = Call("requests", [request.call for request in requests], changed, problem)
         if self._transport.size == 1:
             if problem is not None:
                 raise ConfigError(f"{call.name}: {problem}")
-            return
-        for operation in compare(call, self._transport.rank, self._transport.size):
-            handle = operation.issue(self._transport)
-            while not handle.poll():
-                yield Waiting.WIRE
+            return changed
+        numbers = yield from _waiting(
+            compare(call, self._transport.rank, self._transport.size), self._transport
+        )
+        return any(numbers)
+
+
+def _waiting(
+    calls: Generator[AllGather, None, list[int]], transport: Transport
+) -> Generator[Waiting, None, list[int]]:
+    """Issue what it yields; what it returns."""
+    while True:
+        try:
+            handle = next(calls).issue(transport)
+        except StopIteration as stop:
+            numbers: list[int] = stop.value
+            return numbers
+        while not handle.poll():
+            yield Waiting.WIRE
 
 
 def _prepared(one: InFlight) -> Generator[Waiting, None, None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +15,28 @@ from gradcomp.compress.groups import Piece, by_family, group_of
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.state import DoubleBuffer
-from gradcomp.kernels.codec import Codec, Draw, Group, Sizes, Table
-from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES, byte_offsets
+from gradcomp.kernels.codec import Codec, Draw, Table
+from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.kernels.step import StepContext
+from gradcomp.pipeline.request_arrays import (
+    Array,
+    Arrays,
+    Blocks,
+    Shape,
+    bases_of_blocks,
+    bases_of_layers,
+    objection_to,
+)
 from gradcomp.reduce.all_gather import AllGather
-from gradcomp.reduce.base import HOST_MEMORY, Addresses, Memory, Part
+from gradcomp.reduce.base import HOST_MEMORY, Memory, Part
 from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.framing import Framed, framed
 from gradcomp.reduce.header import APPLIED, DISCARDED, NONFINITE, PRESENT, BucketFlags, HeaderId
 from gradcomp.reduce.reduce_scatter import ReduceScatter
 from gradcomp.reduce.varying import fixed
 
-Array = npt.NDArray[Any]
-
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
 _KINDS: dict[str, type[ReduceScatter | AllGather]] = {REDUCE_SCATTER: ReduceScatter, ALL_GATHER: AllGather}
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Request:
     ranks get every layer, of which rank j has its shard. ``compressors[i]`` codes layer i. ``borders[i]``: N + 1
     elements of layer i; rank j's shard begins at element j of them and ends before the next one. By default shards are
     as equal as can be, see :func:`even_borders`. ``average=False``: the sum in place of the mean. ``name`` tells
-    requests with equal layers apart.
+    requests with equal layers apart. ``blocks``: the layers share one array, of which each rank has a block.
     """
 
     kind: str
@@ -52,6 +56,7 @@ class Request:
     borders: tuple[tuple[int, ...], ...] | None = None
     average: bool = True
     name: str = ""
+    blocks: Blocks | None = None
 
     @staticmethod
     def of(kind: str, layers: Sequence[LayerSpec], compressor: Compressor, **options: Any) -> Request:
@@ -70,7 +75,8 @@ class Request:
             f"{layer.name!r} of {layer.dtype} {list(layer.shape)} by {text}, shards {list(borders)}"
             for layer, text, borders in zip(self.layers, by, at, strict=False)
         ]
-        return "\n".join([f"{self.kind} {self.name!r}, average {self.average}", *lines])
+        blocks = "" if self.blocks is None else f", in {self.blocks}"
+        return "\n".join([f"{self.kind} {self.name!r}, average {self.average}{blocks}", *lines])
 
     def check(self, world: int) -> None:
         """ConfigError unless it can be done among so many ranks."""
@@ -90,6 +96,8 @@ class Request:
                 )
         if len(borders) != len(self.layers):
             raise ConfigError(f"{len(self.layers)} layers and borders of {len(borders)}")
+        if self.blocks is not None:
+            self.blocks.check(self.layers, borders)
 
 
 def even_borders(size: int, world: int) -> tuple[int, ...]:
@@ -124,6 +132,7 @@ class PreparedRequest:
         self.outcome = 0
         self.result: RequestResult | None = None
         self.bytes_sent = 0
+        self._flags: BucketFlags | None = None
         self._seed, self._checksums, self._rank, self._world = seed, checksums, rank, world
         try:
             request.check(world)
@@ -140,17 +149,21 @@ class PreparedRequest:
         )
         if max(chunks.payload_bytes) > 0xFFFFFFFF:  # what a header can announce
             self.problem = f"payloads of {max(chunks.payload_bytes)} bytes; divide the request into several"
-        self._begins, ends = borders[:, rank], borders[:, rank + 1]
-        self._sharded: list[Shape] = [
-            (int(end - begin),) for begin, end in zip(self._begins, ends, strict=True)
-        ]
+        self._borders = borders
+        shards = borders[:, rank + 1] - borders[:, rank]
+        self._sharded: list[Shape] = [(size,) for size in shards.tolist()]
         self._whole: list[Shape] = [layer.shape for layer in request.layers]
+        self._names = [f"layer {layer.name!r}" for layer in request.layers]
+        self._dtypes = [layer.dtype for layer in request.layers]
+        sizes = shards if request.kind == ALL_GATHER else borders[:, -1]
+        if request.blocks is not None:
+            self._sharded, self._whole = [(request.blocks.size,)], [(world * request.blocks.size,)]
+            self._names, self._dtypes = [request.name], self._dtypes[:1]
         self._program = _KINDS[request.kind](chunks, rank, world, memory=memory)
         self.bytes_sent = self._program.bytes_sent
         held = np.zeros(len(request.layers), dtype=np.bool_)
         for part in self._parts:
             held[part.group.layers] = part.group.feedback
-        sizes = np.array([np.prod(shape, dtype=np.int64) for shape in self.input_shapes])
         #: By layer; of a layer without feedback it is empty.
         self.residuals = DoubleBuffer((sizes * held).tolist())
 
@@ -178,35 +191,34 @@ class PreparedRequest:
         """Why it cannot be run with these arrays."""
         if self.problem is not None:
             return self.problem
-        wrong = self._objection("input", inputs, self.input_shapes)
-        return wrong or (None if outputs is None else self._objection("output", outputs, self.output_shapes))
+        given = [("input", inputs, self.input_shapes), ("output", outputs, self.output_shapes)]
+        wrong = (
+            objection_to(what, arrays, self._names, shapes, self._dtypes)
+            for what, arrays, shapes in given
+            if arrays is not None
+        )
+        return next(filter(None, wrong), None)
 
-    def _objection(self, what: str, arrays: Sequence[Array], shapes: Sequence[Shape]) -> str | None:
-        if len(arrays) != len(shapes):
-            return f"{len(arrays)} {what}s for {len(shapes)} layers"
-        for layer, array, shape in zip(self.request.layers, arrays, shapes, strict=True):
-            dtype, size = DTYPES[DTYPE_NUMBERS[layer.dtype]], np.prod(shape, dtype=np.int64)
-            if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
-                return (
-                    f"layer {layer.name!r}: the {what} is a contiguous array of {size} x {dtype}, "
-                    f"got {array.size} x {array.dtype}"
-                )
-        return None
+    def run(
+        self, inputs: Sequence[Array], outputs: Sequence[Array] | None, draw: int | None = None
+    ) -> Generator[Framed, None, None]:
+        """Exchange once; then ``result`` is there. Inputs stay untouched until then.
 
-    def run(self, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> Generator[Framed, None, None]:
-        """Exchange once; then ``result`` is there. Inputs stay untouched until then."""
+        ``draw``: the number that random numbers belong to, by default that of the run. Shards in blocks may be gathered
+        in place: the input is this rank's block of the output.
+        """
         if self.result is not None:
             self.discard()
         if outputs is None:
-            dtypes = [DTYPES[DTYPE_NUMBERS[layer.dtype]] for layer in self.request.layers]
             outputs = [
-                np.empty(shape, dtype) for shape, dtype in zip(self.output_shapes, dtypes, strict=True)
+                np.empty(shape, DTYPES[DTYPE_NUMBERS[dtype]])
+                for shape, dtype in zip(self.output_shapes, self._dtypes, strict=True)
             ]
         states = np.full(len(self.request.layers) + 1, PRESENT, dtype=np.uint8)
         states[-1] = self.outcome if self.keeps_state else 0
         flags = BucketFlags(states)
-        draw = Draw(self._seed, self.number & 0xFFFFFFFF, self._rank)
-        context = StepContext(draw, self._world, average=self.request.average, number=self.number)
+        number = self.number if draw is None else draw
+        context = self._context(number)
         header_id = HeaderId(self._check, self.number, 0, self._checksums)
         binding = self._binding(inputs, outputs)
         found = yield from framed(self._program.run(context, binding, flags), header_id, flags, binding)
@@ -214,7 +226,20 @@ class PreparedRequest:
             for part, mine in zip(self._parts, found, strict=True):
                 flags.states[part.header_index[mine != 0]] |= NONFINITE
         self.number += 1
+        self._flags = flags
         self.result = RequestResult(list(outputs), flags.nonfinite, flags.outcomes)
+
+    def decode_again(self, outputs: Sequence[Array]) -> None:
+        """Local: write to ``outputs`` once more what the last all-gather has brought, bit for bit."""
+        if not isinstance(self._program, AllGather) or self._flags is None:
+            raise StateError(f"{self.request.kind} {self.request.name!r}: nothing was gathered yet")
+        binding = self._binding(outputs, outputs)
+        for _ in self._program.gathered.decode(self._context(0), binding, self._flags):
+            raise AssertionError("kernels on the host's memory are done when they return")
+
+    def _context(self, number: int) -> StepContext:
+        draw = Draw(self._seed, number & 0xFFFFFFFF, self._rank)
+        return StepContext(draw, self._world, average=self.request.average, number=self.number)
 
     def commit(self) -> bool:
         """Accept the last run: residuals take their next values; False, on all ranks, if a value was not finite."""
@@ -229,12 +254,21 @@ class PreparedRequest:
         """Forget the last run: residuals stay what they were."""
         self.result, self.outcome = None, DISCARDED
 
-    def _binding(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> _Arrays:
-        begins = np.zeros_like(self._begins)
-        read, write = (
-            (begins, self._begins) if self.request.kind == REDUCE_SCATTER else (self._begins, begins)
-        )
-        return _Arrays(_bases(inputs, read), _bases(outputs, write), self.residuals, read)
+    def _binding(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Arrays:
+        borders, rank = self._borders, self._rank
+        whole, sharded = borders[:, 0], borders[:, rank]  # with which element of a layer an array begins
+        scatters = self.request.kind == REDUCE_SCATTER
+        read, write = (whole, sharded) if scatters else (sharded, whole)
+        blocks = self.request.blocks
+        if blocks is None:
+            bases = bases_of_layers(inputs, read), bases_of_layers(outputs, write)
+        else:
+            owns = (None, rank) if scatters else (rank, None)
+            bases = (
+                bases_of_blocks(inputs[0], blocks, borders, owns[0]),
+                bases_of_blocks(outputs[0], blocks, borders, owns[1]),
+            )
+        return Arrays(*bases, self.residuals, borders, read)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,45 +290,10 @@ class RequestResult:
         return self.outcomes & (self.outcomes - 1) != 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Arrays:
-    """The :class:`gradcomp.reduce.Binding` of one run.
-
-    By layer: where element 0 of inputs and outputs would be, and with which element residuals begin.
-    """
-
-    inputs: Addresses
-    output: Addresses
-    residuals: DoubleBuffer
-    begins: Sizes
-
-    def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
-        table["gradient"] = self.inputs[layers] + (byte_offsets(table) if offsets is None else offsets)
-        if group.feedback:
-            starts = table["start"] - self.begins[layers]
-            table["residual"], table["next_residual"] = self.residuals.addresses(layers, starts)
-
-    def owned(self, table: Table, rows: Sizes) -> None:
-        raise AssertionError("means are not coded again")
-
-    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
-        table["output"] = self.output[layers] + (byte_offsets(table) if offsets is None else offsets)
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-def _bases(arrays: Sequence[Array], begins: Sizes) -> Addresses:
-    """By layer, where element 0 would be; it may be below the array, and wraps."""
-    items = np.array([array.itemsize for array in arrays], dtype=np.int64)
-    addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
-    return addresses - (begins * items).astype(np.uint64)
-
-
 def _parts(request: Request) -> list[Part]:
     """The layers of one compressor and dtype together."""
     for layer, compressor in zip(request.layers, request.compressors, strict=True):
-        _check_suits(request.kind, layer, compressor)
+        check_suits(request.kind, layer, compressor)
     pieces = [Piece(i, 0, layer.size) for i, layer in enumerate(request.layers)]
     groups = [
         group_of(members, request.layers, request.compressors)
@@ -309,7 +308,7 @@ def _codec(compressor: Compressor, table: Table) -> Codec:
     return bare.codec_for(table)
 
 
-def _check_suits(kind: str, layer: LayerSpec, compressor: Compressor) -> None:
+def check_suits(kind: str, layer: LayerSpec, compressor: Compressor) -> None:
     """ConfigError unless the compressor codes the layer's values one by one, without state beside a residual."""
     name, bare = compressor.to_string(), compressor.bare()
     if not isinstance(bare, Coded):

@@ -30,6 +30,7 @@ from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.post_momentum import PostMomentumSGD
 from gradcomp.torch.runtime import init
 from gradcomp.torch.saving import load, save
+from gradcomp.torch.sharded import ShardedCompression, compress_fsdp
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
@@ -37,6 +38,7 @@ __all__ = [  # noqa: PLE0604
     "DistributedOptimizer",
     "PostMomentumSGD",
     "ProcessSet",
+    "ShardedCompression",
     "Sum",
     "allgather",
     "allreduce",
@@ -47,6 +49,7 @@ __all__ = [  # noqa: PLE0604
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "compress_fsdp",
     "cross_rank",
     "cross_size",
     "ddp_comm_hook",

@@ -36,7 +36,7 @@ def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
     shape = tuple(parameter.shape)
     if not parameter.is_contiguous():
         shape = tuple(shape[d] for d in memory_order(parameter))
-    return LayerSpec(name, shape, dtype_name(parameter.dtype), _kind(name, parameter.dim()))
+    return LayerSpec(name, shape, dtype_name(parameter.dtype), kind_of(name, parameter.dim()))
 
 
 def _sharded(parameter: torch.Tensor) -> str | None:
@@ -53,7 +53,8 @@ def _sharded(parameter: torch.Tensor) -> str | None:
     )
 
 
-def _kind(name: str, dimensions: int) -> Kind:
+def kind_of(name: str, dimensions: int) -> Kind:
+    """The role of a parameter, by its name and number of dimensions."""
     last = name.rpartition(".")[2]
     if last.startswith("bias") or last.endswith("bias"):
         return "bias"

@@ -1,0 +1,5 @@
+"""Models that are sharded with FSDP2: quantised weights and gradients (QSDP)."""
+
+from gradcomp.torch.sharded.compress import ShardedCompression, compress_fsdp
+
+__all__ = ["ShardedCompression", "compress_fsdp"]

@@ -1,0 +1,291 @@
+"""``compress_fsdp``: models that ``fully_shard`` has sharded exchange quantised weights and gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from gradcomp.compress import Compressor, Policy, Quantize, as_policy
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.plan import Plan
+from gradcomp.engine import Exchanger, Terms
+from gradcomp.engine.agreement import agree
+from gradcomp.job import runtime
+from gradcomp.job.network import Ranks
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.start import validate_together
+from gradcomp.job.state import Runtime
+from gradcomp.job.transports import make_transport
+from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
+from gradcomp.torch.sharded.exchange import (
+    GatherWeights,
+    ReduceGradients,
+    Settings,
+    ShardedStatistics,
+    UnitExchange,
+    compressor,
+)
+from gradcomp.transport.base import Transport
+
+if TYPE_CHECKING:
+    from gradcomp.torch.sharded.units import Unit
+
+logger = logging.getLogger("gradcomp")
+
+#: What QSDP's experiments take (Markov 2024, section 5.6), for weights and for gradients.
+WEIGHTS = Quantize(bits=8, bucket_size=1024)
+GRADIENTS = Quantize(bits=8, bucket_size=1024)
+
+_REUSES = (None, "codes")
+_REDRAWS = ("step", "gather")
+
+#: What a model's root is compressed by.
+_compressed: WeakKeyDictionary[torch.nn.Module, ShardedCompression] = WeakKeyDictionary()
+
+
+def compress_fsdp(
+    model: torch.nn.Module,
+    weights: Policy | Compressor | str = WEIGHTS,
+    gradients: Policy | Compressor | str = GRADIENTS,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    reuse: str | None = None,
+    redraw: str = "step",
+    process_set: Members = None,
+) -> ShardedCompression:
+    """Compress what a model exchanges that ``torch.distributed.fsdp.fully_shard`` has sharded.
+
+    In forward and in backward every rank computes with Q_w(x), x the shards of all ranks; the optimizer steps on x
+    itself, in float32, with the mean over ranks of Q_g(g_i):
+
+        x_{t+1} = step(x_t, (1/N) sum over i of Q_g(gradient of f_i at Q_w(x_t))).
+
+    Args:
+        model: every ``FSDPModule`` in it is compressed from now on.
+        weights: how shards travel to all ranks: a quantiser, its string form, or a :class:`gradcomp.Policy`.
+            Biases, norms and small parameters travel uncompressed, as under ``DistributedOptimizer``.
+        gradients: how gradients travel to the owners of their shards, who add them in float32 in rank order. Means are
+            not coded again.
+        optimizer: the one that steps on the shards. With it a step is what lies between two of its steps, and random
+            numbers can be resumed; without it, shards are looked at.
+        reuse: ``"codes"``: keep the codes of all shards, so that backward decodes those of forward and sends nothing;
+            gathers while the shards stay the same, as in further micro-batches, compare 56 bytes. None: gather again.
+        redraw: weights are rounded anew in every ``"step"``, or in every ``"gather"`` (Markov 2024, Algorithm C.1).
+        process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
+
+    Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and buckets of B: a gather
+    takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients as many; 56 (N-1) bytes before
+    each, and headers. State: no residuals; with ``reuse`` the codes of the model on every rank. Gradients that are not
+    finite make the means of their parameters NaN on all ranks.
+    Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism beside it, meshes
+    beyond the job, compressors that keep state; StateError where the model is compressed already; PlanMismatchError on
+    every rank if the ranks differ.
+    Source: Markov 2024, chapter 5 and Algorithm C.1 (QSDP). Differs: by default backward computes with the weights of
+    forward, which Algorithm C.1 quantises anew. GPUs: tensors are copied to the host and back, which is not measured.
+    """
+    state = runtime.current()
+    ranks = members(process_set)
+
+    def validate() -> tuple[list[Unit], tuple[Policy, Policy]]:
+        from gradcomp.torch.sharded.units import find_units  # with torch's own packages, which take long
+
+        units = find_units(model)
+        policies = as_policy(weights), as_policy(gradients)
+        _check(model, units, policies, optimizer, reuse, redraw)
+        for unit in units:
+            if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
+                raise ConfigError(
+                    f"{unit.name} is sharded among ranks {list(unit.ranks)}, of which not all call compress_fsdp"
+                )
+        return units, policies
+
+    (units, policies), transport = validate_together(
+        state, ranks, validate, "compress its sharded model", "has not called compress_fsdp"
+    )
+    compression = ShardedCompression(state, units, *policies, optimizer, reuse == "codes", redraw == "gather")
+    if transport is not None:
+        compression.agree(transport, ranks)
+        compression.install()
+        if transport.rank == 0:
+            compression.log()
+    _compressed[model] = compression
+    return compression
+
+
+class ShardedCompression:
+    """The compression of a sharded model: its figures, its state, and exact weights for evaluation."""
+
+    def __init__(
+        self,
+        state: Runtime,
+        units: Sequence[Unit],
+        weights: Policy,
+        gradients: Policy,
+        optimizer: torch.optim.Optimizer | None,
+        reuse: bool,
+        redraw: bool,
+    ) -> None:
+        self._state, self._optimizer = state, optimizer
+        steps = None if optimizer is None else 0
+        self._settings = Settings(weights, gradients, self._exchanger, reuse, redraw, steps)
+        self._units = [UnitExchange(unit, self._settings) for unit in units]
+        self._exchangers: dict[Ranks, Exchanger] = {}
+
+    def statistics(self) -> ShardedStatistics:
+        """What this rank has exchanged so far: a copy."""
+        return replace(self._settings.statistics)
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Within it weights travel uncompressed, as to evaluate what a checkpoint holds. On all ranks alike."""
+        self._reshard()
+        self._settings.exact = True
+        try:
+            yield
+        finally:
+            self._settings.exact = False
+            self._reshard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What random numbers depend on: the same on all ranks, as numbers and strings. Small."""
+        counts = {each.unit.name: [each.changes, each.gathers, each.scatters] for each in self._units}
+        return {"version": 1, "steps": self._settings.steps, "units": counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, after the model was loaded. StateError if it is of another model."""
+        counts = state.get("units", {})
+        names = [each.unit.name for each in self._units]
+        if state.get("version") != 1 or list(counts) != names:
+            raise StateError(f"the state is of units {list(counts)}, the model has {names}")
+        if self._settings.steps is not None:
+            self._settings.steps = state["steps"] or 0
+        for each in self._units:
+            each.resume(*counts[each.unit.name])
+
+    def agree(self, transport: Transport, ranks: Ranks) -> None:
+        """Collective: PlanMismatchError on every rank if they differ. The communicator becomes this object's."""
+        state = self._state
+        wait_for = state.watchdog.patient(state.config, "the other ranks to compare their sharded models")
+        settings, units = self._settings, [each.unit for each in self._units]
+        described = {
+            "weights": repr(settings.weights),
+            "gradients": repr(settings.gradients),
+            "reuse": settings.reuse,
+            "redraw": settings.redraw,
+            "optimizer": self._optimizer is not None,
+            "units": {u.name: [[p.name, list(p.shape), p.dimension] for p in u.parameters] for u in units},
+        }
+        agree(transport, described, wait_for=wait_for)
+        if any(unit.ranks == tuple(state.network.ranks[rank] for rank in ranks) for unit in units):
+            self._begin(transport, ranks)
+        else:
+            transport.close()
+        for unit in units:
+            self._exchanger(unit.ranks)
+
+    def install(self) -> None:
+        """Make ``fully_shard`` call our collectives."""
+        for each in self._units:
+            for module in each.unit.modules:
+                module.set_custom_all_gather(GatherWeights(each))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(ReduceGradients(each))  # type: ignore[arg-type]
+                module.register_forward_pre_hook(each.unit.watch_gradients)  # type: ignore[attr-defined]
+        if self._optimizer is not None:
+            self._optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def log(self) -> None:
+        """Say what travels how."""
+        parameters = [one for each in self._units for one in each.unit.parameters]
+        weights, gradients = self._settings.weights, self._settings.gradients
+        logger.info(
+            "fully_shard: %d units of %d parameters, %d of them uncompressed; weights by %s, gradients by %s",
+            len(self._units),
+            len(parameters),
+            sum(weights.choose(one.spec(one.current.dtype))[1] is not None for one in parameters),
+            weights.title,
+            gradients.title,
+        )
+
+    def _stepped(self) -> None:
+        assert self._settings.steps is not None, "there is an optimizer"
+        self._settings.steps += 1
+
+    def _reshard(self) -> None:
+        for each in self._units:
+            for module in each.unit.modules:
+                module.reshard()
+
+    def _exchanger(self, ranks: Ranks) -> Exchanger:
+        """Among ranks of torch.distributed; collective for the first time."""
+        if ranks not in self._exchangers:
+            job = tuple(_of_job(self._state, rank) for rank in ranks)
+            self._begin(make_transport(self._state, job), job)
+        return self._exchangers[ranks]
+
+    def _begin(self, transport: Transport, ranks: Ranks) -> None:
+        state = self._state
+        terms = Terms(
+            name=state.name(ranks), topology=state.topology.among(ranks), roster=state.roster(ranks)
+        )
+        exchanger = Exchanger(
+            state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, terms
+        )
+        state.exchangers.append(exchanger)
+        self._exchangers[tuple(state.network.ranks[rank] for rank in ranks)] = exchanger
+
+    @property
+    def closed(self) -> bool:
+        """Whether gradcomp was shut down since."""
+        return not runtime.is_initialized() or runtime.current() is not self._state
+
+
+def _of_job(state: Runtime, rank: int) -> int:
+    """gradcomp's number of a rank of torch.distributed."""
+    if rank not in state.network.ranks:
+        raise ConfigError(
+            f"the model's mesh has rank {rank}; gradcomp was initialised on {list(state.network.ranks)}"
+        )
+    return state.network.ranks.index(rank)
+
+
+def _check(
+    model: torch.nn.Module,
+    units: Sequence[Unit],
+    policies: Sequence[Policy],
+    optimizer: Any,
+    reuse: str | None,
+    redraw: str,
+) -> None:
+    """ConfigError or StateError for what cannot work."""
+    if any(root in _compressed and not _compressed[root].closed for root in model.modules()):
+        raise StateError("compress_fsdp was called on this model, or on a part of it, before")
+    if reuse not in _REUSES:
+        raise ConfigError(f"reuse must be 'codes' or None, got {reuse!r}")
+    if redraw not in _REDRAWS:
+        raise ConfigError(f"redraw must be one of {', '.join(_REDRAWS)}, got {redraw!r}")
+    if reuse and redraw != "step":
+        raise ConfigError(
+            "reuse='codes' keeps the codes of a step, and redraw='gather' draws new ones: choose one"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    for kind, policy in zip((ALL_GATHER, REDUCE_SCATTER), policies, strict=True):
+        for unit in units:
+            for one in unit.parameters:
+                chosen = compressor(one, one.current.dtype, policy)
+                check_suits(kind, one.spec(one.current.dtype), chosen)
+                if chosen.traits.keeps_residual:
+                    raise ConfigError(
+                        f"{chosen.to_string()} keeps a residual of the whole model on every rank, which sharding is to "
+                        "avoid: take feedback=False"
+                    )
+    if any(a >= b for unit in units for a, b in zip(unit.ranks, unit.ranks[1:], strict=False)):
+        raise ConfigError("the mesh's ranks must be in ascending order")
+    if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):
+        raise ConfigError(f"compress_fsdp needs torch 2.9 or newer, this is {torch.__version__}")
