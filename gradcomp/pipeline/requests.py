@@ -75,8 +75,8 @@ class Request:
             f"{layer.name!r} of {layer.dtype} {list(layer.shape)} by {text}, shards {list(borders)}"
             for layer, text, borders in zip(self.layers, by, at, strict=False)
         ]
-        blocks = "" if self.blocks is None else f", in {self.blocks}"
-        return "\n".join([f"{self.kind} {self.name!r}, average {self.average}{blocks}", *lines])
+        blocks = [] if self.blocks is None else [f"in {self.blocks}"]
+        return "\n".join([f"{self.kind} {self.name!r}, average {self.average}", *lines, *blocks])
 
     def check(self, world: int) -> None:
         """ConfigError unless it can be done among so many ranks."""

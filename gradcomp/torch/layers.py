@@ -42,15 +42,16 @@ def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
 def _sharded(parameter: torch.Tensor) -> str | None:
     """Why a parameter of which ranks hold different parts cannot be exchanged; None if it is none."""
     if is_dtensor(parameter):
-        kind = "a DTensor, as fully_shard and tensor parallelism make them"
-    elif getattr(parameter, "_fsdp_flattened", False):
-        kind = "a part of a FullyShardedDataParallel"
-    else:
-        return None
-    return (
-        f"{kind}: its gradients are reduced by what sharded it. gradcomp exchanges the gradients of models that every "
-        "rank has as a whole: leave the sharding away, or leave these parameters out"
-    )
+        return (
+            "a DTensor, as fully_shard and tensor parallelism make them: its gradients are reduced by what sharded it. "
+            "After fully_shard, call gradcomp.torch.compress_fsdp(model); else leave these parameters out"
+        )
+    if getattr(parameter, "_fsdp_flattened", False):
+        return (
+            "a part of a FullyShardedDataParallel, which reduces its gradients: use fully_shard in its place, "
+            "and call gradcomp.torch.compress_fsdp(model)"
+        )
+    return None
 
 
 def kind_of(name: str, dimensions: int) -> Kind:

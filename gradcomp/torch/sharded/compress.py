@@ -154,7 +154,7 @@ class ShardedCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """What random numbers depend on: the same on all ranks, as numbers and strings. Small."""
-        counts = {each.unit.name: [each.changes, each.gathers, each.scatters] for each in self._units}
+        counts = {each.unit.name: each.counts for each in self._units}
         return {"version": 1, "steps": self._settings.steps, "units": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -75,10 +75,19 @@ class UnitExchange:
     _gathered: dict[PreparedRequest, Any] = field(default_factory=dict)
     _shards: Any = None
 
+    @property
+    def counts(self) -> list[int]:
+        """What random numbers of the next collectives belong to, for :meth:`resume`."""
+        return [self.changes + (self._now() != self._shards), self.gathers, self.scatters]
+
     def resume(self, changes: int, gathers: int, scatters: int) -> None:
         """Go on from these counts, with the shards that this rank has now."""
         self.changes, self.gathers, self.scatters = changes, gathers, scatters
-        self._shards = (self.settings.steps, self.unit.versions())
+        self._shards = self._now()
+
+    def _now(self) -> Any:
+        """Differs from what it was if this rank's shards may do so."""
+        return self.settings.steps, self.unit.versions()
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, ranks: Ranks) -> None:
         """Fill ``output`` with the decoded shards of all ranks."""
@@ -96,7 +105,7 @@ class UnitExchange:
             with _on_host(output) as whole:
                 request.decode_again([whole])
             return
-        shards = (settings.steps, self.unit.versions())
+        shards = self._now()
         if shards != self._shards:
             self._shards, self.changes = shards, self.changes + 1
         unchanged = reuse and self._gathered.get(request) == shards

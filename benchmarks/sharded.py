@@ -1,0 +1,157 @@
+"""Time, bytes and peak memory of a training step of a GPT that fully_shard has sharded. Needs root.
+
+    python benchmarks/sharded.py                                 # two hosts, links of 1 Gbit/s
+    python benchmarks/sharded.py --link unshaped --rows null,plain,w8g8
+    python benchmarks/sharded.py --ranks 4 --json sharded.json
+
+6 blocks of width 256, a vocabulary of 8,000, sequences of 32: about 9 million parameters; a block is a unit of fully_shard.
+One rank per host, one thread and one core per rank while there are as many cores. All rows live in the same processes,
+each with its own copy of the same model, and alternate in blocks of steps. A figure is the median over all steps of a
+row but the first of each block, for the slowest rank.
+
+Columns
+    x plain    median step over that of fully_shard alone
+    roofline   step without exchange (row ``null``: collectives that copy a rank's own shards) + formula bytes at the
+               link's measured rate + the codec's time alone, measured in the same process
+    formula    bytes that a rank sends in a step: of each gather and each reduction (N-1) (s b / 8 + 8 per
+               quantisation bucket) for a shard of s elements, and 4 bytes an element of what travels exactly
+    beside     what gradcomp adds to that: headers and comparisons, which are also formulas
+    interface  what the host's interface sent in a step, without TCP's headers and what was sent again
+    ranks      whether all ranks decoded the same weights in the last step, bit for bit
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import hosts
+import report
+from options import add_timing
+from sharded_rank import ROWS, Task, run_rank
+
+
+def evaluate(
+    found: list[dict[str, Any]], link: dict[str, float], names: list[str]
+) -> dict[str, dict[str, Any]]:
+    """By row, what the tables show."""
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        ranks = [each["rows"][name] for each in found]
+        steps = [max(times) for times in zip(*(r["seconds"] for r in ranks), strict=True)]
+        one: dict[str, Any] = {
+            "seconds": statistics.median(steps),
+            "interface": max(r["interface_bytes"] for r in ranks),
+            "formula": max(r["formula_bytes"] for r in ranks),
+            "beside": max(r["beside_bytes"] for r in ranks),
+            "codec_seconds": max(r["codec_seconds"] for r in ranks),
+            "loss": statistics.mean(ranks[0]["losses"][-5:]),
+            "same": len({r["digest"] for r in ranks}) == 1,
+        }
+        results[name] = one
+    for one in results.values():
+        if "plain" in results:
+            one["times_plain"] = one["seconds"] / results["plain"]["seconds"]
+        if "null" in results:
+            wire = one["formula"] / link["bytes_per_second"]
+            one["roofline"] = results["null"]["seconds"] + wire + one["codec_seconds"]
+            one["times_roofline"] = one["seconds"] / one["roofline"]
+    return results
+
+
+def show(results: dict[str, dict[str, Any]]) -> str:
+    """The table."""
+    head = [
+        "row",
+        "step ms",
+        "x plain",
+        "roofline ms",
+        "x roofline",
+        "codec ms",
+        "formula",
+        "beside",
+        "interface",
+        "ranks",
+        "loss",
+    ]
+
+    def ratio(value: float | None) -> str | None:
+        return None if value is None else f"{value:.3f}"
+
+    lines = [
+        [
+            name,
+            f"{one['seconds'] * 1e3:.1f}",
+            ratio(one.get("times_plain")),
+            f"{one['roofline'] * 1e3:.1f}" if "roofline" in one else None,
+            ratio(one.get("times_roofline")),
+            f"{one['codec_seconds'] * 1e3:.1f}",
+            f"{one['formula']:,.0f}",
+            f"{one['beside']:,.0f}",
+            f"{one['interface']:,.0f}",
+            "same" if one["same"] else "DIFFER",
+            f"{one['loss']:.3f}",
+        ]
+        for name, one in results.items()
+    ]
+    return report.table(head, lines)
+
+
+def measure(options: argparse.Namespace) -> int:
+    names = options.rows.split(",")
+    if unknown := [name for name in names if name not in ROWS]:
+        print(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}", file=sys.stderr)
+        return 2
+    task = Task(tuple(names), options.blocks, options.steps, options.warmup, options.seed)
+    machine = report.machine()
+    print(report.describe(machine))
+    found = hosts.run_task(hosts.Hosts(options.ranks, options.link), __file__, task)
+    link = found[0]["link"]
+    print(
+        f"{options.ranks} hosts, {options.link} links: {link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured; "
+        f"{found[0]['parameters']:,} parameters; {task.blocks} blocks of {task.steps} steps after {task.warmup}"
+    )
+    results = evaluate(found, link, names)
+    print(show(results))
+    report.write_json(
+        options.json,
+        {
+            "benchmark": "sharded",
+            "machine": machine,
+            "link": {"name": options.link, **link},
+            "ranks": options.ranks,
+            "task": dataclasses.asdict(task),
+            "rows": results,
+        },
+    )
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--link", choices=hosts.LINKS, default="1gbit")
+    add_timing(parser, blocks=4, steps=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        run_rank(Task(**json.loads(options.task)), options.out)
+        return 0
+    hosts.exit_on_termination()
+    try:
+        return measure(options)
+    except hosts.HostsError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The benchmark of sharded training, seen by one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hosts
+import models
+import torch
+import torch.distributed as dist
+from step_rank import measure_link
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+
+import gradcomp.torch as gc
+from gradcomp import Quantize
+from gradcomp.pipeline.request_group import RequestGroup, Run
+from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
+from gradcomp.transport.inprocess import World
+
+BATCH, LENGTH, VOCABULARY, WIDTH, BLOCKS = 4, 32, 8000, 256, 6
+LEARNING_RATE = 1e-3
+SMALL = 1024  # parameters with fewer elements travel exactly
+BUCKET = 1024
+
+
+@dataclass(frozen=True)
+class Row:
+    """``bits`` of weights and of gradients; None: fully_shard alone, or without any exchange. ``reuse``: see compress_fsdp."""
+
+    bits: tuple[int, int] | None = None
+    exchanges: bool = True
+    reuse: str | None = None
+    redraw: str = "step"
+    half_gradients: bool = False
+
+    def compressors(self) -> tuple[Quantize, Quantize]:
+        assert self.bits is not None, "of rows with bits"
+        weights, gradients = self.bits
+        return (
+            Quantize(bits=weights, bucket_size=BUCKET),
+            Quantize(bits=gradients, bucket_size=BUCKET),
+        )
+
+
+ROWS = {
+    "null": Row(exchanges=False),
+    "plain": Row(),
+    "plain-g16": Row(half_gradients=True),
+    "w8g8": Row((8, 8)),
+    "w4g4": Row((4, 4)),
+    "w8g8-codes": Row((8, 8), reuse="codes"),
+    "w8g8-gather": Row((8, 8), redraw="gather"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told to do."""
+
+    rows: Sequence[str]
+    blocks: int
+    steps: int
+    warmup: int
+    seed: int
+
+
+class GPT(models.WordGPT):
+    """With an output layer of its own: about 9 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, WIDTH, BLOCKS, 4, LENGTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        logits = self.head(self.norm(self.layers(x)))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Nothing:
+    """Collectives that send nothing: a rank takes its own shards for those of all, its own gradients for the mean."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
+    ) -> None:
+        if op is None:
+            output_tensor.view(dist.get_world_size(group), -1).copy_(input_tensor.clone().unsqueeze(0))
+        else:
+            output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+@dataclass(eq=False)
+class Trainer:
+    row: Row
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[tuple[Tensor, Tensor]]
+    state: Any = None
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    traffic: list[hosts.Traffic] = field(default_factory=list)
+
+    def step(self) -> float:
+        tokens, targets = next(self.batches)
+        begin = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        seconds = time.perf_counter() - begin
+        self.losses.append(loss.item())
+        return seconds
+
+
+def make_trainer(row: Row, text: models.Text, rank: int, world: int, seed: int) -> Trainer:
+    torch.manual_seed(seed)
+    model = GPT()
+    mesh = init_device_mesh("cpu", (world,))
+    policy = (
+        MixedPrecisionPolicy(reduce_dtype=torch.float16) if row.half_gradients else MixedPrecisionPolicy()
+    )
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    trainer = Trainer(row, model, optimizer, text.batches(rank, BATCH, LENGTH, seed))
+    if not row.exchanges:
+        for module in [*model.layers, model]:
+            module.set_custom_all_gather(Nothing())
+            module.set_custom_reduce_scatter(Nothing())
+    elif row.bits is not None:
+        weights, gradients = row.compressors()
+        trainer.state = gc.compress_fsdp(
+            model, weights, gradients, optimizer=optimizer, reuse=row.reuse, redraw=row.redraw
+        )
+    return trainer
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Bytes that a rank sends in a step, computed from shapes alone, and what else gradcomp sends."""
+
+    formula: int
+    beside: int
+
+
+def formula(model: GPT, row: Row, rank: int, world: int) -> Formula:
+    """(N-1)(s b / 8 + 8 per quantisation bucket) of every collective, 4 bytes an element of what travels exactly."""
+    weight_bytes = 4, 4
+    gradient_bytes = (2, 2) if row.half_gradients else (4, 4)
+    del weight_bytes, gradient_bytes
+    if not row.exchanges:
+        return Formula(0, 0)
+    units = [(list(layer.parameters()), 2) for layer in model.layers]
+    inside = {id(p) for parameters, _ in units for p in parameters}
+    units.append(([p for p in model.parameters() if id(p) not in inside], 1))
+    total = beside = 0
+    for parameters, gathers in units:
+        own = sum(_bytes(p.shape, rank, world, row.bits and row.bits[0], 4) for p in parameters)
+        others = sum(
+            _bytes(p.shape, j, world, row.bits and row.bits[1], 2 if row.half_gradients else 4)
+            for p in parameters
+            for j in range(world)
+            if j != rank
+        )
+        sent = 1 if row.reuse else gathers
+        total += sent * (world - 1) * own + others
+        if row.bits is not None:
+            header = _header_bytes(len(parameters))
+            beside += (world - 1) * ((sent + 1) * (header + 56))
+    return Formula(total, beside)
+
+
+def _bytes(shape: Sequence[int], rank: int, world: int, bits: int | None, item: int) -> int:
+    rows = -(-shape[0] // world)
+    mine = max(0, min(shape[0] - rank * rows, rows)) * math.prod(shape[1:])
+    if bits is None or len(shape) < 2 or math.prod(shape) < SMALL:
+        return item * mine
+    return -(-mine * bits // 8) + 8 * -(-mine // BUCKET)
+
+
+def _header_bytes(layers: int) -> int:
+    from gradcomp.reduce.header import ByteHeader
+
+    return int(ByteHeader.size(layers))
+
+
+def codec_seconds(model: GPT, row: Row, world: int) -> float:
+    """Of encoding and decoding in a step, alone on this core: median of several."""
+    if row.bits is None:
+        return 0.0
+    weights, gradients = row.compressors()
+    large = [p for p in model.parameters() if p.ndim > 1 and p.numel() >= SMALL]
+    inner = {id(p) for layer in model.layers for p in layer.parameters()}
+    total = 0.0
+    for parameter in large:
+        size = parameter.numel()
+        gathers = 1 if id(parameter) not in inner or row.reuse else 2
+        decodes = 1 if id(parameter) not in inner else 2
+        encode_decode, decode = _times(ALL_GATHER, weights, size // world)
+        total += gathers * encode_decode + (world * decodes - gathers) * decode
+        total += _times(REDUCE_SCATTER, gradients, size)[0]
+    return total
+
+
+def _times(kind: str, compressor: Quantize, size: int, repeats: int = 5) -> tuple[float, float]:
+    """Medians of a request in a world of one, and of decoding once more what was gathered."""
+    transport = World(1).transports()[0]
+    request = PreparedRequest(Request.of(kind, [gc.LayerSpec("x", (size,))], compressor), 0, 1)
+    values, output = [torch.randn(size).numpy()], [torch.empty(size).numpy()]
+    runs, decodes = [], []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        group = RequestGroup([Run(request, values, output)], transport, lambda _: None)
+        while group.poll().name != "NOTHING":
+            pass
+        runs.append(time.perf_counter() - begin)
+        if kind == ALL_GATHER:
+            begin = time.perf_counter()
+            request.decode_again(output)
+            decodes.append(time.perf_counter() - begin)
+    return statistics.median(runs), statistics.median(decodes) if decodes else 0.0
+
+
+def digest(model: GPT) -> str:
+    """Of the weights that a forward pass computes with."""
+    sha = hashlib.sha256()
+    for module in [*model.layers, model]:
+        module.unshard()
+        for parameter in module.parameters(recurse=module is not model):
+            sha.update(parameter.detach().clone().numpy().tobytes())
+        module.reshard()
+    return sha.hexdigest()
+
+
+def run_rank(task: Task, out: Path) -> None:
+    """Everything one rank does; writes what it found to a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {"link": measure_link(rank, world)}
+    gc.init(seed=task.seed)
+    text = models.load_text(None, VOCABULARY)
+    trainers = {name: make_trainer(ROWS[name], text, rank, world, task.seed) for name in task.rows}
+    for _, trainer in itertools.product(range(task.blocks), trainers.values()):
+        dist.barrier()
+        before = hosts.Traffic.now()
+        times = [trainer.step() for _ in range(task.warmup + task.steps)]
+        dist.barrier()
+        trainer.traffic.append(hosts.Traffic.now() - before)
+        trainer.seconds += times[task.warmup :]
+    found["parameters"] = sum(p.numel() for p in next(iter(trainers.values())).model.parameters())
+    packet, steps = found["link"]["packet_bytes"], task.warmup + task.steps
+    found["rows"] = {}
+    for name, trainer in trainers.items():
+        bytes_of = formula(trainer.model, trainer.row, rank, world)
+        sent = statistics.median(t.payload_bytes(packet) for t in trainer.traffic) / steps
+        found["rows"][name] = {
+            "seconds": trainer.seconds,
+            "losses": trainer.losses,
+            "interface_bytes": sent,
+            "formula_bytes": bytes_of.formula,
+            "beside_bytes": bytes_of.beside,
+            "codec_seconds": codec_seconds(trainer.model, trainer.row, world),
+            "digest": digest(trainer.model) if trainer.row.exchanges else "",
+        }
+        dist.barrier()
+    out.with_name(f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    gc.shutdown()
+    dist.destroy_process_group()

@@ -1,0 +1,240 @@
+"""compress_fsdp: models that fully_shard has sharded, on ranks of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batch import on_ranks
+from sharded_models import CASES, COARSE, EXACT, Case, decoded, go_on, loss_of, same_everywhere, shards, train
+
+import gradcomp.torch as gc
+from gradcomp.reduce.header import ByteHeader, padded
+
+# --- nothing is lost -------------------------------------------------------------------------------------------
+
+
+def check_exact(case: Case) -> None:
+    """Uncompressed, a run is that of fully_shard alone: bit for bit where two summands are added."""
+    plain, ours = train(case), train(case, compress=EXACT)
+    bits = gc.size() == 2
+    for mine, theirs in zip(shards(ours.model), shards(plain.model), strict=True):
+        if bits:
+            assert torch.equal(mine, theirs)
+        else:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks is None])
+@on_ranks(2)
+def test_without_loss_training_is_that_of_fully_shard(name: str):
+    check_exact(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["by blocks", "columns", "tied", "unused"])
+@on_ranks(3)
+def test_without_loss_three_ranks_train_as_fully_shard_does(name: str):
+    check_exact(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["by blocks", "two meshes", "resharded among two"])
+@on_ranks(4)
+def test_without_loss_four_ranks_train_as_fully_shard_does(name: str):
+    check_exact(CASES[name])
+
+
+# --- what is lost ----------------------------------------------------------------------------------------------
+
+
+def check_quantised(case: Case) -> None:
+    """Every rank computes with the same weights in every step, and training goes on as without compression."""
+    plain, ours = train(case), train(case, 0, COARSE)
+    for step in range(3):
+        go_on(ours, case, range(step, step + 1))
+        assert same_everywhere(decoded(ours.model))
+    assert ours.losses != plain.losses
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks is None])
+@on_ranks(2)
+def test_quantised_weights_are_the_same_on_all_ranks(name: str):
+    check_quantised(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["by blocks", "columns"])
+@on_ranks(3)
+def test_quantised_weights_are_the_same_on_three_ranks(name: str):
+    check_quantised(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["two meshes", "resharded among two"])
+@on_ranks(4)
+def test_quantised_weights_are_the_same_on_four_ranks(name: str):
+    check_quantised(CASES[name])
+
+
+@on_ranks(2)
+def test_norms_biases_and_small_parameters_travel_as_they_are():
+    ours = train(CASES["by blocks"], 1, COARSE)
+    masters = {name: p.full_tensor() for name, p in ours.model.named_parameters()}
+    for module in [*ours.model.blocks, ours.model]:
+        module.unshard()
+    for name, parameter in ours.model.named_parameters():
+        large = parameter.ndim > 1 and parameter.numel() >= 1024
+        assert torch.equal(parameter, masters[name]) != large, name
+
+
+@on_ranks(2)
+def test_one_shift_serves_forward_and_backward_unless_every_gather_draws():
+    case = CASES["by blocks"]
+    for redraw, same in (("step", True), ("gather", False)):
+        ours = train(case, 1, COARSE, redraw=redraw)
+        assert (decoded(ours.model) == decoded(ours.model)) == same
+
+
+@on_ranks(2)
+def test_exact_weights_are_the_shards_of_all():
+    ours = train(CASES["by blocks"], 2, COARSE)
+    plain = train(CASES["by blocks"], 0)
+    for mine, theirs in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        theirs.to_local().detach().copy_(mine.to_local().detach())
+    with torch.no_grad():
+        expected, lossy = loss_of(plain.model, 9), loss_of(ours.model, 9)
+        with ours.state.exact_weights():
+            exact = loss_of(ours.model, 9)
+        again = loss_of(ours.model, 9)
+    assert exact == expected
+    assert lossy == again != exact
+
+
+# --- counts ----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_gathers_and_reductions_are_two_and_one_a_unit_and_one_of_the_root():
+    for name, gathers, scatters in (("by blocks", 5, 3), ("not resharded", 3, 3), ("as a whole", 1, 1)):
+        for passes in (1, 2):
+            case = CASES[name]
+            case = Case(options=case.options, shard=case.shard, passes=passes)
+            counted = train(case, 2, COARSE).state.statistics()
+            assert (counted.gathers, counted.scatters) == (2 * passes * gathers, 2 * passes * scatters), name
+
+
+@on_ranks(2)
+def test_bytes_are_those_of_codes_headers_and_comparisons():
+    ours = train(CASES["as a whole"], 1, COARSE)
+    counted = ours.state.statistics()
+    parameters = list(ours.model.parameters())
+    sent = {True: 0, False: 0}  # by whether they are ours
+    for parameter in parameters:
+        rows = -(-parameter.shape[0] // 2)
+        mine = (rows if gc.rank() == 0 else parameter.shape[0] - rows) * (
+            parameter.numel() // parameter.shape[0]
+        )
+        for own, size in ((True, mine), (False, parameter.numel() - mine)):
+            coded = parameter.ndim > 1 and parameter.numel() >= 1024
+            sent[own] += -(-size * 6 // 8) + 8 * -(-size // 64) if coded else 4 * size
+    beside = 56 + ByteHeader.size(len(parameters))
+    assert counted.weight_bytes == padded(sent[True]) + beside
+    assert counted.gradient_bytes == padded(sent[False]) + beside
+
+
+# --- codes that are kept ---------------------------------------------------------------------------------------
+
+REUSED = ["by blocks", "not resharded", "micro-batches", "prefetched", "activation checkpointing", "unused"]
+
+
+@pytest.mark.parametrize("name", REUSED)
+@on_ranks(2)
+def test_with_codes_kept_training_is_the_same_and_backward_sends_nothing(name: str):
+    case = CASES[name]
+    ours, kept = train(case, compress=COARSE), train(case, compress=COARSE, reuse="codes")
+    assert kept.losses == ours.losses
+    assert all(torch.equal(a, b) for a, b in zip(shards(kept.model), shards(ours.model), strict=True))
+    once, twice = kept.state.statistics(), ours.state.statistics()
+    assert once.gathers == twice.gathers
+    assert once.gradient_bytes == twice.gradient_bytes
+    if name != "not resharded":
+        assert once.reused > 0
+        assert once.weight_bytes < 0.75 * twice.weight_bytes
+
+
+@on_ranks(2)
+def test_kept_codes_follow_the_shards():
+    """Loaded weights, and those of an evaluation between steps, are gathered anew; unchanged ones only compared."""
+    case = CASES["by blocks"]
+    ours = train(case, 1, COARSE, reuse="codes")
+    with torch.no_grad():
+        before = loss_of(ours.model, 5)
+        ours.model.reshard()
+        counted = ours.state.statistics().weight_bytes
+        assert loss_of(ours.model, 5) == before
+        assert ours.state.statistics().weight_bytes - counted == 3 * 56
+        ours.model.reshard()
+        state = {name: p.detach() * 0.5 for name, p in ours.model.state_dict().items()}
+        ours.model.load_state_dict(state)
+        assert loss_of(ours.model, 5) != before
+        assert ours.state.statistics().weight_bytes - counted > 1000
+    assert same_everywhere(decoded(ours.model))
+
+
+@on_ranks(2)
+def test_where_one_rank_has_other_shards_all_gather_anew():
+    ours = train(CASES["by blocks"], 1, COARSE, reuse="codes")
+    if gc.rank() == 1:
+        with torch.no_grad():
+            ours.model.head.weight.to_local().mul_(2)
+    with torch.no_grad():
+        loss_of(ours.model, 5)
+        ours.model.reshard()
+    assert same_everywhere(decoded(ours.model))
+
+
+# --- resuming --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@on_ranks(2)
+def test_a_resumed_run_goes_on_bit_for_bit(with_optimizer: bool):
+    case = CASES["by blocks"]
+    whole = train(case, 4, COARSE, with_optimizer=with_optimizer)
+    first = train(case, 2, COARSE, with_optimizer=with_optimizer)
+    saved = first.model.state_dict(), first.optimizer.state_dict(), first.state.state_dict()
+    second = train(case, 0, COARSE, with_optimizer=with_optimizer)
+    second.model.load_state_dict(saved[0])
+    second.optimizer.load_state_dict(saved[1])
+    second.state.load_state_dict(saved[2])
+    go_on(second, case, range(2, 4))
+    assert second.losses == whole.losses[2:]
+    assert all(torch.equal(a, b) for a, b in zip(shards(second.model), shards(whole.model), strict=True))
+
+
+@on_ranks(2)
+def test_the_state_of_another_model_is_refused():
+    ours = train(CASES["by blocks"], 0, COARSE)
+    other = train(CASES["as a whole"], 0, COARSE)
+    with pytest.raises(gc.StateError, match="units"):
+        ours.state.load_state_dict(other.state.state_dict())
+
+
+# --- what is not finite ----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_infinity_on_one_rank_skips_the_step_everywhere_under_a_scaler():
+    case = CASES["by blocks"]
+    ours = train(case, 1, COARSE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = shards(ours.model)
+    loss = scaler.scale(loss_of(ours.model, 1))
+    (loss * float("inf") if gc.rank() == 1 else loss).backward()
+    scaler.unscale_(ours.optimizer)
+    scaler.step(ours.optimizer)
+    scaler.update()
+    assert same_everywhere(scaler.get_scale())
+    assert scaler.get_scale() < 4.0
+    assert all(torch.equal(a, b) for a, b in zip(shards(ours.model), before, strict=True))
+    ours.optimizer.zero_grad()
+    go_on(ours, case, range(2, 4))
+    assert same_everywhere(decoded(ours.model))

@@ -1,0 +1,213 @@
+"""What compress_fsdp refuses, on every rank; and where parameters lie in what fully_shard hands over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batch import on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from sharded_models import CASES, EXACT, Case, build, go_on, loss_of, train
+from tiers import examples
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import gradcomp.torch as gc
+from gradcomp.torch.sharded.exchange import ReduceGradients
+from gradcomp.torch.sharded.units import Sharded, find_units
+
+BLOCKS = CASES["by blocks"]
+
+
+def compressed() -> nn.Module:
+    model = build(BLOCKS)
+    gc.compress_fsdp(model)
+    return model
+
+
+def in_part() -> nn.Module:
+    model = build(BLOCKS)
+    gc.compress_fsdp(model.blocks[0])
+    return model
+
+
+def beside_tensor_parallelism() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(16, 16))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+REFUSED = {
+    "not sharded": (lambda: nn.Linear(3, 4), {}, gc.ConfigError, "fully_shard on it first"),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(nn.Linear(8, 4), device_id=torch.device("cpu")),
+        {},
+        gc.ConfigError,
+        "FSDP1.*fully_shard instead",
+    ),
+    "compressed before": (compressed, {}, gc.StateError, "before"),
+    "compressed in part": (in_part, {}, gc.StateError, "a part of it"),
+    "tensor parallelism": (
+        beside_tensor_parallelism,
+        {},
+        gc.ConfigError,
+        "'0.weight'.*tensor.*tensor parallelism",
+    ),
+    "reuse": (lambda: build(BLOCKS), {"reuse": "weights"}, gc.ConfigError, "reuse must be"),
+    "redraw": (lambda: build(BLOCKS), {"redraw": "never"}, gc.ConfigError, "redraw must be"),
+    "both": (lambda: build(BLOCKS), {"reuse": "codes", "redraw": "gather"}, gc.ConfigError, "choose one"),
+    "optimizer": (
+        lambda: build(BLOCKS),
+        {"optimizer": "adam"},
+        gc.ConfigError,
+        "torch.optim.Optimizer, got str",
+    ),
+    "residuals": (
+        lambda: build(BLOCKS),
+        {"gradients": gc.Quantize(bits=4, rounding="nearest")},
+        gc.ConfigError,
+        "feedback=False",
+    ),
+    "weights by TopK": (
+        lambda: build(BLOCKS),
+        {"weights": gc.TopK(density=0.1)},
+        gc.ConfigError,
+        "no codes",
+    ),
+    "gradients by PowerSGD": (
+        lambda: build(BLOCKS),
+        {"gradients": gc.PowerSGD(rank=2)},
+        gc.ConfigError,
+        "no codes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks(2)
+def test_what_cannot_work_is_refused_on_every_rank(case: str):
+    make, arguments, kind, says = REFUSED[case]
+    model = make()
+    with pytest.raises(kind, match=says):
+        gc.compress_fsdp(model, **arguments)
+
+
+@on_ranks(2)
+def test_if_one_rank_cannot_take_part_all_raise():
+    model = build(BLOCKS)
+    own = nn.Linear(3, 4) if gc.rank() == 1 else model
+    expected = gc.ConfigError if gc.rank() == 1 else gc.PlanMismatchError
+    with pytest.raises(expected, match="fully_shard on it first"):
+        gc.compress_fsdp(own)
+
+
+@pytest.mark.parametrize("what", ["weights", "gradients", "reuse"])
+@on_ranks(2)
+def test_settings_that_differ_are_an_error_on_every_rank(what: str):
+    values = ("codes", None) if what == "reuse" else (gc.Quantize(bits=4), gc.Quantize(bits=8))
+    with pytest.raises(gc.PlanMismatchError, match=what):
+        gc.compress_fsdp(build(BLOCKS), **{what: values[gc.rank()]})
+
+
+@on_ranks(2)
+def test_models_that_differ_are_an_error_on_every_rank():
+    with pytest.raises(gc.PlanMismatchError, match="units"):
+        gc.compress_fsdp(build(CASES["by blocks" if gc.rank() else "as a whole"]))
+
+
+@on_ranks(2)
+def test_an_optimizer_of_sharded_parameters_names_what_to_call():
+    model = build(BLOCKS)
+    with pytest.raises(gc.ConfigError, match=r"compress_fsdp\(model\)"):
+        gc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+
+@on_ranks(2, "apart")
+def test_gradients_that_only_some_ranks_have_are_an_error_on_every_rank():
+    trained = train(BLOCKS, 1, EXACT)
+    trained.model.use_spare = gc.rank() == 0
+    with pytest.raises(gc.PlanMismatchError, match="spare"):
+        loss_of(trained.model, 1).backward()
+
+
+@on_ranks(2, "exact here")
+def test_exact_weights_on_one_rank_alone_are_an_error_on_every_rank():
+    trained = train(BLOCKS, 1, (gc.Quantize(bits=8), "none"))
+    trained.state._settings.exact = gc.rank() == 0
+    with pytest.raises(gc.PlanMismatchError, match=r"embedding\.weight.*none"):
+        loss_of(trained.model, 1)
+
+
+@on_ranks(2, "layout")
+def test_a_layout_that_shapes_do_not_explain_is_an_error_on_every_rank():
+    trained = train(BLOCKS, 1, EXACT)
+    if gc.rank() == 0:
+        exchange = trained.state._units[0]
+        call = ReduceGradients(exchange)
+        group = torch.distributed.group.WORLD
+        with pytest.raises(gc.ConfigError, match="elements of gradients on 2 ranks; by its parameters"):
+            call(torch.zeros(7), torch.zeros(14), group, torch.distributed.ReduceOp.AVG)
+    else:
+        with pytest.raises(gc.TransportError, match="elements of gradients"):
+            go_on(trained, BLOCKS, range(1, 2))
+
+
+@on_ranks(2)
+def test_a_multiplied_sum_is_what_its_factor_says():
+    trained = train(CASES["as a whole"], 1, EXACT)
+    exchange = trained.state._units[0]
+    unit = exchange.unit
+    size = unit.blocks(range(len(unit.parameters)), 2).size
+    whole, sums, scaled = torch.ones(2 * size) * (gc.rank() + 1), torch.zeros(size), torch.zeros(size)
+    group = torch.distributed.group.WORLD
+    ReduceGradients(exchange)(sums, whole, group, torch.distributed.ReduceOp.SUM)
+    ReduceGradients(exchange)(scaled, whole, group, torch.distributed._make_nccl_premul_sum(0.25))
+    assert sums.max() == 3.0
+    assert torch.equal(scaled, 0.25 * sums)
+    with pytest.raises(gc.ConfigError, match="AVG, SUM or PREMUL_SUM"):
+        ReduceGradients(exchange)(sums, whole, group, torch.distributed.ReduceOp.MAX)
+
+
+@on_ranks(1)
+def test_a_world_of_one_exchanges_nothing():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(64, 32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    state = gc.compress_fsdp(model)
+    model(torch.randn(3, 64)).sum().backward()
+    assert state.statistics().gathers == 0
+    assert model.weight.grad is not None
+    torch.distributed.destroy_process_group()
+
+
+# --- where parameters lie --------------------------------------------------------------------------------------
+
+
+@examples(200)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.integers(1, 7),
+)
+def test_shards_are_those_of_torchs_chunks(shape: list[int], world: int):
+    one = Sharded("x", nn.Linear(1, 1), "weight", tuple(shape), 0, world)
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    chunks = [chunk.reshape(-1) for chunk in values.chunk(world)]
+    chunks += [values[:0].reshape(-1)] * (world - len(chunks))
+    borders = one.borders(world)
+    for rank, chunk in enumerate(chunks):
+        assert torch.equal(values.reshape(-1)[borders[rank] : borders[rank + 1]], chunk)
+    assert one.room(world) == len(chunks[0])
+
+
+@on_ranks(2)
+def test_units_have_the_parameters_that_fully_shard_gives_them():
+    units = find_units(build(CASES["modules together"]))
+    assert [unit.name for unit in units] == ["the root module", "embedding", "norm"]
+    assert [one.name for one in units[1].parameters][:2] == ["embedding.weight", "blocks.0.norm.weight"]
+    assert [one.name for one in units[2].parameters] == ["norm.weight", "norm.bias", "head.weight"]
+    tied = find_units(build(Case(tied=True)))
+    assert sum(one.name == "head.weight" for unit in tied for one in unit.parameters) == 0

@@ -1,0 +1,143 @@
+"""compress_fsdp beside what users of fully_shard use: checkpoints, compilation, meta devices, some of the ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from batch import on_ranks
+from sharded_models import (
+    CASES,
+    COARSE,
+    EXACT,
+    Case,
+    Net,
+    build,
+    by_blocks,
+    decoded,
+    go_on,
+    loss_of,
+    same_everywhere,
+    shards,
+    train,
+)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import gradcomp.torch as gc
+
+BLOCKS = CASES["by blocks"]
+
+
+def shared_folder() -> Path:
+    """A folder that rank 0 has made."""
+    found = [tempfile.mkdtemp(prefix="gradcomp-test-") if gc.rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    return Path(found[0])
+
+
+@on_ranks(4)
+def test_a_checkpoint_holds_masters_and_loads_into_other_shards_without_gradcomp():
+    ours = train(BLOCKS, 2, COARSE)
+    masters = {name: p.full_tensor() for name, p in ours.model.named_parameters()}
+    folder = shared_folder()
+    dcp.save(get_model_state_dict(ours.model), checkpoint_id=folder)
+    other = build(CASES["two meshes"], seed=1)  # two shards of each parameter instead of four
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter.full_tensor(), masters[name]), name
+    go_on(type(ours)(other, torch.optim.SGD(other.parameters(), lr=0.1)), BLOCKS, range(2, 3))
+
+
+@on_ranks(4)
+def test_some_ranks_train_on_their_own():
+    members = [0, 2, 3]
+    mesh = DeviceMesh("cpu", torch.tensor(members))
+    if gc.rank() in members:
+        model = Net()
+        by_blocks(model, mesh)
+        state = gc.compress_fsdp(model, *COARSE, process_set=gc.ProcessSet(members))
+        loss_of(model, 0).backward()
+        assert state.statistics().scatters == 3
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_compiled_blocks_train_alike():
+    def compiled(model: Net, mesh: DeviceMesh) -> None:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        by_blocks(model, mesh)
+
+    plain, ours = train(BLOCKS, compress=EXACT), train(Case(shard=compiled), compress=EXACT)
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=1e-5, atol=1e-6)
+    train(Case(shard=compiled), compress=COARSE)
+
+
+@on_ranks(2)
+def test_a_model_made_on_the_meta_device_gets_its_values_afterwards():
+    with torch.device("meta"):
+        model = Net()
+    by_blocks(model, init_device_mesh("cpu", (2,)))
+    state = gc.compress_fsdp(model, *EXACT)
+    model.to_empty(device="cpu")
+    source = build(BLOCKS)
+    for mine, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        mine.to_local().detach().copy_(theirs.to_local().detach())
+    assert loss_of(model, 0).item() == loss_of(source, 0).item()
+    assert state.statistics().gathers == 3
+
+
+@on_ranks(2)
+def test_a_checkpointed_unit_recomputes_what_it_computed():
+    """Activation checkpointing around fully_shard: recomputation in backward gathers with the codes of forward."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.net.embedding(tokens)
+            for block in self.net.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.net.head(self.net.norm(x))
+
+    def run(reuse: str | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = Outer()
+        mesh = init_device_mesh("cpu", (2,))
+        for block in model.net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        state = gc.compress_fsdp(model, *COARSE, reuse=reuse)
+        for step in range(2):
+            loss_of(model, step).backward()
+        return [
+            p.grad.to_local() for p in model.parameters() if p.grad is not None
+        ], state.statistics().reused
+
+    (once, none), (kept, some) = run(None), run("codes")
+    assert none == 0 < some
+    assert all(torch.equal(a, b) for a, b in zip(once, kept, strict=True))
+
+
+@on_ranks(2)
+def test_steps_without_an_optimizer_that_is_known_draw_anew():
+    trained = train(BLOCKS, 1, COARSE, with_optimizer=False)
+    first = decoded(trained.model)
+    assert decoded(trained.model) == first
+    before = shards(trained.model)
+    with torch.no_grad():
+        for parameter in trained.model.parameters():
+            parameter.add_(0)  # as an optimizer's step with a learning rate of 0
+    assert all(torch.equal(a, b) for a, b in zip(shards(trained.model), before, strict=True))
+    assert decoded(trained.model) != first
+    assert same_everywhere(decoded(trained.model))
