@@ -34,7 +34,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
            bench-shm bench-transports bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive \
-           bench-auto bench-memory bench-soak bench-tf-ops bench-tf-step bench-tf-convergence
+           bench-sharded bench-auto bench-memory bench-soak bench-tf-ops bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -266,6 +266,9 @@ bench-program: $(STAMP)/package
 
 bench-calls: $(STAMP)/package
 	$(BIN)/python benchmarks/calls.py $(ARGS)
+
+bench-sharded: $(STAMP)/package
+	$(BIN)/python benchmarks/sharded.py $(ARGS)
 
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)
