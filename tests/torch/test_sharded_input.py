@@ -134,6 +134,16 @@ def test_gradients_that_only_some_ranks_have_are_an_error_on_every_rank():
         loss_of(trained.model, 1).backward()
 
 
+@on_ranks(2)
+def test_ranks_may_use_different_parameters_where_zeros_stand_for_the_others():
+    trained = train(BLOCKS, 1, EXACT)
+    trained.model.set_reduce_scatter_unused_params(True)
+    trained.model.use_spare = gc.rank() == 0
+    loss_of(trained.model, 1).backward()
+    gradient = trained.model.spare.weight.grad.full_tensor()
+    assert gradient.abs().max() > 0
+
+
 @on_ranks(2, "exact here")
 def test_exact_weights_on_one_rank_alone_are_an_error_on_every_rank():
     trained = train(BLOCKS, 1, (gc.Quantize(bits=8), "none"))
