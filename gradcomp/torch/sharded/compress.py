@@ -231,7 +231,10 @@ class ShardedCompression:
     def _begin(self, transport: Transport, ranks: Ranks) -> None:
         state = self._state
         terms = Terms(
-            name=state.name(ranks), topology=state.topology.among(ranks), roster=state.roster(ranks)
+            name=state.name(ranks),
+            topology=state.topology.among(ranks),
+            roster=state.roster(ranks),
+            needs_all="compress_fsdp",
         )
         exchanger = Exchanger(
             state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, terms
