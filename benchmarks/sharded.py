@@ -4,7 +4,7 @@
     python benchmarks/sharded.py --link unshaped --rows null,plain,w8g8
     python benchmarks/sharded.py --ranks 4 --json sharded.json
 
-6 blocks of width 256, a vocabulary of 8,000, sequences of 32: about 9 million parameters; a block is a unit of fully_shard.
+6 blocks of width 256, a vocabulary of 8,000, sequences of 32: about 9 million parameters. A block is a unit.
 One rank per host, one thread and one core per rank while there are as many cores. All rows live in the same processes,
 each with its own copy of the same model, and alternate in blocks of steps. A figure is the median over all steps of a
 row but the first of each block, for the slowest rank.
@@ -13,6 +13,7 @@ Columns
     x plain    median step over that of fully_shard alone
     roofline   step without exchange (row ``null``: collectives that copy a rank's own shards) + formula bytes at the
                link's measured rate + the codec's time alone, measured in the same process
+    exchange   what gradcomp counts itself: time in its collectives, for which the program waits
     formula    bytes that a rank sends in a step: of each gather and each reduction (N-1) (s b / 8 + 8 per
                quantisation bucket) for a shard of s elements, and 4 bytes an element of what travels exactly
     beside     what gradcomp adds to that: headers and comparisons, which are also formulas
@@ -49,6 +50,7 @@ def evaluate(
             "interface": max(r["interface_bytes"] for r in ranks),
             "formula": max(r["formula_bytes"] for r in ranks),
             "beside": max(r["beside_bytes"] for r in ranks),
+            "exchange_seconds": max(r["exchange_seconds"] for r in ranks),
             "codec_seconds": max(r["codec_seconds"] for r in ranks),
             "loss": statistics.mean(ranks[0]["losses"][-5:]),
             "same": len({r["digest"] for r in ranks}) == 1,
@@ -66,19 +68,8 @@ def evaluate(
 
 def show(results: dict[str, dict[str, Any]]) -> str:
     """The table."""
-    head = [
-        "row",
-        "step ms",
-        "x plain",
-        "roofline ms",
-        "x roofline",
-        "codec ms",
-        "formula",
-        "beside",
-        "interface",
-        "ranks",
-        "loss",
-    ]
+    head = ["row", "step ms", "x plain", "roofline ms", "x roofline", "exchange ms", "codec ms"]
+    head += ["formula", "beside", "interface", "ranks", "loss"]
 
     def ratio(value: float | None) -> str | None:
         return None if value is None else f"{value:.3f}"
@@ -90,6 +81,7 @@ def show(results: dict[str, dict[str, Any]]) -> str:
             ratio(one.get("times_plain")),
             f"{one['roofline'] * 1e3:.1f}" if "roofline" in one else None,
             ratio(one.get("times_roofline")),
+            f"{one['exchange_seconds'] * 1e3:.1f}",
             f"{one['codec_seconds'] * 1e3:.1f}",
             f"{one['formula']:,.0f}",
             f"{one['beside']:,.0f}",

@@ -37,7 +37,7 @@ BUCKET = 1024
 
 @dataclass(frozen=True)
 class Row:
-    """``bits`` of weights and of gradients; None: fully_shard alone, or without any exchange. ``reuse``: see compress_fsdp."""
+    """``bits`` of weights and of gradients; None: fully_shard alone, or without any exchange."""
 
     bits: tuple[int, int] | None = None
     exchanges: bool = True
@@ -49,7 +49,7 @@ class Row:
         assert self.bits is not None, "of rows with bits"
         weights, gradients = self.bits
         return (
-            Quantize(bits=weights, bucket_size=BUCKET),
+            Quantize(bits=weights, bucket_size=BUCKET, rounding="shift"),
             Quantize(bits=gradients, bucket_size=BUCKET),
         )
 
@@ -127,6 +127,10 @@ class Trainer:
         self.losses.append(loss.item())
         return seconds
 
+    def exchange_seconds(self, steps: int) -> float:
+        """A step, by gradcomp's own count."""
+        return 0.0 if self.state is None else self.state.statistics().exchange_seconds / steps
+
 
 def make_trainer(row: Row, text: models.Text, rank: int, world: int, seed: int) -> Trainer:
     torch.manual_seed(seed)
@@ -162,9 +166,6 @@ class Formula:
 
 def formula(model: GPT, row: Row, rank: int, world: int) -> Formula:
     """(N-1)(s b / 8 + 8 per quantisation bucket) of every collective, 4 bytes an element of what travels exactly."""
-    weight_bytes = 4, 4
-    gradient_bytes = (2, 2) if row.half_gradients else (4, 4)
-    del weight_bytes, gradient_bytes
     if not row.exchanges:
         return Formula(0, 0)
     units = [(list(layer.parameters()), 2) for layer in model.layers]
@@ -277,6 +278,7 @@ def run_rank(task: Task, out: Path) -> None:
             "interface_bytes": sent,
             "formula_bytes": bytes_of.formula,
             "beside_bytes": bytes_of.beside,
+            "exchange_seconds": trainer.exchange_seconds(task.blocks * steps),
             "codec_seconds": codec_seconds(trainer.model, trainer.row, world),
             "digest": digest(trainer.model) if trainer.row.exchanges else "",
         }

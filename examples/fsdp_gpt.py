@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--weights", default="quantize:bits=8,bucket_size=1024")
+    parser.add_argument("--weights", default="quantize:bits=8,bucket_size=1024,rounding=shift")
     parser.add_argument("--gradients", default="quantize:bits=8,bucket_size=1024")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=3)

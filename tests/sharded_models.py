@@ -20,7 +20,7 @@ import gradcomp.torch as gc
 WIDTH = 37  # no multiple of 2, 3 or 4
 EXACT = ("none", "none")
 #: With small buckets, so that every parameter has several.
-COARSE = (gc.Quantize(bits=6, bucket_size=64), gc.Quantize(bits=6, bucket_size=64))
+COARSE = (gc.Quantize(bits=6, bucket_size=64, rounding="shift"), gc.Quantize(bits=6, bucket_size=64))
 
 
 class Block(nn.Module):

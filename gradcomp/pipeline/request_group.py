@@ -37,7 +37,8 @@ class RequestGroup:
     be run again. StateError: some ranks committed the last run of a request, and others did not.
     ``completed(seconds)`` is told of every round.
 
-    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for.
+    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for. What has no state is
+    encoded while the ranks compare.
     """
 
     def __init__(self, runs: Sequence[Run], transport: Transport, completed: Callable[[float], None]) -> None:
@@ -45,6 +46,7 @@ class RequestGroup:
         self._runs = list(runs)
         self._transport = transport
         self._completed = completed
+        self._problem = self._objection()
         self._running = self._run()
 
     def poll(self) -> Waiting:
@@ -60,8 +62,17 @@ class RequestGroup:
         return [result.arrays for result in found if result is not None]
 
     def _run(self) -> Generator[Waiting, None, None]:
+        in_flight: list[InFlight] = []
+        comparing = self._compare()
         try:
-            changed = yield from self._compare()
+            waiting = next(comparing)
+            if self._may_encode_ahead():
+                in_flight.append(self._begun(0))
+                in_flight[0].prepare()
+            yield waiting
+            changed = yield from comparing
+        except StopIteration as done:  # there is nobody to compare with
+            changed = done.value
         except (ConfigError, PlanMismatchError) as error:
             self.verdict = error
             return
@@ -70,13 +81,11 @@ class RequestGroup:
                 assert run.outputs is not None, "compared"
                 run.request.decode_again(run.outputs)
             return
-        in_flight = []
-        for number, run in enumerate(self._runs):
-            program = run.request.run(run.inputs, run.outputs, run.draw)
-            one = InFlight(number, program, lambda _, begin, end: self._completed(end - begin))
-            yield from _prepared(one)
-            one.issue(self._transport)
-            in_flight.append(one)
+        for number in range(len(self._runs)):
+            if number == len(in_flight):
+                in_flight.append(self._begun(number))
+            yield from _prepared(in_flight[number])
+            in_flight[number].issue(self._transport)
         for one in in_flight:
             yield from _prepared(one)
         for run in self._runs:
@@ -87,17 +96,32 @@ class RequestGroup:
                     "and others discarded it; all ranks must do the same"
                 )
 
+    def _objection(self) -> str | None:
+        """Why these runs are no group."""
+        if len({id(run.request) for run in self._runs}) < len(self._runs):
+            return "a request stands twice in one group"
+        if any(run.unchanged and run.outputs is None for run in self._runs):
+            return "a run that may be left out needs outputs"
+        return next(
+            filter(None, (run.request.objection(run.inputs, run.outputs) for run in self._runs)), None
+        )
+
+    def _may_encode_ahead(self) -> bool:
+        """Whether the first run's code is wanted, and to encode it forgets nothing of the last run."""
+        if self._problem is not None or not self._runs or all(run.unchanged for run in self._runs):
+            return False
+        return not self._runs[0].request.keeps_state
+
+    def _begun(self, number: int) -> InFlight:
+        run = self._runs[number]
+        program = run.request.run(run.inputs, run.outputs, run.draw)
+        return InFlight(number, program, lambda _, begin, end: self._completed(end - begin))
+
     def _compare(self) -> Generator[Waiting, None, bool]:
         """Whether some rank has other inputs than before."""
-        objections = (run.request.objection(run.inputs, run.outputs) for run in self._runs)
-        requests = [run.request for run in self._runs]
-        problem = next(filter(None, objections), None)
-        if len(set(map(id, requests))) < len(requests):
-            problem = problem or "a request stands twice in one group"
-        if any(run.unchanged and run.outputs is None for run in self._runs):
-            problem = problem or "a run that may be left out needs outputs"
         changed = not all(run.unchanged for run in self._runs)
-        call = Call("requests", [request.call for request in requests], changed, problem)
+        problem = self._problem
+        call = Call("requests", [run.request.call for run in self._runs], changed, problem)
         if self._transport.size == 1:
             if problem is not None:
                 raise ConfigError(f"{call.name}: {problem}")

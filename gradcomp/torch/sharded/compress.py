@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradcomp")
 
 #: What QSDP's experiments take (Markov 2024, section 5.6), for weights and for gradients.
-WEIGHTS = Quantize(bits=8, bucket_size=1024)
+WEIGHTS = Quantize(bits=8, bucket_size=1024, rounding="shift")
 GRADIENTS = Quantize(bits=8, bucket_size=1024)
 
 _REUSES = (None, "codes")
