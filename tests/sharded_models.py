@@ -171,6 +171,18 @@ def _in_pairs(model: Net, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def _against_their_order(model: Net, mesh: Any) -> None:
+    fully_shard([model.head, model.norm, model.blocks[1]], mesh=mesh)
+    fully_shard([model.spare, model.embedding], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _after_a_forward(model: Net, mesh: Any) -> None:
+    by_blocks(model, mesh)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64))  # the root stays whole
+
+
 def _as_columns(model: Net, mesh: Any) -> None:
     inner = 12 * gc.size()
     model.blocks[1].contract = nn.Sequential(nn.Linear(70, inner, bias=False), nn.Linear(inner, WIDTH))
@@ -209,6 +221,8 @@ CASES = {
     "by blocks": Case(),
     "as a whole": Case(shard=lambda model, mesh: fully_shard(model, mesh=mesh)),
     "modules together": Case(shard=_in_pairs),
+    "modules together, in another order": Case(shard=_against_their_order),
+    "after a forward": Case(shard=_after_a_forward),
     "columns": Case(shard=_as_columns),
     "tied": Case(tied=True),
     "frozen": Case(prepare=_freeze),
@@ -223,6 +237,12 @@ CASES = {
     "prefetched": Case(shard=_prefetch),
     "sums": Case(shard=_sum_only),
     "activation checkpointing": Case(prepare=_checkpointed),
+    "two meshes, micro-batches": Case(
+        mesh=lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")), ranks=4, passes=2
+    ),
+    "resharded among two, micro-batches": Case(
+        options=lambda: {"reshard_after_forward": 2}, ranks=4, passes=2
+    ),
     "two meshes": Case(
         mesh=lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")), ranks=4
     ),

@@ -186,26 +186,26 @@ class Exchanger:
         self._check()
         self._progress.wait_for(self._transport.allreduce(array))
 
-    def prepare(self, request: Request, *, apart: bool = True) -> PreparedRequest:
+    def prepare(
+        self, request: Request, *, apart: bool = True, draw_rank: int | None = None
+    ) -> PreparedRequest:
         """Local: what this rank needs to run the request, with a state of its own.
 
         ``apart=False``: without memory of its own. It then stands alone in its groups, and what it has gathered cannot
-        be decoded again. A problem of the request is raised, on all ranks, when it is run. ConfigError beside dedicated
-        servers, which take part in steps only.
+        be decoded again. ``draw_rank``: see :class:`PreparedRequest`. A problem of the request is raised, on all ranks,
+        when it is run. ConfigError beside dedicated servers, which take part in steps only.
         """
         self._pipeline.role.needs_all(request.kind)
         transport = self._transport
-        memory = (
-            Memory(transport.allocator(HOST), transport.allocator(HOST)) if apart else self._shared.memory()
-        )
-        checksums = self._config.checksums and transport.checksums
+        own = transport.allocator(HOST)
         return PreparedRequest(
             request,
             transport.rank,
             transport.size,
             seed=self._config.seed,
-            checksums=checksums,
-            memory=memory,
+            checksums=self._config.checksums and transport.checksums,
+            memory=Memory(own, own) if apart else self._shared.memory(),
+            draw_rank=draw_rank,
         )
 
     def begin(self, runs: Sequence[Run]) -> None:

@@ -96,7 +96,8 @@ class Arrays:
 class SharedMemory:
     """Working memory of requests that never run together: each reuses that of the others.
 
-    So the codes of a request are gone once another one has run.
+    So the codes of a request are gone once another one has run. A request keeps the memory that it was made with, so it
+    is best to make the largest one first.
     """
 
     def __init__(self, allocate: Allocator) -> None:

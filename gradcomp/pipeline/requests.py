@@ -112,7 +112,8 @@ class PreparedRequest:
     comparison of calls. State: for compressors with feedback a residual, float32 and double-buffered: of the layers for
     a reduce-scatter, of the rank's shards for an all-gather. A run writes the next residual; :meth:`commit` accepts it,
     :meth:`discard` forgets it, and so does the next run. Ranks that did not do the same raise StateError in that run.
-    ``problem``: why the request cannot be run; the runs raise it on all ranks.
+    ``draw_rank``: whose draws a reduce-scatter has, by default those of ``rank``. ``problem``: why the request cannot
+    be run; the runs raise it on all ranks.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class PreparedRequest:
         seed: int = 0,
         checksums: bool = False,
         memory: Memory = HOST_MEMORY,
+        draw_rank: int | None = None,
     ) -> None:
         self.request = request
         self.problem: str | None = None
@@ -134,6 +136,7 @@ class PreparedRequest:
         self.bytes_sent = 0
         self._flags: BucketFlags | None = None
         self._seed, self._checksums, self._rank, self._world = seed, checksums, rank, world
+        self._draw_rank = rank if draw_rank is None else draw_rank
         try:
             request.check(world)
             self._parts = fixed(_parts(request))
@@ -238,7 +241,7 @@ class PreparedRequest:
             raise AssertionError("kernels on the host's memory are done when they return")
 
     def _context(self, number: int) -> StepContext:
-        draw = Draw(self._seed, number & 0xFFFFFFFF, self._rank)
+        draw = Draw(self._seed, number & 0xFFFFFFFF, self._draw_rank)
         return StepContext(draw, self._world, average=self.request.average, number=self.number)
 
     def commit(self) -> bool:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import gc as gc_module
+import weakref
+
 import pytest
 import torch
 from batch import on_ranks
-from sharded_models import CASES, COARSE, EXACT, Case, decoded, go_on, loss_of, same_everywhere, shards, train
+from sharded_models import (
+    CASES,
+    COARSE,
+    EXACT,
+    Case,
+    Trained,
+    decoded,
+    go_on,
+    loss_of,
+    same_everywhere,
+    shards,
+    train,
+)
 
 import gradcomp.torch as gc
 from gradcomp.reduce.header import ByteHeader, padded
+from gradcomp.torch.sharded.exchange import GatherWeights, ReduceGradients
 
 # --- nothing is lost -------------------------------------------------------------------------------------------
 
@@ -31,7 +47,9 @@ def test_without_loss_training_is_that_of_fully_shard(name: str):
     check_exact(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["by blocks", "columns", "tied", "unused"])
+@pytest.mark.parametrize(
+    "name", ["by blocks", "columns", "tied", "unused", "sums", "modules together, in another order"]
+)
 @on_ranks(3)
 def test_without_loss_three_ranks_train_as_fully_shard_does(name: str):
     check_exact(CASES[name])
@@ -145,9 +163,7 @@ def test_bytes_are_those_of_codes_headers_and_comparisons():
 REUSED = ["by blocks", "not resharded", "micro-batches", "prefetched", "activation checkpointing", "unused"]
 
 
-@pytest.mark.parametrize("name", REUSED)
-@on_ranks(2)
-def test_with_codes_kept_training_is_the_same_and_backward_sends_nothing(name: str):
+def check_reuse(name: str) -> None:
     case = CASES[name]
     ours, kept = train(case, compress=COARSE), train(case, compress=COARSE, reuse="codes")
     assert kept.losses == ours.losses
@@ -155,9 +171,62 @@ def test_with_codes_kept_training_is_the_same_and_backward_sends_nothing(name: s
     once, twice = kept.state.statistics(), ours.state.statistics()
     assert once.gathers == twice.gathers
     assert once.gradient_bytes == twice.gradient_bytes
-    if name != "not resharded":
+    if name not in ("not resharded", "resharded among two, micro-batches"):
         assert once.reused > 0
         assert once.weight_bytes < 0.75 * twice.weight_bytes
+
+
+@pytest.mark.parametrize("name", REUSED)
+@on_ranks(2)
+def test_with_codes_kept_training_is_the_same_and_backward_sends_nothing(name: str):
+    check_reuse(name)
+
+
+@pytest.mark.parametrize("name", ["two meshes, micro-batches", "resharded among two, micro-batches"])
+@on_ranks(4)
+def test_with_codes_kept_four_ranks_train_the_same(name: str):
+    check_reuse(name)
+
+
+@on_ranks(2)
+def test_a_backward_after_exact_weights_does_not_use_codes_of_before():
+    """The forward that it belongs to had none."""
+
+    def gradients(reuse: str | None) -> list[torch.Tensor]:
+        ours = train(CASES["by blocks"], 1, COARSE, reuse=reuse)
+        with ours.state.exact_weights():
+            loss = loss_of(ours.model, 5)
+        loss.backward()
+        return [p.grad.to_local() for p in ours.model.parameters() if p.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(None), gradients("codes"), strict=True))
+
+
+@on_ranks(2)
+def test_nothing_that_was_gathered_or_reduced_is_kept():
+    """Else every rank would have the memory of the whole model, which sharding is to avoid."""
+    kept = []
+
+    def watched(collective):
+        def call(output_tensor, *arguments, **named):
+            kept.append(weakref.ref(output_tensor.untyped_storage()))
+            return collective(output_tensor, *arguments, **named)
+
+        call.allocate = collective.allocate
+        return call
+
+    for reuse in (None, "codes"):
+        ours = train(CASES["by blocks"], 1, COARSE, reuse=reuse)
+        for exchange in ours.state._units:
+            for module in exchange.unit.modules:
+                module.set_custom_all_gather(watched(GatherWeights(exchange)))
+                module.set_custom_reduce_scatter(watched(ReduceGradients(exchange)))
+        kept.clear()
+        go_on(ours, CASES["by blocks"], range(1, 3))
+        gc_module.collect()
+        assert len(kept) == 16
+        alive = sum(ref() is not None for ref in kept)
+        assert alive <= 1, alive  # fully_shard itself keeps the last input of a reduction
 
 
 @on_ranks(2)
@@ -174,8 +243,15 @@ def test_kept_codes_follow_the_shards():
         ours.model.reshard()
         state = {name: p.detach() * 0.5 for name, p in ours.model.state_dict().items()}
         ours.model.load_state_dict(state)
-        assert loss_of(ours.model, 5) != before
+        half = loss_of(ours.model, 5)
+        assert half != before
         assert ours.state.statistics().weight_bytes - counted > 1000
+        for _ in range(2):  # parameters that take the place of others
+            ours.model.reshard()
+            state = {name: p.detach() * 0.5 for name, p in ours.model.state_dict().items()}
+            ours.model.load_state_dict(state, assign=True)
+            last, half = half, loss_of(ours.model, 5)
+            assert half != last
     assert same_everywhere(decoded(ours.model))
 
 
@@ -194,14 +270,25 @@ def test_where_one_rank_has_other_shards_all_gather_anew():
 # --- resuming --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("redraw", "evaluated"), [("step", True), ("step", False), ("gather", False)])
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @on_ranks(2)
-def test_a_resumed_run_goes_on_bit_for_bit(with_optimizer: bool):
-    case = CASES["by blocks"]
-    whole = train(case, 4, COARSE, with_optimizer=with_optimizer)
-    first = train(case, 2, COARSE, with_optimizer=with_optimizer)
-    saved = first.model.state_dict(), first.optimizer.state_dict(), first.state.state_dict()
-    second = train(case, 0, COARSE, with_optimizer=with_optimizer)
+def test_a_resumed_run_goes_on_bit_for_bit(with_optimizer: bool, redraw: str, evaluated: bool):
+    """Also where an evaluation stands before what is saved, after which the root is whole."""
+    case, options = CASES["by blocks"], {"with_optimizer": with_optimizer, "redraw": redraw}
+
+    def half() -> Trained:
+        trained = train(case, 2, COARSE, **options)
+        if evaluated:
+            with torch.no_grad():
+                loss_of(trained.model, 9)
+        return trained
+
+    whole, first = half(), half()
+    go_on(whole, case, range(2, 4))
+    numbers = first.state.state_dict()
+    saved = first.model.state_dict(), first.optimizer.state_dict(), numbers
+    second = train(case, 0, COARSE, **options)
     second.model.load_state_dict(saved[0])
     second.optimizer.load_state_dict(saved[1])
     second.state.load_state_dict(saved[2])

@@ -51,6 +51,13 @@ REFUSED = {
     ),
     "compressed before": (compressed, {}, gc.StateError, "before"),
     "compressed in part": (in_part, {}, gc.StateError, "a part of it"),
+    "a part of what is compressed": (
+        lambda: compressed().blocks[0],
+        {},
+        gc.StateError,
+        "compress_fsdp was called",
+    ),
+    "auto": (lambda: build(BLOCKS), {"weights": "auto"}, gc.ConfigError, "name a compressor"),
     "tensor parallelism": (
         beside_tensor_parallelism,
         {},

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from gradcomp.compress import Compressor, Policy, Quantize, as_policy
+from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Plan
 from gradcomp.engine import Exchanger, Terms
@@ -45,8 +47,8 @@ GRADIENTS = Quantize(bits=8, bucket_size=1024)
 _REUSES = (None, "codes")
 _REDRAWS = ("step", "gather")
 
-#: What a model's root is compressed by.
-_compressed: WeakKeyDictionary[torch.nn.Module, ShardedCompression] = WeakKeyDictionary()
+#: By module that ``fully_shard`` was called on, the job in which it was compressed.
+_compressed: WeakKeyDictionary[torch.nn.Module, Runtime] = WeakKeyDictionary()
 
 
 def compress_fsdp(
@@ -59,7 +61,7 @@ def compress_fsdp(
     redraw: str = "step",
     process_set: Members = None,
 ) -> ShardedCompression:
-    """Compress what a model exchanges that ``torch.distributed.fsdp.fully_shard`` has sharded.
+    """Compress the all-gathers and reduce-scatters of a model that ``torch.distributed.fsdp.fully_shard`` has sharded.
 
     In forward and in backward every rank computes with Q_w(x), x the shards of all ranks; the optimizer steps on x
     itself, in float32, with the mean over ranks of Q_g(g_i):
@@ -73,7 +75,7 @@ def compress_fsdp(
         gradients: how gradients travel to the owners of their shards, who add them in float32 in rank order. Means are
             not coded again.
         optimizer: the one that steps on the shards. With it a step is what lies between two of its steps, and random
-            numbers can be resumed; without it, shards are looked at.
+            numbers can be resumed; without it, a step ends when the shards change.
         reuse: ``"codes"``: keep the codes of all shards, so that backward decodes those of forward and sends nothing;
             gathers while the shards stay the same, as in further micro-batches, compare 56 bytes. None: gather again.
         redraw: weights are rounded anew in every ``"step"``, or in every ``"gather"`` (Markov 2024, Algorithm C.1).
@@ -97,7 +99,7 @@ def compress_fsdp(
 
         units = find_units(model)
         policies = as_policy(weights), as_policy(gradients)
-        _check(model, units, policies, optimizer, reuse, redraw)
+        _check(state, model, units, policies, optimizer, reuse, redraw)
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
                 raise ConfigError(
@@ -108,13 +110,12 @@ def compress_fsdp(
     (units, policies), transport = validate_together(
         state, ranks, validate, "compress its sharded model", "has not called compress_fsdp"
     )
-    compression = ShardedCompression(state, units, *policies, optimizer, reuse == "codes", redraw == "gather")
+    compression = ShardedCompression(state, units, policies, optimizer, reuse == "codes", redraw == "gather")
     if transport is not None:
-        compression.agree(transport, ranks)
-        compression.install()
-        if transport.rank == 0:
-            compression.log()
-    _compressed[model] = compression
+        compression._begin(transport, ranks, optimizer)
+    for unit in units:
+        for module in unit.modules:
+            _compressed[module] = state  # type: ignore[index]
     return compression
 
 
@@ -125,15 +126,14 @@ class ShardedCompression:
         self,
         state: Runtime,
         units: Sequence[Unit],
-        weights: Policy,
-        gradients: Policy,
+        policies: tuple[Policy, Policy],
         optimizer: torch.optim.Optimizer | None,
         reuse: bool,
         redraw: bool,
     ) -> None:
-        self._state, self._optimizer = state, optimizer
+        self._state = state
         steps = None if optimizer is None else 0
-        self._settings = Settings(weights, gradients, self._exchanger, reuse, redraw, steps)
+        self._settings = Settings(*policies, self._exchanger, state.rank, reuse, redraw, steps)
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
 
@@ -161,56 +161,41 @@ class ShardedCompression:
         """Go on from :meth:`state_dict`, after the model was loaded. StateError if it is of another model."""
         counts = state.get("units", {})
         names = [each.unit.name for each in self._units]
-        if state.get("version") != 1 or list(counts) != names:
+        numbers = [*([] if state.get("steps") is None else [state["steps"]]), *chain(*counts.values())]
+        if state.get("version") != 1 or list(counts) != names or not all(type(n) is int for n in numbers):
             raise StateError(f"the state is of units {list(counts)}, the model has {names}")
         if self._settings.steps is not None:
             self._settings.steps = state["steps"] or 0
         for each in self._units:
             each.resume(*counts[each.unit.name])
 
-    def agree(self, transport: Transport, ranks: Ranks) -> None:
-        """Collective: PlanMismatchError on every rank if they differ. The communicator becomes this object's."""
-        state = self._state
-        wait_for = state.watchdog.patient(state.config, "the other ranks to compare their sharded models")
-        settings, units = self._settings, [each.unit for each in self._units]
+    def _begin(self, transport: Transport, ranks: Ranks, optimizer: torch.optim.Optimizer | None) -> None:
+        """Collective: PlanMismatchError on every rank if they differ. Then ``fully_shard`` calls our collectives."""
+        state, settings, units = self._state, self._settings, [each.unit for each in self._units]
         described = {
             "weights": repr(settings.weights),
             "gradients": repr(settings.gradients),
             "reuse": settings.reuse,
             "redraw": settings.redraw,
-            "optimizer": self._optimizer is not None,
+            "optimizer": optimizer is not None,
             "units": {u.name: [[p.name, list(p.shape), p.dimension] for p in u.parameters] for u in units},
         }
+        wait_for = state.watchdog.patient(state.config, "the other ranks to compare their sharded models")
         agree(transport, described, wait_for=wait_for)
         if any(unit.ranks == tuple(state.network.ranks[rank] for rank in ranks) for unit in units):
-            self._begin(transport, ranks)
+            self._add_exchanger(transport, ranks)
         else:
             transport.close()
-        for unit in units:
-            self._exchanger(unit.ranks)
-
-    def install(self) -> None:
-        """Make ``fully_shard`` call our collectives."""
         for each in self._units:
+            self._exchanger(each.unit.ranks)
             for module in each.unit.modules:
                 module.set_custom_all_gather(GatherWeights(each))  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(ReduceGradients(each))  # type: ignore[arg-type]
                 module.register_forward_pre_hook(each.unit.watch_gradients)  # type: ignore[attr-defined]
-        if self._optimizer is not None:
-            self._optimizer.register_step_post_hook(lambda *_: self._stepped())
-
-    def log(self) -> None:
-        """Say what travels how."""
-        parameters = [one for each in self._units for one in each.unit.parameters]
-        weights, gradients = self._settings.weights, self._settings.gradients
-        logger.info(
-            "fully_shard: %d units of %d parameters, %d of them uncompressed; weights by %s, gradients by %s",
-            len(self._units),
-            len(parameters),
-            sum(weights.choose(one.spec(one.current.dtype))[1] is not None for one in parameters),
-            weights.title,
-            gradients.title,
-        )
+        if optimizer is not None:
+            optimizer.register_step_post_hook(lambda *_: self._stepped())
+        if state.rank == ranks[0]:
+            _log(units, settings)
 
     def _stepped(self) -> None:
         assert self._settings.steps is not None, "there is an optimizer"
@@ -225,10 +210,10 @@ class ShardedCompression:
         """Among ranks of torch.distributed; collective for the first time."""
         if ranks not in self._exchangers:
             job = tuple(_of_job(self._state, rank) for rank in ranks)
-            self._begin(make_transport(self._state, job), job)
+            self._add_exchanger(make_transport(self._state, job), job)
         return self._exchangers[ranks]
 
-    def _begin(self, transport: Transport, ranks: Ranks) -> None:
+    def _add_exchanger(self, transport: Transport, ranks: Ranks) -> None:
         state = self._state
         terms = Terms(
             name=state.name(ranks),
@@ -242,11 +227,6 @@ class ShardedCompression:
         state.exchangers.append(exchanger)
         self._exchangers[tuple(state.network.ranks[rank] for rank in ranks)] = exchanger
 
-    @property
-    def closed(self) -> bool:
-        """Whether gradcomp was shut down since."""
-        return not runtime.is_initialized() or runtime.current() is not self._state
-
 
 def _of_job(state: Runtime, rank: int) -> int:
     """gradcomp's number of a rank of torch.distributed."""
@@ -258,6 +238,7 @@ def _of_job(state: Runtime, rank: int) -> int:
 
 
 def _check(
+    state: Runtime,
     model: torch.nn.Module,
     units: Sequence[Unit],
     policies: Sequence[Policy],
@@ -266,8 +247,12 @@ def _check(
     redraw: str,
 ) -> None:
     """ConfigError or StateError for what cannot work."""
-    if any(root in _compressed and not _compressed[root].closed for root in model.modules()):
+    if any(_compressed.get(module) is state for module in model.modules()):
         raise StateError("compress_fsdp was called on this model, or on a part of it, before")
+    if any(isinstance(policy, Automatic) for policy in policies):
+        raise ConfigError(
+            '"auto" chooses by the times of steps, which compress_fsdp does not have: name a compressor'
+        )
     if reuse not in _REUSES:
         raise ConfigError(f"reuse must be 'codes' or None, got {reuse!r}")
     if redraw not in _REDRAWS:
@@ -292,3 +277,17 @@ def _check(
         raise ConfigError("the mesh's ranks must be in ascending order")
     if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):
         raise ConfigError(f"compress_fsdp needs torch 2.9 or newer, this is {torch.__version__}")
+
+
+def _log(units: Sequence[Unit], settings: Settings) -> None:
+    """Say what travels how."""
+    parameters = [one for unit in units for one in unit.parameters]
+    weights, gradients = settings.weights, settings.gradients
+    logger.info(
+        "fully_shard: %d units of %d parameters, %d of them uncompressed; weights by %s, gradients by %s",
+        len(units),
+        len(parameters),
+        sum(weights.choose(one.spec(one.current.dtype))[1] is not None for one in parameters),
+        weights.title,
+        gradients.title,
+    )

@@ -22,7 +22,7 @@ from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedReque
 from gradcomp.torch.layers import dtype_name
 
 if TYPE_CHECKING:
-    from gradcomp.torch.sharded.units import Sharded, Unit
+    from gradcomp.torch.sharded.units import Sharded, Snapshot, Unit
 
 Ranks = tuple[int, ...]
 
@@ -31,7 +31,7 @@ Ranks = tuple[int, ...]
 class ShardedStatistics:
     """What this rank has exchanged so far. Bytes are those that it sent to other ranks, headers included.
 
-    ``gathers``: of weights, of which ``reused`` decoded codes that were there: in backward without a message.
+    ``gathers``: of weights, of which ``reused`` decoded the codes of forward, without a message.
     ``scatters``: reductions of gradients. ``exchange_seconds``: in which the program waited for them.
     """
 
@@ -47,13 +47,14 @@ class ShardedStatistics:
 class Settings:
     """Of one :class:`ShardedCompression`. ``exchanger``: among ranks of torch.distributed, made when it is asked for.
 
-    ``steps``: how often the optimizer stepped, if it is known; else shards are looked at. ``exact``: weights travel
-    uncompressed for now.
+    ``draw_rank``: this rank's number in the job. ``steps``: how often the optimizer stepped; None: nobody says.
+    ``exact``: weights travel uncompressed for now.
     """
 
     weights: Policy
     gradients: Policy
     exchanger: Callable[[Ranks], Exchanger]
+    draw_rank: int
     reuse: bool
     redraw: bool
     steps: int | None
@@ -63,7 +64,10 @@ class Settings:
 
 @dataclass(eq=False)
 class UnitExchange:
-    """What one unit exchanges. ``changes``, ``gathers``, ``scatters``: how often; random numbers belong to them."""
+    """What one unit exchanges. ``changes``, ``gathers``, ``scatters``: counters that number the random draws.
+
+    ``changes``: how often this rank's shards were seen to be others than before.
+    """
 
     unit: Unit
     settings: Settings
@@ -71,53 +75,72 @@ class UnitExchange:
     gathers: int = 0
     scatters: int = 0
     _prepared: dict[Any, PreparedRequest] = field(default_factory=dict)
-    #: The shards whose codes were gathered last, by request.
-    _gathered: dict[PreparedRequest, Any] = field(default_factory=dict)
-    _shards: Any = None
+    #: By request, of which shards its codes are: ``changes``, and steps.
+    _codes: dict[PreparedRequest, tuple[int, int | None]] = field(default_factory=dict)
+    _seen: Snapshot | None = None
+    _seen_steps: int | None = None
 
     @property
     def counts(self) -> list[int]:
-        """What random numbers of the next collectives belong to, for :meth:`resume`."""
-        return [self.changes + (self._now() != self._shards), self.gathers, self.scatters]
+        """The counters as the next collectives will find them, for :meth:`resume`."""
+        return [self.changes + self._has_changed(self.unit.snapshot()), self.gathers, self.scatters]
 
     def resume(self, changes: int, gathers: int, scatters: int) -> None:
         """Go on from these counts, with the shards that this rank has now."""
         self.changes, self.gathers, self.scatters = changes, gathers, scatters
-        self._shards = self._now()
-
-    def _now(self) -> Any:
-        """Differs from what it was if this rank's shards may do so."""
-        return self.settings.steps, self.unit.versions()
+        self._seen, self._seen_steps = self.unit.snapshot(), self.settings.steps
+        self._codes.clear()
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, ranks: Ranks) -> None:
         """Fill ``output`` with the decoded shards of all ranks."""
-        settings = self.settings
-        exact = settings.exact or ranks != self.unit.ranks  # others gather what was decoded before
+        settings, unit = self.settings, self.unit
+        # A mesh for what follows forward gathers weights that were rounded before.
+        exact = settings.exact or ranks != unit.ranks
         exchanger = settings.exchanger(ranks)
         with _told(exchanger):
-            numbers = self.unit.gathered(output.numel(), len(ranks))
-            request = self._request(exchanger, ALL_GATHER, numbers, output.dtype, ranks, exact=exact)
+            _check_dtype(own)
+            unit.check_gathered(output.numel(), len(ranks))
+            request = self._request(
+                exchanger, ALL_GATHER, range(len(unit.parameters)), own.dtype, ranks, exact=exact
+            )
+            if request.number == 0 and ranks == unit.ranks:
+                unit.check_places(own)
         settings.statistics.gathers += 1
         self.gathers += 1
-        reuse = settings.reuse and not exact
-        if reuse and request in self._gathered and in_backward():
+        if exact:
+            if not in_backward():
+                self._codes.clear()  # backward is to follow this forward
+            settings.statistics.weight_bytes += self._run(exchanger, request, own, output, 0)
+            return
+        if settings.reuse and in_backward() and self._codes.get(request, (0, -1))[1] == settings.steps:
             settings.statistics.reused += 1
             with _on_host(output) as whole:
                 request.decode_again([whole])
             return
-        shards = self._now()
-        if shards != self._shards:
-            self._shards, self.changes = shards, self.changes + 1
-        unchanged = reuse and self._gathered.get(request) == shards
+        self._look()
+        shards = self.changes, settings.steps
+        unchanged = settings.reuse and self._codes.get(request) == shards
         draw = self.gathers if settings.redraw else self.changes if settings.steps is None else settings.steps
         settings.statistics.weight_bytes += self._run(exchanger, request, own, output, draw, unchanged)
-        if reuse:
-            self._gathered[request] = shards
+        if settings.reuse:
+            self._codes[request] = shards
+
+    def _look(self) -> None:
+        """Count a change of this rank's shards."""
+        snapshot = self.unit.snapshot()
+        self.changes += self._has_changed(snapshot)
+        self._seen, self._seen_steps = snapshot or self._seen, self.settings.steps
+
+    def _has_changed(self, snapshot: Snapshot | None) -> bool:
+        return snapshot is not None and (
+            self.settings.steps != self._seen_steps or self._seen is None or not _equal(snapshot, self._seen)
+        )
 
     def scatter(self, output: torch.Tensor, whole: torch.Tensor, ranks: Ranks, op: Any) -> None:
         """Fill ``output`` with this rank's shards of the sum, or mean, over ranks."""
         exchanger, statistics = self.settings.exchanger(ranks), self.settings.statistics
         with _told(exchanger):
+            _check_dtype(whole)
             average, factor = _operation(op)
             numbers = self.unit.reduced(whole.numel(), len(ranks))
             request = self._request(exchanger, REDUCE_SCATTER, numbers, whole.dtype, ranks, average=average)
@@ -146,14 +169,14 @@ class UnitExchange:
             request = Request(
                 kind,
                 tuple(one.spec(dtype) for one in parameters),
-                tuple(uncompressed(dtype) if exact else compressor(one, dtype, policy) for one in parameters),
+                tuple(Identity() if exact else compressor(one, dtype, policy) for one in parameters),
                 tuple(one.borders(len(ranks)) for one in parameters),
                 average,
                 self.unit.name,
                 self.unit.blocks(numbers, len(ranks)),
             )
             kept = kind == ALL_GATHER and self.settings.reuse and not exact
-            self._prepared[key] = exchanger.prepare(request, apart=kept)
+            self._prepared[key] = exchanger.prepare(request, apart=kept, draw_rank=self.settings.draw_rank)
         return self._prepared[key]
 
     def _run(
@@ -170,19 +193,24 @@ class UnitExchange:
         with _on_host(target) as outputs:
             exchanger.begin([Run(request, [_array(source.cpu())], [outputs], draw, unchanged)])
             exchanger.finish()
+        request.discard()  # else it would keep the memory of the outputs
         self.settings.statistics.exchange_seconds += perf_counter() - begin
         return exchanger.pipeline.transport.bytes_sent - before
 
 
-class GatherWeights:
-    """The all-gather of a unit, as ``FSDPModule.set_custom_all_gather`` takes it."""
+class _Collective:
+    """What ``fully_shard`` asks of a collective beside the call."""
 
     def __init__(self, exchange: UnitExchange) -> None:
         self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Room for a tensor that is gathered."""
+        """Room for a tensor that is exchanged."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherWeights(_Collective):
+    """The all-gather of a unit, as ``FSDPModule.set_custom_all_gather`` takes it."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
@@ -191,15 +219,8 @@ class GatherWeights:
         self._exchange.gather(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)))
 
 
-class ReduceGradients:
+class ReduceGradients(_Collective):
     """The reduce-scatter of a unit, as ``FSDPModule.set_custom_reduce_scatter`` takes it."""
-
-    def __init__(self, exchange: UnitExchange) -> None:
-        self._exchange = exchange
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Room for gradients."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -214,14 +235,11 @@ class ReduceGradients:
 
 
 def compressor(parameter: Sharded, dtype: torch.dtype, policy: Policy) -> Compressor:
-    """How a parameter travels; what the policy excludes does uncompressed."""
+    """How a parameter travels. What the policy excludes is uncompressed, or bfloat16 if the policy says so."""
     chosen, reason = policy.choose(parameter.spec(dtype))
-    return uncompressed(dtype) if reason or isinstance(chosen, Identity) else chosen
-
-
-def uncompressed(dtype: torch.dtype) -> Compressor:
-    """What loses nothing of a tensor of this dtype."""
-    return Cast("bfloat16") if dtype is torch.bfloat16 else Identity()
+    if reason is None or chosen == Cast("bfloat16"):
+        return chosen
+    return Identity()
 
 
 def in_backward() -> bool:
@@ -262,8 +280,18 @@ def _on_host(target: torch.Tensor) -> Iterator[Array]:
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    name = dtype_name(tensor.dtype)
-    if name not in ITEM_BYTES:
-        raise ConfigError(f"parameters that are gathered as {name}; gradcomp takes {', '.join(ITEM_BYTES)}")
-    array: Array = tensor.detach().view(torch.uint8).numpy().view(DTYPES[DTYPE_NUMBERS[name]])
+    dtype = DTYPES[DTYPE_NUMBERS[dtype_name(tensor.dtype)]]
+    array: Array = tensor.detach().view(torch.uint8).numpy().view(dtype)
     return array
+
+
+def _check_dtype(tensor: torch.Tensor) -> None:
+    if dtype_name(tensor.dtype) not in ITEM_BYTES:
+        raise ConfigError(
+            f"fully_shard exchanges {tensor.dtype}, as it does for parameters of several dtypes in one module; "
+            f"gradcomp takes {', '.join(ITEM_BYTES)}"
+        )
+
+
+def _equal(a: Snapshot, b: Snapshot) -> bool:
+    return all(x[0]() is y[0]() and x[1:] == y[1:] for x, y in zip(a, b, strict=True))

@@ -1,14 +1,17 @@
 """What ``fully_shard`` has made of a model, from its modules and parameters: what travels together, and who has what.
 
 ``fully_shard`` hands a custom collective flat tensors. Where parameters are in them follows from shapes alone. It is
-computed here and compared with the size of the tensor, so that a torch that lays them out otherwise is noticed.
+computed here and compared with the size of the tensor, and once with the shards themselves, so that a torch that lays
+them out otherwise is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,7 @@ from gradcomp.torch.layers import dtype_name, kind_of
 
 @dataclass(frozen=True)
 class Sharded:
-    """One parameter. ``shape``: of the whole. ``dimension``: along which it is sharded, among so many ranks.
+    """One parameter. ``shape``: of the whole. ``dimension``: along which the ranks of ``mesh`` share it.
 
     ``module`` and ``attribute``: where it is found; what is there is a DTensor between uses, and whole in use.
     """
@@ -34,12 +37,22 @@ class Sharded:
     shape: tuple[int, ...]
     dimension: int
     world: int
+    mesh: Any = None
 
     @property
     def current(self) -> torch.Tensor:
         """What the module has now."""
         found: torch.Tensor = getattr(self.module, self.attribute)
         return found
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """This rank's, while the parameter is sharded."""
+        parameter = self.current
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+            return None
+        with torch.no_grad():
+            return parameter.to_local()
 
     def spec(self, dtype: torch.dtype) -> LayerSpec:
         """Of the whole."""
@@ -57,6 +70,10 @@ class Sharded:
         return tuple(min(rank * room, size) for rank in range(members + 1))
 
 
+#: What tells the shards of a rank from those before: of each, the parameter and what its memory and versions were.
+Snapshot = list[tuple[weakref.ref[torch.Tensor], int, int, int]]
+
+
 @dataclass(eq=False)
 class Unit:
     """Parameters that ``fully_shard`` gathers and reduces together, in its order.
@@ -72,17 +89,30 @@ class Unit:
     with_gradient: set[int] = field(default_factory=set)
     _watched: set[int] = field(default_factory=set)
 
-    def blocks(self, numbers: Sequence[int], members: int) -> Blocks:
+    def blocks(self, numbers: Iterable[int], members: int) -> Blocks:
         """Where shards of these parameters lie in the tensor that so many ranks share."""
         ends = [0, *accumulate(self.parameters[i].room(members) for i in numbers)]
         return Blocks(ends[-1], tuple(ends[:-1]))
 
-    def gathered(self, elements: int, members: int) -> list[int]:
-        """The parameters whose shards are in a tensor of so many elements: all."""
-        numbers = list(range(len(self.parameters)))
-        if (expected := self.blocks(numbers, members).size * members) != elements:
+    def check_gathered(self, elements: int, members: int) -> None:
+        """ConfigError unless a tensor of so many elements has the shards of all parameters."""
+        expected = self.blocks(range(len(self.parameters)), members).size * members
+        if expected != elements:
             raise ConfigError(self._otherwise("shards", elements, members, f"{expected}"))
-        return numbers
+
+    def check_places(self, block: torch.Tensor) -> None:
+        """ConfigError unless this rank's shards are in its block where they are expected."""
+        places = self.blocks(range(len(self.parameters)), len(self.ranks)).offsets
+        for one, begin in zip(self.parameters, places, strict=True):
+            if (shard := one.shard) is None:
+                continue
+            expected = shard.detach().reshape(-1).to(block.dtype)
+            found = block[begin : begin + expected.numel()]
+            if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+                raise ConfigError(
+                    f"{self.name}: torch {torch.__version__} does not gather {one.name!r} as it lies, from element "
+                    f"{begin} on; compress_fsdp does not know this layout"
+                )
 
     def reduced(self, elements: int, members: int) -> list[int]:
         """The parameters whose gradients are in a tensor of so many elements: those that have one, or all."""
@@ -104,16 +134,21 @@ class Unit:
             f"parameters they are {expected}"
         )
 
-    def versions(self) -> tuple[int, ...]:
-        """They change when the shards of this rank do: by an optimizer's step or a loaded checkpoint."""
-        with torch.no_grad():
-            return tuple(p._version + p.to_local()._version for p in self._sharded())
-
-    def _sharded(self) -> Iterator[DTensor]:
-        return (p for p in (one.current for one in self.parameters) if isinstance(p, DTensor))
+    def snapshot(self) -> Snapshot | None:
+        """Of this rank's shards; None while the parameters are whole."""
+        shards = [one.shard for one in self.parameters]
+        if any(shard is None for shard in shards):
+            return None
+        return [
+            (weakref.ref(one.current), one.current._version, shard._version, shard.data_ptr())
+            for one, shard in zip(self.parameters, shards, strict=True)
+            if shard is not None
+        ]
 
     def watch_gradients(self, *_: object) -> None:
         """A module's hook, when its parameters are whole: note from now on which of them get a gradient."""
+        if torch.compiler.is_compiling():
+            return
         for i, one in enumerate(self.parameters):
             parameter = one.current
             if parameter.requires_grad and id(parameter) not in self._watched:
@@ -125,18 +160,21 @@ class Unit:
 
 def find_units(model: torch.nn.Module) -> list[Unit]:
     """Of a model, in the order of its modules. ConfigError for a model that ``fully_shard`` was not called on."""
-    names = _names(model)
     grouped: dict[int, list[FSDPModule]] = {}
     titles: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = id(fully_shard.state(module))  # type: ignore[attr-defined]  # modules that were given together share it
-            grouped.setdefault(state, []).append(module)
-            titles.setdefault(state, name or "the root module")
-    if not grouped:
-        raise ConfigError(_unsharded(model))
+            module.reshard()  # the root stays whole after a forward pass
+            state = fully_shard.state(module)  # type: ignore[attr-defined]
+            # Modules that were given together share a state, which has them in the order that counts.
+            grouped.setdefault(id(state), list(getattr(state, "_modules", ())) or [module])
+            titles.setdefault(id(state), name or "the root module")
+    names = _names(model)
     units = [_unit(titles[key], modules, names) for key, modules in grouped.items()]
-    return [unit for unit in units if unit.parameters]
+    units = [unit for unit in units if unit.parameters]
+    if not units:
+        raise ConfigError(_unsharded(model))
+    return units
 
 
 def _unsharded(model: torch.nn.Module) -> str:
@@ -172,7 +210,8 @@ def _unit(title: str, modules: list[FSDPModule], names: dict[int, str]) -> Unit:
             group = parameter.device_mesh.get_group(mesh_dimension)
             ranks.add(tuple(dist.get_process_group_ranks(group)))
             name, shape = names[id(parameter)], tuple(parameter.shape)
-            parameters.append(Sharded(name, module, attribute, shape, dimension, group.size()))
+            mesh = parameter.device_mesh
+            parameters.append(Sharded(name, module, attribute, shape, dimension, group.size(), mesh))
     if len(ranks) > 1:
         raise ConfigError(
             f"{title} has parameters on several meshes ({len(ranks)} groups of ranks), where torch takes no custom "
@@ -184,23 +223,18 @@ def _unit(title: str, modules: list[FSDPModule], names: dict[int, str]) -> Unit:
 def _managed(modules: Sequence[FSDPModule]) -> Iterator[torch.nn.Module]:
     """The modules whose parameters belong to these, as ``fully_shard`` orders them: children before their parent."""
     seen: set[torch.nn.Module] = set()
-    roots: set[torch.nn.Module] = {*_as_modules(modules)}
 
     def walk(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        if module in seen or (isinstance(module, FSDPModule) and module not in roots):
+        if module in seen or (isinstance(module, FSDPModule) and module not in modules):
             return
         seen.add(module)
         for child in module.children():
             yield from walk(child)
         yield module
 
-    for module in _as_modules(modules):
+    for module in modules:
+        assert isinstance(module, torch.nn.Module), "an FSDPModule is one"
         yield from walk(module)
-
-
-def _as_modules(modules: Sequence[FSDPModule]) -> list[torch.nn.Module]:
-    """What they are beside."""
-    return [module for module in modules if isinstance(module, torch.nn.Module)]
 
 
 def _shard_of(name: str, parameter: DTensor) -> tuple[int, int]:
