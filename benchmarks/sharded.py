@@ -18,6 +18,7 @@ Columns
                quantisation bucket) for a shard of s elements, and 4 bytes an element of what travels exactly
     beside     what gradcomp adds to that: headers and comparisons, which are also formulas
     interface  what the host's interface sent in a step, without TCP's headers and what was sent again
+    peak       with --memory: the most memory of a rank beyond what it had before the model was made
     ranks      whether all ranks decoded the same weights in the last step, bit for bit
 """
 
@@ -69,7 +70,7 @@ def evaluate(
 def show(results: dict[str, dict[str, Any]]) -> str:
     """The table."""
     head = ["row", "step ms", "x plain", "roofline ms", "x roofline", "exchange ms", "codec ms"]
-    head += ["formula", "beside", "interface", "ranks", "loss"]
+    head += ["formula", "beside", "interface", "peak MB", "ranks", "loss"]
 
     def ratio(value: float | None) -> str | None:
         return None if value is None else f"{value:.3f}"
@@ -86,6 +87,7 @@ def show(results: dict[str, dict[str, Any]]) -> str:
             f"{one['formula']:,.0f}",
             f"{one['beside']:,.0f}",
             f"{one['interface']:,.0f}",
+            f"{one['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in one else None,
             "same" if one["same"] else "DIFFER",
             f"{one['loss']:.3f}",
         ]
@@ -109,6 +111,11 @@ def measure(options: argparse.Namespace) -> int:
         f"{found[0]['parameters']:,} parameters; {task.blocks} blocks of {task.steps} steps after {task.warmup}"
     )
     results = evaluate(found, link, names)
+    if options.memory:
+        for name in names:  # in processes of its own
+            alone = dataclasses.replace(task, rows=(name,), blocks=1)
+            ranks = hosts.run_task(hosts.Hosts(options.ranks, "unshaped"), __file__, alone)
+            results[name]["peak_bytes"] = max(rank["peak_bytes"] for rank in ranks)
     print(show(results))
     report.write_json(
         options.json,
@@ -129,6 +136,9 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--link", choices=hosts.LINKS, default="1gbit")
     add_timing(parser, blocks=4, steps=6)
+    parser.add_argument(
+        "--memory", action="store_true", help="measure peak memory, each row in a run of its own"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--task", help=argparse.SUPPRESS)

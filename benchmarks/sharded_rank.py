@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -239,6 +240,11 @@ def _times(kind: str, compressor: Quantize, size: int, repeats: int = 5) -> tupl
     return statistics.median(runs), statistics.median(decodes) if decodes else 0.0
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def digest(model: GPT) -> str:
     """Of the weights that a forward pass computes with."""
     sha = hashlib.sha256()
@@ -258,6 +264,7 @@ def run_rank(task: Task, out: Path) -> None:
     found: dict[str, Any] = {"link": measure_link(rank, world)}
     gc.init(seed=task.seed)
     text = models.load_text(None, VOCABULARY)
+    without = peak_bytes()
     trainers = {name: make_trainer(ROWS[name], text, rank, world, task.seed) for name in task.rows}
     for _, trainer in itertools.product(range(task.blocks), trainers.values()):
         dist.barrier()
@@ -266,6 +273,7 @@ def run_rank(task: Task, out: Path) -> None:
         dist.barrier()
         trainer.traffic.append(hosts.Traffic.now() - before)
         trainer.seconds += times[task.warmup :]
+    found["peak_bytes"] = peak_bytes() - without
     found["parameters"] = sum(p.numel() for p in next(iter(trainers.values())).model.parameters())
     packet, steps = found["link"]["packet_bytes"], task.warmup + task.steps
     found["rows"] = {}
