@@ -37,6 +37,8 @@ import report
 from options import add_timing
 from sharded_rank import ROWS, Task, run_rank
 
+TIMED = ("null", "plain", "plain-g16", "w8g8", "w4g4", "w8g8-codes", "w8g8-gather")
+
 
 def evaluate(
     found: list[dict[str, Any]], link: dict[str, float], names: list[str]
@@ -133,7 +135,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", default=",".join(TIMED), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--link", choices=hosts.LINKS, default="1gbit")
     add_timing(parser, blocks=4, steps=6)
     parser.add_argument(

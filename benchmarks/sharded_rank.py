@@ -10,6 +10,7 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,14 @@ class Row:
     reuse: str | None = None
     redraw: str = "step"
     half_gradients: bool = False
+    rounding: str = "shift"
+    bucket: int = BUCKET
 
     def compressors(self) -> tuple[Quantize, Quantize]:
         assert self.bits is not None, "of rows with bits"
         weights, gradients = self.bits
         return (
-            Quantize(bits=weights, bucket_size=BUCKET, rounding="shift"),
+            Quantize(bits=weights, bucket_size=self.bucket, rounding=self.rounding, feedback=False),
             Quantize(bits=gradients, bucket_size=BUCKET),
         )
 
@@ -63,6 +66,14 @@ ROWS = {
     "w4g4": Row((4, 4)),
     "w8g8-codes": Row((8, 8), reuse="codes"),
     "w8g8-gather": Row((8, 8), redraw="gather"),
+    "w6g6": Row((6, 6)),
+    "w6g4": Row((6, 4)),
+    "w5g4": Row((5, 4)),
+    "w4g6": Row((4, 6)),
+    "w8g8-nearest": Row((8, 8), rounding="nearest"),
+    "w8g8-coin": Row((8, 8), rounding="stochastic"),
+    "w8g8-nearest-whole": Row((8, 8), rounding="nearest", bucket=1 << 30),
+    "w8g8-coin-whole": Row((8, 8), rounding="stochastic", bucket=1 << 30),
 }
 
 
@@ -75,6 +86,16 @@ class Task:
     steps: int
     warmup: int
     seed: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """A row to be trained, from a seed."""
+
+    row: str
+    steps: int
+    seed: int
+    data: str | None
 
 
 class GPT(models.WordGPT):
@@ -174,7 +195,7 @@ def formula(model: GPT, row: Row, rank: int, world: int) -> Formula:
     units.append(([p for p in model.parameters() if id(p) not in inside], 1))
     total = beside = 0
     for parameters, gathers in units:
-        own = sum(_bytes(p.shape, rank, world, row.bits and row.bits[0], 4) for p in parameters)
+        own = sum(_bytes(p.shape, rank, world, row.bits and row.bits[0], 4, row.bucket) for p in parameters)
         others = sum(
             _bytes(p.shape, j, world, row.bits and row.bits[1], 2 if row.half_gradients else 4)
             for p in parameters
@@ -189,12 +210,14 @@ def formula(model: GPT, row: Row, rank: int, world: int) -> Formula:
     return Formula(total, beside)
 
 
-def _bytes(shape: Sequence[int], rank: int, world: int, bits: int | None, item: int) -> int:
+def _bytes(
+    shape: Sequence[int], rank: int, world: int, bits: int | None, item: int, bucket: int = BUCKET
+) -> int:
     rows = -(-shape[0] // world)
     mine = max(0, min(shape[0] - rank * rows, rows)) * math.prod(shape[1:])
     if bits is None or len(shape) < 2 or math.prod(shape) < SMALL:
         return item * mine
-    return -(-mine * bits // 8) + 8 * -(-mine // BUCKET)
+    return -(-mine * bits // 8) + 8 * -(-mine // bucket)
 
 
 def _header_bytes(layers: int) -> int:
@@ -254,6 +277,31 @@ def digest(model: GPT) -> str:
             sha.update(parameter.detach().clone().numpy().tobytes())
         module.reshard()
     return sha.hexdigest()
+
+
+def train_rank(task: Training, out: Path) -> None:
+    """Train a row; write the held-out loss to a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    gc.init(seed=task.seed)
+    text = models.load_text(Path(task.data) if task.data else None, VOCABULARY)
+    trainer = make_trainer(ROWS[task.row], text, rank, world, task.seed)
+    for _ in range(task.steps):
+        trainer.step()
+
+    def held_out() -> float:
+        with torch.no_grad():
+            batches = text.test_batches(64, LENGTH, 64 * LENGTH * 8)
+            return statistics.mean(trainer.model(tokens, targets).item() for tokens, targets in batches)
+
+    found = {"loss": held_out()}
+    with trainer.state.exact_weights() if trainer.state else nullcontext():
+        found["exact_loss"] = held_out()
+    out.with_name(f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    gc.shutdown()
+    dist.destroy_process_group()
 
 
 def run_rank(task: Task, out: Path) -> None:
