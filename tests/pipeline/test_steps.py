@@ -370,9 +370,9 @@ def construct(layers, plan) -> Pipeline:
     return Pipeline(layers, plan, transport, Config(), lambda layer: 0)
 
 
-def test_no_layers_are_refused():
-    with pytest.raises(ConfigError, match="no layer"):
-        construct([], plan_for([], Identity()))
+def test_without_layers_there_are_no_buckets():
+    """As of a program that only makes requests between steps."""
+    assert construct([], plan_for([], Identity())).layout.buckets == ()
 
 
 def test_layers_of_one_name_are_refused():
