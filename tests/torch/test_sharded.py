@@ -26,6 +26,25 @@ import gradcomp.torch as gc
 from gradcomp.reduce.header import ByteHeader, padded
 from gradcomp.torch.sharded.exchange import GatherWeights, ReduceGradients
 
+#: What the default run trains without loss; the others differ from these by one of torch's options.
+UNLIKE = [
+    "by blocks",
+    "modules together, in another order",
+    "columns",
+    "tied",
+    "frozen",
+    "unused",
+    "bfloat16",
+    "prefetched",
+]
+
+
+def by_tier(*default: str) -> list:
+    """Cases for two ranks; those that are not named are left to the full run."""
+    names = [name for name, case in CASES.items() if case.ranks is None]
+    return [pytest.param(name, marks=[] if name in default else pytest.mark.full) for name in names]
+
+
 # --- nothing is lost -------------------------------------------------------------------------------------------
 
 
@@ -41,12 +60,13 @@ def check_exact(case: Case) -> None:
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks is None])
+@pytest.mark.parametrize("name", by_tier(*UNLIKE))
 @on_ranks(2)
 def test_without_loss_training_is_that_of_fully_shard(name: str):
     check_exact(CASES[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["by blocks", "columns", "tied", "unused", "sums", "modules together, in another order"]
 )
@@ -55,6 +75,7 @@ def test_without_loss_three_ranks_train_as_fully_shard_does(name: str):
     check_exact(CASES[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["by blocks", "two meshes", "resharded among two"])
 @on_ranks(4)
 def test_without_loss_four_ranks_train_as_fully_shard_does(name: str):
@@ -74,18 +95,20 @@ def check_quantised(case: Case) -> None:
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks is None])
+@pytest.mark.parametrize("name", by_tier("by blocks", "tied", "bfloat16", "micro-batches"))
 @on_ranks(2)
 def test_quantised_weights_are_the_same_on_all_ranks(name: str):
     check_quantised(CASES[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["by blocks", "columns"])
 @on_ranks(3)
 def test_quantised_weights_are_the_same_on_three_ranks(name: str):
     check_quantised(CASES[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["two meshes", "resharded among two"])
 @on_ranks(4)
 def test_quantised_weights_are_the_same_on_four_ranks(name: str):
@@ -182,6 +205,7 @@ def test_with_codes_kept_training_is_the_same_and_backward_sends_nothing(name: s
     check_reuse(name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["two meshes, micro-batches", "resharded among two, micro-batches"])
 @on_ranks(4)
 def test_with_codes_kept_four_ranks_train_the_same(name: str):
