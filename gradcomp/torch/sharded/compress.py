@@ -276,7 +276,9 @@ def _check(
     if any(a >= b for unit in units for a, b in zip(unit.ranks, unit.ranks[1:], strict=False)):
         raise ConfigError("the mesh's ranks must be in ascending order")
     if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):
-        raise ConfigError(f"fully_shard of torch {torch.__version__} takes no custom collectives; that of 2.13 does")
+        raise ConfigError(
+            f"fully_shard of torch {torch.__version__} takes no custom collectives; that of 2.13 does"
+        )
 
 
 def _log(units: Sequence[Unit], settings: Settings) -> None:
