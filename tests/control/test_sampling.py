@@ -287,7 +287,9 @@ def test_zeros_that_are_not_sent_cost_nothing(world):
         expected = layer_bytes(TopK(sent / 2000), layers[1], Scheme("sra"), Topology.one_host(world))
         assert cost == pytest.approx(expected), choice
         assert cost <= full * (1 + 1e-12)
-    with_zeros, _, _ = seen(controller, compression=TopK(0.1, zeros=True), layers=layers, draw=draw)
+    with_zeros, _, _ = seen(
+        controller, compression=TopK(0.1, zeros=True), layers=layers, draw=draw, world=world
+    )
     assert with_zeros.nonzero is None
     np.testing.assert_array_equal(with_zeros.costs, with_zeros.candidates.costs)
 
