@@ -183,7 +183,15 @@ def test_bytes_are_those_of_codes_headers_and_comparisons():
 
 # --- codes that are kept ---------------------------------------------------------------------------------------
 
-REUSED = ["by blocks", "not resharded", "micro-batches", "prefetched", "activation checkpointing", "unused"]
+REUSED = [
+    "by blocks",
+    "micro-batches",
+    "prefetched",
+    *(
+        pytest.param(name, marks=pytest.mark.full)
+        for name in ("not resharded", "activation checkpointing", "unused")
+    ),
+]
 
 
 def check_reuse(name: str) -> None:
@@ -294,7 +302,14 @@ def test_where_one_rank_has_other_shards_all_gather_anew():
 # --- resuming --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("redraw", "evaluated"), [("step", True), ("step", False), ("gather", False)])
+@pytest.mark.parametrize(
+    ("redraw", "evaluated"),
+    [
+        ("step", True),
+        pytest.param("step", False, marks=pytest.mark.full),
+        pytest.param("gather", False, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @on_ranks(2)
 def test_a_resumed_run_goes_on_bit_for_bit(with_optimizer: bool, redraw: str, evaluated: bool):

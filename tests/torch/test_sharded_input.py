@@ -133,6 +133,7 @@ def test_an_optimizer_of_sharded_parameters_names_what_to_call():
         gc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 
 
+@pytest.mark.full
 @on_ranks(2, "apart")
 def test_gradients_that_only_some_ranks_have_are_an_error_on_every_rank():
     trained = train(BLOCKS, 1, EXACT)
@@ -151,6 +152,7 @@ def test_ranks_may_use_different_parameters_where_zeros_stand_for_the_others():
     assert gradient.abs().max() > 0
 
 
+@pytest.mark.full
 @on_ranks(2, "exact here")
 def test_exact_weights_on_one_rank_alone_are_an_error_on_every_rank():
     trained = train(BLOCKS, 1, (gc.Quantize(bits=8), "none"))
