@@ -22,11 +22,12 @@ from gradcomp.pipeline import Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.ddp_futures import BucketFutures
-from gradcomp.torch.layers import Named, dtype_name
+from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.staging import staging_for
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
 from gradcomp.torch.step_watch import StepWatch
+from gradcomp.torch.tensors import dtype_name
 
 
 class BucketSteps:

@@ -10,16 +10,11 @@ import torch
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import Kind, LayerSpec
-from gradcomp.torch.tensors import dense_problem, is_dtensor
+from gradcomp.torch.tensors import dense_problem, dtype_name, is_dtensor
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
 _NORM = re.compile(r"(^|[._])(norm|ln|bn|layernorm|batchnorm|groupnorm|rmsnorm)", re.IGNORECASE)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """NumPy's word for a dtype."""
-    return str(dtype).removeprefix("torch.")
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

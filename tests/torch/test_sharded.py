@@ -342,6 +342,11 @@ def test_the_state_of_another_model_is_refused():
     other = train(CASES["as a whole"], 0, COARSE)
     with pytest.raises(gc.StateError, match="units"):
         ours.state.load_state_dict(other.state.state_dict())
+    own = ours.state.state_dict()
+    short = {name: counts[:2] for name, counts in own["units"].items()}
+    for bad in (None, {}, own | {"units": []}, own | {"units": short}, own | {"steps": "1"}):
+        with pytest.raises(gc.StateError, match="no state of"):
+            ours.state.load_state_dict(bad)
 
 
 # --- what is not finite ----------------------------------------------------------------------------------------

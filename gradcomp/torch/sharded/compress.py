@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 
-#: What QSDP's experiments take (Markov 2024, section 5.6), for weights and for gradients.
+#: What QSDP's experiments take (Markov 2024, sections 5.6 and 5.7), for weights and for gradients.
 WEIGHTS = Quantize(bits=8, bucket_size=1024, rounding="shift")
 GRADIENTS = Quantize(bits=8, bucket_size=1024)
 
@@ -64,7 +64,7 @@ def compress_fsdp(
     """Compress the all-gathers and reduce-scatters of a model that ``torch.distributed.fsdp.fully_shard`` has sharded.
 
     In forward and in backward every rank computes with Q_w(x), x the shards of all ranks; the optimizer steps on x
-    itself, in float32, with the mean over ranks of Q_g(g_i):
+    itself, in its own dtype, with the mean over ranks of Q_g(g_i):
 
         x_{t+1} = step(x_t, (1/N) sum over i of Q_g(gradient of f_i at Q_w(x_t))).
 
@@ -74,8 +74,8 @@ def compress_fsdp(
             Biases, norms and small parameters travel uncompressed, as under ``DistributedOptimizer``.
         gradients: how gradients travel to the owners of their shards, who add them in float32 in rank order. Means are
             not coded again.
-        optimizer: the one that steps on the shards. With it a step is what lies between two of its steps, and random
-            numbers can be resumed; without it, a step ends when the shards change.
+        optimizer: the one that steps on the shards. With it, a step is what lies between two of its steps; without it,
+            a step ends when the shards change.
         reuse: ``"codes"``: keep the codes of all shards, so that backward decodes those of forward and sends nothing;
             gathers while the shards stay the same, as in further micro-batches, compare 56 bytes. None: gather again.
         redraw: weights are rounded anew in every ``"step"``, or in every ``"gather"`` (Markov 2024, Algorithm C.1).
@@ -159,10 +159,10 @@ class ShardedCompression:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`, after the model was loaded. StateError if it is of another model."""
-        counts = state.get("units", {})
         names = [each.unit.name for each in self._units]
-        numbers = [*([] if state.get("steps") is None else [state["steps"]]), *chain(*counts.values())]
-        if state.get("version") != 1 or list(counts) != names or not all(type(n) is int for n in numbers):
+        if not _is_state(state):
+            raise StateError("this is no state of a ShardedCompression, as its state_dict() returns it")
+        if list(counts := state["units"]) != names:
             raise StateError(f"the state is of units {list(counts)}, the model has {names}")
         if self._settings.steps is not None:
             self._settings.steps = state["steps"] or 0
@@ -226,6 +226,17 @@ class ShardedCompression:
         )
         state.exchangers.append(exchanger)
         self._exchangers[tuple(state.network.ranks[rank] for rank in ranks)] = exchanger
+
+
+def _is_state(state: Any) -> bool:
+    """Whether it has the form of :meth:`ShardedCompression.state_dict`."""
+    if not isinstance(state, dict) or state.get("version") != 1 or not isinstance(state.get("units"), dict):
+        return False
+    counts = list(state["units"].values())
+    numbers = (
+        [*chain(*counts), state.get("steps") or 0] if all(isinstance(c, list) for c in counts) else [None]
+    )
+    return all(type(n) is int for n in numbers) and all(len(c) == 3 for c in counts)
 
 
 def _of_job(state: Runtime, rank: int) -> int:

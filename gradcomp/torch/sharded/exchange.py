@@ -19,7 +19,7 @@ from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.pipeline.request_arrays import Array
 from gradcomp.pipeline.request_group import Run
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
-from gradcomp.torch.layers import dtype_name
+from gradcomp.torch.tensors import dtype_name
 
 if TYPE_CHECKING:
     from gradcomp.torch.sharded.units import Sharded, Snapshot, Unit

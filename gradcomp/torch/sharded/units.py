@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.pipeline.request_arrays import Blocks
-from gradcomp.torch.layers import dtype_name, kind_of
+from gradcomp.torch.layers import kind_of
+from gradcomp.torch.tensors import dtype_name
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,12 @@ class Sharded:
     def room(self, members: int) -> int:
         """Elements of a rank's place for it, if so many ranks share what ``world`` ranks have with their padding."""
         rows = self.shape[self.dimension]
-        row = _product(self.shape) // rows if rows else 0
+        row = prod(self.shape) // rows if rows else 0
         return -(-rows // self.world) * row * self.world // members
 
     def borders(self, members: int) -> tuple[int, ...]:
         """Of the shards, in the order of ranks, one behind the other without padding."""
-        size, room = _product(self.shape), self.room(members)
+        size, room = prod(self.shape), self.room(members)
         return tuple(min(rank * room, size) for rank in range(members + 1))
 
 
@@ -251,7 +253,3 @@ def _shard_of(name: str, parameter: DTensor) -> tuple[int, int]:
     shard = placements[sharded[0]]
     assert isinstance(shard, Shard), "looked at"
     return sharded[0], shard.dim
-
-
-def _product(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
