@@ -59,6 +59,7 @@ class Link:
 LINKS = {
     "1gbit": Link("1gbit", "256kb"),
     "100mbit": Link("100mbit", "64kb"),
+    "10mbit": Link("10mbit", "32kb"),
     "unshaped": Link(None),
 }
 

@@ -2,6 +2,7 @@
 
     python benchmarks/sharded_convergence.py                            # three seeds, 1,500 steps
     python benchmarks/sharded_convergence.py --rows plain-g16,w8g8 --seeds 1 --data wikitext2.txt --json out.json
+    python benchmarks/sharded_convergence.py --json out.json --resume   # what out.json lacks
 
 The model and its settings are those of benchmarks/sharded.py; two hosts of network namespaces, over links that nothing
 limits. Rows of one seed start from the same values and see the same batches. The baseline is that of Markov 2024,
@@ -16,11 +17,14 @@ Columns
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hosts
 import report
@@ -29,48 +33,55 @@ from sharded_rank import ROWS, Training, train_rank
 
 BASELINE = "plain-g16"
 
+Run = dict[str, Any]
 
-def summary(losses: dict[str, list[float]], exact: dict[str, list[float]]) -> list[list[object]]:
-    """A line for each row."""
+
+def summary(runs: Sequence[Run]) -> list[list[object]]:
+    """A line for each row, seeds in order."""
+    by_row: dict[str, dict[int, Run]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        by_row.setdefault(run["row"], {})[run["seed"]] = run
+    base = by_row.get(BASELINE, {})
     lines: list[list[object]] = []
-    base = losses.get(BASELINE)
-    for name, found in losses.items():
+    for name, found in by_row.items():
+        each = [100 * (run["loss"] / base[seed]["loss"] - 1) for seed, run in found.items() if seed in base]
         worse = None
-        if base is not None:
-            each = [100 * (mine / theirs - 1) for mine, theirs in zip(found, base, strict=True)]
+        if each:
             error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
             worse = f"{statistics.mean(each):+.2f}" + (f" ± {error:.2f}" if error is not None else "")
-        lines.append(
-            [name, ", ".join(f"{x:.4f}" for x in found), worse, ", ".join(f"{x:.4f}" for x in exact[name])]
+        losses, exact = (
+            ", ".join(f"{run[key]:.4f}" for run in found.values()) for key in ("loss", "exact_loss")
         )
+        lines.append([name, losses, worse, exact])
     return lines
 
 
 def measure(options: argparse.Namespace) -> None:
-    names = options.rows.split(",")
     machine = report.machine()
     print(report.describe(machine))
-    losses: dict[str, list[float]] = {name: [] for name in names}
-    exact: dict[str, list[float]] = {name: [] for name in names}
-    for seed in range(options.seeds):
-        for name in names:
-            task = Training(name, options.steps, seed, options.data and str(options.data))
-            found = hosts.run_task(hosts.Hosts(options.ranks), __file__, task)
-            losses[name].append(found[0]["loss"])
-            exact[name].append(found[0]["exact_loss"])
-            assert len({rank["loss"] for rank in found}) == 1, "all ranks compute with the same weights"
-            print(f"seed {seed}, {name}: {losses[name][-1]:.4f}, exact {exact[name][-1]:.4f}", flush=True)
-    print(report.table(["row", "loss by seed", "worse %", "exact"], summary(losses, exact)))
-    report.write_json(
-        options.json,
-        {
-            "benchmark": "sharded_convergence",
-            "machine": machine,
-            "steps": options.steps,
-            "losses": losses,
-            "exact": exact,
-        },
-    )
+    about = {"benchmark": "sharded_convergence", "steps": options.steps, "ranks": options.ranks}
+    runs: list[Run] = _kept(options.json, about) if options.resume else []
+    for seed, name in itertools.product(range(options.seeds), options.rows.split(",")):
+        if any(run["row"] == name and run["seed"] == seed for run in runs):
+            continue
+        task = Training(name, options.steps, seed, options.data and str(options.data))
+        found = hosts.run_task(hosts.Hosts(options.ranks), __file__, task)
+        assert len({rank["loss"] for rank in found}) == 1, "all ranks compute with the same weights"
+        runs.append({"row": name, "seed": seed, **found[0]})
+        print(f"seed {seed}, {name}: {found[0]['loss']:.4f}, exact {found[0]['exact_loss']:.4f}", flush=True)
+        report.write_json(options.json, {**about, "machine": machine, "runs": runs})
+    print(report.table(["row", "loss by seed", "worse %", "exact"], summary(runs)))
+
+
+def _kept(path: Path, about: dict[str, Any]) -> list[Run]:
+    """The runs of a file, if it has any; SystemExit where they are of other settings."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if any(found.get(key) != value for key, value in about.items()):
+        raise SystemExit(f"{path} has runs of other settings")
+    runs: list[Run] = found["runs"]
+    return runs
 
 
 def main() -> int:
@@ -80,7 +91,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=1500)
     parser.add_argument("--data", type=Path, help="a text file (default: Python's standard library)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write all figures here, after each run")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -89,6 +101,8 @@ def main() -> int:
         return 0
     if unknown := [name for name in options.rows.split(",") if name not in ROWS]:
         parser.error(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
     if options.data is not None and not options.data.is_file():
         parser.error(f"--data: there is no file {options.data}")
     hosts.exit_on_termination()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from sharded_convergence import summary
+from sharded_plot import curves, draw
 
 
 @pytest.mark.network
@@ -30,14 +31,36 @@ def test_bytes_of_the_interface_are_those_of_the_formula(run_script, tmp_path):
 
 @pytest.mark.network
 @pytest.mark.full
-def test_a_row_is_trained_and_evaluated(run_script):
-    done = run_script("benchmarks/sharded_convergence.py", "--rows=plain-g16,w4g4", "--seeds=1", "--steps=3")
-    assert "| w4g4 " in done.stdout
+def test_a_row_is_trained_and_evaluated_and_kept(run_script, tmp_path):
+    file = f"--json={tmp_path}/runs.json"
+    arguments = ["benchmarks/sharded_convergence.py", "--rows=plain-g16,w4g4", "--seeds=1", "--steps=3", file]
+    assert "| w4g4 " in run_script(*arguments).stdout
+    again = run_script(*arguments, "--resume").stdout
+    assert "| w4g4 " in again
+    assert "seed 0" not in again, "nothing is trained twice"
 
 
 def test_rows_are_compared_seed_by_seed():
-    losses = {"plain-g16": [2.0, 4.0], "w8g8": [2.02, 4.12]}
-    base, row = summary(losses, losses)
-    assert base[2] == "+0.00 ± 0.00"
-    assert row[2] == "+2.00 ± 1.00"
-    assert summary({"w8g8": [2.0]}, losses)[0][2] is None
+    def runs(row, **losses):
+        return [{"row": row, "seed": int(s[1:]), "loss": x, "exact_loss": x} for s, x in losses.items()]
+
+    base, row, single = summary(
+        runs("plain-g16", s1=4.0, s0=2.0) + runs("w8g8", s0=2.02, s1=4.12, s2=1.0) + runs("w4g4", s1=4.4)
+    )
+    assert base[:3] == ["plain-g16", "2.0000, 4.0000", "+0.00 ± 0.00"]
+    assert row[:3] == ["w8g8", "2.0200, 4.1200, 1.0000", "+2.00 ± 1.00"]
+    assert single[2] == "+10.00"
+    assert summary(runs("w8g8", s0=2.0))[0][2] is None
+
+
+def test_step_times_are_drawn_against_measured_rates(tmp_path):
+    def file(rate, **seconds):
+        rows = {row: {"seconds": value} for row, value in seconds.items()}
+        return {"ranks": 2, "link": {"bytes_per_second": rate}, "rows": rows}
+
+    files = [file(125e6, plain=0.7, w8g8=0.3), file(1.25e6, plain=50.0)]
+    found = curves(files)
+    assert found["plain"] == [(pytest.approx(10), 50e3), (pytest.approx(1000), 700)]
+    assert found["w8g8"] == [(pytest.approx(1000), 300)]
+    draw(files, tmp_path / "links.png")
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
