@@ -73,6 +73,7 @@ REFUSED = {
         gc.ConfigError,
         "torch.optim.Optimizer, got str",
     ),
+    "scaler": (lambda: build(BLOCKS), {"grad_scaler": 4.0}, gc.ConfigError, "torch.amp.GradScaler"),
     "residuals": (
         lambda: build(BLOCKS),
         {"gradients": gc.Quantize(bits=4, rounding="nearest")},
@@ -112,12 +113,19 @@ def test_if_one_rank_cannot_take_part_all_raise():
         gc.compress_fsdp(own)
 
 
-@pytest.mark.parametrize("what", ["weights", "gradients", "reuse"])
+DIFFERENT = {
+    "weights": (gc.Quantize(bits=4), gc.Quantize(bits=8)),
+    "gradients": (gc.Quantize(bits=4), gc.Quantize(bits=8)),
+    "reuse": ("codes", None),
+    "grad_scaler": (torch.amp.GradScaler("cpu", init_scale=4.0), torch.amp.GradScaler("cpu", init_scale=8.0)),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
 @on_ranks(2)
 def test_settings_that_differ_are_an_error_on_every_rank(what: str):
-    values = ("codes", None) if what == "reuse" else (gc.Quantize(bits=4), gc.Quantize(bits=8))
-    with pytest.raises(gc.PlanMismatchError, match=what):
-        gc.compress_fsdp(build(BLOCKS), **{what: values[gc.rank()]})
+    with pytest.raises(gc.PlanMismatchError, match="scale of the loss" if what == "grad_scaler" else what):
+        gc.compress_fsdp(build(BLOCKS), **{what: DIFFERENT[what][gc.rank()]})
 
 
 @on_ranks(2)

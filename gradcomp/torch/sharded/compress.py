@@ -25,6 +25,7 @@ from gradcomp.job.start import validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.job.transports import make_transport
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
+from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.sharded.exchange import (
     GatherWeights,
     ReduceGradients,
@@ -57,6 +58,7 @@ def compress_fsdp(
     gradients: Policy | Compressor | str = GRADIENTS,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    grad_scaler: Scaler = None,
     reuse: str | None = None,
     redraw: str = "step",
     process_set: Members = None,
@@ -76,6 +78,7 @@ def compress_fsdp(
             not coded again.
         optimizer: the one that steps on the shards. With it, a step is what lies between two of its steps; without it,
             a step ends when the shards change.
+        grad_scaler: the GradScaler in use; the ranks compare its scale here. Nothing that is kept depends on it.
         reuse: ``"codes"``: keep the codes of all shards, so that backward decodes those of forward and sends nothing;
             gathers while the shards stay the same, as in further micro-batches, compare 56 bytes. None: gather again.
         redraw: weights are rounded anew in every ``"step"``, or in every ``"gather"`` (Markov 2024, Algorithm C.1).
@@ -99,6 +102,7 @@ def compress_fsdp(
 
         units = find_units(model)
         policies = as_policy(weights), as_policy(gradients)
+        LossScale(grad_scaler).check()
         _check(state, model, units, policies, optimizer, reuse, redraw)
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
@@ -112,7 +116,8 @@ def compress_fsdp(
     )
     compression = ShardedCompression(state, units, policies, optimizer, reuse == "codes", redraw == "gather")
     if transport is not None:
-        compression._begin(transport, ranks, optimizer)
+        scale = grad_scaler.get_scale() if grad_scaler else None
+        compression._begin(transport, ranks, optimizer, scale)
     for unit in units:
         for module in unit.modules:
             _compressed[module] = state  # type: ignore[index]
@@ -169,7 +174,9 @@ class ShardedCompression:
         for each in self._units:
             each.resume(*counts[each.unit.name])
 
-    def _begin(self, transport: Transport, ranks: Ranks, optimizer: torch.optim.Optimizer | None) -> None:
+    def _begin(
+        self, transport: Transport, ranks: Ranks, optimizer: torch.optim.Optimizer | None, scale: float | None
+    ) -> None:
         """Collective: PlanMismatchError on every rank if they differ. Then ``fully_shard`` calls our collectives."""
         state, settings, units = self._state, self._settings, [each.unit for each in self._units]
         described = {
@@ -178,6 +185,7 @@ class ShardedCompression:
             "reuse": settings.reuse,
             "redraw": settings.redraw,
             "optimizer": optimizer is not None,
+            "scale of the loss": scale,
             "units": {u.name: [[p.name, list(p.shape), p.dimension] for p in u.parameters] for u in units},
         }
         wait_for = state.watchdog.patient(state.config, "the other ranks to compare their sharded models")
