@@ -174,15 +174,7 @@ def main() -> int:
     if options.task:
         run_rank(Task(**json.loads(options.task)), options.out)
         return 0
-    hosts.exit_on_termination()
-    try:
-        measure(options)
-    except hosts.HostsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return hosts.exit_code(lambda: measure(options))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -287,6 +287,18 @@ def remove_stale() -> list[str]:
     for name in stale:
         _remove(name)
     return stale
+
+
+def exit_code(measure: Callable[[], int | None]) -> int:
+    """Run a command's work, such that hosts are removed however it ends; its exit status, 0 for None."""
+    exit_on_termination()
+    try:
+        return measure() or 0
+    except HostsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def exit_on_termination() -> None:

@@ -149,12 +149,7 @@ def main() -> int:
     if options.task:
         run_rank(Task(**json.loads(options.task)), options.out)
         return 0
-    hosts.exit_on_termination()
-    try:
-        return measure(options)
-    except hosts.HostsError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return hosts.exit_code(lambda: measure(options))
 
 
 if __name__ == "__main__":

@@ -105,13 +105,7 @@ def main() -> int:
         parser.error("--resume needs --json")
     if options.data is not None and not options.data.is_file():
         parser.error(f"--data: there is no file {options.data}")
-    hosts.exit_on_termination()
-    try:
-        measure(options)
-    except hosts.HostsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return hosts.exit_code(lambda: measure(options))
 
 
 if __name__ == "__main__":

@@ -160,14 +160,7 @@ def main() -> int:
         options.data = options.data.resolve()
         if not options.data.is_file():
             parser.error(f"--data: there is no file {options.data}")
-    hosts.exit_on_termination()
-    try:
-        return measure(options)
-    except hosts.HostsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return hosts.exit_code(lambda: measure(options))
 
 
 if __name__ == "__main__":
