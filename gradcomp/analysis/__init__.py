@@ -1,0 +1,20 @@
+"""What gradients of different ranks have in common: ``docs/information.md``."""
+
+from gradcomp.analysis.gaussian import gaussian_information, gaussian_pair
+from gradcomp.analysis.information import Information, entropy, mutual_information
+from gradcomp.analysis.plane import Plane, information_plane
+from gradcomp.analysis.recording import Recording, read
+from gradcomp.analysis.total import total_information
+
+__all__ = [
+    "Information",
+    "Plane",
+    "Recording",
+    "entropy",
+    "gaussian_information",
+    "gaussian_pair",
+    "information_plane",
+    "mutual_information",
+    "read",
+    "total_information",
+]

@@ -1,0 +1,152 @@
+"""The information plane: what two ranks' gradients say about each other, by layer and step (LGC, Figures 3, 4, 12)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.analysis.gaussian import correlation_for, gaussian_information, gaussian_pair
+from gradcomp.analysis.histogram import Binning, bins_for
+from gradcomp.analysis.information import Correction, Information, check_correction, mutual_information
+from gradcomp.analysis.recording import Recording
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Information of the gradients of two ranks, in bits per element, as arrays of shape (layers, steps).
+
+    NaN where a rank had no gradient, or one that is not finite. ``pair``: the ranks 1 and 2 of equation 1, so
+    ``entropy`` is H(g_2), ``other_entropy`` H(g_1), ``conditional`` H(g_2 | g_1). ``null``: ``mutual`` of shuffled
+    pairs. ``gaussian``: exact, of Gaussian variables with the correlation of the gradients; ``calibration``, by layer:
+    what the estimator finds, at as many elements, in Gaussian draws whose information is the layer's mean of
+    ``gaussian``.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    elements: tuple[int, ...]
+    steps: npt.NDArray[np.int64]
+    pair: tuple[int, int]
+    entropy: Array
+    other_entropy: Array
+    joint: Array
+    null: Array
+    gaussian: Array
+    calibration: Array
+
+    @property
+    def mutual(self) -> Array:
+        """I(g_1; g_2)."""
+        return self.entropy + self.other_entropy - self.joint
+
+    @property
+    def conditional(self) -> Array:
+        """H(g_2 | g_1), the innovation."""
+        return self.joint - self.other_entropy
+
+    def mean(self, values: Array) -> Array:
+        """By layer, the mean over the steps in which both ranks had a gradient; NaN where there is none."""
+        there = np.isfinite(values)
+        counts = there.sum(axis=1)
+        total = np.where(there, values, 0.0).sum(axis=1)
+        return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)
+
+    def share(self, values: Array) -> float:
+        """The mean over layers and steps of ``values`` over that of the entropy; NaN if there is no entropy."""
+        above, below = (
+            np.nanmean(each) if np.isfinite(each).any() else np.nan for each in (values, self.entropy)
+        )
+        return float(above / below) if below > 0 else float("nan")
+
+
+def information_plane(
+    recording: Recording,
+    pair: tuple[int, int] = (0, 1),
+    *,
+    layers: Sequence[str] | None = None,
+    bins: int | None = None,
+    binning: Binning = "uniform",
+    correction: Correction = "none",
+    shuffles: int = 4,
+    seed: int = 0,
+) -> Plane:
+    """The information plane of two ranks of a recording.
+
+    ``layers``: shell patterns on names; None: all that have at least 2 elements. The other arguments are those of
+    :func:`mutual_information`. Local; about 0.2 ms for 4,096 elements, a shuffle as much again.
+    Raises ConfigError for bad arguments, ranks that the recording does not have, and a recording without steps or
+    of one rank.
+    """
+    check_correction(correction, shuffles)
+    first, second = _checked(recording, pair)
+    chosen = range(len(recording.layers)) if layers is None else recording.matching(layers)
+    numbers = [i for i in chosen if len(recording.sampling.positions[i]) > 1]
+    if not numbers:
+        raise ConfigError("the recording has no layer of at least 2 elements")
+    bins_for(2, bins, binning)
+    settings: dict[str, Any] = {"bins": bins, "binning": binning, "correction": correction}
+    grids = {name: np.full((len(numbers), len(recording.steps)), np.nan) for name in _FOUND}
+    calibration = np.full(len(numbers), np.nan)
+    for row, number in enumerate(numbers):
+        x, y = recording.of(number, first), recording.of(number, second)
+        usable = np.flatnonzero(np.isfinite(x).all(axis=1) & np.isfinite(y).all(axis=1))
+        for step in usable.tolist():
+            found = mutual_information(
+                x[step], y[step], shuffles=shuffles, seed=_seed(seed, row, step), **settings
+            )
+            for name, take in _FOUND.items():
+                grids[name][row, step] = take(found)
+        known = grids["gaussian"][row]
+        known = known[np.isfinite(known)]
+        if len(known):
+            draws = gaussian_pair(correlation_for(float(known.mean())), x.shape[1], _seed(seed, row, -1))
+            calibration[row] = mutual_information(*draws, shuffles=0, **settings).mutual
+    return Plane(
+        layers=tuple(recording.layers[i] for i in numbers),
+        elements=tuple(len(recording.sampling.positions[i]) for i in numbers),
+        steps=recording.steps,
+        pair=(first, second),
+        calibration=calibration,
+        **grids,
+    )
+
+
+def _gaussian(found: Information) -> float:
+    """Finite, also of equal vectors; NaN stays."""
+    return float(np.minimum(found.gaussian, gaussian_information(1 - 2.0**-24)))
+
+
+#: What of each step is kept, by the names of a plane's fields.
+_FOUND = {
+    "entropy": lambda found: found.entropy_y,
+    "other_entropy": lambda found: found.entropy_x,
+    "joint": lambda found: found.joint,
+    "null": lambda found: found.null,
+    "gaussian": _gaussian,
+}
+assert _FOUND.keys() < {field.name for field in fields(Plane)}
+
+
+def _checked(recording: Recording, pair: tuple[int, int]) -> tuple[int, int]:
+    if recording.ranks < 2:
+        raise ConfigError(
+            f"the recording has {recording.ranks} rank{'s' * (recording.ranks != 1)}: two are compared"
+        )
+    if not len(recording.steps):
+        raise ConfigError("the recording has no step")
+    first, second = pair
+    if first == second or not all(0 <= rank < recording.ranks for rank in pair):
+        raise ConfigError(f"a pair is two of ranks 0 to {recording.ranks - 1}, got {first} and {second}")
+    return first, second
+
+
+def _seed(seed: int, row: int, step: int) -> int:
+    """Another one for each layer and step."""
+    return int(np.random.SeedSequence([seed, row, step + 1]).generate_state(1)[0])
