@@ -2,7 +2,7 @@
 
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.exchanger import Exchanger
-from gradcomp.engine.terms import Controlled, Listener, Terms
+from gradcomp.engine.terms import Controlled, Listener, Recorder, Terms
 from gradcomp.engine.watchdog import Watchdog
 
-__all__ = ["Controlled", "Engine", "Exchanger", "Listener", "Terms", "Watchdog"]
+__all__ = ["Controlled", "Engine", "Exchanger", "Listener", "Recorder", "Terms", "Watchdog"]

@@ -21,7 +21,7 @@ from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
 from gradcomp.engine.plan_log import PlanLog
 from gradcomp.engine.progress import Progress
-from gradcomp.engine.terms import Terms, agree_on_terms
+from gradcomp.engine.terms import Recorder, Terms, agree_on_terms
 from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Number, Options, Pipeline, StepResult, Submission
@@ -85,6 +85,8 @@ class Exchanger:
         self._exchanges = 0  # begun so far; the same on all ranks, whatever became of their steps
         #: Called before each exchange but the first with the number of those before it; may use collectives.
         self.before_exchange: Callable[[int], None] | None = None
+        #: Looks at gradients; on all ranks, or on none.
+        self.recorder: Recorder | None = None
         self._cues = Cues(transport, self._pipeline.role)
         self._closed = False
         self._aborted = False  # by this rank: the others may be left in a collective
@@ -132,11 +134,15 @@ class Exchanger:
         self._pipeline.open(scale, learning_rate, self._digests() if self._digests and due else None)
         self._exchanges += 1
         self._progress.collectives = 0
+        if self.recorder is not None:
+            self.recorder.begin(self._pipeline.step)
         self._progress.begin()
         self._progress.is_open = True
 
     def submit(self, submission: Submission) -> None:
         """A gradient is ready. Callable from any one thread at a time."""
+        if self.recorder is not None:
+            self.recorder.take(submission)
         if self._pipeline.registry.submit(submission):
             self._engine.wake()
 
@@ -159,6 +165,8 @@ class Exchanger:
         self._check()
         result = self._pipeline.result
         assert result is not None, "a step that is done has a result"
+        if self.recorder is not None:
+            self.recorder.end()
         return result
 
     def commit(self, outcome: int = APPLIED) -> bool:
@@ -306,6 +314,8 @@ class Exchanger:
         self._closed = True
         if self._plan_log is not None:
             self._plan_log.close()
+        if self.recorder is not None:
+            self.recorder.close()
         self._progress.end_service()
         if self.error is None and not (self._aborted or self._pipeline.is_open or self._progress.busy):
             self._transport.close()

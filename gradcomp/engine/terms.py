@@ -23,7 +23,7 @@ from gradcomp.engine.agreement import agree, agree_on_slices, describe
 from gradcomp.engine.background import in_background
 from gradcomp.engine.watch import Roster
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline import Bucket
+from gradcomp.pipeline import Bucket, Submission
 from gradcomp.pipeline.digests import Digests
 from gradcomp.transport.base import Handle, Transport
 
@@ -40,6 +40,26 @@ class Listener(Protocol):
 
     def failed(self, error: GradcompError) -> None:
         """No further mean will come, in this step or later."""
+        ...
+
+
+class Recorder(Protocol):
+    """Who looks at gradients before they are encoded. Called on the threads that drive the exchange, one at a time."""
+
+    def begin(self, step: int) -> None:
+        """An exchange begins."""
+        ...
+
+    def take(self, submission: Submission) -> None:
+        """A gradient is ready, and is about to be handed to the engine."""
+        ...
+
+    def end(self) -> None:
+        """The exchange is done, on all ranks; may use collectives."""
+        ...
+
+    def close(self) -> None:
+        """No further exchange will come. Raises nothing."""
         ...
 
 

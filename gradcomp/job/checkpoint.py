@@ -15,10 +15,8 @@ from gradcomp.job.checkpoint_manager import (
     CheckpointManager,
     Expected,
     checkpoint_manager_of,
-    checkpoint_manager_or_none,
 )
-from gradcomp.job.runtime import current
-from gradcomp.job.together import Together
+from gradcomp.job.together import together_of
 from gradcomp.pipeline import checkpoint, history
 from gradcomp.pipeline.checkpoint import File, Manifest, Writer
 from gradcomp.pipeline.digests import Digests
@@ -56,7 +54,7 @@ def save_with(
     arguments: Sequence[str] = (),
 ) -> None:
     """:func:`save`, with further files. ``parts``: from rank and world, the files that this rank writes."""
-    ranks = _meet("gc.save", opt, arguments)
+    ranks = together_of("gc.save", opt, arguments)
     path = Path(directory)
 
     def take() -> tuple[_Taken, dict[str, Any]]:
@@ -215,7 +213,7 @@ def load_with(
 
     ``missing_ok``: None where there is no checkpoint.
     """
-    ranks = _meet("gc.load", opt, arguments)
+    ranks = together_of("gc.load", opt, arguments)
     path = Path(directory)
 
     def open_last() -> tuple[CheckpointManager, Any]:
@@ -240,12 +238,3 @@ def load_with(
     result = use()
     checkpoint_manager.restore(state, found.expected())
     return result
-
-
-def _meet(name: str, opt: Any, arguments: Sequence[str]) -> Together:
-    """The ranks of ``opt``; all of them if it is nothing that can be saved, for they must hear of that."""
-    checkpoint_manager = checkpoint_manager_or_none(opt)
-    if checkpoint_manager is None:
-        return Together(name, current().everyone, arguments)
-    checkpoint_manager.role.needs_all(name)
-    return Together(name, checkpoint_manager.ranks, arguments)

@@ -11,7 +11,9 @@ import numpy as np
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError, WireFormatError
 from gradcomp.core.text import printable
 from gradcomp.job.channel import channel_of
+from gradcomp.job.checkpoint_manager import checkpoint_manager_or_none
 from gradcomp.job.network import Ranks
+from gradcomp.job.runtime import current
 from gradcomp.pipeline.calls import Call
 
 T = TypeVar("T")
@@ -30,6 +32,8 @@ class Together:
     def __init__(self, name: str, ranks: Ranks, arguments: Sequence[str] = ()) -> None:
         self._name = name
         self._arguments = list(arguments)
+        #: Numbers, in the job, of the ranks.
+        self.members = ranks
         self._channel = channel_of(ranks)
         self.rank = 0 if self._channel is None else self._channel.rank
         self.size = 1 if self._channel is None else self._channel.size
@@ -85,6 +89,15 @@ class Together:
 
         lines = [f"{self._name}: {stage}", *self._arguments]
         return channel.submit(Call(self._name, lines, len(text)), exchange).result()
+
+
+def together_of(name: str, opt: Any, arguments: Sequence[str]) -> Together:
+    """The ranks of ``opt``; all of the job if it is nothing that was wrapped, for they must hear of that."""
+    checkpoint_manager = checkpoint_manager_or_none(opt)
+    if checkpoint_manager is None:
+        return Together(name, current().everyone, arguments)
+    checkpoint_manager.role.needs_all(name)
+    return Together(name, checkpoint_manager.ranks, arguments)
 
 
 def _report(text: bytes) -> dict[str, Any]:

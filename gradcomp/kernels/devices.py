@@ -18,6 +18,7 @@ from gradcomp.kernels import bodies
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.cuda.vectors import DeviceVector
+from gradcomp.kernels.reference_memory import memory_at
 
 T = TypeVar("T")
 
@@ -74,6 +75,19 @@ class Device:
             for event in events:
                 if event is not None:
                     self.driver.follow(event)
+
+    def read(self, address: int, nbytes: int, event: Any = None) -> npt.NDArray[np.uint8]:
+        """The bytes at an address, to be looked at now; blocks until ``event`` has come and the bytes are here."""
+        if self.driver is None:
+            while not self.reached([event]):
+                sleep(1e-4)
+            return memory_at(address, nbytes, np.dtype(np.uint8))
+        self.follow([event])
+        found = self.driver.pinned(nbytes)
+        if nbytes:
+            self.driver.download(found, address)
+        self.driver.synchronize()
+        return found
 
     def outlast(self, seconds: float) -> None:
         """Wait, but no longer than this, until what was called is done. Raises nothing: a device may have failed."""

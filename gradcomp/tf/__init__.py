@@ -4,6 +4,7 @@ import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet
+from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Average, Sum
 from gradcomp.job.runtime import (
     cross_rank,
@@ -50,6 +51,7 @@ __all__ = [  # noqa: PLE0604
     "local_rank",
     "local_size",
     "rank",
+    "record_gradients",
     "reducescatter",
     "save",
     "shutdown",

@@ -3,6 +3,7 @@
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.process_sets import ProcessSet
+from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Average, Sum
 from gradcomp.job.runtime import (
     cross_rank,
@@ -60,6 +61,7 @@ __all__ = [  # noqa: PLE0604
     "local_size",
     "poll",
     "rank",
+    "record_gradients",
     "save",
     "shutdown",
     "size",

@@ -1,0 +1,303 @@
+"""``record_gradients``: samples of all ranks' gradients, taken before compression, in a file on rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradcomp.analysis.kept import Kept
+from gradcomp.analysis.recording import Floats, Sampling, matching, read, sample, write
+from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.engine import Exchanger
+from gradcomp.job.channel import channel_of
+from gradcomp.job.network import Ranks
+from gradcomp.job.report import Readers
+from gradcomp.job.together import together_of
+from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
+from gradcomp.pipeline import Submission
+from gradcomp.pipeline.calls import Call
+
+logger = logging.getLogger("gradcomp")
+
+NAME = "gc.record_gradients"
+LIMIT_BYTES = 256 << 20
+#: A recording of fewer steps than these tells nothing about time.
+LEAST_STEPS = 4
+#: The file is written anew whenever the recording has grown by this factor.
+_GROWTH = 1.25
+
+
+def record_gradients(
+    opt: Any,
+    path: str | os.PathLike[str],
+    *,
+    every: int = 50,
+    layers: str | Sequence[str] | None = None,
+    elements: int = 4096,
+    seed: int = 0,
+    append: bool = False,
+    limit_bytes: int = LIMIT_BYTES,
+) -> GradientRecorder:
+    """Record some elements of every rank's gradients, as they are before compression, for ``gradcomp mi``.
+
+    In every exchange whose number is a multiple of ``every``, each rank takes the same elements of its own gradients,
+    in the form in which they are handed in: summed over passes, with the loss scale, without the residual. Rank 0
+    gathers them when the exchange is done. It writes the file anew, in one rename, whenever it has grown by a quarter,
+    and at the end: at :meth:`GradientRecorder.close` or ``shutdown()``. Parameters and means stay what they are.
+
+    Args:
+        opt: what ``DistributedOptimizer`` or ``ddp_comm_hook`` returned; a Keras optimizer that is built.
+        path: of the npz file, which rank 0 writes: ``gradcomp.analysis.read`` reads it.
+        every: doubles, and every other recorded step is dropped, when the recording would exceed ``limit_bytes``.
+        layers: shell patterns on layer names; None: all layers of two and more dimensions.
+        elements: at most so many of each layer, drawn from ``seed``.
+        seed: of the positions.
+        append: go on with a file of the same layers, elements and ranks; steps that this run repeats are dropped from
+            it. Else a file that exists is an error.
+        limit_bytes: of the values, in rank 0's memory and in the file.
+
+    Collective over the ranks of ``opt``, between two steps; so is each recorded step. Wire: 56 bytes of comparison and
+    4 bytes for each recorded element, from every rank to rank 0. State: 4 bytes for each recorded element; the
+    recording on rank 0. A layer without a dense gradient in a step is NaN there. ``add_param_group`` ends a recording.
+    Raises, on every rank, ConfigError for bad arguments, a world of one, dedicated servers and a file that cannot be
+    written or continued, PlanMismatchError if the ranks differ, StateError if ``opt`` is being recorded or a step is
+    open. A file that cannot be written later, because the disk is full, ends the recording with a warning.
+    Source: Abrahamyan et al. 2021, section III, whose gradients are recorded whole.
+    """
+    patterns = [layers] if isinstance(layers, str) else layers
+    arguments = [f"every={every}", f"layers={patterns}", f"elements={elements}", f"seed={seed}"]
+    arguments += [f"append={append}", f"limit_bytes={limit_bytes}"]
+    ranks = together_of(NAME, opt, arguments)
+
+    def prepare() -> tuple[tuple[Exchanger, Sampling, Kept], dict[str, Any]]:
+        _check(every, elements, seed, limit_bytes, append)
+        exchanger = _exchanger_of(opt)
+        sampling = sample(_chosen(exchanger.pipeline.layers, patterns), elements, seed)
+        most = _most_steps(sampling, ranks.size, limit_bytes)
+        kept = Kept(every, most)
+        if ranks.rank == 0:
+            kept = _begun(Path(path), sampling, kept, ranks.size, append, exchanger.pipeline.step)
+        told = {"positions": _digest(sampling), "every": kept.every, "steps": kept.steps}
+        return (exchanger, sampling, kept), told
+
+    (exchanger, sampling, kept), told = ranks.do("begin", prepare)
+    if any(other["positions"] != told[0]["positions"] for other in told):
+        raise PlanMismatchError(f"{NAME}: the ranks drew different positions: use one version of NumPy")
+    if ranks.rank:
+        found, steps = _history(told[0])
+        kept = Kept(found, kept.most, steps)
+    recorder = GradientRecorder(exchanger, Path(path), sampling, kept, ranks.members)
+    exchanger.recorder = recorder
+    return recorder
+
+
+class GradientRecorder:
+    """A recording that goes on; from :func:`record_gradients`. Usable in a ``with`` statement.
+
+    A :class:`gradcomp.engine.Recorder`.
+    """
+
+    def __init__(
+        self, exchanger: Exchanger, path: Path, sampling: Sampling, kept: Kept, ranks: Ranks
+    ) -> None:
+        self.path = path
+        self._exchanger = exchanger
+        self._sampling = sampling
+        self._kept = kept
+        self._ranks = ranks
+        self._lead = exchanger.pipeline.transport.rank == 0
+        numbers = {layer.name: i for i, layer in enumerate(exchanger.pipeline.layers)}
+        self._places = {numbers[layer.name]: place for place, layer in enumerate(sampling.layers)}
+        self._row: Floats | None = None  # of this rank, in an exchange that is recorded
+        self._step = 0
+        self._written = len(kept.steps)
+        self._failed = False
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the steps that the recording has, the same on all ranks."""
+        return list(self._kept.steps)
+
+    def begin(self, step: int) -> None:
+        """See :meth:`gradcomp.engine.Recorder.begin`."""
+        self._step = step
+        self._row = None
+        if self._kept.due(step):
+            self._row = np.full(self._sampling.width, np.nan, dtype=np.float32)
+
+    def take(self, submission: Submission) -> None:
+        """See :meth:`gradcomp.engine.Recorder.take`."""
+        if self._row is None or submission.layer not in self._places:
+            return
+        place = self._places[submission.layer]
+        layer = self._sampling.layers[place]
+        dtype = DTYPES[DTYPE_NUMBERS[layer.dtype]]
+        values = self._exchanger.device.read(submission.gradient, layer.nbytes, submission.event).view(dtype)
+        with np.errstate(over="ignore"):  # of float64
+            found = values[self._sampling.positions[place]].astype(np.float32)
+        self._row[self._sampling.part(place)] = found
+
+    def end(self) -> None:
+        """See :meth:`gradcomp.engine.Recorder.end`."""
+        row, self._row = self._row, None
+        if row is None:
+            return
+        rows = self._gather(row)
+        if rows is None:
+            self._detach()
+            return
+        self._kept.add(self._step, rows if self._lead else None)
+        if self._lead and len(self._kept.steps) >= max(_GROWTH * self._written, self._written + 1):
+            self._write()
+
+    def _gather(self, row: Floats) -> Floats | None:
+        """On rank 0 all ranks' rows, on others nothing; None if rank 0 has given up."""
+        channel = channel_of(self._ranks)
+        assert channel is not None, "a world of one records nothing"
+        size, own = channel.size, row.nbytes
+
+        def work(numbers: list[int]) -> Floats | None:
+            if numbers[0] < 0:
+                return None
+            if set(numbers) != {own}:
+                raise WireFormatError(f"samples of {numbers} bytes")
+            to, come = [0] * size, [0] * size
+            to[0] = own
+            if self._lead:
+                come = [own] * size
+            found = channel.alltoall(row.view(np.uint8), to, come)
+            return found.view(np.float32).reshape(-1, len(row))
+
+        call = Call(NAME, [f"sample of step {self._step}"], -1 if self._failed else own)
+        return channel.submit(call, work).result()
+
+    def close(self) -> None:
+        """Record no more, and write what is there. All ranks, between the same two steps; nothing is sent.
+
+        ``shutdown()`` calls it. A file that cannot be written is warned about.
+        """
+        self._detach()
+        if self._lead and not self._failed and self._written != len(self._kept.steps):
+            self._write()
+
+    def _detach(self) -> None:
+        if self._exchanger.recorder is self:
+            self._exchanger.recorder = None
+
+    def _write(self) -> None:
+        kept = self._kept
+        try:
+            write(self.path, self._sampling, kept.every, len(self._ranks), kept.steps, kept.rows)
+            self._written = len(kept.steps)
+        except OSError as error:
+            self._failed = True
+            logger.warning("the recording %s ends here: %s", self.path, error.strerror or error)
+
+    def __enter__(self) -> GradientRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ------------------------------------------------------------------------------------------ how it begins
+
+
+def _check(every: Any, elements: Any, seed: Any, limit_bytes: Any, append: Any) -> None:
+    for name, value, least in (
+        ("every", every, 1),
+        ("elements", elements, 2),
+        ("seed", seed, 0),
+        ("limit_bytes", limit_bytes, 1),
+    ):
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if not isinstance(append, bool):
+        raise ConfigError(f"append must be True or False, got {append!r}")
+
+
+def _exchanger_of(opt: Any) -> Exchanger:
+    if not isinstance(opt, Readers):
+        raise ConfigError(
+            f"expected what DistributedOptimizer or ddp_comm_hook returned, got {type(opt).__name__}"
+        )
+    exchanger = opt._exchanger_or_none()
+    if exchanger is None:
+        raise ConfigError(
+            "nothing is exchanged: a world of one rank, or an optimizer that Keras has not built yet"
+        )
+    if exchanger.is_open:
+        raise StateError("a step is open: a recording begins between steps")
+    if exchanger.recorder is not None:
+        raise StateError("these gradients are being recorded already: close() that recording first")
+    return exchanger
+
+
+def _chosen(layers: Sequence[LayerSpec], patterns: Sequence[str] | None) -> list[LayerSpec]:
+    if patterns is None:
+        chosen = [layer for layer in layers if len(layer.shape) > 1]
+    elif isinstance(patterns, Sequence) and all(isinstance(pattern, str) for pattern in patterns):
+        chosen = [layers[i] for i in matching([layer.name for layer in layers], patterns)]
+    else:
+        raise ConfigError(f"layers must be a shell pattern or several, got {patterns!r}")
+    if not any(layer.size > 1 for layer in chosen):
+        raise ConfigError("there is no layer to record: name some by layers=")
+    return chosen
+
+
+def _most_steps(sampling: Sampling, ranks: int, limit_bytes: int) -> int:
+    step_bytes = 4 * ranks * sampling.width
+    if limit_bytes < LEAST_STEPS * step_bytes:
+        raise ConfigError(
+            f"limit_bytes={limit_bytes} is less than {LEAST_STEPS} steps of {step_bytes} bytes: record fewer "
+            "elements or layers"
+        )
+    return limit_bytes // step_bytes
+
+
+def _begun(path: Path, sampling: Sampling, empty: Kept, size: int, append: bool, step: int) -> Kept:
+    """What a recording goes on from, before ``step``; written already, so that a bad path is an error now."""
+    kept = empty
+    if os.path.lexists(path):
+        if not append:
+            raise ConfigError(f"{path} exists: append=True goes on with it, or give another path")
+        there = read(path)
+        if not there.sampling.same_as(sampling) or (len(there.steps) and there.ranks != size):
+            raise ConfigError(f"{path} holds other layers, elements or ranks, or was drawn from another seed")
+        if there.every % empty.every or (there.every // empty.every).bit_count() != 1:
+            raise ConfigError(
+                f"{path} has every={there.every}, which every={empty.every} does not double into"
+            )
+        before = np.flatnonzero(there.steps < step).tolist()
+        rows = [there.values[i].copy() for i in before]
+        kept = Kept(there.every, empty.most, there.steps[before].tolist(), rows)
+    try:
+        write(path, sampling, kept.every, size, kept.steps, kept.rows)
+    except OSError as error:
+        raise ConfigError(f"cannot write the recording {path}: {error.strerror or error}") from error
+    return kept
+
+
+def _digest(sampling: Sampling) -> str:
+    content = b"".join(part.tobytes() for part in sampling.positions)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _history(told: Any) -> tuple[int, list[int]]:
+    """``every`` and the steps of the file that rank 0 goes on with."""
+    every, steps = told.get("every"), told.get("steps")
+    if (
+        type(every) is not int
+        or every < 1
+        or not isinstance(steps, list)
+        or any(type(s) is not int for s in steps)
+    ):
+        raise WireFormatError(f"{NAME}: rank 0 sent {told!r:.80}")
+    return every, steps

@@ -1,0 +1,270 @@
+"""Gradients are recorded as they are before compression: the same elements of all ranks, in a file on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch import on_ranks
+from small_torch import assert_same_on_all_ranks, data, net, wrap
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp.torch as gc
+from gradcomp.analysis import read
+
+
+def path_of(name: str) -> Path:
+    """The same path on all ranks, where there is nothing yet."""
+    made = tempfile.mkdtemp(prefix="gradcomp-recording-") if gc.rank() == 0 else None
+    return Path(gc.broadcast_object(made)) / name
+
+
+def train(model: torch.nn.Module, opt: torch.optim.Optimizer, steps: range) -> list[list[np.ndarray]]:
+    """This rank's own gradients of every step, as a second backward pass finds them."""
+    seen = []
+    for step in steps:
+        copy = net()
+        copy.load_state_dict(model.state_dict())
+        copy(data(step)).square().mean().backward()
+        seen.append([p.grad.numpy() for p in copy.parameters()])
+        opt.zero_grad()
+        model(data(step)).square().mean().backward()
+        opt.step()
+    return seen
+
+
+def everyone(mine: np.ndarray) -> np.ndarray:
+    return gc.allgather(torch.from_numpy(mine)[None]).numpy()
+
+
+@on_ranks(2)
+def test_all_ranks_gradients_before_compression_are_recorded():
+    path = path_of("run.npz")
+    model = net()
+    opt = wrap(model, gc.Policy("topk:density=0.1", filter=gc.Filter(min_elements=8)))
+    with gc.record_gradients(opt, path, every=3) as recorder:
+        seen = train(model, opt, range(8))
+    assert recorder.steps == [0, 3, 6]
+    own = np.stack([np.concatenate([seen[step][0].ravel(), seen[step][2].ravel()]) for step in (0, 3, 6)])
+    expected = everyone(own)
+    if gc.rank() == 0:
+        recording = read(path)
+        assert [layer.name for layer in recording.layers] == ["0.weight", "2.weight"]
+        assert (recording.steps.tolist(), recording.ranks, recording.every) == ([0, 3, 6], 2, 3)
+        np.testing.assert_array_equal(recording.values, expected.transpose(1, 0, 2))
+        assert list(path.parent.iterdir()) == [path]
+
+
+@on_ranks(2)
+def test_some_elements_of_some_layers_are_recorded():
+    path = path_of("run.npz")
+    model = net()
+    opt = wrap(model)
+    with gc.record_gradients(opt, path, every=1, layers=["0.*"], elements=10, seed=7):
+        seen = train(model, opt, range(1))
+    if gc.rank() == 0:
+        recording = read(path)
+        assert [layer.name for layer in recording.layers] == ["0.weight", "0.bias"]
+        for number, gradient in enumerate(seen[0][:2]):
+            positions = recording.sampling.positions[number]
+            assert len(positions) == 10
+            np.testing.assert_array_equal(recording.of(number, 0)[0], gradient.ravel()[positions])
+
+
+@on_ranks(2)
+def test_training_goes_on_as_without():
+    weights = []
+    for recorded in (False, True):
+        model = net()
+        opt = wrap(model, gc.Policy("quantize:bits=4", filter=gc.Filter(min_elements=8)))
+        if recorded:
+            gc.record_gradients(opt, path_of("run.npz"), every=2)
+        train(model, opt, range(5))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_same_on_all_ranks(weights[1])
+
+
+@on_ranks(2)
+def test_a_full_recording_keeps_every_other_step():
+    path = path_of("run.npz")
+    model = net()
+    opt = wrap(model)
+    with gc.record_gradients(opt, path, every=1, layers="2.weight", limit_bytes=5 * 2 * 4 * 48) as recorder:
+        train(model, opt, range(11))
+    assert recorder.steps == [0, 4, 8]
+    if gc.rank() == 0:
+        recording = read(path)
+        assert (recording.steps.tolist(), recording.every) == ([0, 4, 8], 4)
+
+
+@on_ranks(2)
+def test_append_goes_on_with_a_file_and_drops_what_is_repeated():
+    path = path_of("run.npz")
+    model = net()
+    opt = wrap(model)
+    with gc.record_gradients(opt, path, every=2):
+        train(model, opt, range(5))
+    state = opt.compression_state()
+    first = read(path) if gc.rank() == 0 else None
+    train(model, opt, range(5, 6))
+    with gc.record_gradients(opt, path, every=2, append=True):
+        train(model, opt, range(6, 9))
+    if first is not None:
+        recording = read(path)
+        assert recording.steps.tolist() == [0, 2, 4, 6, 8]
+        np.testing.assert_array_equal(recording.values[:3], first.values)
+    opt.load_compression_state(state)  # of step 5: steps 6 and 8 come again
+    with gc.record_gradients(opt, path, every=2, append=True) as recorder:
+        assert recorder.steps == [0, 2, 4]
+
+
+@on_ranks(2)
+def test_a_rank_without_a_gradient_is_nan():
+    path = path_of("run.npz")
+    model = net()
+    opt = wrap(model)
+    with gc.record_gradients(opt, path, every=1, layers="*"):
+        part = model[0] if gc.rank() == 1 else model
+        part(data(0)).square().mean().backward()
+        opt.step()
+    if gc.rank() == 0:
+        recording = read(path)
+        assert np.isfinite(recording.of(0, 1)).all()
+        assert np.isnan(recording.of(2, 1)).all()
+        assert np.isfinite(recording.of(2, 0)).all()
+
+
+@on_ranks(2)
+def test_a_step_that_is_thrown_away_is_recorded_too():
+    path = path_of("run.npz")
+    model = net()
+    opt = wrap(model)
+    with gc.record_gradients(opt, path, every=1) as recorder:
+        for _ in range(2):
+            model(data(0)).square().mean().backward()
+            opt.zero_grad()
+    assert recorder.steps == [0, 1]
+
+
+@on_ranks(2)
+def test_gradients_under_distributed_data_parallel_are_recorded():
+    path = path_of("run.npz")
+    model = net()
+    state, hook = gc.ddp_comm_hook(model, "none")
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hook)
+    with gc.record_gradients(state, path, every=1) as recorder:
+        ddp(data(0)).square().mean().backward()
+    assert recorder.steps == [0]
+    copy = net()
+    copy(data(0)).square().mean().backward()
+    if gc.rank() == 0:
+        np.testing.assert_array_equal(read(path).of(0, 0)[0], copy[0].weight.grad.numpy().ravel())
+
+
+@on_ranks(2)
+def test_gradients_of_two_bytes_are_recorded_as_float32():
+    path = path_of("run.npz")
+    model = net().to(torch.bfloat16)
+    opt = wrap(model)
+    with gc.record_gradients(opt, path, every=1):
+        model(data(0).bfloat16()).float().square().mean().backward()
+        opt.zero_grad()
+    if gc.rank() == 0:
+        values = read(path).values
+        assert np.isfinite(values).all()
+        assert (torch.from_numpy(values.copy()).bfloat16().float().numpy() == values).all()
+
+
+@on_ranks(2)
+def test_a_disk_that_is_full_ends_the_recording_on_all_ranks():
+    path = path_of("run.npz")
+    model = net()
+    opt = wrap(model)
+    recorder = gc.record_gradients(opt, path, every=1)
+    path.unlink(missing_ok=True)
+    if gc.rank() == 0:
+        path.mkdir()  # a rename to it fails
+        logging.getLogger("gradcomp").setLevel(logging.ERROR)
+    train(model, opt, range(4))
+    assert len(recorder.steps) < 4
+    assert opt._exchanger_or_none().recorder is None
+    assert_same_on_all_ranks(model.parameters())
+
+
+BAD: dict[str, tuple[Callable[[Any, Path], Any], type[Exception], str]] = {
+    "every": (lambda opt, path: gc.record_gradients(opt, path, every=0), gc.ConfigError, "every must be"),
+    "elements": (
+        lambda opt, path: gc.record_gradients(opt, path, elements=True),
+        gc.ConfigError,
+        "elements must",
+    ),
+    "layers": (
+        lambda opt, path: gc.record_gradients(opt, path, layers="x*"),
+        gc.ConfigError,
+        "no layer matches 'x*'",
+    ),
+    "optimizer": (lambda opt, path: gc.record_gradients(object(), path), gc.ConfigError, "got object"),
+    "limit": (
+        lambda opt, path: gc.record_gradients(opt, path, limit_bytes=100),
+        gc.ConfigError,
+        "fewer elements",
+    ),
+    "no directory": (
+        lambda opt, path: gc.record_gradients(opt, path / "missing" / "run.npz"),
+        gc.ConfigError,
+        "cannot write the recording",
+    ),
+    "ranks differ": (
+        lambda opt, path: gc.record_gradients(opt, path, every=1 + gc.rank()),
+        gc.PlanMismatchError,
+        "every=",
+    ),
+    "a bad argument on one rank": (
+        lambda opt, path: gc.record_gradients(opt if gc.rank() else object(), path),
+        gc.ConfigError,
+        "rank 0: expected what DistributedOptimizer",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_on_all_ranks(case: str):
+    call, error, message = BAD[case]
+    model = net()
+    opt = wrap(model)
+    with pytest.raises(error, match=message.replace("*", r"\*")):
+        call(opt, path_of("run.npz"))
+    train(model, opt, range(2))
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_files_that_cannot_be_continued_are_refused():
+    path = path_of("run.npz")
+    opt = wrap(net())
+    gc.record_gradients(opt, path, every=4).close()
+    with pytest.raises(gc.ConfigError, match="exists: append=True"):
+        gc.record_gradients(opt, path)
+    with pytest.raises(gc.ConfigError, match="other layers, elements or ranks"):
+        gc.record_gradients(opt, path, every=4, append=True, layers="0.bias")
+    with pytest.raises(gc.ConfigError, match="does not double into"):
+        gc.record_gradients(opt, path, every=3, append=True)
+    gc.record_gradients(opt, path, every=2, append=True)
+    with pytest.raises(gc.StateError, match="recorded already"):
+        gc.record_gradients(opt, path, every=2, append=True)
+
+
+@on_ranks(1)
+def test_a_world_of_one_has_nothing_to_record():
+    opt = wrap(net())
+    with pytest.raises(gc.ConfigError, match="a world of one rank"):
+        gc.record_gradients(opt, Path(tempfile.mkdtemp()) / "run.npz")
