@@ -1,6 +1,7 @@
-"""The command ``gradcomp``: what a run's log says.
+"""The command ``gradcomp``: what a run's log says, and what its gradients have in common.
 
-``gradcomp plan show run.jsonl`` prints the plan and its history; ``--png`` draws the profile.
+``gradcomp plan show run.jsonl`` prints the plan and its history, ``gradcomp mi run.npz`` the information plane of
+recorded gradients; ``--png`` draws them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, get_args
 
+import numpy as np
+
+from gradcomp.analysis import Plane, information_plane
+from gradcomp.analysis import read as read_recording
+from gradcomp.analysis.histogram import Binning
+from gradcomp.analysis.information import Correction
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.journal import Logged, Run, histogram, read
 from gradcomp.core.levels import level_text, names, printable
@@ -22,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status: 0, or 2 for bad input, which one line on stderr explains."""
     options = _parser().parse_args(arguments)
     try:
-        text = _plan_show(options)
+        text = options.show(options)
     except GradcompError as error:
         sys.stderr.write(f"gradcomp: {printable(str(error))}\n")
         return 2
@@ -46,9 +53,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="gradcomp", description="Look at what gradcomp did in a run.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gradcomp {__version__}")
-    plan = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "plan", help="plans: which compressor, at which level, for every layer"
-    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser("plan", help="plans: which compressor, at which level, for every layer")
     show = plan.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "show", help="print a plan of a run, and the history of its plans"
     )
@@ -60,7 +66,32 @@ def _parser() -> argparse.ArgumentParser:
         "--step", type=int, metavar="S", help="the plan in force at this step; default: the last"
     )
     show.add_argument("--png", metavar="OUT", help="draw the profile: level and size of every layer")
+    show.set_defaults(show=_plan_show)
+    _add_information(commands.add_parser("mi", help="what the gradients of two ranks have in common"))
     return parser
+
+
+def _add_information(mi: argparse.ArgumentParser) -> None:
+    mi.add_argument("file", metavar="FILE", help="the recording: what record_gradients() wrote")
+    mi.add_argument(
+        "--pair",
+        type=int,
+        nargs=2,
+        action="append",
+        metavar=("A", "B"),
+        help="ranks; default: 0 and 1; several",
+    )
+    mi.add_argument(
+        "--layer", action="append", metavar="PATTERN", help="layers by shell pattern; default: all"
+    )
+    mi.add_argument(
+        "--bins", type=int, metavar="N", help="of each histogram; default: 2 m^(1/3) for m elements"
+    )
+    mi.add_argument("--binning", choices=get_args(Binning), default="uniform", help="default: uniform")
+    mi.add_argument("--correction", choices=get_args(Correction), default="none", help="default: none")
+    mi.add_argument("--shuffles", type=int, default=4, metavar="N", help="of the null; default: 4")
+    mi.add_argument("--png", metavar="OUT", help="draw bits over steps and over layers")
+    mi.set_defaults(show=_information)
 
 
 def _plan_show(options: argparse.Namespace) -> str:
@@ -132,6 +163,59 @@ def _history(run: Run, shown: Logged) -> list[str]:
             columns += ["-" if sent is None else f"{sent:,.0f}", "-" if ratio is None else f"{ratio:.2f}x"]
         rows.append([*columns, histogram(logged.plan)])
     return _table(rows, left={7})
+
+
+def _information(options: argparse.Namespace) -> str:
+    recording = read_recording(options.file)
+    names = ("bins", "binning", "correction", "shuffles")
+    settings = {"layers": options.layer, **{name: getattr(options, name) for name in names}}
+    pairs = options.pair or [(0, 1)]
+    planes = [information_plane(recording, (first, second), **settings) for first, second in pairs]
+    steps = recording.steps
+    facts = {
+        "recorded": f"{len(steps)} steps, {steps[0]} to {steps[-1]}, by gradcomp {recording.version}",
+        "ranks": str(recording.ranks),
+        "histogram": f"{options.binning}, {options.bins or '2 m^(1/3)'} bins, correction {options.correction}",
+    }
+    lines = [f"{fact:<11}{printable(text)}" for fact, text in facts.items()]
+    for plane in planes:
+        first, second = plane.pair
+        lines += ["", f"ranks {first} and {second}: bits per element, means over steps", "", *_plane(plane)]
+        mutual, null = plane.share(plane.mutual), plane.share(plane.null)
+        lines += ["", f"mutual information is {mutual:.1%} of the entropy, and of shuffled pairs {null:.1%}"]
+    if options.png is not None:
+        from gradcomp.plots import draw_information  # which needs an extra
+
+        draw_information(planes, options.png)
+        lines += ["", f"figure: {printable(options.png)}"]
+    return "\n".join([*lines, ""])
+
+
+def _plane(plane: Plane) -> list[str]:
+    heads = ["#", "layer", "elements", "of", "H", "H(b|a)", "I", "shuffled", "excess", "I/H"]
+    rows = [[*heads, "Gaussian", "estimated"]]
+    columns = [plane.entropy, plane.conditional, plane.mutual, plane.null, plane.mutual - plane.null]
+    bits = [plane.mean(column) for column in columns]
+    known = plane.mean(plane.gaussian)
+    for number, layer in enumerate(plane.layers):
+        entropy, mutual = float(bits[0][number]), float(bits[2][number])
+        rows.append(
+            [
+                str(number + 1),
+                layer.name,
+                f"{plane.elements[number]:,}",
+                f"{layer.size:,}",
+                *(_bits(column[number]) for column in bits),
+                f"{mutual / entropy:.1%}" if entropy > 0 else "-",
+                _bits(known[number]),
+                _bits(plane.calibration[number]),
+            ]
+        )
+    return _table(rows, left={1})
+
+
+def _bits(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.3f}"
 
 
 def _table(rows: list[list[str]], left: set[int]) -> list[str]:

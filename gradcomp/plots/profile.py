@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from gradcomp.core.errors import ConfigError
 from gradcomp.core.journal import Logged, Run
 from gradcomp.core.levels import EXACT, level_kind, names, printable
 from gradcomp.core.plan import Assignment
+from gradcomp.plots.canvas import canvas, save
 
 COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
 FIRST_COLOUR = "#d62728"
@@ -36,15 +36,9 @@ def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
     plan, often the uniform one, is a dashed line. Raises ConfigError without matplotlib, or if the file cannot be
     written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"a figure needs matplotlib: pip install 'gradcomp[plot]' ({error})") from error
     rows = _rows(run, shown)
     kinds = sorted({_kind(a) for a in rows} - {""}) or [""]
-    figure = Figure(figsize=(10, 1.8 + 3.2 * len(kinds)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(10, 1.8 + 3.2 * len(kinds))
     panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
     legend: Legend = {}
     for panel, kind in zip(panels, kinds, strict=True):
@@ -56,10 +50,7 @@ def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
     panels[-1].set_xlabel("number of the layer")
     figure.suptitle(_title(run, shown))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    save(figure, path)
 
 
 def _rows(run: Run, logged: Logged) -> Rows:

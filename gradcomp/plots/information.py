@@ -1,0 +1,90 @@
+"""The information plane as a figure: over steps and over layers (Abrahamyan et al. 2021, Figures 3, 4 and 12)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.analysis import Plane
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.text import printable
+from gradcomp.plots.canvas import canvas, save
+
+COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd")
+NULL_COLOUR = "#d62728"
+ENTROPY_COLOUR = "#555555"
+
+#: Longest name in a legend.
+_NAME_LETTERS = 32
+
+
+def draw_information(
+    planes: Sequence[Plane], path: str | os.PathLike[str], titles: Sequence[str] | None = None
+) -> None:
+    """Write a PNG with two panels for each plane.
+
+    Left, against the step, for up to four layers: I(g_1; g_2) as a solid line, H(g_2) dotted, shuffled pairs dashed
+    (Figures 3 and 12). Right, against the layer, the means over steps (Figure 4). Raises ConfigError without
+    matplotlib, or if the file cannot be written.
+    """
+    if not planes or (titles is not None and len(titles) != len(planes)):
+        raise ConfigError("a figure needs at least one plane, and a title for each or for none")
+    figure = canvas(11, 3.6 * len(planes))
+    rows = figure.subplots(len(planes), 2, squeeze=False)
+    names = titles or [f"ranks {plane.pair[0]} and {plane.pair[1]}" for plane in planes]
+    for (left, right), plane, name in zip(rows, planes, names, strict=True):
+        _over_steps(left, plane)
+        _over_layers(right, plane)
+        for panel in (left, right):
+            panel.set_title(_text(name), fontsize=10)
+            panel.set_ylabel("bits per element")
+            panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
+            panel.legend(fontsize=7, loc="best")
+    save(figure, path)
+
+
+def _over_steps(panel: Any, plane: Plane) -> None:
+    places = np.unique(np.linspace(0, len(plane.layers) - 1, len(COLOURS)).round().astype(int)).tolist()
+    marker = "." if len(plane.steps) < 50 else ""
+    for colour, place in zip(COLOURS, places, strict=False):
+        lines: tuple[tuple[npt.NDArray[np.float64], str, str, str], ...] = (
+            (plane.mutual, "-", colour, _text(plane.layers[place].name)),
+            (plane.entropy, ":", colour, ""),
+            (plane.null, "--", NULL_COLOUR, "shuffled" if place == places[-1] else ""),
+        )
+        for values, style, shade, label in lines:
+            width = 0.8 if shade == NULL_COLOUR else 1.4
+            panel.plot(
+                plane.steps,
+                values[place],
+                style,
+                color=shade,
+                linewidth=width,
+                marker=marker,
+                label=label or None,
+            )
+    panel.plot([], [], ":", color=ENTROPY_COLOUR, label="entropy")
+    panel.set_xlabel("step")
+
+
+def _over_layers(panel: Any, plane: Plane) -> None:
+    numbers = np.arange(1, len(plane.layers) + 1)
+    for values, style, colour, label in (
+        (plane.entropy, ":", ENTROPY_COLOUR, "entropy"),
+        (plane.mutual, "-", COLOURS[0], "mutual information"),
+        (plane.null, "--", NULL_COLOUR, "shuffled"),
+        (plane.gaussian, "-.", COLOURS[1], "Gaussian, exact"),
+    ):
+        panel.plot(numbers, plane.mean(values), style, color=colour, marker="o", markersize=3, label=label)
+    panel.set_xlabel("number of the layer")
+    panel.set_xlim(0.5, len(numbers) + 0.5)
+
+
+def _text(name: str) -> str:
+    """A name on one line; a dollar would begin a formula."""
+    short = name if len(name) <= _NAME_LETTERS else "…" + name[1 - _NAME_LETTERS :]
+    return printable(short).replace("$", r"\$")
