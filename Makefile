@@ -34,7 +34,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
            bench-shm bench-transports bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive \
-           bench-sharded bench-auto bench-memory bench-soak bench-tf-ops bench-tf-step bench-tf-convergence
+           bench-sharded bench-auto bench-memory bench-soak bench-information bench-tf-ops bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -278,6 +278,9 @@ bench-memory: $(STAMP)/package
 
 bench-soak: $(STAMP)/package
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+bench-information: $(STAMP)/package $(STAMP)/extra-plot
+	$(BIN)/python benchmarks/information.py $(ARGS)
 
 bench-tf-ops: $(STAMP)/package $(STAMP)/extra-tf
 	$(BIN)/python benchmarks/tf_ops.py $(ARGS)

@@ -65,12 +65,12 @@ def run_rank(steps: int, compression: str, controller: str | None) -> dict[str, 
     }
 
 
-def launch(command: list[str]) -> list[dict[str, Any]]:
-    """What each of two ranks prints last, as JSON. ``command``: a script and its arguments."""
+def launch(command: list[str], world: int = RANKS) -> list[dict[str, Any]]:
+    """What each rank prints last, as JSON. ``command``: a script and its arguments."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
             [sys.executable, *command],
@@ -78,7 +78,7 @@ def launch(command: list[str]) -> list[dict[str, Any]]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(world)
     ]
     outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):

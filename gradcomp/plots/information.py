@@ -72,6 +72,8 @@ def _over_steps(panel: Any, plane: Plane) -> None:
 
 
 def _over_layers(panel: Any, plane: Plane) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     numbers = np.arange(1, len(plane.layers) + 1)
     for values, style, colour, label in (
         (plane.entropy, ":", ENTROPY_COLOUR, "entropy"),
@@ -82,6 +84,7 @@ def _over_layers(panel: Any, plane: Plane) -> None:
         panel.plot(numbers, plane.mean(values), style, color=colour, marker="o", markersize=3, label=label)
     panel.set_xlabel("number of the layer")
     panel.set_xlim(0.5, len(numbers) + 0.5)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _text(name: str) -> str:

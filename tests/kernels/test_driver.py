@@ -148,3 +148,26 @@ def test_an_event_can_be_followed(driver: Any) -> None:
     block = uploaded(driver, np.arange(9, dtype=np.uint8))
     assert downloaded(driver, block.address, 9).tolist() == list(range(9))
     assert driver.reached(event)  # what was behind it is done
+
+
+def test_a_device_reads_bytes_behind_an_event(driver: Any) -> None:
+    values = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
+    block = uploaded(driver, values)
+    device = devices.Device("test", driver=driver)
+    event = device.mark(driver.stream)
+    assert device.read(block.address, 1000, event).tobytes() == values.tobytes()
+    assert device.read(block.address, 0).tobytes() == b""
+    assert devices.HOST.read(values.ctypes.data, 10).tolist() == values[:10].tolist()
+
+
+def test_copies_of_a_device_without_kernels_are_read_when_they_have_come() -> None:
+    values, looks = np.zeros(3, np.uint8), []
+
+    class Late(devices.Device):
+        def reached(self, events: Any) -> bool:
+            looks.append(list(events))
+            values[:] = len(looks)
+            return len(looks) == 3
+
+    assert Late("test").read(values.ctypes.data, 3, "event").tolist() == [3, 3, 3]
+    assert looks == [["event"]] * 3

@@ -464,3 +464,35 @@ def test_a_world_of_one(tmp_path: Any) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(weights[0], resumed.get_weights(), strict=True))
     finally:
         gc.shutdown()
+
+
+@on_ranks(2, env=ENV)
+def test_gradients_are_recorded_before_compression() -> None:
+    import tempfile
+    from pathlib import Path
+
+    from keras_checks import data, model
+
+    import gradcomp.tf as gc
+    from gradcomp.analysis import read
+
+    x, y, _, _ = data()
+    ours = model()
+    policy = gc.Policy("topk:density=0.1", filter=gc.Filter(min_elements=1))
+    optimizer = gc.DistributedOptimizer(_optimizer("SGD", {}), policy)
+    ours.compile(optimizer=optimizer, loss="mse")
+    optimizer.build(ours.trainable_variables)
+    made = tempfile.mkdtemp(prefix="gradcomp-recording-") if gc.rank() == 0 else ""
+    path = Path(gc.broadcast_object(made)) / "run.npz"
+    with gc.record_gradients(optimizer, path, every=2, layers="*") as recorder:
+        for _ in range(3):
+            ours.train_on_batch(x[:4], y[:4])
+    assert recorder.steps == [0, 2]
+    if gc.rank() == 0:
+        recording = read(path)
+        assert [layer.size for layer in recording.layers] == [
+            int(np.prod(v.shape)) for v in ours.trainable_variables
+        ]
+        assert np.isfinite(recording.values).all()
+        assert (recording.values != 0).all()
+        assert not np.array_equal(recording.of(0, 0), recording.of(0, 1))
