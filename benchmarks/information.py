@@ -5,7 +5,7 @@
 ResNet-20 on CIFAR-10 and an LSTM on text train uncompressed with two ranks, then ResNet-20 with four. Every
 ``--every`` steps the gradients are recorded as they are before compression: layers of up to 40,000 elements whole, as
 in the paper, of larger ones so many elements. The table has the mean over layers and steps of the entropy H, of the
-mutual information I, and of I where the elements of one rank were shuffled; each for three histograms. *Gaussian* is
+mutual information I, and of I where the elements of one rank were shuffled; each for several histograms. *Gaussian* is
 the exact information of Gaussian variables with the correlation of the gradients, *estimated* what the histogram finds
 in such draws. *Magnitudes* is I - shuffled where the signs of one rank's gradients are drawn at random, which leaves
 what the magnitudes have in common. ``--figures`` draws Figures 3 and 4 for both models, and Figure 12 for four ranks.
@@ -32,9 +32,23 @@ ELEMENTS = 40_000
 #: By the name in the table: how the histogram is made.
 HISTOGRAMS: dict[str, dict[str, Any]] = {
     "2^32 levels": {"bins": 2**32},
+    "2^14 levels": {"bins": 2**14},
+    "2^12 levels": {"bins": 2**12},
     "2 m^(1/3) bins": {},
     "2 m^(1/3) quantiles": {"binning": "quantile"},
 }
+HEADERS = [
+    "bits per element",
+    "H",
+    "I",
+    "shuffled",
+    "excess",
+    "Gaussian",
+    "estimated",
+    "magnitudes",
+    "I/H, %",
+    "shuffled/H, %",
+]
 #: Task, ranks, and the pairs that are compared; those of four ranks were drawn once.
 RUNS = {
     "resnet": (RESNET, 2, ((0, 1),)),
@@ -107,7 +121,7 @@ def draw(name: str, planes: dict[Any, Any], pairs: Any, directory: Path) -> None
     """Figures 3 and 4 by the paper's histogram and by ours; of more ranks one row for each pair."""
     from gradcomp.plots import draw_information
 
-    titles = list(HISTOGRAMS)[:2]
+    titles = [title for title, settings in HISTOGRAMS.items() if settings in ({"bins": 2**32}, {})]
     shown = (
         [(pair, titles[1]) for pair in pairs] if len(pairs) > 1 else [(pairs[0], title) for title in titles]
     )
@@ -156,20 +170,8 @@ def main() -> int:
             rows += found
             if options.figures:
                 draw(name, planes, pairs, options.figures)
-    headers = [
-        "bits per element",
-        "H",
-        "I",
-        "shuffled",
-        "excess",
-        "Gaussian",
-        "estimated",
-        "magnitudes",
-        "I/H, %",
-        "shuffled/H, %",
-    ]
     print(report.describe(machine))
-    print(report.table(headers, rows))
+    print(report.table(HEADERS, rows))
     if losses:
         print(f"loss of rank 0 in the last of {options.steps} steps: {'; '.join(losses)}")
     return 0

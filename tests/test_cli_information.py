@@ -80,6 +80,7 @@ def test_the_figure_is_drawn(recording: Path, capsys):
     assert out.stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_neither_a_framework_nor_matplotlib_is_needed(recording: Path):
     blocked = (
         "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None; "

@@ -94,6 +94,7 @@ def test_a_recording_without_steps_is_refused():
         information_plane(empty)
 
 
+@pytest.mark.full
 @needs_matplotlib
 def test_the_figure_has_a_row_of_panels_for_every_pair(tmp_path: Path):
     from matplotlib.image import imread
