@@ -182,7 +182,8 @@ def _information(options: argparse.Namespace) -> str:
         first, second = plane.pair
         lines += ["", f"ranks {first} and {second}: bits per element, means over steps", "", *_plane(plane)]
         mutual, null = plane.share(plane.mutual), plane.share(plane.null)
-        lines += ["", f"mutual information is {mutual:.1%} of the entropy, and of shuffled pairs {null:.1%}"]
+        beside = "" if np.isnan(null) else f", and of shuffled pairs {null:.1%}"
+        lines += ["", f"mutual information is {mutual:.1%} of the entropy{beside}"]
     if options.png is not None:
         from gradcomp.plots import draw_information  # which needs an extra
 

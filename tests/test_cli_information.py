@@ -68,6 +68,9 @@ def test_pairs_layers_and_histograms_can_be_chosen(recording: Path, capsys):
         "ranks 2 and 1: bits per element, means over steps",
     ]
     assert lines[-1] == "mutual information is 100.0% of the entropy, and of shuffled pairs 100.0%"
+    plain = shown(capsys, recording, "--pair", 2, 0, "--layer", "conv*", "--shuffles", 0)
+    assert plain[-1].startswith("mutual information is ")
+    assert plain[-1].endswith("of the entropy")
     corrected = shown(capsys, recording, "--correction", "miller-madow", "--binning", "quantile")
     assert corrected[2] == "histogram  quantile, 2 m^(1/3) bins, correction miller-madow"
 

@@ -35,6 +35,10 @@ def test_values_of_known_probabilities_have_their_entropy():
     assert entropy(values, bins=3, binning="quantile") == pytest.approx(1.5, abs=1e-12)
 
 
+def test_the_largest_value_is_in_the_last_bin():
+    assert entropy([0.0, 0.9, 1.0], bins=2) == pytest.approx(math.log2(3) - 2 / 3)
+
+
 def test_a_table_of_known_probabilities_has_its_information():
     counts = {(0, 0): 4, (0, 1): 1, (1, 0): 1, (1, 1): 2}
     x, y = (np.concatenate([[pair[i]] * count for pair, count in counts.items()]) for i in (0, 1))

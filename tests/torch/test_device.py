@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from fake_streams import FakeStreams
 from kernels.standin import FOLDER
 
 import gradcomp.torch as gc
+from gradcomp.analysis import read
 from gradcomp.engine.background import in_background
 from gradcomp.kernels import bodies, devices
 from gradcomp.torch import core, ddp, soon, staging, start
@@ -367,3 +370,22 @@ def test_an_exchange_begins_when_the_scale_has_come() -> None:
     assert number.result() == 4.0
     assert soon.number_of(parameter, 0.5) == 4.0  # the CPU's own is here
     assert soon.number_of(3, 0.5) == 1.5
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@on_ranks(2)
+def test_gradients_on_a_device_are_recorded(kernels: bool):
+    made = tempfile.mkdtemp(prefix="gradcomp-recording-") if gc.rank() == 0 else None
+    path = Path(gc.broadcast_object(made)) / "run.npz"
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 40)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(gc.rank()))
+    (own,) = torch.autograd.grad(model(x).square().mean(), model.weight)
+    with on_device() if kernels else through_host():
+        opt = gc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        with gc.record_gradients(opt, path, every=1):
+            model(x).square().mean().backward()
+            opt.step()
+    both = gc.allgather(own.reshape(1, -1))
+    if gc.rank() == 0:
+        assert read(path).values[0].tolist() == both.tolist()
