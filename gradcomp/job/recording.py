@@ -76,20 +76,24 @@ def record_gradients(
     arguments += [f"append={append}", f"limit_bytes={limit_bytes}"]
     ranks = together_of(NAME, opt, arguments)
 
-    def prepare() -> tuple[tuple[Exchanger, Sampling, Kept], dict[str, Any]]:
-        _check(every, elements, seed, limit_bytes, append)
+    def check() -> tuple[tuple[Exchanger, Sampling, Kept], str]:
+        _check(path, every=every, elements=elements, seed=seed, limit_bytes=limit_bytes, append=append)
         exchanger = _exchanger_of(opt)
         sampling = sample(_chosen(exchanger.pipeline.layers, patterns), elements, seed)
-        most = _most_steps(sampling, ranks.size, limit_bytes)
-        kept = Kept(every, most)
-        if ranks.rank == 0:
-            kept = _begun(Path(path), sampling, kept, ranks.size, append, exchanger.pipeline.step)
-        told = {"positions": _digest(sampling), "every": kept.every, "steps": kept.steps}
-        return (exchanger, sampling, kept), told
+        kept = Kept(every, _most_steps(sampling, ranks.size, limit_bytes))
+        return (exchanger, sampling, kept), _digest(sampling)
 
-    (exchanger, sampling, kept), told = ranks.do("begin", prepare)
-    if any(other["positions"] != told[0]["positions"] for other in told):
+    (exchanger, sampling, kept), digests = ranks.do("check", check)
+    if len(set(digests)) > 1:
         raise PlanMismatchError(f"{NAME}: the ranks drew different positions: use one version of NumPy")
+
+    def begin() -> tuple[Kept, dict[str, Any]]:
+        begun = kept
+        if ranks.rank == 0:
+            begun = _begun(Path(path), sampling, kept, ranks.size, append, exchanger.pipeline.step)
+        return begun, {"every": begun.every, "steps": begun.steps}
+
+    kept, told = ranks.do("begin", begin)
     if ranks.rank:
         found, steps = _history(told[0])
         kept = Kept(found, kept.most, steps)
@@ -210,15 +214,13 @@ class GradientRecorder:
 # ------------------------------------------------------------------------------------------ how it begins
 
 
-def _check(every: Any, elements: Any, seed: Any, limit_bytes: Any, append: Any) -> None:
-    for name, value, least in (
-        ("every", every, 1),
-        ("elements", elements, 2),
-        ("seed", seed, 0),
-        ("limit_bytes", limit_bytes, 1),
-    ):
-        if type(value) is not int or value < least:
-            raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+def _check(path: Any, append: Any, **numbers: Any) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path must be a path, got {path!r}")
+    least = {"every": 1, "elements": 2, "seed": 0, "limit_bytes": 1}
+    for name, value in numbers.items():
+        if type(value) is not int or value < least[name]:
+            raise ConfigError(f"{name} must be a whole number of at least {least[name]}, got {value!r}")
     if not isinstance(append, bool):
         raise ConfigError(f"append must be True or False, got {append!r}")
 

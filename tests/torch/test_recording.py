@@ -211,6 +211,11 @@ BAD: dict[str, tuple[Callable[[Any, Path], Any], type[Exception], str]] = {
         gc.ConfigError,
         "no layer matches 'x*'",
     ),
+    "path": (
+        lambda opt, path: gc.record_gradients(opt, path if gc.rank() == 0 else None),
+        gc.ConfigError,
+        "got None",
+    ),
     "optimizer": (lambda opt, path: gc.record_gradients(object(), path), gc.ConfigError, "got object"),
     "limit": (
         lambda opt, path: gc.record_gradients(opt, path, limit_bytes=100),
@@ -241,8 +246,10 @@ def test_bad_input_is_an_error_on_all_ranks(case: str):
     call, error, message = BAD[case]
     model = net()
     opt = wrap(model)
+    path = path_of("run.npz")
     with pytest.raises(error, match=message.replace("*", r"\*")):
-        call(opt, path_of("run.npz"))
+        call(opt, path)
+    assert not list(path.parent.iterdir())
     train(model, opt, range(2))
     assert_same_on_all_ranks(model.parameters())
 
