@@ -28,6 +28,7 @@ from gradcomp.pipeline import Number, Options, Pipeline, StepResult, Submission
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.pipeline.request_arrays import Array, SharedMemory
 from gradcomp.pipeline.request_group import RequestGroup, Run
+from gradcomp.pipeline.request_order import RequestOrder
 from gradcomp.pipeline.requests import PreparedRequest, Request
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.header import APPLIED
@@ -96,6 +97,7 @@ class Exchanger:
             self._plan_log = PlanLog(self._pipeline, agreed.journal, terms.controller, terms.compression)
         self._progress = Progress(engine, watchdog, config, self._pipeline, terms)
         self._group: RequestGroup | None = None
+        self._order = RequestOrder()
         self._shared = SharedMemory(transport.allocator(HOST))
 
     @property
@@ -225,7 +227,7 @@ class Exchanger:
         self._check()
         if self.is_open:
             raise StateError("a step is open: requests run between steps")
-        self._group = RequestGroup(runs, self._transport, self._pipeline.round_complete)
+        self._group = RequestGroup(runs, self._transport, self._pipeline.round_complete, self._order)
         self._progress.start(self._group.poll)
 
     def finish(self) -> list[list[Array]]:

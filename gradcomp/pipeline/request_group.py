@@ -9,7 +9,9 @@ from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, 
 from gradcomp.pipeline.calls import Call, compare
 from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.request_arrays import Array
+from gradcomp.pipeline.request_order import RequestOrder
 from gradcomp.pipeline.requests import PreparedRequest
+from gradcomp.reduce.framing import Framed
 from gradcomp.transport.base import AllGather, Transport
 
 
@@ -33,19 +35,30 @@ class RequestGroup:
     """Runs of requests in their order, which all ranks share: while one is on the wire, the next one is encoded.
 
     The ranks compare the whole group first. ``verdict``: the error that all ranks have come to. With ConfigError (a
-    rank has a problem) or PlanMismatchError (the ranks do not run the same) nothing was exchanged, and the requests can
+    rank has a problem) or PlanMismatchError (the ranks do not run the same) nothing was written, and the requests can
     be run again. StateError: some ranks committed the last run of a request, and others did not.
     ``completed(seconds)`` is told of every round.
 
-    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for. What has no state is
-    encoded while the ranks compare.
+    ``order``: the groups so far. A request that it predicts begins at once, without a comparison. A rank that runs
+    something else, or has a problem, takes part with messages of the same sizes that say so; then all ranks throw that
+    exchange away, and compare.
+
+    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for. Of a request that was
+    predicted, its own round; if a rank declines, that, and then as without a prediction.
     """
 
-    def __init__(self, runs: Sequence[Run], transport: Transport, completed: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        transport: Transport,
+        completed: Callable[[float], None],
+        order: RequestOrder | None = None,
+    ) -> None:
         self.verdict: GradcompError | None = None
         self._runs = list(runs)
         self._transport = transport
         self._completed = completed
+        self._order = order or RequestOrder()
         self._decoded_again = False
         self._problem = self._objection()
         self._running = self._run()
@@ -65,31 +78,28 @@ class RequestGroup:
         return [result.arrays for result in found if result is not None]
 
     def _run(self) -> Generator[Waiting, None, None]:
-        in_flight: list[InFlight] = []
-        comparing = self._compare()
+        predicted = self._order.predicted
+        if predicted is not None and self._transport.size > 1 and (yield from self._ahead(predicted)):
+            return
         try:
-            waiting = next(comparing)
-            if self._may_encode_ahead():
-                in_flight.append(self._begun(0))
-                in_flight[0].prepare()
-            yield waiting
-            changed = yield from comparing
-        except StopIteration as done:  # there is nobody to compare with
-            changed = done.value
+            changed = yield from self._compare()
         except (ConfigError, PlanMismatchError) as error:
             self.verdict = error
             return
+        self._order.note([run.request for run in self._runs], changed)
         if not changed:
             self._decoded_again = True
             for run in self._runs:
                 assert run.outputs is not None, "compared"
                 run.request.decode_again(run.outputs)
             return
-        for number in range(len(self._runs)):
-            if number == len(in_flight):
-                in_flight.append(self._begun(number))
-            yield from _prepared(in_flight[number])
-            in_flight[number].issue(self._transport)
+        in_flight = [
+            self._begun(number, run.request.run(run.inputs, run.outputs, run.draw))
+            for number, run in enumerate(self._runs)
+        ]
+        for one in in_flight:
+            yield from _prepared(one)
+            one.issue(self._transport)
         for one in in_flight:
             yield from _prepared(one)
         for run in self._runs:
@@ -99,6 +109,23 @@ class RequestGroup:
                     f"{request.request.kind} {request.request.name!r}: some ranks committed run {request.number - 2} "
                     "and others discarded it; all ranks must do the same"
                 )
+
+    def _ahead(self, predicted: PreparedRequest) -> Generator[Waiting, None, bool]:
+        """Run what all ranks expect, or decline it; whether no rank has declined."""
+        takes_part = self._problem is None and [run.request for run in self._runs] == [predicted]
+        if takes_part:
+            run = self._runs[0]
+            program = predicted.run(run.inputs, run.outputs, run.draw, changed=not run.unchanged)
+        else:
+            program = predicted.decline()
+        one = self._begun(0, program)
+        yield from _prepared(one)
+        one.issue(self._transport)
+        yield from _prepared(one)
+        if not takes_part or predicted.result is None:
+            return False
+        self._order.note([predicted], predicted.result.changed)
+        return True
 
     def _objection(self) -> str | None:
         """Why these runs are no group."""
@@ -110,20 +137,12 @@ class RequestGroup:
             filter(None, (run.request.objection(run.inputs, run.outputs) for run in self._runs)), None
         )
 
-    def _may_encode_ahead(self) -> bool:
-        """Whether the first run's code is wanted, and to encode it forgets nothing of the last run."""
-        if self._problem is not None or not self._runs or all(run.unchanged for run in self._runs):
-            return False
-        return not self._runs[0].request.keeps_state
-
-    def _begun(self, number: int) -> InFlight:
-        run = self._runs[number]
-        program = run.request.run(run.inputs, run.outputs, run.draw)
+    def _begun(self, number: int, program: Generator[Framed, None, None]) -> InFlight:
         return InFlight(number, program, lambda _, begin, end: self._completed(end - begin))
 
     def _compare(self) -> Generator[Waiting, None, bool]:
-        """Whether some rank has other inputs than before."""
-        changed = not all(run.unchanged for run in self._runs)
+        """Whether some rank has other inputs than before, or no codes of them."""
+        changed = not all(run.unchanged and run.request.has_codes for run in self._runs)
         problem = self._problem
         call = Call("requests", [run.request.call for run in self._runs], changed, problem)
         if self._transport.size == 1:

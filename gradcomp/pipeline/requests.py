@@ -28,10 +28,20 @@ from gradcomp.pipeline.request_arrays import (
     objection_to,
 )
 from gradcomp.reduce.all_gather import AllGather
-from gradcomp.reduce.base import HOST_MEMORY, Memory, Part
+from gradcomp.reduce.base import HOST_MEMORY, Memory, Move, Part, Rounds
 from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.framing import Framed, framed
-from gradcomp.reduce.header import APPLIED, DISCARDED, NONFINITE, PRESENT, BucketFlags, HeaderId
+from gradcomp.reduce.header import (
+    APPLIED,
+    CHANGED,
+    DECLINED,
+    DISCARDED,
+    NONFINITE,
+    PRESENT,
+    BucketFlags,
+    Bytes,
+    HeaderId,
+)
 from gradcomp.reduce.reduce_scatter import ReduceScatter
 from gradcomp.reduce.varying import fixed
 
@@ -152,7 +162,7 @@ class PreparedRequest:
         )
         if max(chunks.payload_bytes) > 0xFFFFFFFF:  # what a header can announce
             self.problem = f"payloads of {max(chunks.payload_bytes)} bytes; divide the request into several"
-        self._borders = borders
+        self._chunks, self._borders = chunks, borders
         shards = borders[:, rank + 1] - borders[:, rank]
         self._sharded: list[Shape] = [(size,) for size in shards.tolist()]
         self._whole: list[Shape] = [layer.shape for layer in request.layers]
@@ -190,6 +200,11 @@ class PreparedRequest:
         """Whether some layer has a residual; the same on all ranks."""
         return any(part.group.feedback for part in self._parts)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether it still has all codes of the last run."""
+        return self._flags is not None
+
     def objection(self, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> str | None:
         """Why it cannot be run with these arrays."""
         if self.problem is not None:
@@ -203,34 +218,65 @@ class PreparedRequest:
         return next(filter(None, wrong), None)
 
     def run(
-        self, inputs: Sequence[Array], outputs: Sequence[Array] | None, draw: int | None = None
+        self,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        draw: int | None = None,
+        changed: bool | None = None,
     ) -> Generator[Framed, None, None]:
         """Exchange once; then ``result`` is there. Inputs stay untouched until then.
 
         ``draw``: the number that random numbers belong to, by default that of the run. Shards in blocks may be gathered
-        in place: the input is this rank's block of the output.
+        in place: the input is this rank's block of the output. ``changed``: None after a comparison. Without one it
+        says whether this rank's inputs are others than in the last run, and if a rank declines, there is no result,
+        nothing is written to the outputs, and the run can be repeated.
         """
         if self.result is not None:
             self.discard()
+        self._flags = None  # the last codes are overwritten
         if outputs is None:
             outputs = [
                 np.empty(shape, DTYPES[DTYPE_NUMBERS[dtype]])
                 for shape, dtype in zip(self.output_shapes, self._dtypes, strict=True)
             ]
-        states = np.full(len(self.request.layers) + 1, PRESENT, dtype=np.uint8)
-        states[-1] = self.outcome if self.keeps_state else 0
-        flags = BucketFlags(states)
+        flags = self._flags_of((self.outcome if self.keeps_state else 0) | CHANGED * bool(changed))
         number = self.number if draw is None else draw
-        context = self._context(number)
-        header_id = HeaderId(self._check, self.number, 0, self._checksums)
         binding = self._binding(inputs, outputs)
-        found = yield from framed(self._program.run(context, binding, flags), header_id, flags, binding)
+        program = self._program.run(self._context(number), binding, flags)
+        if changed is not None:
+            program = _unless_declined(program, flags)
+        found = yield from self._framed(program, flags, binding, ahead=changed is not None)
+        if flags.declined:
+            return
         if self.request.kind == ALL_GATHER:  # all ranks have decoded the same codes
             for part, mine in zip(self._parts, found, strict=True):
                 flags.states[part.header_index[mine != 0]] |= NONFINITE
         self.number += 1
         self._flags = flags
-        self.result = RequestResult(list(outputs), flags.nonfinite, flags.outcomes)
+        self.result = RequestResult(list(outputs), flags.nonfinite, flags.outcomes, flags.changed)
+
+    def decline(self) -> Generator[Framed, None, None]:
+        """Take part in a run that the others may have begun without a comparison: messages of its sizes, of zeros.
+
+        They tell the others not to use the run. Memory of its own, so that the codes of the last run stay.
+        """
+        program = _KINDS[self.request.kind](self._chunks, self._rank, self._world)
+        nowhere = np.zeros(0, dtype=np.uint64)
+        binding = Arrays(nowhere, nowhere, self.residuals, self._borders, self._borders[:, 0])
+        yield from self._framed(_alone(program.move), self._flags_of(DECLINED), binding, ahead=True)
+
+    def _flags_of(self, of_rank: int) -> BucketFlags:
+        states = np.full(len(self.request.layers) + 1, PRESENT, dtype=np.uint8)
+        states[-1] = of_rank
+        return BucketFlags(states)
+
+    def _framed(
+        self, program: Rounds, flags: BucketFlags, binding: Arrays, *, ahead: bool
+    ) -> Generator[Framed, None, list[Bytes]]:
+        """``ahead``: of a comparison."""
+        self._chunks.header.allow(DECLINED | CHANGED if ahead else 0)
+        header_id = HeaderId(self._check, self.number, 0, self._checksums)
+        return (yield from framed(program, header_id, flags, binding))
 
     def decode_again(self, outputs: Sequence[Array]) -> None:
         """Local: write to ``outputs`` once more what the last all-gather has brought, bit for bit."""
@@ -276,11 +322,15 @@ class PreparedRequest:
 
 @dataclass(frozen=True, eq=False)
 class RequestResult:
-    """What came of a run. ``nonfinite``: layers in which a rank gave a NaN or an infinity; the same on all ranks."""
+    """What came of a run. ``nonfinite``: layers in which a rank gave a NaN or an infinity; the same on all ranks.
+
+    ``changed``: whether some rank had new inputs, after a run without a comparison.
+    """
 
     arrays: list[Array]
     nonfinite: npt.NDArray[np.bool_]
     outcomes: int
+    changed: bool
 
     @property
     def finite(self) -> bool:
@@ -291,6 +341,24 @@ class RequestResult:
     def parted(self) -> bool:
         """Whether some ranks committed the run before, and others discarded it."""
         return self.outcomes & (self.outcomes - 1) != 0
+
+
+def _unless_declined(program: Rounds, flags: BucketFlags) -> Rounds:
+    """The program, up to a round in which a rank has declined."""
+    while not flags.declined:
+        try:
+            step = next(program)
+        except StopIteration as end:
+            found: list[Bytes] = end.value
+            return found
+        yield step
+    return []
+
+
+def _alone(move: Move) -> Rounds:
+    """A round, and nothing before or behind it."""
+    yield move
+    return []
 
 
 def _parts(request: Request) -> list[Part]:

@@ -52,13 +52,18 @@ class AllGather:
         shared = StepContext(Draw(context.draw.seed, context.draw.step, OWNER_RANK), context.trainers)
         yield from encode(self._chunks.parts, self._inputs, self.own, shared, binding, flags)
         if self.rounds:
-            yield replace(self._move, whole=False)  # an owner speaks for itself
+            yield self.move
         return (yield from self.gathered.decode(context, binding, flags))
 
     def gather(self) -> Waits[None]:
         """The round, with what speaks for all ranks: then all of ``gathered``, and the flags, are the same on all."""
         if self.rounds:
             yield self._move
+
+    @cached_property
+    def move(self) -> Move:
+        """The round of :meth:`run`, in which an owner speaks for itself."""
+        return replace(self._move, whole=False)
 
     @cached_property
     def _inputs(self) -> list[ChunkSegments]:

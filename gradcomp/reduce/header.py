@@ -32,6 +32,10 @@ APPLIED, DISCARDED, KEPT = 1, 2, 4
 #: Further bits of that byte, of ranks that train: this one holds the next plan; it does not.
 READY, WAITING = 8, 16
 
+#: In messages that leave before the ranks have compared what they run between steps: this rank runs something else, so
+#: no rank may use the message; its inputs are not those of the last run.
+DECLINED, CHANGED = 32, 64
+
 _OF_A_LAYER = PRESENT | NONFINITE | SPARSE
 _OF_RANKS = APPLIED | DISCARDED | KEPT | READY | WAITING
 
@@ -86,6 +90,16 @@ class BucketFlags:
     def ready(self) -> bool:
         """Whether all ranks that train hold the next plan."""
         return int(self.states[-1]) & (READY | WAITING) == READY
+
+    @property
+    def declined(self) -> bool:
+        """Whether some rank runs something else."""
+        return bool(self.states[-1] & DECLINED)
+
+    @property
+    def changed(self) -> bool:
+        """Whether some rank has other inputs than in the last run."""
+        return bool(self.states[-1] & CHANGED)
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
@@ -146,6 +160,10 @@ class ByteHeader:
         self._fixed["payload_bytes"] = payload_bytes
         self._fixed["layers"] = layers
         self._rows = self._fixed.view(np.uint8).reshape(len(self._fixed), FIXED.itemsize)
+
+    def allow(self, bits: int) -> None:
+        """Take so many further bits of the last state, and no others."""
+        self._known[-1] = _OF_RANKS | bits
 
     def identify(self, header_id: HeaderId, round_number: int) -> None:
         """Set the fields that change with every message."""

@@ -92,7 +92,8 @@ class ReduceScatter:
         if me in self.sent:
             self._codes.insert(me - roles.silent, self.sent[me])
         self._payloads = [message.buffer for message in self._codes]
-        self._scatter = self._move(heard)
+        #: The round.
+        self.move = self._prepared(heard)
         self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)]) if self.adds else []
         self._own = chunks.only(me) if self.owns else []
 
@@ -125,7 +126,7 @@ class ReduceScatter:
         if self.adds:
             yield from self.encode(context, binding, flags)
         if self.rounds:
-            yield self._scatter
+            yield self.move
 
     def encode(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
         """All chunks of what this rank adds, to ``sent``."""
@@ -172,7 +173,7 @@ class ReduceScatter:
         ]
         return WholeCodes(parts, self._chunks.layers, self._roles.contributions, self._memory.local)
 
-    def _move(self, heard: Sequence[Message]) -> Move:
+    def _prepared(self, heard: Sequence[Message]) -> Move:
         """Chunks to their owners."""
         roles, me, sizes = self._roles, self.place, self._chunks.sizes
         senders = [rank for i, rank in enumerate(roles.ranks) if i != me and i >= roles.silent]

@@ -36,6 +36,7 @@ from gradcomp.kernels import reference
 from gradcomp.kernels.segments import MINMAX_SHIFT, OWNER_RANK
 from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.request_group import RequestGroup, Run
+from gradcomp.pipeline.request_order import RequestOrder
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, even_borders
 from gradcomp.reduce.header import ByteHeader, padded
 from gradcomp.testing.recording import RecordingTransport
@@ -76,6 +77,7 @@ class Ranked:
         self.world = World(world, delay=hold, tamper=tamper)
         self.transports = [RecordingTransport(self.world, rank) for rank in range(world)]
         given = [requests] * world if isinstance(requests, Request) else requests
+        self.orders = [RequestOrder() for _ in range(world)]
         self.prepared = [
             PreparedRequest(request, rank, world, seed=seed, checksums=tamper is None)
             for rank, request in enumerate(given)
@@ -87,7 +89,8 @@ class Ranked:
         """Every rank's results, or its error."""
         runs = runs or (lambda rank: [Run(self.prepared[rank], inputs[rank])])
         groups = [
-            RequestGroup(runs(rank), self.transports[rank], lambda *_: None) for rank in range(self.size)
+            RequestGroup(runs(rank), self.transports[rank], lambda *_: None, self.orders[rank])
+            for rank in range(self.size)
         ]
         found: list[Exception | list[list[np.ndarray]] | None] = [None] * self.size
         for _ in range(10_000):
