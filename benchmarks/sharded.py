@@ -16,7 +16,7 @@ Columns
     exchange   what gradcomp counts itself: time in its collectives, for which the program waits
     formula    bytes that a rank sends in a step: of each gather and each reduction (N-1) (s b / 8 + 8 per
                quantisation bucket) for a shard of s elements, and 4 bytes an element of what travels exactly
-    beside     what gradcomp adds to that: headers and comparisons, which are also formulas
+    beside     what gradcomp adds to that: headers, which are also a formula. The first steps have comparisons, too
     interface  what the host's interface sent in a step, without TCP's headers and what was sent again
     peak       with --memory: the most memory of a rank beyond what it had before the model was made
     ranks      whether all ranks decoded the same weights in the last step, bit for bit

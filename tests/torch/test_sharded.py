@@ -23,6 +23,7 @@ from sharded_models import (
 )
 
 import gradcomp.torch as gc
+from gradcomp.pipeline.request_order import RequestOrder
 from gradcomp.reduce.header import ByteHeader, padded
 from gradcomp.torch.sharded.exchange import GatherWeights, ReduceGradients
 
@@ -163,7 +164,7 @@ def test_gathers_and_reductions_are_two_and_one_a_unit_and_one_of_the_root():
 
 
 @on_ranks(2)
-def test_bytes_are_those_of_codes_headers_and_comparisons():
+def test_bytes_are_those_of_codes_and_headers_and_at_first_of_comparisons():
     ours = train(CASES["as a whole"], 1, COARSE)
     counted = ours.state.statistics()
     parameters = list(ours.model.parameters())
@@ -176,9 +177,91 @@ def test_bytes_are_those_of_codes_headers_and_comparisons():
         for own, size in ((True, mine), (False, parameter.numel() - mine)):
             coded = parameter.ndim > 1 and parameter.numel() >= 1024
             sent[own] += -(-size * 6 // 8) + 8 * -(-size // 64) if coded else 4 * size
-    beside = 56 + ByteHeader.size(len(parameters))
-    assert counted.weight_bytes == padded(sent[True]) + beside
-    assert counted.gradient_bytes == padded(sent[False]) + beside
+    weights, gradients = (padded(sent[own]) + ByteHeader.size(len(parameters)) for own in (True, False))
+    assert (counted.weight_bytes, counted.gradient_bytes) == (weights + 56, gradients + 56)
+    go_on(ours, CASES["as a whole"], range(1, 4))
+    before = ours.state.statistics()
+    go_on(ours, CASES["as a whole"], range(4, 6))
+    after = ours.state.statistics()
+    assert after.weight_bytes - before.weight_bytes == 2 * weights
+    assert after.gradient_bytes - before.gradient_bytes == 2 * gradients
+
+
+# --- collectives that are predicted ----------------------------------------------------------------------------
+
+
+def interrupted(name: str, reuse: str | None) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, shards and bytes of a run whose steps repeat, with all that a rank may do between them."""
+    case = CASES[name]
+    ours = train(case, 4, COARSE, reuse=reuse)
+
+    @torch.no_grad()
+    def evaluate(*steps: int) -> None:
+        ours.losses += [loss_of(ours.model, step).item() for step in steps]
+
+    evaluate(20)
+    go_on(ours, case, range(4, 7))
+    evaluate(21, 22)
+    with ours.state.exact_weights():
+        evaluate(23)
+    go_on(ours, case, range(7, 9))
+    if gc.rank() == 1:
+        with torch.no_grad():
+            ours.model.head.weight.to_local().mul_(2)  # new shards on one rank
+    go_on(ours, case, range(9, 12))
+    ours.model.load_state_dict({key: value.detach() * 0.5 for key, value in ours.model.state_dict().items()})
+    go_on(ours, case, range(12, 15))
+    statistics = ours.state.statistics()
+    return ours.losses, shards(ours.model), statistics.weight_bytes + statistics.gradient_bytes
+
+
+def check_predictions(name: str, reuse: str | None) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RequestOrder, "predicted", None)
+        compared = interrupted(name, reuse)
+    predicted = interrupted(name, reuse)
+    assert predicted[0] == compared[0]
+    assert all(torch.equal(a, b) for a, b in zip(predicted[1], compared[1], strict=True))
+    assert predicted[2] != compared[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "reuse"),
+    [
+        ("by blocks", None),
+        ("micro-batches", "codes"),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                ("by blocks", "codes"),
+                ("micro-batches", None),
+                ("prefetched", "codes"),
+                ("unused", None),
+                ("activation checkpointing", None),
+                ("not resharded", None),
+            )
+        ),
+    ],
+)
+@on_ranks(2)
+def test_predicted_collectives_give_the_bits_of_compared_ones(name: str, reuse: str | None):
+    check_predictions(name, reuse)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reuse", [None, "codes"])
+@on_ranks(3)
+def test_predicted_collectives_give_three_ranks_the_bits_of_compared_ones(reuse: str | None):
+    check_predictions("by blocks", reuse)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["by blocks", "two meshes, micro-batches", "resharded among two, micro-batches"]
+)
+@on_ranks(4)
+def test_predicted_collectives_give_four_ranks_the_bits_of_compared_ones(name: str):
+    check_predictions(name, "codes")
 
 
 # --- codes that are kept ---------------------------------------------------------------------------------------

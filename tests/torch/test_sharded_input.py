@@ -7,7 +7,7 @@ import torch
 from batch import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from sharded_models import CASES, EXACT, Case, build, go_on, loss_of, train
+from sharded_models import CASES, EXACT, Case, Trained, build, go_on, loss_of, train
 from tiers import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -141,10 +141,18 @@ def test_an_optimizer_of_sharded_parameters_names_what_to_call():
         gc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 
 
+def predicts(trained: Trained) -> bool:
+    """Whether this rank knows which collective comes next."""
+    (exchanger,) = trained.state._exchangers.values()
+    return exchanger._order.predicted is not None
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("steps", [1, 4])
 @on_ranks(2, "apart")
-def test_gradients_that_only_some_ranks_have_are_an_error_on_every_rank():
-    trained = train(BLOCKS, 1, EXACT)
+def test_gradients_that_only_some_ranks_have_are_an_error_on_every_rank(steps: int):
+    trained = train(BLOCKS, steps, EXACT)
+    assert predicts(trained) == (steps > 1)
     trained.model.use_spare = gc.rank() == 0
     with pytest.raises(gc.PlanMismatchError, match="spare"):
         loss_of(trained.model, 1).backward()
@@ -161,9 +169,11 @@ def test_ranks_may_use_different_parameters_where_zeros_stand_for_the_others():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("steps", [1, 4])
 @on_ranks(2, "exact here")
-def test_exact_weights_on_one_rank_alone_are_an_error_on_every_rank():
-    trained = train(BLOCKS, 1, (gc.Quantize(bits=8), "none"))
+def test_exact_weights_on_one_rank_alone_are_an_error_on_every_rank(steps: int):
+    trained = train(BLOCKS, steps, (gc.Quantize(bits=8), "none"))
+    assert predicts(trained) == (steps > 1)
     trained.state._settings.exact = gc.rank() == 0
     with pytest.raises(gc.PlanMismatchError, match=r"embedding\.weight.*none"):
         loss_of(trained.model, 1)
@@ -171,7 +181,8 @@ def test_exact_weights_on_one_rank_alone_are_an_error_on_every_rank():
 
 @on_ranks(2, "layout")
 def test_a_layout_that_shapes_do_not_explain_is_an_error_on_every_rank():
-    trained = train(BLOCKS, 1, EXACT)
+    trained = train(BLOCKS, 4, EXACT)
+    assert predicts(trained)  # the other rank does not compare before it waits for data
     if gc.rank() == 0:
         exchange = trained.state._units[0]
         call = ReduceGradients(exchange)
@@ -180,7 +191,7 @@ def test_a_layout_that_shapes_do_not_explain_is_an_error_on_every_rank():
             call(torch.zeros(7), torch.zeros(14), group, torch.distributed.ReduceOp.AVG)
     else:
         with pytest.raises(gc.TransportError, match="elements of gradients"):
-            go_on(trained, BLOCKS, range(1, 2))
+            go_on(trained, BLOCKS, range(4, 5))
 
 
 @on_ranks(2)

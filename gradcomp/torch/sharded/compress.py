@@ -85,9 +85,9 @@ def compress_fsdp(
         process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
 
     Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and buckets of B: a gather
-    takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients as many; 56 (N-1) bytes before
-    each, and headers. State: no residuals; with ``reuse`` the codes of the model on every rank. Gradients that are not
-    finite make the means of their parameters NaN on all ranks.
+    takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients as many, and headers; 56 (N-1)
+    bytes before each, until steps repeat. State: no residuals; with ``reuse`` the codes of the model on every rank.
+    Gradients that are not finite make the means of their parameters NaN on all ranks.
     Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism beside it, meshes
     beyond the job, compressors that keep state; StateError where the model is compressed already; PlanMismatchError on
     every rank if the ranks differ.
