@@ -78,7 +78,7 @@ class RequestOrder:
         half = _MOST // 2
         kept, numbers = np.unique(self._history[half:], return_inverse=True)
         self._history[:half] = numbers
-        self._equal[:half] = np.minimum(self._equal[half:], np.arange(1, half + 1))
+        self._equal[:half] = self._equal[half:]
         self._next = int(np.flatnonzero(kept == self._next)[0]) if self._next in kept else -1
         self._count = half
         self._keys = [self._keys[number] for number in kept.tolist()]

@@ -28,9 +28,9 @@ from gradcomp.pipeline.request_arrays import (
     objection_to,
 )
 from gradcomp.reduce.all_gather import AllGather
-from gradcomp.reduce.base import HOST_MEMORY, Memory, Move, Part, Rounds
+from gradcomp.reduce.base import HOST_MEMORY, Memory, Part, Rounds
 from gradcomp.reduce.chunks import Chunks
-from gradcomp.reduce.framing import Framed, framed
+from gradcomp.reduce.framing import Framed, alone, framed, unless_declined
 from gradcomp.reduce.header import (
     APPLIED,
     CHANGED,
@@ -244,7 +244,7 @@ class PreparedRequest:
         binding = self._binding(inputs, outputs)
         program = self._program.run(self._context(number), binding, flags)
         if changed is not None:
-            program = _unless_declined(program, flags)
+            program = unless_declined(program, flags)
         found = yield from self._framed(program, flags, binding, ahead=changed is not None)
         if flags.declined:
             return
@@ -263,7 +263,7 @@ class PreparedRequest:
         program = _KINDS[self.request.kind](self._chunks, self._rank, self._world)
         nowhere = np.zeros(0, dtype=np.uint64)
         binding = Arrays(nowhere, nowhere, self.residuals, self._borders, self._borders[:, 0])
-        yield from self._framed(_alone(program.move), self._flags_of(DECLINED), binding, ahead=True)
+        yield from self._framed(alone(program.move), self._flags_of(DECLINED), binding, ahead=True)
 
     def _flags_of(self, of_rank: int) -> BucketFlags:
         states = np.full(len(self.request.layers) + 1, PRESENT, dtype=np.uint8)
@@ -281,7 +281,7 @@ class PreparedRequest:
     def decode_again(self, outputs: Sequence[Array]) -> None:
         """Local: write to ``outputs`` once more what the last all-gather has brought, bit for bit."""
         if not isinstance(self._program, AllGather) or self._flags is None:
-            raise StateError(f"{self.request.kind} {self.request.name!r}: nothing was gathered yet")
+            raise StateError(f"{self.request.kind} {self.request.name!r}: nothing was gathered to its end")
         binding = self._binding(outputs, outputs)
         for _ in self._program.gathered.decode(self._context(0), binding, self._flags):
             raise AssertionError("kernels on the host's memory are done when they return")
@@ -341,24 +341,6 @@ class RequestResult:
     def parted(self) -> bool:
         """Whether some ranks committed the run before, and others discarded it."""
         return self.outcomes & (self.outcomes - 1) != 0
-
-
-def _unless_declined(program: Rounds, flags: BucketFlags) -> Rounds:
-    """The program, up to a round in which a rank has declined."""
-    while not flags.declined:
-        try:
-            step = next(program)
-        except StopIteration as end:
-            found: list[Bytes] = end.value
-            return found
-        yield step
-    return []
-
-
-def _alone(move: Move) -> Rounds:
-    """A round, and nothing before or behind it."""
-    yield move
-    return []
 
 
 def _parts(request: Request) -> list[Part]:

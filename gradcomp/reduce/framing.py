@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.pending import Pending
-from gradcomp.reduce.base import Binding, Move, Waits
+from gradcomp.reduce.base import Binding, Move, Rounds, Waits
 from gradcomp.reduce.header import BucketFlags, Bytes, HeaderId, check_covers
 from gradcomp.transport.base import Operation
 
@@ -39,6 +39,24 @@ def framed(
             frames.open(step)
         else:
             yield step
+
+
+def unless_declined(program: Rounds, flags: BucketFlags) -> Rounds:
+    """The program, up to a round in which a rank has declined."""
+    while not flags.declined:
+        try:
+            step = next(program)
+        except StopIteration as end:
+            found: list[Bytes] = end.value
+            return found
+        yield step
+    return []
+
+
+def alone(move: Move) -> Rounds:
+    """A round, and nothing before or behind it."""
+    yield move
+    return []
 
 
 class _Frames:

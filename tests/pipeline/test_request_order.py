@@ -18,6 +18,7 @@ from gradcomp import (
     LayerSpec,
     PlanMismatchError,
     Quantize,
+    StateError,
     TransportError,
     WireFormatError,
 )
@@ -288,15 +289,19 @@ def test_ranks_that_all_do_otherwise_go_on(what: str):
     assert ranked.collectives() == [len(STEP)] * 3
 
 
-def test_codes_of_before_stay_where_a_rank_declines():
+def test_codes_of_before_stay_where_a_rank_declines_and_are_gone_where_it_did_not():
     ranked = steady(3)
     kept = [own["first"] for own in ranked.requests]
-    runs = [runs_of(ranked, "second", rank) for rank in range(3)]
-    before = [[np.zeros(shape, np.float32) for shape in kept[0].output_shapes] for _ in range(2)]
-    kept[1].decode_again(before[0])
-    ranked.attempt([], lambda rank: runs[rank])
-    kept[1].decode_again(before[1])
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(*before, strict=True))
+    before, after = ([np.zeros(shape, np.float32) for shape in kept[0].output_shapes] for _ in range(2))
+    kept[1].decode_again(before)
+    runs = [runs_of(ranked, "second" if rank == 1 else "first", rank) for rank in range(3)]
+    found = ranked.attempt([], lambda rank: runs[rank])
+    assert [type(one) for one in found] == [PlanMismatchError] * 3
+    kept[1].decode_again(after)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(before, after, strict=True))
+    for rank in (0, 2):
+        with pytest.raises(StateError, match="nothing was gathered"):
+            kept[rank].decode_again(after)
 
 
 def test_unchanged_inputs_travel_where_new_ones_were_predicted():
