@@ -48,6 +48,7 @@ ROWS = {
     "minmax-3-odd": Row(Quantize(3, 33), unbiased=True, draws=True),
     "minmax-1": Row(Quantize(1, 32), unbiased=True, draws=True),
     "minmax-4-shift": Row(Quantize(4, 64, rounding="shift"), unbiased=True, draws=True),
+    "minmax-blocks": Row(Quantize((3, 5, 2, 4), 16, feedback=True), draws=True),
     "minmax-4-nearest": Row(Quantize(4, 64, rounding="nearest")),
     "minmax-1-nearest-odd": Row(Quantize(1, 33, rounding="nearest")),
     "l2-1-nearest": Row(Quantize(1, 32, "l2", "nearest")),

@@ -254,6 +254,7 @@ ODD = {
     "an empty layer": ([(0,), (8,)], [("quantize", 4), ("quantize", 4)]),
     "only empty layers": ([(0,)], [("quantize", 4)]),
     "a scalar": ([()], [("threshold", 0.0)]),
+    "levels by block": ([(8,), (8,)], [("quantize", (2, 5)), ("quantize", 4)]),
     "negative levels": ([(8,), (8,)], [("other", -3), ("other", -9)]),
     "levels far apart": ([(8,), (8,)], [("topk", 1e-300), ("topk", 1e18)]),
     "names that are formulas": ([(8,), (8,)], [("$\\frac{", 1), ("$x" * 1000, 1)]),

@@ -65,11 +65,12 @@ class Compressor(ABC):
 
     A compressor is configuration only: it holds no state, draws no numbers of its own and never calls the network.
     ``name`` is the word in string forms; ``level_field`` names the field that a plan may vary per layer (None: there
-    is none).
+    is none), ``levels_by_block``: also by block of a layer's rows.
     """
 
     name: ClassVar[str]
     level_field: ClassVar[str | None] = None
+    levels_by_block: ClassVar[bool] = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickle holds the fields alone.
@@ -82,6 +83,11 @@ class Compressor(ABC):
     def level(self) -> Level:
         """The level that layers get unless a plan says otherwise."""
         return None if self.level_field is None else getattr(self, self.level_field)
+
+    @property
+    def by_block(self) -> bool:
+        """Whether the level may be a tuple, with one for each block of a layer's rows."""
+        return self.levels_by_block
 
     @cached_property
     def traits(self) -> Traits:
@@ -127,7 +133,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def fill(self, table: Table, level: Level) -> None:
-        """Write the level into the static columns of a table of whole or cut layers.
+        """Write one level into the static columns of a table of whole or cut layers.
 
         The column ``level`` holds what that comes to: bits of a code, a rank, elements to select.
         """

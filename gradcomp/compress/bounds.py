@@ -62,6 +62,11 @@ class Distortion:
         return not self.freezes and (bounded or self.selects)
 
 
+def worst_of(parts: Sequence[Distortion]) -> Distortion:
+    """Of a layer whose parts are coded apart: one that bears no feedback, or else that of the largest bound."""
+    return min(parts, key=lambda part: (part.bears_feedback, -part.bound))
+
+
 def check_feedback_around(name: str, distortion: Distortion | None, remedy: str = "") -> None:
     """ConfigError, with the reason, for feedback around a code whose residual would grow. None: nothing is known.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.blocks import cut
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Group, Scratch
 from gradcomp.kernels.devices import HOST, Device
@@ -33,22 +34,30 @@ def group_of(
     compressors: Sequence[Compressor],
     device: Device = HOST,
 ) -> Group:
-    """Pieces of layers of one family and dtype, each at its own level; addresses are left to whoever makes a call."""
-    table = np.zeros(len(pieces), dtype=SEGMENT)
-    for row, piece in enumerate(pieces):
-        compressor, spec = compressors[piece.layer], layers[piece.layer]
+    """Pieces of layers of one family and dtype, each at its own level; addresses are left to whoever makes a call.
+
+    A piece whose layer has levels by block is cut into segments that follow one another, one for each block.
+    """
+    segments = [
+        (piece.layer, *part)
+        for piece in pieces
+        for part in cut(compressors[piece.layer], layers[piece.layer], piece.start, piece.length)
+    ]
+    table = np.zeros(len(segments), dtype=SEGMENT)
+    for row, (layer, start, length, level) in enumerate(segments):
+        spec = layers[layer]
         one = table[row : row + 1]
-        one["start"], one["length"] = piece.start, piece.length
+        one["start"], one["length"] = start, length
         one["layer"], one["dtype"] = spec.hash, DTYPE_NUMBERS[spec.dtype]
-        compressor.fill(one, compressor.level)
+        compressors[layer].fill(one, level)
     first = compressors[pieces[0].layer]
     return Group(
         first,
         table,
-        np.array([p.layer for p in pieces], dtype=np.int64),
+        np.array([layer for layer, *_ in segments], dtype=np.int64),
         first.traits.keeps_residual,
         first.traits.residual_decay,
-        tuple(layers[p.layer].shape for p in pieces),
+        tuple(layers[layer].shape for layer, *_ in segments),
         first.traits.follows_rate,
         first.traits.preconditions,
         Scratch(device),

@@ -255,7 +255,7 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
             group = group_of(members, job.layers, compressors)
             first = next(group.compressor.exchange(group, context))
             if isinstance(first, Reduce):
-                parts.append(Part(first.codec, group, np.zeros(len(members), dtype=np.int64)))
+                parts.append(Part(first.codec, group, np.zeros(len(group.table), dtype=np.int64)))
                 continue
             load = Load(float(group.compressor.wire_bytes(group).sum()), 4.0 * group.elements)
             several = isinstance(first, Gather | Broadcast)

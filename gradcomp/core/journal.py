@@ -238,7 +238,8 @@ def _add_plan(run: Run, record: dict[str, Any]) -> Run:
     plan = Plan.from_json(json.dumps(record))
     plan.check_covers(run.layers)
     for a in plan.assignments:
-        if a.level is not None and not abs(a.level) < LIMIT:
+        levels = a.level if isinstance(a.level, tuple) else (a.level or 0,)
+        if not all(abs(level) < LIMIT for level in levels):
             raise ValueError(f"level of {a.layer!r} is out of range: {shortened(a.level)}")
     logged = Logged(_count(record, "step"), plan, _count(record, "predicted_bytes"))
     return replace(run, plans=(*run.plans, logged))

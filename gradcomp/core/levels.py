@@ -59,16 +59,26 @@ def level_kind(family: str) -> str | None:
 
 
 def level_text(family: str, level: Level) -> str:
-    """A level with its unit; nothing for none."""
+    """A level with its unit, of levels by block the range; nothing for none."""
     if level is None:
         return ""
-    number = f"{level:g}" if isinstance(level, float) else str(level)
+    if isinstance(level, tuple):
+        number = str(level[0]) if min(level) == max(level) else f"{min(level)}-{max(level)}"
+    else:
+        number = f"{level:g}" if isinstance(level, float) else str(level)
     match level_kind(family):
         case "bits":
-            return f"{number} bit" if level == 1 else f"{number} bits"
+            return f"{number} bit" if number == "1" else f"{number} bits"
         case "rank":
             return f"rank {number}"
     return number
+
+
+def level_number(level: Level) -> float:
+    """A level as one number: of levels by block the mean, 0 for none."""
+    if isinstance(level, tuple):
+        return sum(level) / len(level)
+    return 0.0 if level is None else float(level)
 
 
 def printable(text: str) -> str:
@@ -84,8 +94,9 @@ def histogram(plan: Plan) -> str:
     named = names(a.compressor for a in plan.assignments)
     layers: dict[str, list[tuple[float, str]]] = {}
     for a in plan.assignments:
-        value = 0.0 if a.level is None else float(a.level)
-        layers.setdefault(named[a.compressor], []).append((value, level_text(a.compressor, a.level)))
+        layers.setdefault(named[a.compressor], []).append(
+            (level_number(a.level), level_text(a.compressor, a.level))
+        )
     parts = sorted(layers, key=lambda name: (name == EXACT, name))
     return "; ".join(_part(name, sorted(layers[name])) for name in parts)
 

@@ -13,12 +13,19 @@ from typing import Any
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 
-Level = int | float | None
+#: Of a layer, or of each of its blocks of rows.
+Level = int | float | None | tuple[int, ...]
+
+#: A layer has at most so many blocks.
+MOST_BLOCKS = 256
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One layer's entry: ``compressor`` is the string form without its level, ``level`` the knob."""
+    """One layer's entry: ``compressor`` is the string form without its level, ``level`` the knob.
+
+    A tuple has a level for each block of rows: see :mod:`gradcomp.compress.blocks`. In JSON it is a list.
+    """
 
     layer: str
     compressor: str
@@ -103,7 +110,9 @@ def _end(version: int) -> str:
 
 
 def _assignment(layer: Any, compressor: Any, level: Any) -> Assignment:
-    fits = level is None or type(level) is int or (type(level) is float and math.isfinite(level))
+    if type(level) is list and 2 <= len(level) <= MOST_BLOCKS and all(type(one) is int for one in level):
+        level = tuple(level)
+    fits = level is None or type(level) in (int, tuple) or (type(level) is float and math.isfinite(level))
     if type(layer) is not str or type(compressor) is not str or not fits:
         raise TypeError(f"assignment {layer!r}, {compressor!r}, {level!r}")
     return Assignment(layer, compressor, level)

@@ -108,11 +108,15 @@ def _bucket(
             f"{len(pieces)} layers in one bucket; lower slice_elements (at most 65535 are possible)"
         )
     header_index = {layer: place for place, layer in enumerate(dict.fromkeys(p.layer for p in pieces))}
-    families = by_family(pieces, layers, compressors)
-    groups = [group_of(members, layers, compressors, device) for members in families]
+    groups = [
+        group_of(members, layers, compressors, device) for members in by_family(pieces, layers, compressors)
+    ]
     return Bucket(
         number,
         np.array(list(header_index), dtype=np.int64),
         tuple(groups),
-        tuple(np.array([header_index[p.layer] for p in members], dtype=np.int64) for members in families),
+        tuple(
+            np.array([header_index[layer] for layer in group.layers.tolist()], dtype=np.int64)
+            for group in groups
+        ),
     )

@@ -133,9 +133,10 @@ class StepMemory:
         table["gradient"] = self.place(self._registry.gradients[layers], table)
         factors = self._context.factors(len(table))
         if compressor.traits.clip_norm is not None:
-            norms = np.zeros(len(table))
-            selection.squares(table, norms)
-            norms = np.sqrt(norms) * (self._context.scale / self._context.divisor)
+            squares = np.zeros(len(table))
+            selection.squares(table, squares)
+            of_layers = np.bincount(layers, squares)[layers]  # of a layer's segments together
+            norms = np.sqrt(of_layers) * (self._context.scale / self._context.divisor)
             limit = compressor.traits.clip_norm / np.sqrt(self._context.trainers)
             with np.errstate(all="ignore"):
                 factors *= np.where(norms > limit, limit / norms, 1.0).astype(np.float32)
@@ -157,7 +158,7 @@ class StepMemory:
     def _workspace(self, group: Group, name: str) -> Addresses:
         """By layer, where its element 0 would lie in working memory that holds the group's segments.
 
-        A group has at most one segment of a layer.
+        A group's segments of a layer follow one another without gaps, so that all of them give the same.
         """
         table = group.table
         ends = np.cumsum(table["length"])

@@ -37,12 +37,15 @@ class Pieces:
     def of_groups(groups: Sequence[Group]) -> Pieces:
         """First residuals of the groups that have feedback; a row is a layer."""
         kept = [group for group in groups if group.feedback]
-        tables = [group.table for group in kept]
-        table = _float32(sum(map(len, tables)))
-        for name in ("start", "length", "layer"):
-            table[name] = np.concatenate([np.zeros(0, np.int64), *(each[name] for each in tables)])
         rows = np.concatenate([np.zeros(0, np.int64), *(group.layers for group in kept)])
-        return Pieces(table, rows, table["start"].astype(np.int64))
+        # Blocks of a layer follow one another: they are one piece.
+        first = np.flatnonzero(np.diff(rows, prepend=-1))
+        table = _float32(len(first))
+        if len(first):
+            segments = np.concatenate([group.table for group in kept])
+            table["start"], table["layer"] = segments["start"][first], segments["layer"][first]
+            table["length"] = np.add.reduceat(segments["length"], first)
+        return Pieces(table, rows[first], table["start"].astype(np.int64))
 
     @staticmethod
     def of_ranges(ranges: Sequence[Range], rows: Sequence[int], groups: Sequence[Group]) -> Pieces:

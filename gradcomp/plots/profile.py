@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcomp.core.journal import Logged, Run
-from gradcomp.core.levels import EXACT, level_kind, names, printable
+from gradcomp.core.levels import EXACT, level_kind, level_number, names, printable
 from gradcomp.core.plan import Assignment
 from gradcomp.plots.canvas import canvas, save
 
@@ -66,7 +66,7 @@ def _draw_first(panel: Any, run: Run, rows: Rows, kind: str, legend: Legend) -> 
     """The run's first plan, unless it is the one that is shown."""
     first = _rows(run, run.plans[0])
     if kind and first != rows and any(_kind(a) == kind for a in first):
-        points = [(number, a.level) for number, a in enumerate(first, 1) if _kind(a) == kind]
+        points = [(number, level_number(a.level)) for number, a in enumerate(first, 1) if _kind(a) == kind]
         label = f"plan {run.plans[0].plan.version}, from step {run.plans[0].step}"
         lines = panel.step(*zip(*points, strict=True), where="mid", color=FIRST_COLOUR, linestyle="--")
         legend.setdefault(label, lines[0])
@@ -83,7 +83,7 @@ def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
     )
     for i, family in enumerate(sorted({a.compressor for a in rows if a.level is not None})):
         points = [
-            (number, a.level)
+            (number, level_number(a.level))
             for number, a in enumerate(rows, 1)
             if a.compressor == family and _kind(a) == kind
         ]

@@ -245,7 +245,12 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
 
 
 def _cut_at(part: Part, borders: Sizes) -> ChunkSegments:
-    begins, lengths = borders[:, :-1] - part.group.table["start"][:, None], np.diff(borders)
+    table = part.group.table
+    starts = table["start"][:, None]
+    within = np.clip(
+        borders, starts, starts + table["length"][:, None]
+    )  # a segment may be a block of its layer
+    begins, lengths = within[:, :-1] - starts, np.diff(within)
     chunks, segments = np.nonzero(lengths.T)
     rows = np.stack([chunks, segments, begins[segments, chunks], lengths[segments, chunks]], axis=1)
     return _chunk_segments(part, rows, borders.shape[1] - 1)

@@ -175,7 +175,7 @@ class Hierarchical(Reduction):
             mine.note(found, flags)
 
     def _addresses(self) -> dict[Group, tuple[Sizes, Addresses]]:
-        """By group: its layers, and where their element 0 would lie in the sum. A group has one segment of a layer."""
+        """By group: its layers, and where their element 0 would lie in the sum; the same for all blocks of a layer."""
         found = {}
         for part, sums in zip(self._dense.parts, self._sums, strict=True):
             order = np.argsort(sums.layers)

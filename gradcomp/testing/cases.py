@@ -66,6 +66,8 @@ class Row:
         level = self.compressor.level
         if level is None:
             return None
+        if isinstance(level, tuple):
+            return self.compressor.with_level(tuple(reversed(level)))
         return self.compressor.with_level(
             min(1.0, 2 * level) if isinstance(level, float) else level + 2 if level < 7 else level - 2
         )

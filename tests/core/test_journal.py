@@ -18,7 +18,7 @@ from gradcomp.core.journal import Journal, Logged, Run, read
 
 LAYERS = [LayerSpec("a", (64, 64)), LayerSpec("b/é\n", (64,), "bfloat16")]
 PLAN = Policy(Quantize(4)).plan(LAYERS, version=0)
-NEXT = Policy(Quantize(2)).plan(LAYERS, version=1)
+NEXT = Policy(Quantize((2, 3))).plan(LAYERS, version=1)
 
 RUN = {
     "kind": "run", "format": 1, "version": "0", "world": 2, "controller": "", "compression": "",
@@ -142,6 +142,7 @@ BROKEN = {
     "another layer": [RUN, {**FIRST, "assignments": [["b", "none", None]]}],
     "a layer without assignment": [RUN, {**FIRST, "assignments": []}],
     "a level that no axis holds": [RUN, {**FIRST, "assignments": [["a", "x", 10**400]]}],
+    "a block's level that no axis holds": [RUN, {**FIRST, "assignments": [["a", "x", [1, 10**400]]]}],
     "level NaN": [RUN, {**FIRST, "assignments": [["a", "x", float("nan")]]}],
     "fractional prediction": [RUN, {**FIRST, "predicted_bytes": 1.5}],
     "bytes of no plan": [RUN, FIRST, {**BYTES, "version": 1}],

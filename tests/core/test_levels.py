@@ -77,6 +77,8 @@ def test_all_that_is_exact_has_one_name():
 TEXTS = [
     (QUANTIZE, 4, "4 bits"),
     (QUANTIZE, 1, "1 bit"),
+    (QUANTIZE, (5, 2, 3), "2-5 bits"),
+    (QUANTIZE, (1, 1), "1 bit"),
     (RANK, 3, "rank 3"),
     (TOPK, 0.01, "0.01"),
     (TOPK, 0.1 + 0.2, "0.3"),
@@ -97,6 +99,11 @@ def test_the_histogram_counts_by_compressor_and_level():
 
 def test_levels_are_in_order_of_their_value():
     assert histogram(plan((RANK, 10), (RANK, 9))) == "powersgd: rank 9 x 1, rank 10 x 1"
+
+
+def test_levels_by_block_are_ranges_in_order_of_their_means():
+    rows = [(QUANTIZE, (2, 8, 8)), (QUANTIZE, 4), (QUANTIZE, (2, 5)), (QUANTIZE, (5, 2, 2))]
+    assert histogram(plan(*rows)) == "quantize: 2-5 bits x 2, 4 bits x 1, 2-8 bits x 1"
 
 
 def test_levels_that_print_alike_count_as_one():

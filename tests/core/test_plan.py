@@ -14,7 +14,9 @@ from gradcomp import Assignment, ConfigError, LayerSpec, Plan, Policy, Quantize,
 LAYERS = [LayerSpec("a", (64, 64)), LayerSpec("b", (64,))]
 PLAN = Policy(Quantize(4)).plan(LAYERS, version=3)
 
-levels = st.none() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
+whole = st.integers(-(10**9), 10**9)
+by_block = st.lists(whole, min_size=2, max_size=256).map(tuple)
+levels = st.none() | whole | st.floats(allow_nan=False, allow_infinity=False) | by_block
 plans = st.builds(
     lambda version, rows: Plan(version, tuple(Assignment(name, *rest) for name, rest in rows.items())),
     st.integers(0, 10**12),
@@ -65,6 +67,13 @@ HOSTILE = {
     "layer as number": '{"version":1,"assignments":[[1,"b",1]]}',
     "compressor as null": '{"version":1,"assignments":[["a",null,1]]}',
     "level as list": '{"version":1,"assignments":[["a","b",[]]]}',
+    "one block": '{"version":1,"assignments":[["a","b",[4]]]}',
+    "too many blocks": f'{{"version":1,"assignments":[["a","b",{[4] * 257}]]}}',
+    "a block's level as fraction": '{"version":1,"assignments":[["a","b",[4,4.0]]]}',
+    "a block's level as boolean": '{"version":1,"assignments":[["a","b",[4,true]]]}',
+    "a block without a level": '{"version":1,"assignments":[["a","b",[4,null]]]}',
+    "blocks in blocks": '{"version":1,"assignments":[["a","b",[4,[4,4]]]]}',
+    "blocks by name": '{"version":1,"assignments":[["a","b",{"0":4,"1":4}]]}',
     "level as text": '{"version":1,"assignments":[["a","b","4"]]}',
     "level as boolean": '{"version":1,"assignments":[["a","b",true]]}',
     "level NaN": '{"version":1,"assignments":[["a","b",NaN]]}',

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from gradcomp.compress.base import Coded, Traits
+from gradcomp.compress.blocks import check_levels
 from gradcomp.compress.bounds import (
     ANY_LAYER,
     Distortion,
@@ -16,6 +17,7 @@ from gradcomp.compress.bounds import (
     of_magnitudes,
     of_mean_sign,
     of_moved_extremes,
+    worst_of,
 )
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
@@ -47,6 +49,10 @@ class Quantize(Coded):
     ``scaling="l2"`` or ``"linf"`` (QSGD)
         norm = ||v||; s = 2^(b-1) - 1 magnitudes and a sign bit; code = round(s |v| / norm); value = sign norm code / s.
         One bit is the sign alone. 4 bytes of scale per bucket.
+    ``bits=(3, 4, 4, 2)``
+        2 to 256 numbers of bits: block i of n holds the rows R i // n to R (i + 1) // n of R, a vector's rows being its
+        elements. A block begins with the quantisation bucket in which its first row begins, so scales are those of
+        one number of bits.
     ``rounding="stochastic"`` (default)
         to the upper level with probability (v - lower) / (upper - lower): unbiased, so no residual is needed, neither
         here nor where the chunk owner quantises the mean again.
@@ -72,16 +78,18 @@ class Quantize(Coded):
     ``allocate``: 9 bytes of scale and bits per bucket, and codes in groups of eight; ``"bucket"`` announces sizes, and
     takes a round more where one grows.
     State: with feedback, a residual per layer and the chunk owner's second residual.
-    Errors: ConfigError for bits outside 1..8, a bucket size below 1, unknown words; for feedback that would diverge, or
-    never send anything (few bits of an l2 norm, to nearest); for ``shift`` with another scaling or ``allocate``.
+    Errors: ConfigError for bits outside 1..8, one block or more than 256, a bucket size below 1, unknown words; for
+    feedback that would diverge, or never send anything (few bits of an l2 norm, to nearest); for ``shift`` with another
+    scaling or ``allocate``.
     Source: Markov 2024 (CGX), sections 2.2.3, 3.5.1, 3.5.3 and 5.5.1; QSGD as cited there. Differs: the default bucket
     is 512 (Markov uses 128 and 1024 by model family); the probability is that of section 2.2.3 (5.4.2 has it
     inverted). ``allocate`` is gradcomp's own, see ``docs/decisions/0032``.
     """
 
     level_field: ClassVar[str | None] = "bits"
+    levels_by_block: ClassVar[bool] = True
 
-    bits: int = 4
+    bits: int | tuple[int, ...] = 4
     bucket_size: int = 512
     scaling: str = "minmax"
     rounding: str = "stochastic"
@@ -90,8 +98,7 @@ class Quantize(Coded):
     allocate: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
-            raise ConfigError(f"bits must be a whole number from 1 to 8, got {self.bits!r}")
+        check_levels(self.bits, "bits", _check_bits)
         size = self.bucket_size
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < 2**31:
             raise ConfigError(f"bucket_size must be a whole number of at least 1, got {self.bucket_size!r}")
@@ -114,19 +121,23 @@ class Quantize(Coded):
             check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """By number of steps, and of values that share a scale."""
+        """By number of steps, and of values that share a scale; of several numbers of bits, the worst."""
+        numbers = set(self.bits) if isinstance(self.bits, tuple) else {self.bits}
+        return worst_of([self._distortion(bits, layer) for bits in sorted(numbers)])
+
+    def _distortion(self, bits: int, layer: LayerSpec) -> Distortion:
         elements, nearest = min(self.bucket_size, layer.size), self.rounding == "nearest"
-        if self.bits == 1 and nearest:
+        if bits == 1 and nearest:
             return of_mean_sign(elements)
         if self.rounding == "shift":
-            return of_moved_extremes((1 << self.bits) - 1, elements)
+            return of_moved_extremes((1 << bits) - 1, elements)
         if self.scaling == "minmax":
-            uniform = of_extremes((1 << self.bits) - 1, elements, nearest=nearest)
+            uniform = of_extremes((1 << bits) - 1, elements, nearest=nearest)
             # Buckets may take one bit; of a layer the error is within 1/4 over 1/6 of that of uniform bits.
             return uniform if self.allocate is None else Distortion(1.5 * uniform.bound, True, 2.0)
-        if self.bits == 1:
+        if bits == 1:
             return of_drawn_sign(elements, l2=self.scaling == "l2")
-        s = (1 << (self.bits - 1)) - 1
+        s = (1 << (bits - 1)) - 1
         levels = [i / s for i in range(1, s + 1)]
         return of_magnitudes(levels, elements, l2=self.scaling == "l2", nearest=nearest)
 
@@ -149,11 +160,15 @@ class Quantize(Coded):
 
     def fill(self, table: Table, level: Level) -> None:
         """The level is the number of bits."""
-        if not isinstance(level, int) or not 1 <= level <= 8:
-            raise ConfigError(f"a quantize level is a number of bits from 1 to 8, got {level!r}")
+        _check_bits(level)
         table["level"] = level
         table["bucket_size"] = self.bucket_size
 
     def cut_elements(self, layer: LayerSpec) -> int:
         """Cuts fall on quantisation buckets, so that no cut changes a scale."""
         return self.bucket_size
+
+
+def _check_bits(bits: Level) -> None:
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
+        raise ConfigError(f"bits must be a whole number from 1 to 8, got {bits!r}")

@@ -56,7 +56,7 @@ class ByDensity(Compressor):
     def fill(self, table: Table, level: Level) -> None:
         """The level is the density; its column holds k."""
         check_density(level)
-        assert level is not None, "checked"
+        assert isinstance(level, int | float), "checked"
         table["level"] = elements_at(float(level), table["length"].astype(np.int64))
         table["bucket_size"] = 1
 
@@ -102,6 +102,7 @@ class Sparse(Compressor):
         if (
             not isinstance(self.values, Coded)
             or self.values.traits.momentum
+            or isinstance(self.values.level, tuple)
             or (self.values.traits.keeps_residual and self.values.traits.residual_decay != 1)
         ):
             raise ConfigError(f"values must be a cast or a quantiser, got {self.values!r}")

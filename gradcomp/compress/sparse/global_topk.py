@@ -59,7 +59,7 @@ class GlobalTopK(Sparse):
     def fill(self, table: Table, level: Level) -> None:
         """The level is the density; its column holds it in units of 2**-30, since k is nothing that a row has."""
         check_density(level)
-        assert level is not None, "checked"
+        assert isinstance(level, int | float), "checked"
         table["level"] = round(level * _DENSITY_UNITS)
         table["bucket_size"] = 1
 

@@ -42,6 +42,11 @@ class Wrapper(Compressor):
         """The inner one's."""
         return self.inner.level
 
+    @property
+    def by_block(self) -> bool:
+        """The inner one's."""
+        return self.inner.by_block
+
     def with_level(self, level: Level) -> Compressor:
         """The inner one at another level, wrapped."""
         return self.around(self.inner.with_level(level))

@@ -1,0 +1,66 @@
+"""Blocks of rows: consecutive rows of a layer that have a level of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradcomp.compress.base import Compressor
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import MOST_BLOCKS, Level
+
+#: A block that a controller makes has at least so many quantisation buckets, in the mean over the layer's blocks.
+LEAST_BUCKETS = 4
+
+
+def borders(layer: LayerSpec, count: int, unit: int) -> list[int]:
+    """Elements at which ``count`` blocks begin, and where the last one ends.
+
+    Block i begins with row R i // count of R rows, at the last multiple of ``unit`` elements that is not behind it: so
+    no scale is shared by two blocks, and none is lost. A vector's rows are its elements. Blocks may be empty.
+    """
+    rows = layer.shape[0] if len(layer.shape) > 1 else layer.size
+    width = layer.size // rows if rows else 0
+    inner = [rows * i // count * width // unit * unit for i in range(1, count)]
+    return [0, *inner, layer.size]
+
+
+def count_for(layer: LayerSpec, compressor: Compressor, most: int) -> int:
+    """Into how many blocks a controller divides a layer: 1 for vectors, and for what is too small for two."""
+    if len(layer.shape) < 2 or not compressor.by_block:
+        return 1
+    return max(min(most, layer.shape[0], layer.size // (LEAST_BUCKETS * unit_of(compressor, layer))), 1)
+
+
+def unit_of(compressor: Compressor, layer: LayerSpec) -> int:
+    """Elements that share a scale."""
+    return compressor.bare().cut_elements(layer)
+
+
+def cut(compressor: Compressor, layer: LayerSpec, start: int, length: int) -> list[tuple[int, int, Level]]:
+    """The parts of a piece of a layer that lie in one block each, with their level: start, length, level.
+
+    They follow one another without gaps. A piece without elements is one part.
+    """
+    level = compressor.level
+    if not isinstance(level, tuple):
+        return [(start, length, level)]
+    at = borders(layer, len(level), unit_of(compressor, layer))
+    end = start + length
+    parts: list[tuple[int, int, Level]] = []
+    for own, begins, ends in zip(level, at[:-1], at[1:], strict=True):
+        first, last = max(start, begins), min(end, ends)
+        if first < last:
+            parts.append((first, last - first, own))
+    return parts or [(start, length, level[0])]
+
+
+def check_levels(levels: Level, name: str, check: Callable[[Level], None]) -> None:
+    """ConfigError unless it is one level that ``check`` accepts, or 2 to 256 of them, a tuple."""
+    if not isinstance(levels, tuple):
+        check(levels)
+        return
+    if not 2 <= len(levels) <= MOST_BLOCKS:
+        raise ConfigError(f"{name} by block must be 2 to {MOST_BLOCKS} numbers, got {len(levels)}")
+    for one in levels:
+        check(one)

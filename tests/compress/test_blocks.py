@@ -1,0 +1,234 @@
+"""Levels by block of rows: where blocks lie, what they send, and that equal ones are a single level."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline.test_requests import Ranked, inputs_of
+from tiers import examples
+
+from gradcomp import (
+    EF21,
+    NUQSGD,
+    Assignment,
+    Cast,
+    Compressor,
+    ConfigError,
+    ErrorFeedback,
+    LayerSpec,
+    LocalClip,
+    MomentumCorrection,
+    Plan,
+    PowerSGD,
+    Quantize,
+    TopK,
+)
+from gradcomp.compress import at_level, from_string
+from gradcomp.compress.blocks import LEAST_BUCKETS, borders, count_for
+from gradcomp.core.topology import Topology
+from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, Request
+from gradcomp.testing.simulation import Simulation
+
+LAYERS = [
+    LayerSpec("a", (33, 20)),
+    LayerSpec("b", (40, 7, 3), "float16"),
+    LayerSpec("c", (150,)),
+    LayerSpec("d", (2, 500)),
+    LayerSpec("e", (0, 8)),
+]
+SMALL = {"slice_elements": 200}  # slices end inside blocks
+
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+
+
+@given(shapes, st.integers(2, 40), st.integers(1, 90))
+@examples(60)
+def test_blocks_are_rows_up_to_the_bucket_in_which_they_begin(shape, count, unit):
+    layer = LayerSpec("w", shape)
+    at = borders(layer, count, unit)
+    rows = shape[0] if len(shape) > 1 else layer.size
+    width = layer.size // rows
+    assert (at[0], at[-1], len(at)) == (0, layer.size, count + 1)
+    assert at == sorted(at)
+    for i, border in enumerate(at[1:-1], 1):
+        assert border % unit == 0
+        assert 0 <= rows * i // count * width - border < unit
+
+
+@given(shapes, st.integers(1, 256), st.sampled_from([1, 16, 33]))
+@examples(60)
+def test_blocks_of_a_controller_are_not_too_small(shape, most, size):
+    layer = LayerSpec("w", shape)
+    count = count_for(layer, Quantize(4, size), most)
+    assert 1 <= count <= most
+    if len(shape) == 1:
+        assert count == 1
+    if count > 1:
+        assert count <= shape[0]
+        assert layer.size >= count * LEAST_BUCKETS * size
+        assert 0 not in np.diff(borders(layer, count, size))
+
+
+def steps(compressor: Compressor, world: int = 2, count: int = 3, **settings):
+    """The means of a few steps, and the ranks."""
+    ranks = Simulation(LAYERS, compressor, world, **settings)
+    return [ranks.step().all_means() for _ in range(count)], ranks
+
+
+def assert_equal(found, expected) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert [mean.tobytes() for mean in mine] == [mean.tobytes() for mean in theirs]
+
+
+AROUND = {
+    "plain": lambda c: c,
+    "momentum": lambda c: MomentumCorrection(c, factor=0.5),
+    "clipped": lambda c: LocalClip(c, max_norm=2.0),
+    "ef21": EF21,
+    "feedback": ErrorFeedback,
+}
+SETTINGS = {
+    "slices": SMALL,
+    "bfloat16 residuals": {"residuals": "bfloat16", **SMALL},
+    "ring": {"reduction": "ring"},
+    "all_to_all": {"reduction": "all_to_all"},
+    "hierarchical": {"reduction": "hierarchical", "topology": Topology([0, 0, 1])},
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_equal_levels_are_a_single_level_bit_for_bit(around, settings):
+    if "hierarchical" in settings.values() or around is EF21:
+        settings = {name: value for name, value in settings.items() if name != "slice_elements"}
+    blocks, single = (
+        steps(around(Quantize(bits, 21, rounding="nearest", feedback=True)), 3, **settings)
+        for bits in ((4, 4, 4, 4, 4), 4)
+    )
+    assert_equal(blocks[0], single[0])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "compressor", [Quantize(4, 16), Quantize(4, 16, rounding="nearest"), Quantize(4, 16, "linf")], ids=str
+)
+@pytest.mark.parametrize("settings", [{}, SMALL], ids=["whole", "slices"])
+def test_a_block_is_what_it_would_be_alone(world, compressor, settings):
+    """Three steps, with residuals where there are any: each block is that of a layer at its level."""
+    settings = {"reorder": False, **settings}  # second residuals that move change rounding
+    levels = (2, 7, 4)
+    mixed, ranks = steps(compressor.with_level(levels), world, **settings)
+    single = {bits: steps(compressor.with_level(bits), world, **settings)[0] for bits in levels}
+    for step, means in enumerate(mixed):
+        for number, layer in enumerate(LAYERS):
+            at = borders(layer, 3, 16)
+            for begin, end, bits in zip(at[:-1], at[1:], levels, strict=True):
+                np.testing.assert_array_equal(means[number][begin:end], single[bits][step][number][begin:end])
+    lost = {bits: np.square(single[bits][0][0] - mixed[0][0]).sum() for bits in levels}
+    assert all(lost.values())  # no level is that of the whole layer
+    assert ranks.pipelines[0].plan.assignments[0].level == levels
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("residuals", ["float32", "bfloat16"])
+def test_feedback_telescopes_through_changes_of_levels(world, residuals):
+    forms = [Quantize(bits, 16, rounding="nearest") for bits in (4, (2, 6), (5, 3, 4), (3, 3, 2, 6, 4), 3)]
+    plans = [
+        Plan(n, tuple(Assignment(layer.name, c.family_string(), c.level) for layer in LAYERS))
+        for n, c in enumerate(forms)
+    ]
+    ranks = Simulation(LAYERS, plans[0], world, residuals=residuals, **SMALL)
+    missing = [np.zeros(layer.size) for layer in LAYERS]
+    for step in range(10):
+        if step % 2 == 0 and step:
+            for pipeline in ranks.pipelines:
+                pipeline.propose(plans[step // 2])
+        gradients = ranks.gradients()
+        means = ranks.step(gradients).all_means()
+        for i in range(len(LAYERS)):
+            missing[i] += np.mean([rank[i].astype(np.float64) for rank in gradients], axis=0) - means[i]
+    assert ranks.pipelines[0].plan.assignments == plans[-1].assignments
+    for i, layer in enumerate(LAYERS):
+        close = {"float32": 2e-5, "bfloat16": 0.2}[residuals] if layer.dtype == "float32" else 0.2
+        np.testing.assert_allclose(missing[i], ranks.owed(i), atol=close)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", [REDUCE_SCATTER, ALL_GATHER])
+def test_requests_between_steps_take_blocks(kind, world):
+    layers = [layer for layer in LAYERS if layer.dtype == "float32"]
+    # Shards begin with a quantisation bucket: then blocks change no scale.
+    shards = tuple(
+        (*(layer.size * j // world // 16 * 16 for j in range(world)), layer.size) for layer in layers
+    )
+    found = {}
+    for bits in ((5, 5, 5), 5, (2, 7, 4), 2, 7, 4):
+        ranked = Ranked(Request.of(kind, layers, Quantize(bits, 16), borders=shards), world)
+        found[bits] = ranked.run(inputs_of(ranked))
+    for rank in range(world):
+        for layer in range(len(layers)):
+            np.testing.assert_array_equal(found[5, 5, 5][rank][layer], found[5][rank][layer])
+            mixed = found[2, 7, 4][rank][layer].reshape(-1)
+            each = np.stack([found[bits][rank][layer].reshape(-1) for bits in (2, 7, 4)])
+            assert (mixed == each).any(axis=0).all()
+
+
+IMPOSSIBLE = [
+    (),
+    (4,),
+    (4,) * 257,
+    (4, 0),
+    (4, 9),
+    (4, 4.0),
+    (4, True),
+    (4, "4"),
+    (4, None),
+    ((4, 4), 4),
+    [4, 4],
+]
+
+
+@pytest.mark.parametrize("bits", IMPOSSIBLE, ids=lambda bits: str(bits)[:20])
+def test_impossible_levels_are_refused(bits):
+    with pytest.raises(ConfigError):
+        Quantize(bits)
+
+
+@pytest.mark.parametrize(
+    "other", [TopK(0.1), PowerSGD(2), NUQSGD(4), Cast("bfloat16"), MomentumCorrection(TopK(0.1))], ids=str
+)
+def test_other_compressors_have_no_levels_by_block(other):
+    with pytest.raises(ConfigError):
+        at_level(other.family_string(), (2, 4))
+    assert not other.by_block
+
+
+def test_values_of_a_selection_have_one_level():
+    with pytest.raises(ConfigError, match="quantiser"):
+        TopK(0.1, values=Quantize((2, 4)))
+
+
+def test_feedback_around_blocks_needs_all_of_them_to_bear_it():
+    with pytest.raises(ConfigError, match="may never send"):
+        Quantize((1, 2), 512, "l2", "nearest")
+    Quantize((1, 5), 8, "l2", "nearest")
+
+
+def test_string_forms_and_plans_hold_blocks():
+    compressor = ErrorFeedback(Quantize((3, 4, 4, 2), 128, rounding="nearest"))
+    assert from_string(compressor.to_string()) == compressor
+    assert at_level(compressor.family_string(), compressor.level) == compressor
+    assert compressor.family_string() == compressor.with_level(4).family_string()
+    plan = Plan(3, (Assignment("a", compressor.family_string(), compressor.level),))
+    assert '",[3,4,4,2]]' in plan.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("levels", [[0, 4], [4, 9], [10**30, 4]], ids=str)
+def test_a_plan_with_impossible_levels_is_refused(levels):
+    family = Quantize(4).family_string()
+    plan = Plan.from_json(f'{{"assignments":[["a","{family}",{levels}]],"version":1}}')
+    with pytest.raises(ConfigError):
+        Simulation([LayerSpec("a", (64, 64))], plan, 2)
