@@ -8,8 +8,9 @@
 The tasks are those of convergence.py, and a GPT of 12 blocks (2.9 M parameters, AdamW) on the LSTM's text. References
 are the papers': 4 bits; TopK 1% and rank 4 on the ResNet, TopK 10% and rank 32 on language models. Controllers decide
 once an epoch of the ResNet, and every 100 steps of the others, or as --every-steps says. lgreco has tables from single
-steps, lgreco-adam counts their errors as suits Adam, lgreco-window has tables from gradients added up over the period,
-as the paper has it; rows that end with bf16 send excluded layers in bfloat16, and uniform-zeros sends TopK's zeros.
+steps, lgreco-adam counts their errors as suits Adam, rows that end with blocks divide layers into 32 blocks of rows,
+lgreco-window has tables from gradients added up over the period, as the paper has it; rows that end with bf16 send
+excluded layers in bfloat16, and uniform-zeros sends TopK's zeros.
 
 Columns
     bytes       what a rank sends per step, headers and votes included, in the mean over the whole run
@@ -186,6 +187,8 @@ def _every_controller() -> list[str]:
         "lgreco-window",
         "lgreco-norm",
         "lgreco-adam",
+        "lgreco-blocks",
+        "lgreco-adam-blocks",
         "lgreco-8",
         "lgreco-narrow",
         "hybrid-window",

@@ -135,6 +135,8 @@ def arms(
             "lgreco-window": f"lgreco:every_steps={every},window={every}",
             "lgreco-norm": f"lgreco:every_steps={every},metric=norm",
             "lgreco-adam": f"lgreco:every_steps={every},metric=adam",
+            "lgreco-blocks": f"lgreco:every_steps={every},blocks=32",
+            "lgreco-adam-blocks": f"lgreco:every_steps={every},metric=adam,blocks=32",
             "lgreco-8": f"lgreco:every_steps={every},samples=8",
             "lgreco-narrow": f"lgreco:every_steps={every},widen=false",
             "lgreco-time": f"lgreco:every_steps={every},objective=time",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias, TypeGuard
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress import Compressor, PowerSGD, Quantize, TopK, from_string
+from gradcomp.compress.blocks import borders, count_for, unit_of
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.lowrank.base import LowRank, clamped_rank
 from gradcomp.compress.messages import Gather, Reduce
@@ -70,7 +71,8 @@ def bytes_of_choices(
     """The same for a layer under each choice."""
     found = np.zeros(len(choices))
     for members, group in _families(choices, layer):
-        found[members] = sent_bytes(group, scheme, topology)
+        sent = sent_bytes(group, scheme, topology)
+        found[members] = np.bincount(group.layers, sent)  # of a layer's blocks together
     return found
 
 
@@ -99,7 +101,8 @@ class CandidateLevels:
     """Choices of every layer that is up for choice: ``choices[i]`` of layer number ``layers[i]``.
 
     ``costs[i, k]``: bytes per step and rank, inf where there is no choice k. ``reference[i]``: the choice that the user
-    asked for.
+    asked for. A row is a layer, or one of its blocks of rows: then ``specs[i]`` is a vector of the layer's name, which
+    begins with element ``starts[i]`` of the layer. A layer's blocks are in order, without other rows between.
     """
 
     layers: Numbers
@@ -107,6 +110,30 @@ class CandidateLevels:
     choices: tuple[tuple[Compressor, ...], ...]
     costs: Doubles
     reference: Numbers
+    starts: Numbers
+
+    @cached_property
+    def items(self) -> dict[int, range]:
+        """By number of a layer, its rows."""
+        firsts = np.flatnonzero(np.diff(self.layers, prepend=-1)).tolist()
+        ends = [*firsts[1:], len(self.layers)]
+        return {int(self.layers[at]): range(at, end) for at, end in zip(firsts, ends, strict=True)}
+
+    @cached_property
+    def layer_of(self) -> Numbers:
+        """By row, which of the layers up for choice it belongs to, from 0."""
+        found: Numbers = np.cumsum(np.diff(self.layers, prepend=self.layers[:1]) != 0)
+        return found
+
+    def chosen(self, current: Numbers) -> dict[int, Compressor]:
+        """By number of a layer, what the rows' choices make of it; levels by block that are equal are one level."""
+        found: dict[int, Compressor] = {}
+        for layer, rows in self.items.items():
+            picked = [self.choices[row][current[row]] for row in rows]
+            levels = tuple(choice.level for choice in picked)
+            same = len(set(levels)) == 1
+            found[layer] = picked[0] if same else picked[0].with_level(levels)
+        return found
 
     @property
     def width(self) -> int:
@@ -132,7 +159,10 @@ class CandidateLevels:
         return costs
 
     def find(self, row: int, family: str, level: Level) -> int | None:
-        """The choice with this name and level, if there is one."""
+        """The choice with this name and level, if there is one; of as many levels as there are blocks, the row's."""
+        if isinstance(level, tuple):
+            rows = self.items[int(self.layers[row])]
+            level = level[row - rows.start] if len(level) == len(rows) else None
         for k, choice in enumerate(self.choices[row]):
             if choice.family_string() == family and choice.level == level:
                 return k
@@ -147,17 +177,26 @@ def make_candidates(
     topology: Topology,
     *,
     wide: bool = False,
+    blocks: int = 1,
 ) -> CandidateLevels:
     """The choices of every layer: ``candidates``, or what they give for it and its compressor, or its default range.
 
     Default ranges are those of Markov et al. 2024, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks,
     [D/10, 10 D] in steps of D/10 for densities, as far as they are possible; ``wide`` ones, and those of compressors
     without a level, as :func:`default_levels` has them. The layer's own compressor is always one of its choices.
-    ConfigError for a candidate that no layer can take, an empty list, or levels around which the layer's own does not
-    lie.
+    ``blocks``: into how many blocks of rows a layer is divided at most, see :mod:`gradcomp.compress.blocks`; only
+    where its choices are levels of one compressor that has levels by block.
+    ConfigError for a candidate that no layer can take, an empty list, levels around which the layer's own does not lie,
+    or compressors that have levels by block already.
     """
-    numbers, rows, sent = [], [], []
-    known: dict[object, tuple[tuple[Compressor, ...], Doubles]] = {}  # layers of one shape have one row
+    numbers: list[int] = []
+    specs: list[LayerSpec] = []
+    starts: list[int] = []
+    rows: list[tuple[Compressor, ...]] = []
+    sent: list[Doubles] = []
+    known: dict[
+        object, tuple[tuple[Compressor, ...], list[int], list[Doubles]]
+    ] = {}  # one for layers of one shape
     for number, own in enumerate(compressors):
         if own is None:
             continue
@@ -165,20 +204,41 @@ def make_candidates(
         key = (layer.shape, layer.dtype, own)
         if key not in known:
             choices = choices_of(layer, own, candidates, wide)
-            known[key] = (choices, bytes_of_choices(choices, layer, scheme, topology))
-        numbers.append(number)
-        rows.append(known[key][0])
-        sent.append(known[key][1])
+            at = _borders(layer, choices, blocks)
+            costs_of = {
+                size: bytes_of_choices(choices, _item(layer, size), scheme, topology)
+                for size in set(np.diff(at).tolist())
+            }
+            known[key] = (choices, at, [costs_of[size] for size in np.diff(at).tolist()])
+        choices, at, costs_by_item = known[key]
+        numbers += [number] * len(costs_by_item)
+        specs += [_item(layer, size) for size in np.diff(at).tolist()]
+        starts += at[:-1]
+        rows += [choices] * len(costs_by_item)
+        sent += costs_by_item
     costs = np.full((len(rows), max(map(len, rows), default=1)), np.inf)
     for row, of_choices in enumerate(sent):
         costs[row, : len(of_choices)] = of_choices
     return CandidateLevels(
         np.array(numbers, dtype=np.int64),
-        tuple(layers[i] for i in numbers),
+        tuple(specs),
         tuple(rows),
         costs,
         np.array([row.index(compressors[i]) for i, row in zip(numbers, rows, strict=True)], dtype=np.int64),
+        np.array(starts, dtype=np.int64),
     )
+
+
+def _borders(layer: LayerSpec, choices: Sequence[Compressor], blocks: int) -> list[int]:
+    """Where the items of a layer begin, and the last one ends."""
+    families = {(choice.family_string(), unit_of(choice, layer)) for choice in choices}
+    count = count_for(layer, choices[0], blocks) if len(families) == 1 else 1
+    return borders(layer, count, unit_of(choices[0], layer))
+
+
+def _item(layer: LayerSpec, size: int) -> LayerSpec:
+    """A layer, or a block of so many of its elements."""
+    return layer if size == layer.size else replace(layer, shape=(size,))
 
 
 def choices_of(
@@ -188,6 +248,8 @@ def choices_of(
     wide: bool = False,
 ) -> tuple[Compressor, ...]:
     """One layer's choices, its own compressor among them, in the order given, its own last if it was not."""
+    if isinstance(own.level, tuple):
+        raise ConfigError(f"a controller chooses between single levels, got {own.to_string()}")
     if candidates is None:
         levels: Candidates = default_levels(own, wide)
     elif callable(candidates):
@@ -207,6 +269,9 @@ def choices_of(
             choices[choice] = None
         sent_exactly |= exact
     choices.setdefault(own)
+    for choice in choices:
+        if isinstance(choice.level, tuple):
+            raise ConfigError(f"a controller chooses between single levels, got {choice.to_string()}")
     return tuple(choices)
 
 
@@ -273,7 +338,7 @@ def _check_candidates(own: Compressor, candidates: Candidates) -> None:
         raise ConfigError(f"levels must be levels, compressors or string forms, got {list(candidates)!r}")
     level = own.level
     if numbers:
-        if level is None:
+        if not isinstance(level, int | float):
             raise ConfigError(f"{own.to_string()} has no level, got levels {numbers}")
         if not min(numbers) <= level <= max(numbers):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a rank measures of the gradients that it added up: one row of numbers per layer."""
+"""What a rank measures of the gradients that it added up: one row of numbers per layer, or per block of its rows."""
 
 from __future__ import annotations
 
@@ -28,18 +28,24 @@ def measure(
     """
     table = np.zeros((len(candidates.layers), width))
     rows = [row for row, number in enumerate(candidates.layers.tolist()) if number in sums]
-    measured = [sums[int(candidates.layers[row])] for row in rows]
+    measured = [_of_row(candidates, row, sums) for row in rows]
     for row, values, (mean, square) in zip(rows, measured, _moments(measured).tolist(), strict=True):
         deviation = np.sqrt(max(square / values.size - mean * mean, 0.0))
         table[row, :COLUMNS] = np.sqrt(square), mean, deviation
         if width > COLUMNS:
             choices, spec = candidates.choices[row], candidates.specs[row]
             table[row, COLUMNS : COLUMNS + len(choices)] = errors(
-                choices, spec, values, seed, memory_bytes=memory_bytes
+                choices, spec, values, seed, memory_bytes=memory_bytes, start=int(candidates.starts[row])
             )
         if width > COLUMNS + candidates.width and candidates.leaves_zeros[row]:
             table[row, -1] = np.sqrt(np.count_nonzero(values.read()))
     return table
+
+
+def _of_row(candidates: CandidateLevels, row: int, sums: Mapping[int, Vector]) -> Vector:
+    values, size = sums[int(candidates.layers[row])], candidates.specs[row].size
+    start = int(candidates.starts[row])
+    return values if size == values.size else values.part(start, start + size)
 
 
 def _moments(vectors: Sequence[Vector]) -> Doubles:

@@ -26,6 +26,7 @@ from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.periodic import Periodic
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import MOST_BLOCKS
 from gradcomp.kernels import program
 
 logger = logging.getLogger("gradcomp")
@@ -41,6 +42,10 @@ _SUMS = {"time": 5}
 _SAMPLES = 4
 
 _MOST_BUCKETS = 10**6
+
+#: Steps of the budget for each row where layers are divided into blocks: each row's error is rounded up to whole steps.
+_STEPS_PER_BLOCK = 16
+
 _OBJECTIVES = ("bytes", "time", "position")
 _METRICS = ("norm", "squared", "adam")
 
@@ -75,6 +80,12 @@ class LGreCo(Periodic):
     ``accordion``: its choice is each period's reference (section 5.3), and ``levels`` then go by default from its high
     compression's range to its low one's; gradients add up by default, since its rule compares their norms.
 
+    ``blocks=B``: a matrix under ``Quantize`` is divided into up to B blocks of consecutive rows, nearly equal, of four
+    quantisation buckets or more in the mean; up to 256. Each is an item of the program, with a level of its own, as
+    far as all choices of the layer are numbers of bits of one ``Quantize``; what stands here of layers is true of
+    blocks then. The budget has at least 16 steps an item. A block without a gradient keeps its level. See
+    ``docs/decisions/0038``.
+
     ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
     become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range,
     and so do block floats, whose range is of formats: 8 and 4 bits.
@@ -82,8 +93,8 @@ class LGreCo(Periodic):
     Layers without a gradient in the period keep their level. If nothing fits, the reference is taken, with a warning.
 
     Wire, state, ``memory_bytes``: see :class:`Periodic`.
-    Errors: ConfigError for empty or impossible ``levels``, a reference outside of them, ``alpha`` or ``buckets`` that
-    are not positive, unknown words.
+    Errors: ConfigError for empty or impossible ``levels``, a reference outside of them or with levels by block,
+    ``alpha``, ``buckets`` or ``blocks`` that are not positive, unknown words.
     Source: Markov et al. 2024, Algorithm 1 and section 4; Markov 2024, chapter 4 and appendix B.
     Differs: errors are those of single steps, by default (the authors' published hook takes the last 10 steps, after
     the residual was added); layers are measured by the ranks that look after them instead of by one worker, each on its
@@ -102,6 +113,7 @@ class LGreCo(Periodic):
     metric: str | None = None
     accordion: Accordion | None = field(default=None, kw_only=True)
     widen: bool = field(default=True, kw_only=True)
+    blocks: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +122,9 @@ class LGreCo(Periodic):
         check_count("buckets", self.buckets)
         if self.buckets > _MOST_BUCKETS:
             raise ConfigError(f"buckets must be at most {_MOST_BUCKETS}, got {self.buckets!r}")
+        check_count("blocks", self.blocks)
+        if self.blocks > MOST_BLOCKS:
+            raise ConfigError(f"blocks must be at most {MOST_BLOCKS}, got {self.blocks!r}")
         if self.objective not in _OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {self.objective!r}")
         if self.metric is not None and self.metric not in _METRICS:
@@ -176,6 +191,7 @@ class LGreCo(Periodic):
             environment.scheme,
             environment.topology,
             wide=wide,
+            blocks=self.blocks,
         )
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
@@ -235,7 +251,8 @@ class LGreCo(Periodic):
         if not allowed.any():  # the reference loses nothing: neither may anything else
             free = np.where(errors == 0, costs, np.inf)
             return free.argmin(axis=1) if np.isfinite(free.min(axis=1)).all() else None
-        steps, budget = program.discretise(errors, allowed, self.buckets, self.alpha)
+        buckets = self.buckets if self.blocks == 1 else max(self.buckets, _STEPS_PER_BLOCK * len(errors))
+        steps, budget = program.discretise(errors, allowed, min(buckets, _MOST_BUCKETS), self.alpha)
         found = program.cheapest(steps, costs, budget)
         return None if found is None else found.astype(np.int64)
 

@@ -39,7 +39,7 @@ _SAVED, _ENDLESS = COLUMNS + 3, 1e300
 
 @dataclass
 class SavedObservations:
-    """What rank 0 decides from: one row per layer, in numbers that JSON can hold; and the fall of the learning rate."""
+    """What rank 0 decides from: one row per layer or block, in numbers that JSON can hold; the fall of the rate."""
 
     step: int
     table: Doubles
@@ -52,6 +52,7 @@ class PeriodicState(PhasedState):
 
     ``rate``: the learning rate of the last step; ``rate_before``: its mean over ranks when tables were last shared.
     ``wide``: ranges have been widened. ``columns``: of the rows that ranks hold of single steps; None if of sums.
+    ``blocks``: rows of all layers, where some have several.
     """
 
     choices: dict[str, tuple[str, Level]]
@@ -62,6 +63,7 @@ class PeriodicState(PhasedState):
     rate_before: float | None = None
     wide: bool | None = None
     columns: int | None = None
+    blocks: int | None = None
 
 
 class PeriodicRun(PhasedRun[PeriodicState]):
@@ -72,26 +74,28 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     def __init__(self, controller: Periodic, environment: Environment) -> None:
         self.controller = controller
         self.candidates = candidates = controller.candidate_levels(environment)
-        rows = len(candidates.layers)
+        self._numbers = {environment.layers[i].name: i for i in candidates.items}
         state = PeriodicState(
-            Phase.GATHER, environment.first_step, {}, controller.begin_memory(candidates), np.zeros(rows)
+            Phase.GATHER,
+            environment.first_step,
+            {},
+            controller.begin_memory(candidates),
+            np.zeros(len(self._numbers)),
+            blocks=len(candidates.layers) if len(candidates.layers) > len(self._numbers) else None,
         )
         super().__init__(controller.name, environment, state)
         self.current = candidates.reference.copy()
         self.choose()
         self.choices = {}  # the plan stays what it is until the first decision
-        self._numbers = {
-            spec.name: int(i) for i, spec in zip(candidates.layers, candidates.specs, strict=True)
-        }
         self._gathering = self._gather()
         #: Processor seconds of this rank: adding gradients up, measuring, deciding.
         self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
-        self._wire = np.zeros(rows, dtype=np.float32)  # as it is saved
+        self._wire = np.zeros(len(self._numbers), dtype=np.float32)  # as it is saved
         self._said: set[tuple[str, bool, bool]] = set()
 
     def _gather(self) -> Gathering:
         environment, controller, candidates = self.environment, self.controller, self.candidates
-        sizes = {int(i): s.size for i, s in zip(candidates.layers, candidates.specs, strict=True)}
+        sizes = {i: environment.layers[i].size for i in candidates.items}
         owners = share_out(sizes, environment.world)
         kind = Sampled if controller.sampled else Windowed
         self._check_memory(sizes, owners, kind)
@@ -171,7 +175,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     def finish(self, step: Step) -> bool:
         """Count seconds and bytes, and go on."""
-        layers = self.candidates.layers
+        layers = list(self._numbers.values())
         if not self.environment.deterministic:  # no decision reads it then, and what is saved repeats
             self._wire += step.wire[layers].astype(np.float32)
         self._state.sent += step.sent[layers]
@@ -202,8 +206,8 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return np.concatenate([measured.reshape(-1), means])
 
     def receive(self, step: Step, sums: Doubles) -> bool:
-        """The table of all layers. One with a NaN in it is not used: the period was in vain."""
-        state, layers = self._state, self.candidates.layers
+        """The table of all rows. One with a NaN in it is not used: the period was in vain."""
+        state, layers, layer_of = self._state, self.candidates.layers, self.candidates.layer_of
         table = sums[: len(layers) * self._width].reshape(len(layers), self._width)
         self._gathering.drop()
         if np.isnan(sums).any() or np.isinf(table[:, :COLUMNS]).any():
@@ -211,7 +215,8 @@ class PeriodicRun(PhasedRun[PeriodicState]):
                 logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
             state.phase = Phase.GATHER
             return False
-        about = [sums[table.size : -1], state.sent, step.position[layers].astype(np.float64)]
+        wire, sent = sums[table.size : -1][layer_of], state.sent[layer_of]
+        about = [wire, sent, step.position[layers].astype(np.float64)]
         losses = np.minimum(table[:, COLUMNS:], _ENDLESS)
         if self.controller.needs_errors:
             losses[:, : self.candidates.width][np.isinf(self.candidates.costs)] = _ENDLESS
@@ -264,7 +269,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     @property
     def announced(self) -> int:
-        """A choice per layer, and the memory."""
+        """A choice per row, and the memory."""
         return len(self.current) + len(self._state.memory)
 
     def announcement(self, decision: Decision) -> Doubles:
@@ -322,12 +327,10 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     def choose(self) -> None:
         """Let :attr:`choices` be those in force."""
-        candidates = self.candidates
-        chosen = [choices[k] for choices, k in zip(candidates.choices, self.current.tolist(), strict=True)]
-        self.choices = dict(zip(candidates.layers.tolist(), chosen, strict=True))
+        self.choices = self.candidates.chosen(self.current)
         self._state.choices = {
-            spec.name: (choice.family_string(), choice.level)
-            for spec, choice in zip(candidates.specs, chosen, strict=True)
+            name: (self.choices[i].family_string(), self.choices[i].level)
+            for name, i in self._numbers.items()
         }
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -342,7 +345,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         if len(saved.sent) != len(saved.choices):
             raise StateError(f"not a state of {self.name}: bytes of {len(saved.sent)} layers")
         same = len(saved.memory) == self.announced - len(self.current)
-        names, rows = self._numbers, range(len(self._numbers))
+        names = self._numbers
         memory = saved.memory if same else self.controller.begin_memory(self.candidates)
         sent = dict(zip(saved.choices, saved.sent.tolist(), strict=True))
         counted = np.array([sent.get(name, 0.0) for name in names])
@@ -356,18 +359,20 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             rate_before=saved.rate_before,
             wide=self._state.wide,
             columns=self._state.columns,
+            blocks=self._state.blocks,
         )
         if bool(saved.wide) != bool(self._state.wide):
             self._range_over(bool(saved.wide))
-        for row, name, reference in zip(rows, names, self.candidates.reference.tolist(), strict=True):
-            found = self.candidates.find(row, *saved.choices[name]) if name in saved.choices else None
-            self.current[row] = reference if found is None else found
-            self._wire[row] = own.get("wire", {}).get(name, self._wire[row : row + 1]).reshape(-1)[0]
+        for at, (name, layer) in enumerate(names.items()):
+            for row in self.candidates.items[layer]:
+                found = self.candidates.find(row, *saved.choices[name]) if name in saved.choices else None
+                self.current[row] = self.candidates.reference[row] if found is None else found
+            self._wire[at] = own.get("wire", {}).get(name, self._wire[at : at + 1]).reshape(-1)[0]
         self.choose()
         gathered = self._gathering.resume(own)
-        whole = same and saved.choices.keys() == names.keys()
+        whole = same and saved.choices.keys() == names.keys() and saved.blocks == self._state.blocks
         if saved.phase in (Phase.DECIDE, Phase.ANNOUNCE):
-            shape = (len(names), _SAVED + self._width - COLUMNS)
+            shape = (len(self.current), _SAVED + self._width - COLUMNS)
             whole &= saved.seen is not None and saved.seen.table.shape == shape
         else:
             # Of the same columns on all ranks: a rank without layers has nothing that could not fit.

@@ -81,8 +81,7 @@ class Sampled(Gathering):
     def range_over(self, candidates: CandidateLevels, width: int) -> None:
         """What was found so far had other choices: the table begins anew."""
         self._width = width
-        self._row_of = np.full(len(self.share.sizes), -1, dtype=np.int64)
-        self._row_of[candidates.layers] = np.arange(len(candidates.layers))
+        self._layers, self._items = candidates.layers, candidates.items
         self._with_residual = np.zeros(len(self.share.sizes), dtype=np.bool_)
         self._with_residual[candidates.layers] = [
             all(isinstance(choice.bare(), LowRank) for choice in choices) for choices in candidates.choices
@@ -91,7 +90,7 @@ class Sampled(Gathering):
         self._closed: Future[Floats] | None = None
 
     def _nothing(self) -> Future[Floats]:
-        rows = np.zeros((int(self._row_of.max(initial=-1)) + 1, _COUNT + self._width), dtype=np.float32)
+        rows = np.zeros((len(self._layers), _COUNT + self._width), dtype=np.float32)
         return at_once(lambda: rows)
 
     @property
@@ -136,7 +135,8 @@ class Sampled(Gathering):
             i: self._arena.part(int(self._begins[i]), int(self._begins[i]) + self.share.sizes[i])
             for i in layers
         }
-        before, heard, measure, left = self._current, self._row_of[layers], self.share.measure, self.left
+        before, measure, left = self._current, self.share.measure, self.left
+        heard = np.flatnonzero(self._heard[self._layers])
         self._current = self._work = self.share.environment.background(
             lambda: folded(before.result(), measure(sample, left), heard)
         )
@@ -161,12 +161,12 @@ class Sampled(Gathering):
         self._closed = None
 
     def state(self) -> dict[str, dict[str, Floats]]:
-        """By layer, how many samples were taken and its row; waits for the sample that is being measured."""
+        """By layer, how many samples were taken and its rows; waits for the sample that is being measured."""
         self._measure_committed()
         kinds = {"sampled": self._current, **({} if self._closed is None else {"measured": self._closed})}
         return {
             kind: {
-                name: np.append(np.float32(self._last), rows.result()[self._row_of[layer]])
+                name: np.append(np.float32(self._last), rows.result()[self._items[layer]])
                 for name, layer in self.share.own.items()
             }
             for kind, rows in kinds.items()
@@ -178,11 +178,12 @@ class Sampled(Gathering):
         self._current, self._closed = self._nothing(), self._nothing()
         found = 0
         for name, layer in self.share.own.items():
-            row, size = self._row_of[layer], 1 + _COUNT + self._width
+            items, width = self._items[layer], _COUNT + self._width
+            size = 1 + len(items) * width
             if (value := fitting(held, "sampled", name, size)) is not None:
-                self._last, self._current.result()[row] = int(value[0]), value[1:]
+                self._last, self._current.result()[items] = int(value[0]), value[1:].reshape(-1, width)
             if (value := fitting(held, "measured", name, size)) is not None:
-                self._closed.result()[row] = value[1:]
+                self._closed.result()[items] = value[1:].reshape(-1, width)
                 found += 1
         if not found:
             self._closed = None

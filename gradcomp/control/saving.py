@@ -48,6 +48,8 @@ def _read(kind: Any, data: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         if data is None and type(None) in arguments:
             return None
+        if isinstance(data, list) and any(typing.get_origin(one) is tuple for one in arguments):
+            return tuple(data)
         kinds = [one for one in arguments if one is not type(None)]
         return _read(kinds[0], data) if len(kinds) == 1 else data
     if origin is np.ndarray:

@@ -54,6 +54,7 @@ LAYERS = [
 COMPRESSORS: dict[str, Compressor] = {
     "4 bits": Quantize(4, bucket_size=128),
     "nearest with feedback": Quantize(4, bucket_size=128, rounding="nearest"),
+    "bits by block": Quantize((3, 6, 2, 4), bucket_size=32, feedback=True),
     "bits by bucket": Quantize(4, bucket_size=128, allocate="bucket", feedback=True),
     "bits of fixed bytes": Quantize(4, bucket_size=100, allocate="bytes"),
     "NVFP4": BlockFloat("fp4_e2m1", 16, "nearest", scale="e4m3"),
@@ -117,7 +118,7 @@ def gpu() -> Iterator[Any]:
 
 #: Of three ranks, two share a host.
 TOPOLOGY = Topology([0, 0, 1])
-REDUCED = ("4 bits", "nearest with feedback", "bfloat16", "sign")
+REDUCED = ("4 bits", "nearest with feedback", "bits by block", "bfloat16", "sign")
 CASES = [(name, "sra") for name in COMPRESSORS]
 CASES += [
     (name, reduction)
@@ -277,21 +278,25 @@ def test_a_value_that_is_not_finite_reaches_every_rank(gpu: Any) -> None:
     assert np.isnan(outcome.mean(0)).all()
 
 
-def test_a_controller_chooses_on_a_device_what_it_chooses_on_the_host(gpu: Any) -> None:
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_a_controller_chooses_on_a_device_what_it_chooses_on_the_host(blocks: int, gpu: Any) -> None:
     device, kernels = gpu
     plans = []
     for devices in ([HOST, HOST], [device, HOST]):
+        controller = LGreCo(every_steps=3, blocks=blocks)
         ranks = Simulation(
-            LAYERS, Quantize(4), 2, devices=devices, controller=LGreCo(every_steps=3), slice_elements=1024
+            LAYERS, Quantize(4, 64), 2, devices=devices, controller=controller, slice_elements=1024
         )
         for _ in range(9):
             gradients = ranks.gradients()
             for rank in gradients:
                 rank[0] *= 30  # so that bits are worth more here
+                rank[4][:600] *= 9
             ranks.step(gradients)
         plans.append([(a.layer, a.level) for a in ranks.pipelines[0].plan.assignments])
     assert plans[0] == plans[1]
     assert len({level for _, level in plans[0]}) > 1
+    assert any(isinstance(level, tuple) for _, level in plans[0]) == (blocks > 1)
     assert {"losses", "moments"} <= kernels.called
 
 

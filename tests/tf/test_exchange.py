@@ -485,15 +485,21 @@ def test_state_is_saved_and_loaded() -> None:
 @on_ranks(2, env=ONE_THREAD)
 def test_a_controller_changes_levels_inside_a_graph() -> None:
     shapes = [(64, 64), (256, 64)]
-    exchange = Exchange(variables(shapes), Quantize(bits=4), controller="linear:every_steps=5,alpha=none")
-    function = tf.function(lambda *given: exchange.exchange(given))
-    for step in range(20):
-        means = function(
-            *(tf.constant((1 + 99 * i) * g) for i, g in enumerate(draw(runtime.rank(), step, shapes)))
-        )
-        assert_same_on_all_ranks(exchange, means)
-    assert exchange.exchanger is not None
-    assert exchange.exchanger.pipeline.plan.version > 0
+    for form in ("linear:every_steps=5,alpha=none", "lgreco:every_steps=5,blocks=4"):
+        exchange = Exchange(variables(shapes), Quantize(4, 64), controller=form)
+        function = tf.function(lambda *given, exchange=exchange: exchange.exchange(given))
+        sizes = [
+            np.repeat([[1.0], [99.0]], shape[0] // 2, axis=0) * (1 + 99 * i) for i, shape in enumerate(shapes)
+        ]
+        for step in range(20):
+            drawn = draw(runtime.rank(), step, shapes)
+            scaled = [(size * g).astype("float32") for size, g in zip(sizes, drawn, strict=True)]
+            means = function(*tensors(scaled))
+            assert_same_on_all_ranks(exchange, means)
+        assert exchange.exchanger is not None
+        plan = exchange.exchanger.pipeline.plan
+        assert plan.version > 0
+        assert any(isinstance(a.level, tuple) for a in plan.assignments) == form.startswith("lgreco")
 
 
 @on_ranks(2, env=ONE_THREAD)
