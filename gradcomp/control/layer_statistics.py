@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from gradcomp.control.base import Doubles
 from gradcomp.control.candidates import CandidateLevels
+from gradcomp.control.distortion.block_errors import block_errors
 from gradcomp.control.distortion.errors import errors
-from gradcomp.core.vectors import Vector
+from gradcomp.control.observations import Numbers
+from gradcomp.core.vectors import Floats, Vector
 from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.segments import SEGMENT
 
@@ -27,37 +30,52 @@ def measure(
     their places, since every column but the mean is a norm.
     """
     table = np.zeros((len(candidates.layers), width))
-    rows = [row for row, number in enumerate(candidates.layers.tolist()) if number in sums]
-    measured = [_of_row(candidates, row, sums) for row in rows]
-    for row, values, (mean, square) in zip(rows, measured, _moments(measured).tolist(), strict=True):
-        deviation = np.sqrt(max(square / values.size - mean * mean, 0.0))
-        table[row, :COLUMNS] = np.sqrt(square), mean, deviation
+    layers = {layer: rows for layer, rows in candidates.items.items() if layer in sums}
+    begins = [candidates.starts[rows] for rows in layers.values()]
+    moments = _moments([sums[layer] for layer in layers], begins)
+    for (layer, rows), starts, (mean, square) in zip(layers.items(), begins, moments, strict=True):
+        values, choices, spec = sums[layer], candidates.choices[rows.start], candidates.specs[rows.start]
+        sizes = np.diff(starts, append=values.size)
+        with np.errstate(all="ignore"):  # what is not finite is seen later
+            deviation = np.sqrt(np.maximum(square / sizes - mean * mean, 0.0))
+        table[rows, :COLUMNS] = np.stack([np.sqrt(square), mean, deviation], axis=1)
         if width > COLUMNS:
-            choices, spec = candidates.choices[row], candidates.specs[row]
-            table[row, COLUMNS : COLUMNS + len(choices)] = errors(
-                choices, spec, values, seed, memory_bytes=memory_bytes, start=int(candidates.starts[row])
+            table[rows, COLUMNS : COLUMNS + len(choices)] = (
+                errors(choices, spec, values, seed, memory_bytes=memory_bytes)
+                if len(rows) == 1
+                else block_errors(
+                    choices, replace(spec, shape=(values.size,)), values, starts, seed, memory_bytes
+                )
             )
-        if width > COLUMNS + candidates.width and candidates.leaves_zeros[row]:
-            table[row, -1] = np.sqrt(np.count_nonzero(values.read()))
+        if width > COLUMNS + candidates.width and candidates.leaves_zeros[rows.start]:
+            table[rows, -1] = np.sqrt(np.count_nonzero(values.read()))
     return table
 
 
-def _of_row(candidates: CandidateLevels, row: int, sums: Mapping[int, Vector]) -> Vector:
-    values, size = sums[int(candidates.layers[row])], candidates.specs[row].size
-    start = int(candidates.starts[row])
-    return values if size == values.size else values.part(start, start + size)
-
-
-def _moments(vectors: Sequence[Vector]) -> Doubles:
-    """Mean and sum of squares of each, where they lie."""
-    table = np.zeros(len(vectors), dtype=SEGMENT)
-    table["gradient"] = [vector.address for vector in vectors]
-    table["length"] = [vector.size for vector in vectors]
-    device = bodies.on_device(vectors[0].address) if vectors else None
+def _moments(vectors: Sequence[Vector], begins: Sequence[Numbers]) -> list[tuple[Doubles, Doubles]]:
+    """Means and sums of squares of the parts of each, which begin with these elements, where they lie."""
+    lengths = [np.diff(starts, append=v.size) for v, starts in zip(vectors, begins, strict=True)]
+    table = np.zeros(sum(map(len, begins)), dtype=SEGMENT)
+    if not len(table):
+        return []
+    table["gradient"] = np.concatenate([v.address + 4 * at for v, at in zip(vectors, begins, strict=True)])
+    table["length"] = np.concatenate(lengths)
+    ends = np.cumsum([len(starts) for starts in begins])[:-1]
+    device = bodies.on_device(vectors[0].address)
     if device is not None:
-        found: Doubles = device.moments(table) / np.stack([table["length"], np.ones(len(table))], axis=1)
-        return found
-    squares = np.zeros(len(vectors))
-    selection.squares(table, squares)
-    means = np.array([vector.read().mean(dtype=np.float64) for vector in vectors])
-    return np.stack([means, squares], axis=1)
+        found: Doubles = device.moments(table)
+        means, squares = found[:, 0] / table["length"], found[:, 1].copy()
+    else:
+        squares = np.zeros(len(table))
+        selection.squares(table, squares)
+        means = np.concatenate(
+            [_means(v.read(), at, sizes) for v, at, sizes in zip(vectors, begins, lengths, strict=True)]
+        )
+    return list(zip(np.split(means, ends), np.split(squares, ends), strict=True))
+
+
+def _means(values: Floats, begins: Numbers, lengths: Numbers) -> Doubles:
+    if len(begins) == 1:
+        return np.array([values.mean(dtype=np.float64)])
+    found: Doubles = np.add.reduceat(values, begins, dtype=np.float64) / lengths
+    return found

@@ -23,6 +23,7 @@ from gradcomp import (
 from gradcomp.compress import at_level
 from gradcomp.control import Environment, PeriodObservations
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
+from gradcomp.control.distortion.block_errors import block_errors
 from gradcomp.control.distortion.errors import errors
 from gradcomp.control.layer_statistics import COLUMNS, measure
 from gradcomp.control.periodic_run import PeriodicRun
@@ -110,16 +111,47 @@ def test_levels_by_block_are_no_reference(own):
         candidates(LGreCo(10, levels=[2, 4, own]))
 
 
-def test_a_layer_loses_what_its_blocks_lose():
-    layer = LAYERS[0]
-    found = candidates(LGreCo(10, blocks=5), [layer])
+@pytest.mark.parametrize("memory", [None, 900, 3000])
+@pytest.mark.parametrize(
+    "own", [FOUR, Quantize(4, 16, rounding="nearest"), Quantize(4, 16, allocate="bytes")], ids=str
+)
+def test_a_layer_loses_what_its_blocks_lose(own, memory):
+    layer = LayerSpec("a", (100, 600))  # more than is coded at once
+    found = candidates(LGreCo(10, blocks=5), [layer], own)
     values = np.random.default_rng(0).standard_normal(layer.size).astype(np.float32)
-    table = measure(found, {0: HostVector(values)}, COLUMNS + found.width, 7, None)
+    table = measure(found, {0: HostVector(values)}, COLUMNS + found.width, 7, memory)
     whole = errors(found.choices[0], layer, values, 7)
     np.testing.assert_allclose(np.sqrt(np.square(table[:, COLUMNS:]).sum(axis=0)), whole, rtol=1e-6)
     for row, at in enumerate(found.starts.tolist()):
         part = values[at : at + found.specs[row].size].astype(np.float64)
-        np.testing.assert_allclose(table[row, :2], [np.linalg.norm(part), part.mean()], rtol=1e-6)
+        expected = [np.linalg.norm(part), part.mean(), part.std()]
+        np.testing.assert_allclose(table[row, :COLUMNS], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_error_of_a_block_is_that_of_its_elements_alone():
+    layer, own = LayerSpec("a", (30, 64)), Quantize(4, 16, rounding="nearest")
+    found = candidates(LGreCo(10, blocks=5), [layer], own)
+    values = np.random.default_rng(0).standard_normal(layer.size).astype(np.float32)
+    values[:400] *= 50
+    lost = block_errors(found.choices[0], layer, HostVector(values), found.starts, 7)
+    for row, at in enumerate(found.starts.tolist()):
+        alone = errors(found.choices[row], found.specs[row], values[at : at + found.specs[row].size], 7)
+        np.testing.assert_allclose(lost[row], alone, rtol=1e-6)
+
+
+def test_blocks_of_values_that_are_not_finite_or_do_not_fit():
+    layer = LayerSpec("a", (30, 64))
+    found = candidates(LGreCo(10, blocks=5), [layer])
+    values = np.full(layer.size, 3e38, np.float32)
+    values[::2] *= -1
+    lost = block_errors(found.choices[0], layer, HostVector(values), found.starts, 7)
+    assert np.isinf(lost).all()
+    values[100] = np.nan
+    assert np.isnan(block_errors(found.choices[0], layer, HostVector(values), found.starts, 7)).all()
+    with pytest.raises(ConfigError, match="blocks of layer 'a' takes"):
+        block_errors(
+            found.choices[0], layer, HostVector(np.zeros_like(values)), found.starts, 7, memory_bytes=100
+        )
 
 
 def decided(

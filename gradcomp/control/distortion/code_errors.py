@@ -24,14 +24,12 @@ _PIECE = 1 << 15
 
 
 def code_errors(
-    choices: Sequence[Coded], layer: LayerSpec, values: Vector, seed: int, budget: Budget, begin: int = 0
+    choices: Sequence[Coded], layer: LayerSpec, values: Vector, seed: int, budget: Budget
 ) -> Doubles:
     """||values - decode(encode(values))|| of every choice; inf where what would be decoded is not finite.
 
     Encoding leaves what it lost beside the payload, so nothing is decoded. A layer is coded piece by piece, cut where
     slices may be cut, which changes no code; every piece at all levels that share a kernel, in one call.
-
-    ``begin``: of which element of the layer the first value is.
 
     Values on a device are measured there, all levels from one read, where elements do not share a scale with too many.
 
@@ -41,8 +39,7 @@ def code_errors(
     """
     found = np.zeros(len(choices))
     table = np.zeros(len(choices), dtype=SEGMENT)
-    table["layer"], table["dtype"] = layer.hash, FLOAT32
-    table["start"], table["length"] = begin, layer.size
+    table["layer"], table["dtype"], table["length"] = layer.hash, FLOAT32, layer.size
     alike: dict[tuple[int, bool, int, int], tuple[Codec, list[int]]] = {}
     for i, choice in enumerate(choices):
         choice.fill(table[i : i + 1], choice.level)
@@ -109,9 +106,8 @@ def _lost(codec: Codec, table: Table, values: Floats, piece: int, draw: Draw) ->
 
     flags = np.zeros(len(table), dtype=np.uint8)
     energies, more = np.zeros(len(table)), np.empty(len(table))
-    begins = table["start"].copy()
     for start in range(0, len(values), piece):
-        table["gradient"], table["start"] = values.ctypes.data + 4 * start, begins + start
+        table["gradient"], table["start"] = values.ctypes.data + 4 * start, start
         table["length"] = losses["length"] = min(piece, len(values) - start)
         codec.encode(table, payload, flags, draw)
         selection.squares(losses, more)

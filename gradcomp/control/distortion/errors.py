@@ -43,7 +43,6 @@ def errors(
     seed: int,
     *,
     memory_bytes: int | None = None,
-    start: int = 0,
 ) -> Doubles:
     """||values - decompress(compress(values))|| in the L2 norm, not squared, of every choice.
 
@@ -68,7 +67,6 @@ def errors(
         layer: its name (of which draws depend) and shape.
         values: float32, of the layer's shape or flat, or a vector; its accumulated gradient. Only read.
         seed: 64 bits.
-        start: of which element of the layer the first value is, if they are a block of it; draws depend on it.
         memory_bytes: the most memory to use beside the values (and beside a copy of those if they are not contiguous);
             None: what the fastest way takes, mostly one or two times the layer and its payload.
 
@@ -98,7 +96,7 @@ def errors(
     for measure, members in families.items():
         names = ", ".join(dict.fromkeys(bare[i].name for i in members))
         budget = Budget(memory_bytes, f"what {names} would lose of layer {layer.name!r}")
-        subject = _Subject(layer, flat, seed, budget, start)
+        subject = _Subject(layer, flat, seed, budget)
         found[members] = measure([bare[i] for i in members], subject)
     return found
 
@@ -109,7 +107,6 @@ class _Subject:
     flat: Vector  # where it lies
     seed: int
     budget: Budget
-    start: int
 
     @cached_property
     def values(self) -> Floats:
@@ -130,7 +127,7 @@ def _measure_of(choice: Compressor) -> _Measure:
 
 
 def _by_code(choices: Sequence[Coded], subject: _Subject) -> Doubles:
-    return code_errors(choices, subject.layer, subject.flat, subject.seed, subject.budget, subject.start)
+    return code_errors(choices, subject.layer, subject.flat, subject.seed, subject.budget)
 
 
 def _by_magnitude(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Doubles:

@@ -1,0 +1,122 @@
+"""What coding loses of every block of a layer, for many levels at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import Coded, Compressor
+from gradcomp.control.distortion.budget import Budget
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.vectors import Vector
+from gradcomp.kernels import bodies, selection
+from gradcomp.kernels.codec import Codec, Draw, Sizes, Table
+from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
+from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT
+
+Doubles = npt.NDArray[np.float64]
+
+#: Elements that are coded in one call, so that what becomes of them is still in the cache when it is added up.
+_AT_ONCE = 1 << 15
+
+
+def block_errors(
+    choices: Sequence[Compressor],
+    layer: LayerSpec,
+    values: Vector,
+    begins: Sizes,
+    seed: int,
+    memory_bytes: int | None = None,
+) -> Doubles:
+    """||values - decode(encode(values))|| of every block and choice, shape (B, K).
+
+    ``choices``: levels of one compressor that has levels by block. ``begins``: elements at which the blocks begin.
+    Draws are those of the layer, so squares of blocks add up to that of :func:`errors`.
+
+    Blocks are coded in calls of 32,768 elements, a larger one in several, all levels in each. Takes 4 bytes and a code
+    by choice for each of those elements; ``memory_bytes`` makes it fewer. Values on a device are measured there.
+    Returns inf where what would be decoded is not finite; all NaN if a value is not finite.
+    ConfigError if not even one quantisation bucket may be coded at all levels.
+    """
+    bare = [choice.bare() for choice in choices]
+    levels, cut = np.zeros(len(bare), dtype=SEGMENT), bare[0].cut_elements(layer)
+    levels["layer"], levels["dtype"] = layer.hash, FLOAT32
+    for i, choice in enumerate(bare):
+        choice.fill(levels[i : i + 1], choice.level)
+    first = bare[0]
+    assert isinstance(first, Coded), "levels by block are levels of codes"
+    codec = first.codec_for(levels[:1])
+    if codec.kind in ALLOCATED:  # the error that it keeps
+        codec = Codec(MINMAX, codec.stochastic)
+    ends = np.append(begins[1:], layer.size)
+    whole = np.zeros(1, dtype=SEGMENT)
+    whole["gradient"], whole["length"], whole["dtype"] = values.address, layer.size, FLOAT32
+    energy = np.zeros(1)
+    selection.squares(whole, energy)
+    if not np.isfinite(energy[0]):
+        return np.full((len(begins), len(bare)), np.nan)
+    draw = Draw(seed, 0, 0)
+    device = bodies.on_device(values.address)
+    if device is not None and cut <= LARGEST_BUCKET:
+        rows = _rows(levels[:1], begins, ends, values.address)
+        energies: Doubles = device.losses(
+            codec.kind,
+            rows,
+            levels["level"],
+            draw=draw if codec.stochastic else None,
+            magnitudes=codec.magnitudes,
+        )
+        return np.sqrt(energies)
+    smallest = levels.copy()
+    smallest["length"] = min(cut, layer.size)
+    each = int(codec.wire_bytes(smallest).sum()) + 4 * int(smallest["length"].sum())
+    budget = Budget(memory_bytes, f"what {first.name} would lose of blocks of layer {layer.name!r}")
+    budget.require(each)
+    most = _AT_ONCE // cut if memory_bytes is None else min(_AT_ONCE // cut, memory_bytes // each)
+    most = max(most, 1)
+    here = values.read()
+    blocks, starts, stops = _pieces(begins, ends, most * cut)
+    found = np.zeros((len(begins), len(bare)))
+    at = 0
+    while at < len(blocks):
+        upto = max(int(np.searchsorted(stops, starts[at] + most * cut, side="right")), at + 1)
+        rows = _rows(levels, starts[at:upto], stops[at:upto], here.ctypes.data)
+        np.add.at(found, blocks[at:upto], _lost(codec, rows, draw).reshape(upto - at, len(bare)))
+        at = upto
+    return np.sqrt(found)
+
+
+def _pieces(begins: Sizes, ends: Sizes, most: int) -> tuple[Sizes, Sizes, Sizes]:
+    """Blocks in pieces of at most so many elements: the block of each, where it begins and ends."""
+    counts = -(-(ends - begins) // most)
+    blocks = np.repeat(np.arange(len(begins)), counts)
+    within = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = begins[blocks] + within * most
+    return blocks, starts, np.minimum(starts + most, ends[blocks])
+
+
+def _rows(levels: Table, starts: Sizes, stops: Sizes, address: int) -> Table:
+    """Every piece at every level, one after the other."""
+    rows = np.tile(levels, len(starts))
+    rows["start"] = np.repeat(starts, len(levels))
+    rows["length"] = np.repeat(stops - starts, len(levels))
+    rows["gradient"] = address + 4 * rows["start"]
+    return rows
+
+
+def _lost(codec: Codec, rows: Table, draw: Draw) -> Doubles:
+    """The squared norm of what each row's code loses."""
+    ends = np.cumsum(rows["length"])
+    lost = np.empty(int(ends[-1]), dtype=np.float32)
+    rows["next_residual"] = lost.ctypes.data + 4 * (ends - rows["length"])
+    sizes = codec.wire_bytes(rows)
+    rows["payload"] = np.cumsum(sizes) - sizes
+    flags = np.zeros(len(rows), dtype=np.uint8)
+    codec.encode(rows, np.empty(int(sizes.sum()), dtype=np.uint8), flags, draw)
+    losses = np.zeros(len(rows), dtype=SEGMENT)
+    losses["gradient"], losses["length"], losses["dtype"] = rows["next_residual"], rows["length"], FLOAT32
+    energies = np.zeros(len(rows))
+    selection.squares(losses, energies)
+    return np.where(flags != 0, np.inf, energies)
