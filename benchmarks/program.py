@@ -39,6 +39,7 @@ BARS: dict[tuple[int, int, int], float | None] = {
     (161, 31, 10_000): 25.0,
     (161, 31, 100_000): None,
     (1000, 100, 10_000): 1000.0,
+    (1600, 7, 25_600): None,  # blocks=32 on GPT-2: 16 steps for each of 50 matrices' blocks
 }
 
 

@@ -247,9 +247,8 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
 def _cut_at(part: Part, borders: Sizes) -> ChunkSegments:
     table = part.group.table
     starts = table["start"][:, None]
-    within = np.clip(
-        borders, starts, starts + table["length"][:, None]
-    )  # a segment may be a block of its layer
+    # A segment may be a block of its layer.
+    within = np.clip(borders, starts, starts + table["length"][:, None])
     begins, lengths = within[:, :-1] - starts, np.diff(within)
     chunks, segments = np.nonzero(lengths.T)
     rows = np.stack([chunks, segments, begins[segments, chunks], lengths[segments, chunks]], axis=1)

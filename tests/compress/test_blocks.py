@@ -167,12 +167,14 @@ def test_requests_between_steps_take_blocks(kind, world):
     for bits in ((5, 5, 5), 5, (2, 7, 4), 2, 7, 4):
         ranked = Ranked(Request.of(kind, layers, Quantize(bits, 16), borders=shards), world)
         found[bits] = ranked.run(inputs_of(ranked))
-    for rank in range(world):
-        for layer in range(len(layers)):
-            np.testing.assert_array_equal(found[5, 5, 5][rank][layer], found[5][rank][layer])
-            mixed = found[2, 7, 4][rank][layer].reshape(-1)
-            each = np.stack([found[bits][rank][layer].reshape(-1) for bits in (2, 7, 4)])
-            assert (mixed == each).any(axis=0).all()
+    for number, layer in enumerate(layers):
+        lengths = np.diff(borders(layer, 3, 16))
+        for rank in range(world):
+            np.testing.assert_array_equal(found[5, 5, 5][rank][number], found[5][rank][number])
+            own = slice(*shards[number][rank : rank + 2]) if kind == REDUCE_SCATTER else slice(None)
+            by_level = [found[bits][rank][number].reshape(-1) for bits in (2, 7, 4)]
+            expected = np.choose(np.repeat([0, 1, 2], lengths)[own], by_level)
+            np.testing.assert_array_equal(found[2, 7, 4][rank][number].reshape(-1), expected)
 
 
 IMPOSSIBLE = [

@@ -27,6 +27,7 @@ from gradcomp.control.distortion.block_errors import block_errors
 from gradcomp.control.distortion.errors import errors
 from gradcomp.control.layer_statistics import COLUMNS, measure
 from gradcomp.control.periodic_run import PeriodicRun
+from gradcomp.control.phased import Phase
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.core.vectors import HostVector
@@ -330,6 +331,31 @@ def test_another_number_of_blocks_goes_on_from_the_reference(other):
         found.step(uneven(found))
     level = levels(found)[0]
     assert len(level if isinstance(level, tuple) else (level,)) == other
+
+
+def test_ranks_without_layers_begin_anew_with_those_that_have_some():
+    """With other blocks, what one rank holds does not fit; the other one holds nothing."""
+
+    def alone(blocks):
+        controller = LGreCo(3, levels=BITS, blocks=blocks, samples=2)
+        return Simulation(LAYERS[:1], FOUR, 2, controller=controller)
+
+    ranks, phases = alone(8), set()
+    for _ in range(7):
+        ranks.step(uneven(ranks))
+        phases.add(ranks.pipelines[0].controller.phase)
+        found = alone(4)
+        for pipeline, state in zip(
+            found.pipelines, through_json([snapshot(p) for p in ranks.pipelines]), strict=True
+        ):
+            restore(pipeline, state)
+        assert len({p.controller.phase for p in found.pipelines}) == 1
+        passed = set()
+        for _ in range(10):
+            found.step(uneven(found))
+            passed.add(found.pipelines[0].controller.phase)
+        assert {Phase.SHARE, Phase.ANNOUNCE} <= passed
+    assert {Phase.SHARE, Phase.ANNOUNCE} <= phases
 
 
 @pytest.mark.parametrize("samples", [None, 2])
