@@ -52,7 +52,6 @@ class PeriodicState(PhasedState):
 
     ``rate``: the learning rate of the last step; ``rate_before``: its mean over ranks when tables were last shared.
     ``wide``: ranges have been widened. ``columns``: of the rows that ranks hold of single steps; None if of sums.
-    ``blocks``: rows of all layers, where some have several.
     """
 
     choices: dict[str, tuple[str, Level]]
@@ -63,7 +62,6 @@ class PeriodicState(PhasedState):
     rate_before: float | None = None
     wide: bool | None = None
     columns: int | None = None
-    blocks: int | None = None
 
 
 class PeriodicRun(PhasedRun[PeriodicState]):
@@ -81,7 +79,6 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             {},
             controller.begin_memory(candidates),
             np.zeros(len(self._numbers)),
-            blocks=len(candidates.layers) if len(candidates.layers) > len(self._numbers) else None,
         )
         super().__init__(controller.name, environment, state)
         self.current = candidates.reference.copy()
@@ -344,6 +341,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         """Choices that this controller does not offer, and layers that are new, take their reference."""
         if len(saved.sent) != len(saved.choices):
             raise StateError(f"not a state of {self.name}: bytes of {len(saved.sent)} layers")
+        # Of other blocks a memory has another length, on all ranks.
         same = len(saved.memory) == self.announced - len(self.current)
         names = self._numbers
         memory = saved.memory if same else self.controller.begin_memory(self.candidates)
@@ -359,7 +357,6 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             rate_before=saved.rate_before,
             wide=self._state.wide,
             columns=self._state.columns,
-            blocks=self._state.blocks,
         )
         if bool(saved.wide) != bool(self._state.wide):
             self._range_over(bool(saved.wide))
@@ -370,7 +367,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             self._wire[at] = own.get("wire", {}).get(name, self._wire[at : at + 1]).reshape(-1)[0]
         self.choose()
         gathered = self._gathering.resume(own)
-        whole = same and saved.choices.keys() == names.keys() and saved.blocks == self._state.blocks
+        whole = same and saved.choices.keys() == names.keys()
         if saved.phase in (Phase.DECIDE, Phase.ANNOUNCE):
             shape = (len(self.current), _SAVED + self._width - COLUMNS)
             whole &= saved.seen is not None and saved.seen.table.shape == shape
