@@ -17,6 +17,7 @@ from gradcomp import (
     Compressor,
     ConfigError,
     ErrorFeedback,
+    FixedPlan,
     LayerSpec,
     LocalClip,
     MomentumCorrection,
@@ -29,7 +30,7 @@ from gradcomp.compress import at_level, from_string
 from gradcomp.compress.blocks import LEAST_BUCKETS, borders, count_for
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, Request
-from gradcomp.testing.simulation import Simulation
+from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [
     LayerSpec("a", (33, 20)),
@@ -175,6 +176,53 @@ def test_requests_between_steps_take_blocks(kind, world):
             by_level = [found[bits][rank][number].reshape(-1) for bits in (2, 7, 4)]
             expected = np.choose(np.repeat([0, 1, 2], lengths)[own], by_level)
             np.testing.assert_array_equal(found[2, 7, 4][rank][number].reshape(-1), expected)
+
+
+@pytest.mark.parametrize("allocate", ["bucket", "bytes"])
+@pytest.mark.parametrize("reduction", ["sra", "ring"])
+def test_bits_by_bucket_keep_the_error_of_each_block(allocate, reduction):
+    layers, gradients = [LayerSpec("a", (60, 96))], None
+    lost = {}
+    for form in (None, allocate):
+        ranks = Simulation(layers, Quantize((2, 4, 6), 32, allocate=form), 3, reduction=reduction, **SMALL)
+        gradients = gradients or ranks.gradients()
+        errors = ranks.step(gradients).mean(0) - np.mean([rank[0] for rank in gradients], axis=0)
+        lost[form] = np.square(errors).reshape(3, -1).sum(axis=1)
+    assert (lost[None][:-1] > 8 * lost[None][1:]).all()
+    assert (lost[allocate] < 1.3 * lost[None]).all()
+
+
+def test_set_compression_goes_over_to_blocks_and_back():
+    blocks = Quantize((2, 6, 3), 16, rounding="nearest")
+    ranks = Simulation(LAYERS, TopK(0.1), 2, **SMALL)
+    missing = [np.zeros(layer.size) for layer in LAYERS]
+    for step in range(12):
+        if step in (4, 8):
+            target = plan_for(LAYERS, blocks if step == 4 else TopK(0.1))
+            for pipeline in ranks.pipelines:
+                pipeline.set_compression(target, {})
+        gradients = ranks.gradients()
+        means = ranks.step(gradients).all_means()
+        if step == 7:
+            assert ranks.pipelines[0].plan.assignments[0].level == (2, 6, 3)
+        for i in range(len(LAYERS)):
+            missing[i] += np.mean([rank[i].astype(np.float64) for rank in gradients], axis=0) - means[i]
+    assert ranks.pipelines[0].plan.assignments[0].level == 0.1
+    for i, layer in enumerate(LAYERS):
+        close = 2e-5 if layer.dtype == "float32" else 0.2
+        np.testing.assert_allclose(missing[i], ranks.owed(i), atol=close)
+
+
+def test_a_fixed_plan_reads_blocks():
+    plan = plan_for(LAYERS, Quantize((2, 6, 3), 16))
+    forms = {"*": "quantize:bits=2/6/3,bucket_size=16"}
+    for source in (plan.to_json(), forms):
+        ranks = Simulation(LAYERS, Quantize(4, 16), 2, controller=FixedPlan(source))
+        for _ in range(3):
+            ranks.step().all_means()
+        assert {a.level for a in ranks.pipelines[0].plan.assignments} == {(2, 6, 3)}
+    with pytest.raises(ConfigError):
+        FixedPlan({"*": [2, 6, 3]})
 
 
 IMPOSSIBLE = [
