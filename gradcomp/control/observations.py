@@ -16,7 +16,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PeriodObservations:
-    """What a decision is made from; equal on all ranks. Rows are layers that are up for choice.
+    """What a decision is made from; equal on all ranks. Rows are layers that are up for choice, or blocks of them.
 
     ``norm``: L2 norm of the accumulated gradient; ``mean``, ``deviation``: of its elements. ``errors[i, k]``: L2 norm
     of what choice k of layer i loses of it, inf where there is none; None unless the controller ``needs_errors``.
