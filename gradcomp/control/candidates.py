@@ -194,9 +194,8 @@ def make_candidates(
     starts: list[int] = []
     rows: list[tuple[Compressor, ...]] = []
     sent: list[Doubles] = []
-    known: dict[
-        object, tuple[tuple[Compressor, ...], list[int], list[Doubles]]
-    ] = {}  # one for layers of one shape
+    # Layers of one shape have the same choices, borders and costs.
+    known: dict[object, tuple[tuple[Compressor, ...], list[int], list[Doubles]]] = {}
     for number, own in enumerate(compressors):
         if own is None:
             continue
