@@ -30,11 +30,13 @@ def measure_rates(compressor: Compressor) -> Rates:
     group = group_of([Piece(0, 0, _LAYER.size)], [_LAYER], [compressor])
     values = np.random.default_rng(0).standard_normal(_LAYER.size).astype(np.float32)
     output, residual, next_residual = (np.zeros_like(values) for _ in range(3))
-    group.table["gradient"], group.table["output"] = values.ctypes.data, output.ctypes.data
+    offsets = 4 * group.table["start"]
+    group.table["gradient"] = values.ctypes.data + offsets
+    group.table["output"] = output.ctypes.data + offsets
     if group.feedback or compressor.traits.contributes:
-        group.table["next_residual"] = next_residual.ctypes.data
+        group.table["next_residual"] = next_residual.ctypes.data + offsets
     if group.feedback:
-        group.table["residual"] = residual.ctypes.data
+        group.table["residual"] = residual.ctypes.data + offsets
     fields = Fields(1)
     fields.arrange([compressor.fields(_LAYER, 0)])
     context = StepContext(Draw(0, 0, 0), 1, fields=fields)

@@ -94,8 +94,8 @@ class OneRank:
         gradients = gradients.copy()  # some are set to zero where they were sent
         applied = np.empty_like(gradients)
         for table in (self._group.table, self._group.inputs):
-            table["gradient"], table["output"] = _rows(gradients), _rows(applied)
-            table["residual"], table["next_residual"] = map(_rows, self._kept[0])
+            table["gradient"], table["output"] = self._rows(gradients), self._rows(applied)
+            table["residual"], table["next_residual"] = map(self._rows, self._kept[0])
         context = StepContext(Draw(1, self._step, 0), 1, decay=self._decay, fields=self._fields)
         exchange = self._group.compressor.exchange(self._group, context)
         with suppress(StopIteration):
@@ -110,19 +110,21 @@ class OneRank:
     def _answer(self, message, context: StepContext) -> Reply:
         if not isinstance(message, Reduce):
             return answer(message, context)[0]
-        codec, flags, table = message.codec, np.zeros(2, dtype=np.uint8), self._group.table.copy()
+        codec, table = message.codec, self._group.table.copy()
+        flags = np.zeros(len(table), dtype=np.uint8)
         sizes = codec.wire_bytes(table)
         table["payload"] = np.cumsum(sizes) - sizes
         sent, back = np.empty((2, int(sizes.sum())), dtype=np.uint8)
         codec.encode(table, sent, flags, context.draw, 1.0, self._decay)
-        table["residual"], table["next_residual"] = map(_rows, self._kept[1])
+        table["residual"], table["next_residual"] = map(self._rows, self._kept[1])
         codec.reduce(table, [sent], back, flags, replace(context.draw, rank=OWNER_RANK), 1.0, self._decay)
         codec.decode(table, back, flags)
         return Reply(flags)
 
-
-def _rows(array: np.ndarray) -> np.ndarray:
-    return np.uint64(array.ctypes.data) + np.arange(2, dtype=np.uint64) * np.uint64(4 * SIZE)
+    def _rows(self, array: np.ndarray) -> np.ndarray:
+        """Where each segment begins."""
+        places = 4 * (SIZE * self._group.layers + self._group.table["start"])
+        return np.uint64(array.ctypes.data) + places.astype(np.uint64)
 
 
 @pytest.mark.parametrize("compressor", KEEPING.values(), ids=[text for text, _ in KEEPING])

@@ -47,11 +47,12 @@ def round_trip(
     next_residual = np.empty(layer.size if compressor.traits.contributes else 0, dtype=np.float32)
     group = _group(compressor, layer)
     for table in (group.table, group.inputs):
-        table["gradient"], table["output"] = values.ctypes.data, given.ctypes.data
-        table["next_residual"] = next_residual.ctypes.data if compressor.traits.contributes else 0
+        offsets = 4 * table["start"]
+        table["gradient"], table["output"] = values.ctypes.data + offsets, given.ctypes.data + offsets
+        table["next_residual"] = next_residual.ctypes.data + offsets if compressor.traits.contributes else 0
     context = StepContext(Draw(seed, 0, 0), 1, fields=fields)
     exchange = compressor.exchange(group, context)
-    flags = np.zeros(1, dtype=np.uint8)
+    flags = np.zeros(len(group.table), dtype=np.uint8)
     try:
         message = next(exchange)
         while True:
@@ -60,7 +61,7 @@ def round_trip(
             message = exchange.send(Reply(flags.copy(), reply.data))
     except StopIteration as end:
         flags |= end.value
-    return None if flags[0] else given
+    return None if flags.any() else given
 
 
 def round_trip_bytes(compressor: Compressor, layer: LayerSpec) -> int:
@@ -99,7 +100,10 @@ def answer(message: Message, context: StepContext) -> tuple[Reply, float]:
 
 def _coded(message: Reduce, context: StepContext) -> tuple[Reply, float]:
     codec, group = message.codec, message.group
-    payload = np.empty(int(codec.wire_bytes(group.table).sum()), dtype=np.uint8)
+    sizes = codec.wire_bytes(group.table)
+    payload = np.empty(int(sizes.sum()), dtype=np.uint8)
+    for table in (group.table, group.inputs):
+        table["payload"] = np.cumsum(sizes) - sizes
     flags = np.zeros(len(group.table), dtype=np.uint8)
     begin = perf_counter()
     codec.encode(group.inputs, payload, flags, context.draw)
