@@ -129,7 +129,9 @@ def test_an_error_is_that_of_one_rank_in_its_first_step(name, layer):
 
 
 @pytest.mark.parametrize("piece", [64, 5000])
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if codes(row)])
+@pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if codes(row) and not isinstance(row.compressor.level, tuple)]
+)
 def test_the_error_of_a_code_is_that_of_coding_the_whole_layer(name, piece, monkeypatch):
     monkeypatch.setattr(code_errors, "_PIECE", piece)
     compressor, values = ROWS[name].compressor.bare(), gradient(MATRIX)

@@ -21,6 +21,7 @@ from gradcomp import (
     TopK,
 )
 from gradcomp.compress import at_level
+from gradcomp.compress.blocks import borders
 from gradcomp.control import Environment, PeriodObservations
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
 from gradcomp.control.distortion.block_errors import block_errors
@@ -138,6 +139,16 @@ def test_the_error_of_a_block_is_that_of_its_elements_alone():
     for row, at in enumerate(found.starts.tolist()):
         alone = errors(found.choices[row], found.specs[row], values[at : at + found.specs[row].size], 7)
         np.testing.assert_allclose(lost[row], alone, rtol=1e-6)
+
+
+def test_what_several_levels_lose_is_what_their_blocks_do():
+    layer = LayerSpec("a", (30, 64))
+    values = np.random.default_rng(0).standard_normal(layer.size).astype(np.float32)
+    own = [Quantize(bits, 16) for bits in (2, 7, 4)]
+    begins = np.array(borders(layer, 3, 16)[:-1])
+    blocks = np.diag(block_errors(own, layer, HostVector(values), begins, 7))
+    found = errors([Quantize((2, 7, 4), 16)], layer, values, 7)
+    np.testing.assert_allclose(found, [np.linalg.norm(blocks)], rtol=1e-6)
 
 
 def test_blocks_of_values_that_are_not_finite_or_do_not_fit():

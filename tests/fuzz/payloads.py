@@ -45,8 +45,9 @@ def run(seed: int) -> str:
         group_of([Piece(0, 0, layer.size)], [layer], [compressor]), feedback=False, prepared=False
     )
     for table in (group.table, group.inputs):
-        table["gradient"], table["output"] = gradient.ctypes.data, output.ctypes.data
-        table["next_residual"] = next_residual.ctypes.data if compressor.traits.contributes else 0
+        offsets = 4 * table["start"]
+        table["gradient"], table["output"] = gradient.ctypes.data + offsets, output.ctypes.data + offsets
+        table["next_residual"] = next_residual.ctypes.data + offsets if compressor.traits.contributes else 0
     context = StepContext(Draw(seed, 0, 0), 2, fields=fields)
     try:
         flags = _exchange(r, compressor, group, context)
@@ -56,14 +57,14 @@ def run(seed: int) -> str:
         return f"{name} {shape}: {type(error).__name__}: {error}"
     if (memory[:_GUARD] != _GUARD_VALUE).any() or (memory[-_GUARD:] != _GUARD_VALUE).any():
         return f"{name} {shape}: wrote beside the output"
-    if not flags[0] and not np.isfinite(output).all():
+    if not flags.any() and not np.isfinite(output).all():
         return f"{name} {shape}: a mean that is not finite, and no flag"
     return ""
 
 
 def _exchange(r: random.Random, compressor: Compressor, group, context: StepContext) -> np.ndarray:
     exchange = compressor.exchange(group, context)
-    flags = np.zeros(1, np.uint8)
+    flags = np.zeros(len(group.table), np.uint8)
     try:
         message = next(exchange)
         while True:
@@ -93,7 +94,10 @@ def _answer(r: random.Random, message: Message, context: StepContext) -> Reply:
 
 def _reduce(r: random.Random, message: Reduce, context: StepContext) -> Reply:
     codec, group = message.codec, message.group
-    payload = np.zeros(int(codec.wire_bytes(group.table).sum()), np.uint8)
+    sizes = codec.wire_bytes(group.table)
+    payload = np.zeros(int(sizes.sum()), np.uint8)
+    for table in (group.table, group.inputs):
+        table["payload"] = np.cumsum(sizes) - sizes
     flags = np.zeros(len(group.table), np.uint8)
     codec.encode(group.inputs, payload, flags, context.draw)
     changed = mutate(r, payload, same_length=True)  # a transport refuses any other

@@ -119,7 +119,8 @@ _Measure = Callable[[Sequence[Any], _Subject], Doubles]
 
 def _measure_of(choice: Compressor) -> _Measure:
     """How a compressor is measured. Types are compared exactly: a subclass may select or send something else."""
-    if isinstance(choice, Coded) and type(choice).exchange is Coded.exchange:
+    by_block = isinstance(choice.level, tuple)  # which is no choice of a controller
+    if isinstance(choice, Coded) and type(choice).exchange is Coded.exchange and not by_block:
         return _by_code
     measure = _MEASURES.get(type(choice), _by_round_trip)
     coded = measure is _by_magnitude and isinstance(choice, Sparse) and not choice.values.traits.exact
