@@ -42,7 +42,7 @@ FIRST, A, NORM, B, LAST, BIAS = range(6)
 SENT = {A: 20, B: 30, LAST: 12}
 SMALL = LGC(0.01, warmup_steps=2, train_steps=3, least_parameters=0)
 FILTER = Filter(min_elements=100)
-WEIGHTS = "shared_lgc_weights_4"
+NETS = "shared_lgc_nets_4"
 
 
 def job(compressor: LGC = SMALL, world: int = 2, layers=LAYERS, **settings) -> Simulation:
@@ -56,10 +56,10 @@ def without_momentum(**settings) -> LGC:
 def weights_of(ranks: Simulation) -> np.ndarray:
     """Those of all ranks, which are the same."""
     fields = [pipeline.fields for pipeline in ranks.pipelines]
-    found = [field[WEIGHTS].value(field.holder(WEIGHTS)) for field in fields]
+    found = [field[NETS].value(field.holder(NETS)) for field in fields]
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])
-    return found[0].copy()
+    return found[0][:-1].copy()
 
 
 def support(mean: np.ndarray) -> np.ndarray:
@@ -268,6 +268,28 @@ def test_other_ranks_and_units_keep_the_weights(unit: float):
     np.testing.assert_array_equal(weights_of(new), weights)
     for _ in range(3):
         new.step().all_means()
+
+
+def test_the_loss_is_kept_and_said_once(caplog):
+    ranks = job(without_momentum(train_steps=4, learning_rate=0.0), world=2)
+    net, expected, rows = LGC().network, 1.0, []
+    with caplog.at_level("INFO", "gradcomp"):
+        for _ in range(4):
+            gradients = ranks.gradients()
+            for pipeline in ranks.pipelines:
+                for layer in (A, B):
+                    pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
+            means = ranks.step(gradients).all_means()
+            rows = [np.concatenate([g[layer][support(means[layer])] for layer in (A, B)]) for g in gradients]
+            loss, _ = net.gradient(weights_of(ranks), np.array(rows) / np.linalg.norm(np.mean(rows, axis=0)))
+            expected += 0.05 * (loss - expected)
+        assert ranks.pipelines[1].fields[NETS].value(A)[-1] == pytest.approx(expected, rel=1e-4)
+        assert not caplog.records
+        for _ in range(3):
+            ranks.step()
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert f"step 4: LGC sends codes; the loss of its training was {expected:.3f}" in said.getMessage()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------

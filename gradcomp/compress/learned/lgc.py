@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,15 @@ from gradcomp.kernels import indices, philox, selection
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
 
-# A model may have nets of several sizes.
-_WEIGHTS = f"{SHARED}lgc_weights_"
+# A model may have nets of several sizes, whose weights end with their loss.
+_NETS = f"{SHARED}lgc_nets_"
+# What a step's loss weighs in the loss that is kept.
+_LATEST = 0.05
+# Above it the nets give little more than zeros, whose loss is 1.
+_LITTLE = 0.9
+_MOST_LOSS = 1e6
+
+logger = logging.getLogger("gradcomp")
 # The layer that the draws of leaders are filed under.
 _LEADERS = 0x4C474332
 _MOST_CHANNELS = 64
@@ -145,17 +153,17 @@ class LGC(CLTk):
         return {name: compressor for name, compressor in found.items() if name in names}
 
     def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
-        """The weights of both nets."""
+        """The weights of both nets, and the mean loss of the last 20 steps or so, which begins with that of zeros."""
         network = self.network
 
         def begin(_: Floats) -> Floats:
-            return network.first_weights(seed)
+            return np.append(network.first_weights(seed), np.float32(1))
 
-        return {self._weights: (network.size, begin)}
+        return {self._nets: (network.size + 1, begin)}
 
     @property
-    def _weights(self) -> str:
-        return f"{_WEIGHTS}{self.code_channels}"
+    def _nets(self) -> str:
+        return f"{_NETS}{self.code_channels}"
 
     @cached_property
     def network(self) -> Autoencoder:
@@ -213,27 +221,45 @@ class LGC(CLTk):
         return flags
 
     def _learn(self, group: Group, context: StepContext, samples: Floats, mean: Floats) -> None:
-        """One step of gradient descent, on the bucket that has the layer that the weights belong to."""
-        holder, weights = self._kept(context)
+        """One step of gradient descent, on the bucket that has the layer that the nets belong to."""
+        holder, weights, kept = self._kept(context)
         if holder not in group.layers:
             return
         # Exactly rounded, whatever the order.
         norm = math.sqrt(math.fsum((mean.astype(np.float64) ** 2).tolist()))
         if 0.0 < norm < math.inf and np.isfinite(samples).all():
-            weights, _ = self.network.train(
-                weights, (samples / norm).astype(np.float32), float(self.learning_rate)
-            )
-        context.store(self._weights, np.array([holder]), weights)
+            rate = float(self.learning_rate)
+            weights, loss = self.network.train(weights, (samples / norm).astype(np.float32), rate)
+            if math.isfinite(loss):
+                kept += _LATEST * (min(loss, _MOST_LOSS) - kept)
+        self._keep(context, holder, weights, kept)
 
-    def _kept(self, context: StepContext) -> tuple[int, Floats]:
-        """The layer that the weights are a field of, and their values."""
+    def _kept(self, context: StepContext) -> tuple[int, Floats, float]:
+        """The layer that the nets are a field of, their weights and their loss."""
         assert context.fields is not None, "state is there when a step runs"
-        holder = context.fields.holder(self._weights)
-        return holder, context.field(self._weights).value(holder)
+        holder = context.fields.holder(self._nets)
+        nets = context.field(self._nets).value(holder)
+        return holder, nets[:-1], float(nets[-1])
+
+    def _keep(self, context: StepContext, holder: int, weights: Floats, loss: float) -> None:
+        context.store(self._nets, np.array([holder]), np.append(weights, np.float32(loss)))
+
+    def _say(self, context: StepContext, loss: float) -> bool:
+        """What came of the training, in the log of one rank."""
+        if context.draw.rank == 0 and context.number:
+            level = logging.WARNING if loss > _LITTLE else logging.INFO
+            logger.log(
+                level,
+                "step %d: LGC sends codes; the loss of its training was %.3f, that of zeros is 1",
+                context.number,
+                loss,
+            )
+        return True
 
     def _code(self, group: Group, context: StepContext, sent: _Sent, flags: Bytes) -> Exchange:
         """The sum of codes, which every rank decodes."""
-        holder, weights = self._kept(context)
+        holder, weights, loss = self._kept(context)
+        group.scratch.once("said", lambda: self._say(context, loss))
         network = self.network
         values: list[Floats] = []
 
@@ -250,7 +276,7 @@ class LGC(CLTk):
         if not np.isfinite(found).all():
             flags[:] = 1
         if holder in group.layers:  # a commit swaps both places of the field
-            context.store(self._weights, np.array([holder]), weights)
+            self._keep(context, holder, weights, loss)
         keep_errors(group, sent.chosen, sent.in_rows(lost))
         sent.scatter(group, flags, found, 1.0, context.unscale_mean)
         return flags
