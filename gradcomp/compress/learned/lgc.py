@@ -247,12 +247,13 @@ class LGC(CLTk):
     def _say(self, context: StepContext, loss: float) -> bool:
         """What came of the training, in the log of one rank."""
         if context.draw.rank == 0 and context.number:
-            level = logging.WARNING if loss > _LITTLE else logging.INFO
+            little = loss > _LITTLE
             logger.log(
-                level,
-                "step %d: LGC sends codes; the loss of its training was %.3f, that of zeros is 1",
+                logging.WARNING if little else logging.INFO,
+                "step %d: LGC sends codes; the loss of its training was %.3f, that of zeros is 1%s",
                 context.number,
                 loss,
+                ". Feedback around such a code diverges" if little and self.feedback else "",
             )
         return True
 
