@@ -84,7 +84,7 @@ def test_the_three_phases_change_between_the_same_steps_on_all_ranks():
     assert plan["first"].compressor.startswith("momentum_correction[none]")
 
 
-def test_steps_that_are_skipped_count_and_teach_nothing():
+def test_steps_that_are_skipped_count_teach_nothing_and_spoil_no_other_layer():
     ranks = job(world=2)
     for _ in range(3):
         ranks.step()
@@ -102,9 +102,14 @@ def test_steps_that_are_skipped_count_and_teach_nothing():
         "train_steps=0" in ranks.pipelines[1].plan.by_layer["a"].compressor
     )  # 5 steps have passed all the same
     assert ranks.step().committed == [True] * 2
+    gradients = ranks.gradients()
+    gradients[0][B][7] = np.inf
+    outcome = ranks.step(gradients)  # a code mixes layers: the others' values are in it alone
+    assert outcome.result.nonfinite.tolist() == [i == B for i in range(len(LAYERS))]
+    assert np.isfinite(outcome.mean(A)).all()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_ranks_stay_identical_through_all_phases(world: int):
     ranks = job(LGC(0.01, warmup_steps=5, train_steps=25, least_parameters=0), world, shuffle=True, delay=0.2)
     for step in range(60):
@@ -152,7 +157,7 @@ def test_a_drawn_leader_selects_for_all_ranks():
     compressor = without_momentum(train_steps=40)
     ranks = job(compressor, world=3)
     leaders = []
-    for _ in range(20):
+    for _ in range(12):
         for pipeline in ranks.pipelines:  # nothing is owed
             for layer in (A, B, LAST):
                 pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
