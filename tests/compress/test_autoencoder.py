@@ -145,6 +145,15 @@ def test_products_do_not_depend_on_the_order_of_their_sums(terms: int):
     np.testing.assert_allclose(product, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3000), (3000, 1), (129, 67), (700, 1100)])
+def test_products_in_blocks_are_the_products(rows: int, columns: int):
+    """The last is computed in one piece."""
+    generator = np.random.default_rng(rows)
+    a = generator.integers(-9, 9, (rows, 130)).astype(np.float32)
+    b = generator.integers(-9, 9, (130, columns)).astype(np.float32)
+    np.testing.assert_array_equal(exact_product(a, b), a.astype(np.int64) @ b.astype(np.int64))
+
+
 def test_the_largest_sums_stay_exact():
     terms = 1023
     one = np.float32(np.nextafter(np.float32(1), np.float32(0)))  # rounds up to 2**bits
