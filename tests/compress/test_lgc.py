@@ -10,6 +10,7 @@ import pytest
 
 from gradcomp import (
     DGC,
+    EF21,
     LGC,
     Config,
     ConfigError,
@@ -333,6 +334,8 @@ def test_controllers_servers_devices_and_a_late_begin_are_refused():
     policy = Policy(SMALL, filter=FILTER)
     with pytest.raises(ConfigError, match="no controller"):
         propose(policy, LAYERS, controller=LGreCo())
+    with pytest.raises(ConfigError, match="learns nothing"):
+        EF21(without_momentum(train_steps=0, feedback=True))
     assert refusal(Config(), policy) is None
     assert refusal(Config(), as_policy(DGC()), Device(), 7) is None
     assert "GPU" in str(refusal(Config(), policy, Device()))
