@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,6 +23,8 @@ from gradcomp.kernels.step import StepContext
 
 #: The field that holds local momentum.
 MOMENTUM = "momentum"
+#: What names of fields begin with that are kept once for all layers.
+SHARED = "shared_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,8 @@ class Traits:
 
     ``reduces``: exchanges are a Reduce, in whose payload layers that travel exactly can ride. ``contributes``: they
     want c = scale g + decay r in memory, so that segments always have a next residual. ``whole_model``: all layers
-    must be exchanged together, once the last gradient has arrived. ``exact``: nothing is lost.
+    must be exchanged together, once the last gradient has arrived. ``exact``: nothing is lost. ``learns``: what is sent
+    depends on what earlier steps have taught it, so that its steps have an order, and a level is no matter of choice.
     """
 
     keeps_residual: bool = False
@@ -52,6 +56,7 @@ class Traits:
     contributes: bool = False
     whole_model: bool = False
     exact: bool = False
+    learns: bool = False
 
     @property
     def preconditions(self) -> bool:
@@ -130,6 +135,20 @@ class Compressor(ABC):
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
         """What is kept for a layer beside its residual: name -> (float32 elements, how to begin)."""
         return {MOMENTUM: (layer.size, zeros(layer.size))} if self.traits.momentum else {}
+
+    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
+        """What is kept once for all layers under it, the same on all ranks, whatever gradients are measured in.
+
+        Names begin with :data:`SHARED`. It is a field of the first of these layers (``Fields.holder``).
+        """
+        return {}
+
+    def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
+        """What layers get instead of it, by name, because of their place in the model.
+
+        ``own``: the layers that are to travel under it; ``layers``: all. ConfigError for a model that it does not suit.
+        """
+        return {}
 
     @abstractmethod
     def fill(self, table: Table, level: Level) -> None:

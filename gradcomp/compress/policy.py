@@ -65,6 +65,21 @@ class Policy:
         reason = self.filter.reason_to_exclude(layer)
         return (self._excluded, reason) if reason else (self.default, None)
 
+    def _placed(self, layers: Sequence[LayerSpec]) -> list[tuple[Compressor, str | None]]:
+        """:meth:`choose` for all layers of a model, some of which get another compressor because of their place."""
+        chosen = [self.choose(layer) for layer in layers]
+        own: dict[str, tuple[Compressor, list[LayerSpec]]] = {}
+        for layer, (compressor, reason) in zip(layers, chosen, strict=True):
+            if reason is None:
+                own.setdefault(compressor.to_string(), (compressor, []))[1].append(layer)
+        placed: dict[str, Compressor] = {}
+        for compressor, members in own.values():
+            placed |= compressor.by_place(members, layers)
+        return [
+            (placed.get(layer.name, compressor), reason)
+            for layer, (compressor, reason) in zip(layers, chosen, strict=True)
+        ]
+
     @property
     def _excluded(self) -> Compressor:
         """How layers travel that are excluded. Momentum and clipping of the default are theirs, as below."""
@@ -97,7 +112,9 @@ class Policy:
 
     def plan(self, layers: Sequence[LayerSpec], version: int = 0, step: int = 0) -> Plan:
         """The plan for these layers at a step: schedules are replaced by what they give then."""
-        chosen = ((layer.name, self.choose(layer)[0].at_step(step)) for layer in layers)
+        chosen = (
+            (layer.name, c.at_step(step)) for layer, (c, _) in zip(layers, self._placed(layers), strict=True)
+        )
         return Plan(version, tuple(Assignment(name, c.family_string(), c.level) for name, c in chosen))
 
     def scheduled(self, layers: Sequence[LayerSpec]) -> Schedule:
@@ -116,7 +133,7 @@ class Policy:
 
     def adjustable(self, layers: Sequence[LayerSpec]) -> list[Compressor | None]:
         """What a controller may change, once schedules have ended: by layer, None for those that are excluded."""
-        chosen = [self.choose(layer) for layer in layers]
+        chosen = self._placed(layers)
         last = [None if reason else c.at_step(self.last_change) for c, reason in chosen]
         return [None if c is None or c.traits.exact else c for c in last]
 

@@ -236,6 +236,10 @@ class Fields:
         """Memory in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    def holder(self, name: str) -> int:
+        """The layer that has this field, where it is kept once for all: see ``Compressor.shared_fields``."""
+        return int(np.flatnonzero(self._active[name])[0])
+
     def arrange(self, wanted: Sequence[Mapping[str, tuple[int, Begin]]]) -> None:
         """Give every layer the fields in ``wanted[layer]``: name -> (elements, how to begin)."""
         for name in dict.fromkeys([*self._buffers, *(name for fields in wanted for name in fields)]):

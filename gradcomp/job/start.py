@@ -20,6 +20,7 @@ from gradcomp.engine import Controlled, Exchanger, Terms
 from gradcomp.engine.agreement import agree
 from gradcomp.job.adapter import Adapter
 from gradcomp.job.checkpoint_manager import CheckpointManager
+from gradcomp.job.learning import refusal as refusal_to_learn
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
@@ -109,6 +110,8 @@ def propose(
         raise ConfigError(
             f"controller must be a controller such as gc.LGreCo(every_steps=500), got {controller!r}"
         )
+    if controller is not None and any(c.traits.learns for c in policy.compressors):
+        raise ConfigError(f"{policy.title} learns what it sends: no controller can choose its levels")
     if not layers:
         raise ConfigError("there is no trainable parameter")
     return Proposal(policy, layers, policy.plan(layers, step=step), controller)
@@ -173,7 +176,8 @@ def start(
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
                 needs_all=setup.needs_all,
-                problem=refusal(config, proposal.policy, setup.device),
+                problem=refusal(config, proposal.policy, setup.device)
+                or refusal_to_learn(config, proposal.policy, setup.device),
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config).after_steps

@@ -11,6 +11,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.engine import Exchanger
 from gradcomp.job.checkpoint_manager import CheckpointManager
+from gradcomp.job.learning import refusal as refusal_to_learn
 from gradcomp.job.residuals import refusal
 from gradcomp.pipeline.layout import compressors_of
 
@@ -40,7 +41,8 @@ def set_compression(
     if exchanger is None:
         return
     pipeline = exchanger.pipeline
-    if problem := refusal(pipeline.config, policy):
+    config = pipeline.config
+    if problem := refusal(config, policy) or refusal_to_learn(config, policy, pipeline.device, step):
         raise problem
     changes = sorted({change for c in policy.compressors for change in c.changes if change > step})
     pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})

@@ -24,7 +24,7 @@ from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.bucket import BucketProgram
-from gradcomp.pipeline.layout import Layout, build_layout, compressors_of
+from gradcomp.pipeline.layout import Layout, build_layout, compressors_of, fields_of
 from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.costs import cheapest
@@ -155,7 +155,7 @@ class Arranger:
             Fingerprint(plan.assignments, layers),
             np.array(order, dtype="<i4").tobytes(),
             layout.residual_sizes(layers),
-            [c.fields(layer, self._config.seed) for c, layer in zip(compressors, layers, strict=True)],
+            fields_of(layers, compressors, self._config.seed),
             ranges,
             2 * sum(layers[i].nbytes for i in order) * (world - 1) // world,
             travels,

@@ -12,6 +12,7 @@ from gradcomp.compress.groups import Piece, by_family, group_of, pack
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.state import Begin
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.devices import HOST, Device
 
@@ -84,6 +85,19 @@ def build_layout(
         tuple(_bucket(n, pieces, layers, compressors, device) for n, pieces in enumerate(buckets)),
         tuple(tuple(numbers) for numbers in buckets_of),
     )
+
+
+def fields_of(
+    layers: Sequence[LayerSpec], compressors: Sequence[Compressor], seed: int
+) -> list[dict[str, tuple[int, Begin]]]:
+    """By layer, what its compressor keeps beside residuals; what is kept once for all, with the first that keeps it."""
+    found = [c.fields(layer, seed) for c, layer in zip(compressors, layers, strict=True)]
+    placed: set[str] = set()
+    for compressor, fields in zip(compressors, found, strict=True):
+        shared = compressor.shared_fields(seed)
+        fields.update((name, kept) for name, kept in shared.items() if name not in placed)
+        placed.update(shared)
+    return found
 
 
 def compressors_of(layers: Sequence[LayerSpec], plan: Plan) -> list[Compressor]:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.base import SHARED
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Range
-from gradcomp.pipeline.layout import build_layout, compressors_of
+from gradcomp.pipeline.layout import build_layout, compressors_of, fields_of
 from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.pipeline import Pipeline
 from gradcomp.pipeline.shared_state import SETTINGS, Shared, mapping_of
@@ -280,8 +281,10 @@ def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
     compressors = compressors_of(pipeline.layers, shared.plan)
     missing = [
         f"missing {kind} of {layer.name!r}"
-        for layer, compressor in zip(pipeline.layers, compressors, strict=True)
-        for kind, (size, _) in compressor.fields(layer, pipeline.config.seed).items()
+        for layer, fields in zip(
+            pipeline.layers, fields_of(pipeline.layers, compressors, pipeline.config.seed), strict=True
+        )
+        for kind, (size, _) in fields.items()
         if size and state.fields.get(kind, {}).get(layer.name, np.zeros(0)).size != size
     ]
     return missing + [
@@ -333,7 +336,8 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
     fields = Fields(len(numbers), pipeline.device.zeros)
     for kind, by_name in state.fields.items():
         fields.put(kind, {numbers[name]: value.copy() for name, value in by_name.items()})
-        rows += [(fields[kind], numbers[name], value) for name, value in by_name.items()]
+        if not kind.startswith(SHARED):
+            rows += [(fields[kind], numbers[name], value) for name, value in by_name.items()]
     for buffer, row, value in rows:
         buffer.set(row, value if factor is None else value * factor)
     _restore_controller(pipeline, state, shared)

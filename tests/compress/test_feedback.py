@@ -62,7 +62,7 @@ def without_index_coding(compressor: Compressor) -> Compressor:
 KEEPING = {
     (without_index_coding(c).to_string(), c.traits.residual_decay): c
     for c in reversed(EVERY)
-    if c.traits.keeps_residual
+    if c.traits.keeps_residual and not c.traits.learns  # nets that have learned nothing send next to nothing
 }
 BOUNDED = {b.to_string(): b for c in EVERY if (b := without_index_coding(c)).distortion(NOISE) is not None}
 

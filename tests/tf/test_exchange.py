@@ -26,7 +26,7 @@ from transport_engines import no_mpi, under_mpiexec
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 
-from gradcomp import PowerSGD, Quantize, TopK
+from gradcomp import LGC, PowerSGD, Quantize, TopK
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, TransportError, WireFormatError
 from gradcomp.job import runtime
 from gradcomp.job.reduce_op import Sum
@@ -532,11 +532,13 @@ COMPRESSIONS = {
     "4 bits": Quantize(bits=4, rounding="nearest"),
     "topk": TopK(density=0.05),
     "powersgd": PowerSGD(rank=2),
+    "lgc": LGC(density=0.01, warmup_steps=10, train_steps=20, least_parameters=0),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["4 bits", *(pytest.param(n, marks=pytest.mark.full) for n in ("none", "topk", "powersgd"))]
+    "name",
+    ["4 bits", *(pytest.param(n, marks=pytest.mark.full) for n in ("none", "topk", "powersgd", "lgc"))],
 )
 @on_ranks(2, env=ONE_THREAD)
 def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None:

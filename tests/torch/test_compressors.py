@@ -22,6 +22,7 @@ KINDS = {
     "momentum": "local_clip[momentum_correction[topk:density=0.05]:factor=0.5]:max_norm=5",
     "warmup": "warmup[momentum_correction[topk:density=0.05]]:steps=3",
     "densities": "warmup[density_schedule[topk:density=0.02]:levels=0.5/0.1,steps_per_level=1]:steps=2",
+    "lgc": "lgc:density=0.05,warmup_steps=2,train_steps=2,ends=false,least_parameters=0",
     "feedback": "error_feedback[topk:density=0.05]:decay=0.9,follow_rate=true",
 }
 every_kind = pytest.mark.parametrize("kind", list(KINDS))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from gradcomp.compress.base import Traits
-from gradcomp.compress.messages import Broadcast, Bytes, Exchange
+from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Message, Reply
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.payload import CODINGS, IndexFormat, Selection, sent_by
 from gradcomp.compress.sparse.summed import Summed
@@ -16,6 +17,9 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
+
+#: A selection, and flags of its rows: this rank's, and those of all ranks.
+Shared = tuple[Selection, Bytes, Bytes]
 
 
 @register("clt_k")
@@ -62,12 +66,24 @@ class CLTk(Summed):
         """How the leader's indices travel."""
         return IndexFormat(table["length"].astype(np.int64), self.indices)
 
+    def leader(self, context: StepContext) -> int:
+        """Who selects in this step, among the ranks that train."""
+        return context.draw.step % context.trainers
+
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast and one Sum."""
+        chosen, own, _ = yield from self.share_indices(group, context)
+        return (yield from self.sum_at(group, context, chosen, lambda: own))
+
+    def share_indices(self, group: Group, context: StepContext) -> Generator[Message, Reply, Shared]:
+        """One Broadcast. Returns the selection, without values, and the flags of this rank's rows and of all ranks'.
+
+        On every rank p is in the next residuals then.
+        """
         form = group.scratch.once("format", lambda: self.format(group.table))
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
         most = group.scratch.once("most", lambda: form.most_bytes(chosen.counts, fixed=True))
-        table, leader = group.inputs, context.draw.step % context.trainers
+        table, leader = group.inputs, self.leader(context)
         flags = np.zeros(len(table), dtype=np.uint8)
 
         def write(view: Bytes) -> tuple[Bytes, int]:
@@ -91,4 +107,4 @@ class CLTk(Summed):
         reply = yield Broadcast(most, write, leader, fixed=not form.deflated)
         with sent_by(context.first + leader):
             form.decode(reply.data, chosen)
-        return (yield from self.sum_at(group, context, chosen, lambda: flags))
+        return chosen, flags, reply.flags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -84,6 +85,14 @@ class Wrapper(Compressor):
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
         """The inner one's, and those that the wrapper brings."""
         return {**self.inner.fields(layer, seed), **super().fields(layer, seed)}
+
+    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
+        """The inner one's."""
+        return self.inner.shared_fields(seed)
+
+    def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
+        """The inner one's, wrapped."""
+        return {name: self.around(inner) for name, inner in self.inner.by_place(own, layers).items()}
 
     def fill(self, table: Table, level: Level) -> None:
         """As the inner one."""

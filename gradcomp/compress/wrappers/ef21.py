@@ -62,8 +62,10 @@ class EF21(Wrapper):
             raise ConfigError(
                 f"wrappers, momentum, clipping and schedules go around ef21, not into it: {name}"
             )
-        if own.exact or not own.accounts or own.residual_decay != 1.0:
-            raise ConfigError(f"ef21 takes a compressor that loses something and decays nothing, got {name}")
+        if own.exact or own.learns or not own.accounts or own.residual_decay != 1.0:
+            raise ConfigError(
+                f"ef21 takes a compressor that loses something, decays nothing and learns nothing, got {name}"
+            )
         check_feedback_around(name, self.inner.distortion(ANY_LAYER))
 
     @cached_property

@@ -1,0 +1,229 @@
+"""The autoencoder of LGC: five convolutions and five deconvolutions in one dimension, as matrix products.
+
+No bias anywhere, so that coding commutes with multiplication by a positive number, and zeros give zeros. Products are
+those of :func:`exact_product`, everything else is elementwise in a fixed order: equal weights and values give equal
+bits on every machine.
+
+Activations have the shape (channels, samples, length); a kernel's weights (output channels, 3 taps x input channels) in
+the encoder, (input channels, 3 taps x output channels) in the decoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.learned.products import exact_product
+from gradcomp.kernels import philox
+
+Floats = npt.NDArray[np.float32]
+
+#: Values of the input that one position of the code stands for.
+STRIDE = 16
+
+_ENCODER_CHANNELS = (64, 128, 256, 64)
+_ENCODER_STRIDES = (2, 2, 2, 2, 1)
+_DECODER_CHANNELS = (32, 64, 128, 32)
+_TAPS = 3
+_SLOPE = np.float32(0.01)
+# The layer that the draws of the first weights are filed under.
+_DRAWN_FOR = 0x4C474331
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """An encoder E and a decoder D for codes of ``channels`` floats for every 16 values.
+
+    E: 1 -> 64 -> 128 -> 256 -> 64 -> ``channels``, kernels of 3, strides 2, 2, 2, 2, 1. D: ``channels`` -> 32 -> 64 ->
+    128 -> 32 by deconvolutions of kernel 3 and stride 2, then a kernel of 1 over 32 channels. Leaky ReLU of slope 0.01
+    after all but the code and the result. Weights are one flat float32 array: 216,416 with four channels.
+
+    Source: Abrahamyan et al. 2021, section IV-C, which gives the numbers of layers and no others. Ours are those of a
+    later re-implementation.
+    """
+
+    channels: int
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Of the weights, layer by layer."""
+        down = (1, *_ENCODER_CHANNELS, self.channels)
+        up = (self.channels, *_DECODER_CHANNELS)
+        encoder = [(after, _TAPS * before) for before, after in pairwise(down)]
+        decoder = [(before, _TAPS * after) for before, after in pairwise(up)]
+        return (*encoder, *decoder, (1, up[-1]))
+
+    @property
+    def size(self) -> int:
+        """Weights in all."""
+        return sum(rows * columns for rows, columns in self.shapes)
+
+    def first_weights(self, seed: int) -> Floats:
+        """Uniform with the variance 2 / ((1 + slope**2) n), n being the terms of a layer's sum (He et al. 2015).
+
+        Those of the last layer are a tenth of it: an untrained net then gives nearly zeros, a loss of 1, where it would
+        give values that are several times too large.
+        """
+        drawn = philox.uniform(0, self.size, seed=seed, layer=_DRAWN_FOR, step=0, rank=0)
+        drawn = np.float32(2) * drawn - np.float32(1)
+        for i, weights in enumerate(self._layers(drawn)):
+            rows, columns = self.shapes[i]
+            # Of a deconvolution of stride 2, one and a half taps on average reach an output.
+            terms = 1.5 * rows if 5 <= i < 9 else columns
+            weights[:] *= np.float32(math.sqrt(6.0 / ((1.0 + float(_SLOPE) ** 2) * terms)))
+        self._layers(drawn)[-1][:] *= np.float32(0.1)
+        return drawn
+
+    def code_length(self, values: int) -> int:
+        """Floats of the code of so many values, which are padded with zeros to a multiple of 16."""
+        return self.channels * (_padded(values) // STRIDE)
+
+    def encode(self, weights: Floats, values: Floats) -> Floats:
+        """The code of a vector."""
+        codes, _ = self._encode(self._layers(weights), _samples(values[None]))
+        return codes.reshape(-1)
+
+    def decode(self, weights: Floats, code: Floats, values: int) -> Floats:
+        """So many values from a code."""
+        found, _ = self._decode(self._layers(weights), code.reshape(self.channels, 1, -1))
+        return found.reshape(-1)[:values]
+
+    def train(self, weights: Floats, samples: Floats, rate: float) -> tuple[Floats, float]:
+        """Weights after one step of gradient descent, and the loss before it.
+
+            loss = ||D((1/N) sum of E(s_k)) - (1/N) sum of s_k||**2
+
+        ``samples``: (N, values), one row for each rank. Weights stay what they were if any would not be finite.
+        """
+        inputs = _samples(samples)
+        loss, gradient = self._gradient(self._layers(weights), inputs)
+        with np.errstate(all="ignore"):
+            changed = weights - np.float32(rate) * gradient
+        return (changed if np.isfinite(changed).all() else weights), loss
+
+    def gradient(self, weights: Floats, samples: Floats) -> tuple[float, Floats]:
+        """The loss of :meth:`train`, and its gradient, flat."""
+        return self._gradient(self._layers(weights), _samples(samples))
+
+    def _gradient(self, layers: Sequence[Floats], inputs: Floats) -> tuple[float, Floats]:
+        with np.errstate(all="ignore"):
+            codes, encoding = self._encode(layers, inputs)
+            found, decoding = self._decode(layers, _mean(codes))
+            error = found - _mean(inputs)
+            loss = math.fsum((error.astype(np.float64) ** 2).ravel().tolist())
+            behind, upper = self._decode_back(layers, decoding, 2 * error)
+            behind = np.repeat(behind / np.float32(inputs.shape[1]), inputs.shape[1], axis=1)
+            lower = self._encode_back(layers, encoding, behind)
+        return loss, np.concatenate([g.reshape(-1) for g in (*lower, *upper)])
+
+    def _layers(self, weights: Floats) -> list[Floats]:
+        """Views of the flat array."""
+        ends = np.cumsum([rows * columns for rows, columns in self.shapes]).tolist()
+        begins = [0, *ends[:-1]]
+        return [weights[a:b].reshape(shape) for a, b, shape in zip(begins, ends, self.shapes, strict=True)]
+
+    def _encode(self, layers: Sequence[Floats], x: Floats) -> tuple[Floats, list[_Passed]]:
+        passed = []
+        for i, stride in enumerate(_ENCODER_STRIDES):
+            columns = _columns(x, stride)
+            before = exact_product(layers[i], columns).reshape(len(layers[i]), x.shape[1], -1)
+            passed.append(_Passed(columns, before))
+            x = before if i == len(_ENCODER_STRIDES) - 1 else _leak(before)
+        return x, passed
+
+    def _encode_back(
+        self, layers: Sequence[Floats], passed: Sequence[_Passed], behind: Floats
+    ) -> list[Floats]:
+        gradients: list[Floats] = []
+        for i in reversed(range(len(passed))):
+            if i < len(passed) - 1:
+                behind = _leak_back(passed[i].before, behind)
+            flat = behind.reshape(len(behind), -1)
+            gradients.insert(0, exact_product(flat, passed[i].inputs.T))
+            if i:
+                behind = _add_up(exact_product(layers[i].T, flat), behind.shape, _ENCODER_STRIDES[i])
+        return gradients
+
+    def _decode(self, layers: Sequence[Floats], x: Floats) -> tuple[Floats, list[_Passed]]:
+        passed = []
+        for weights in layers[5:9]:
+            flat = x.reshape(len(x), -1)
+            before = _add_up(exact_product(weights.T, flat), x.shape, 2)
+            passed.append(_Passed(flat, before))
+            x = _leak(before)
+        last = x.reshape(len(x), -1)
+        passed.append(_Passed(last, x))
+        return exact_product(layers[9], last).reshape(1, x.shape[1], -1), passed
+
+    def _decode_back(
+        self, layers: Sequence[Floats], passed: Sequence[_Passed], behind: Floats
+    ) -> tuple[Floats, list[Floats]]:
+        samples, flat = behind.shape[1], behind.reshape(1, -1)
+        gradients = [exact_product(flat, passed[4].inputs.T)]
+        behind = exact_product(layers[9].T, flat).reshape(passed[4].before.shape)
+        for i in reversed(range(4)):
+            columns = _columns(_leak_back(passed[i].before, behind), 2)
+            gradients.insert(0, exact_product(passed[i].inputs, columns.T))
+            behind = exact_product(layers[5 + i], columns).reshape(len(layers[5 + i]), samples, -1)
+        return behind, gradients
+
+
+@dataclass(frozen=True, eq=False)
+class _Passed:
+    """Of a layer's forward pass: the factor that weights were multiplied with, and what came before the leaky ReLU."""
+
+    inputs: Floats
+    before: Floats
+
+
+def _padded(values: int) -> int:
+    return max(-(-values // STRIDE), 1) * STRIDE
+
+
+def _samples(rows: Floats) -> Floats:
+    """(N, values) as (1, N, length), zeros behind."""
+    found = np.zeros((1, len(rows), _padded(rows.shape[1])), np.float32)
+    found[0, :, : rows.shape[1]] = rows
+    return found
+
+
+def _mean(x: Floats) -> Floats:
+    """Over samples, added in their order."""
+    total = x[:, 0].copy()
+    for k in range(1, x.shape[1]):
+        total += x[:, k]
+    return (total / np.float32(x.shape[1]))[:, None]
+
+
+def _leak(x: Floats) -> Floats:
+    return np.where(x > 0, x, _SLOPE * x)
+
+
+def _leak_back(x: Floats, behind: Floats) -> Floats:
+    return np.where(x > 0, behind, _SLOPE * behind)
+
+
+def _columns(x: Floats, stride: int) -> Floats:
+    """What a kernel of 3 sees at every ``stride``-th place, zeros beyond both ends: (3 channels, samples outputs)."""
+    channels, samples, length = x.shape
+    wide = np.zeros((channels, samples, length + 2), np.float32)
+    wide[:, :, 1:-1] = x
+    outputs = length // stride
+    taps = [wide[:, :, k : k + stride * outputs : stride] for k in range(_TAPS)]
+    return np.stack(taps).reshape(_TAPS * channels, samples * outputs)
+
+
+def _add_up(columns: Floats, shape: tuple[int, ...], stride: int) -> Floats:
+    """The adjoint of :func:`_columns`: ``shape`` is that of what it made columns for, (..., samples, outputs)."""
+    _, samples, outputs = shape
+    taps = columns.reshape(_TAPS, -1, samples, outputs)
+    wide = np.zeros((taps.shape[1], samples, stride * outputs + 2), np.float32)
+    for k in range(_TAPS):
+        wide[:, :, k : k + stride * outputs : stride] += taps[k]
+    return wide[:, :, 1:-1]

@@ -1,0 +1,172 @@
+"""The autoencoder against PyTorch's layers, and that its arithmetic does not depend on an order of sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gradcomp.compress.learned.autoencoder import Autoencoder
+from gradcomp.compress.learned.products import exact_product
+
+TOLERANCE = 1e-5
+
+
+def weights_of(net: Autoencoder) -> np.ndarray:
+    return net.first_weights(3)
+
+
+def tensors(net: Autoencoder, weights: np.ndarray) -> list[torch.Tensor]:
+    """Leaves of the graph, in the shapes that PyTorch has: (out, in, 3), of deconvolutions (in, out, 3)."""
+    parts = np.split(weights, np.cumsum([rows * columns for rows, columns in net.shapes])[:-1])
+    found = []
+    for i, (part, (rows, columns)) in enumerate(zip(parts, net.shapes, strict=True)):
+        taps = 1 if i == 9 else 3
+        by_tap = part.reshape(rows, taps, columns // taps).transpose(0, 2, 1)
+        found.append(torch.tensor(by_tap, dtype=torch.float64, requires_grad=True))
+    return found
+
+
+def encoded(layers: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for i, stride in enumerate((2, 2, 2, 2, 1)):
+        x = F.conv1d(x, layers[i], stride=stride, padding=1)
+        x = x if i == 4 else F.leaky_relu(x, 0.01)
+    return x
+
+
+def decoded(layers: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for weights in layers[5:9]:
+        x = F.leaky_relu(F.conv_transpose1d(x, weights, stride=2, padding=1, output_padding=1), 0.01)
+    return F.conv1d(x, layers[9])
+
+
+def samples(ranks: int, values: int) -> np.ndarray:
+    rows = np.random.default_rng(values).standard_normal((ranks, values))
+    return (rows / np.sqrt(values)).astype(np.float32)
+
+
+def padded(rows: np.ndarray) -> torch.Tensor:
+    wide = np.zeros((len(rows), 1, -(-rows.shape[1] // 16) * 16))
+    wide[:, 0, : rows.shape[1]] = rows
+    return torch.tensor(wide)
+
+
+def assert_close(got: np.ndarray, want: torch.Tensor) -> None:
+    expected = want.detach().numpy().reshape(-1)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("channels", "values"), [(4, 16), (4, 50), (1, 300)])
+def test_code_and_decode_are_those_of_pytorch(channels: int, values: int):
+    net = Autoencoder(channels)
+    weights, row = weights_of(net), samples(1, values)
+    layers = tensors(net, weights)
+    code = net.encode(weights, row[0])
+    assert len(code) == net.code_length(values) == channels * -(-values // 16)
+    expected = encoded(layers, padded(row))
+    assert_close(code, expected)
+    assert_close(net.decode(weights, code, values), decoded(layers, expected)[0, 0, :values])
+
+
+@pytest.mark.parametrize(("channels", "values", "ranks"), [(4, 50, 1), (4, 64, 3), (1, 40, 2)])
+def test_loss_and_gradient_are_those_of_pytorch(channels: int, values: int, ranks: int):
+    net = Autoencoder(channels)
+    weights, rows = weights_of(net), samples(ranks, values)
+    layers = tensors(net, weights)
+    inputs = padded(rows)
+    found = decoded(layers, encoded(layers, inputs).mean(0, keepdim=True))
+    expected = (found - inputs.mean(0, keepdim=True)).square().sum()
+    expected.backward()
+    loss, gradient = net.gradient(weights, rows)
+    assert loss == pytest.approx(expected.item(), rel=TOLERANCE)
+    parts = np.split(gradient, np.cumsum([a * b for a, b in net.shapes])[:-1])
+    for part, layer in zip(parts, layers, strict=True):
+        assert_close(part, layer.grad.permute(0, 2, 1))
+    trained, before = net.train(weights, rows, 0.001)
+    assert before == loss
+    np.testing.assert_array_equal(trained, weights - np.float32(0.001) * gradient)
+
+
+def test_the_sizes_are_those_that_are_documented():
+    assert Autoencoder(4).size == 216_416
+    assert Autoencoder(1).size == 215_552
+
+
+def test_first_weights_keep_the_size_of_the_code_and_give_little():
+    net = Autoencoder(4)
+    weights, row = net.first_weights(0), samples(1, 4096)[0]
+    code = net.encode(weights, row)
+    assert 0.2 < np.linalg.norm(code) / np.linalg.norm(row) < 5
+    assert np.linalg.norm(net.decode(weights, code, len(row))) < 0.5 * np.linalg.norm(row)
+    assert not np.array_equal(weights, net.first_weights(1))
+
+
+def test_coding_commutes_with_powers_of_two_and_zeros_give_zeros():
+    net = Autoencoder(4)
+    weights, row = weights_of(net), samples(1, 50)[0]
+    np.testing.assert_array_equal(
+        net.encode(weights, row * np.float32(2.0**-40)), net.encode(weights, row) * np.float32(2.0**-40)
+    )
+    assert not net.decode(weights, net.encode(weights, np.zeros(50, np.float32)), 50).any()
+
+
+def test_training_on_one_sample_reconstructs_it():
+    net = Autoencoder(4)
+    weights, rows = weights_of(net), samples(2, 48)
+    rows /= np.linalg.norm(rows.mean(0))
+    losses = []
+    for _ in range(60):
+        weights, loss = net.train(weights, rows, 0.01)
+        losses.append(loss)
+    assert losses[-1] < 0.5 < losses[0]
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    net = Autoencoder(4)
+    weights = weights_of(net)
+    trained, _ = net.train(weights, np.full((1, 16), 1e30, np.float32), 0.9)
+    np.testing.assert_array_equal(trained, weights)
+
+
+# --- products ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terms", [1, 3, 64, 768, 6000])
+def test_products_do_not_depend_on_the_order_of_their_sums(terms: int):
+    generator = np.random.default_rng(terms)
+    a = generator.standard_normal((7, terms)).astype(np.float32)
+    b = (1e-6 * generator.standard_normal((terms, 9))).astype(np.float32)
+    order = generator.permutation(terms)
+    product = exact_product(a, b)
+    np.testing.assert_array_equal(exact_product(a[:, order], np.ascontiguousarray(b[order])), product)
+    np.testing.assert_array_equal(exact_product(b.T, a.T).T, product)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(product, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3000), (3000, 1), (129, 67), (700, 1100)])
+def test_products_in_blocks_are_the_products(rows: int, columns: int):
+    """The last is computed in one piece."""
+    generator = np.random.default_rng(rows)
+    a = generator.integers(-9, 9, (rows, 130)).astype(np.float32)
+    b = generator.integers(-9, 9, (130, columns)).astype(np.float32)
+    np.testing.assert_array_equal(exact_product(a, b), a.astype(np.int64) @ b.astype(np.int64))
+
+
+def test_the_largest_sums_stay_exact():
+    terms = 1023
+    one = np.float32(np.nextafter(np.float32(1), np.float32(0)))  # rounds up to 2**bits
+    product = exact_product(np.full((1, terms), one), np.full((terms, 1), one))
+    assert product[0, 0] == terms
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_factor_that_is_not_finite_makes_the_product_nan(value: float):
+    assert np.isnan(exact_product(np.array([[1, value]], np.float32), np.ones((2, 3), np.float32))).all()
+
+
+def test_zeros_and_the_smallest_numbers_pass():
+    assert not exact_product(np.zeros((2, 3), np.float32), np.ones((3, 2), np.float32)).any()
+    tiny = np.full((1, 1), 1e-45, np.float32)
+    np.testing.assert_array_equal(exact_product(tiny, np.ones((1, 1), np.float32)), tiny)

@@ -1,0 +1,389 @@
+"""LGC: its phases, what it sends, what it learns, and ranks that lie."""
+
+from __future__ import annotations
+
+import zlib
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from gradcomp import (
+    DGC,
+    EF21,
+    LGC,
+    Config,
+    ConfigError,
+    Filter,
+    LayerSpec,
+    LGreCo,
+    Policy,
+    Warmup,
+    WireFormatError,
+)
+from gradcomp.compress import as_policy, from_string
+from gradcomp.job.learning import refusal
+from gradcomp.job.start import propose
+from gradcomp.kernels.devices import HOST
+from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, true_mean
+
+# In the order of a model: the norm and the bias are excluded by the filter.
+LAYERS = [
+    LayerSpec("first", (16, 3, 3, 3)),
+    LayerSpec("a", (40, 50)),
+    LayerSpec("norm", (64,), kind="norm"),
+    LayerSpec("b", (30, 100)),
+    LayerSpec("last", (20, 60)),
+    LayerSpec("bias", (10,), kind="bias"),
+]
+FIRST, A, NORM, B, LAST, BIAS = range(6)
+SENT = {A: 20, B: 30, LAST: 12}
+SMALL = LGC(0.01, warmup_steps=2, train_steps=3, least_parameters=0)
+FILTER = Filter(min_elements=100)
+NETS = "shared_lgc_nets_4"
+
+
+def job(compressor: LGC = SMALL, world: int = 2, layers=LAYERS, **settings) -> Simulation:
+    return Simulation(layers, Policy(compressor, filter=FILTER), world, **settings)
+
+
+def without_momentum(**settings) -> LGC:
+    return LGC(0.01, 0.0, **{"warmup_steps": 0, "train_steps": 3, "least_parameters": 0, **settings})
+
+
+def weights_of(ranks: Simulation) -> np.ndarray:
+    """Those of all ranks, which are the same."""
+    fields = [pipeline.fields for pipeline in ranks.pipelines]
+    found = [field[NETS].value(field.holder(NETS)) for field in fields]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+    return found[0][:-1].copy()
+
+
+def support(mean: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(mean)
+
+
+# --- phases and places ------------------------------------------------------------------------------------------
+
+
+def test_the_three_phases_change_between_the_same_steps_on_all_ranks():
+    ranks = job(world=3, shuffle=True, delay=0.3)
+    sizes = []
+    for _ in range(8):
+        means = ranks.step().all_means()
+        assert all(means[layer].all() for layer in (FIRST, NORM, BIAS))  # exact in all phases
+        sizes.append([len(support(means[layer])) for layer in (A, B, LAST)])
+    assert sizes[:2] == [[layer.size for layer in (LAYERS[A], LAYERS[B], LAYERS[LAST])]] * 2
+    assert sizes[2:] == [list(SENT.values())] * 6
+    plan = ranks.pipelines[0].plan.by_layer
+    assert "train_steps=0" in plan["a"].compressor
+    assert plan["last"].compressor.startswith("momentum_correction[clt_k")
+    assert plan["first"].compressor.startswith("momentum_correction[none]")
+
+
+def test_steps_that_are_skipped_count_teach_nothing_and_spoil_no_other_layer():
+    ranks = job(world=2)
+    for _ in range(3):
+        ranks.step()
+    before, state = weights_of(ranks), ranks.state()
+    gradients = ranks.gradients()
+    gradients[1][B][7] = np.nan
+    outcome = ranks.step(gradients)
+    assert outcome.committed == [False] * 2
+    assert outcome.result.nonfinite.tolist() == [i == B for i in range(len(LAYERS))]
+    assert ranks.state() == state
+    ranks.step(commit=False)
+    assert ranks.state() == state
+    np.testing.assert_array_equal(weights_of(ranks), before)
+    assert (
+        "train_steps=0" in ranks.pipelines[1].plan.by_layer["a"].compressor
+    )  # 5 steps have passed all the same
+    assert ranks.step().committed == [True] * 2
+    gradients = ranks.gradients()
+    gradients[0][B][7] = np.inf
+    outcome = ranks.step(gradients)  # a code mixes layers: the others' values are in it alone
+    assert outcome.result.nonfinite.tolist() == [i == B for i in range(len(LAYERS))]
+    assert np.isfinite(outcome.mean(A)).all()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_ranks_stay_identical_through_all_phases(world: int):
+    ranks = job(LGC(0.01, warmup_steps=5, train_steps=25, least_parameters=0), world, shuffle=True, delay=0.2)
+    for step in range(60):
+        absent = [A] if step in (7, 40, 41, 42, 43) else []
+        ranks.step(ranks.gradients(absent), commit=step not in (12, 33)).all_means()
+        if step > 4:
+            weights_of(ranks)
+
+
+def test_the_settings_of_the_paper_are_the_defaults():
+    default = LGC()
+    assert default.changes == (200, 500)
+    assert (default.density, default.momentum_factor, default.learning_rate) == (0.001, 0.9, 0.001)
+    assert from_string("lgc") == default
+    assert default.at_step(199).traits.exact
+    assert default.at_step(199).traits.momentum == 0.9
+    assert default.at_step(200) == LGC(warmup_steps=0)
+    assert default.at_step(500) == LGC(warmup_steps=0, train_steps=0)
+
+
+def test_it_is_a_family_under_other_wrappers_and_policies():
+    policy = Policy("topk:density=0.1", overrides={"[ab]": SMALL}, filter=FILTER)
+    plan = policy.plan(LAYERS, step=9).by_layer
+    assert [plan[name].compressor.split(":")[0] for name in ("first", "a", "b", "last")] == [
+        "topk",
+        "lgc",
+        "lgc",
+        "topk",
+    ]
+    later = Policy(Warmup(SMALL, 10), filter=FILTER)
+    assert (
+        later.plan(LAYERS, step=12).by_layer["a"]
+        == Policy(SMALL, filter=FILTER).plan(LAYERS, step=2).by_layer["a"]
+    )
+    assert (
+        later.plan(LAYERS, step=11).by_layer["last"].compressor
+        == "momentum_correction[none]:factor=0.9,mask=true"
+    )
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------
+
+
+def test_a_drawn_leader_selects_for_all_ranks():
+    compressor = without_momentum(train_steps=40)
+    ranks = job(compressor, world=3)
+    leaders = []
+    for _ in range(12):
+        for pipeline in ranks.pipelines:  # nothing is owed
+            for layer in (A, B, LAST):
+                pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
+        gradients = ranks.gradients()
+        means = ranks.step(gradients).all_means()
+        for layer in (A, B):
+            tops = [np.sort(np.argsort(-np.abs(g[layer]), kind="stable")[: SENT[layer]]) for g in gradients]
+            (leader,) = [r for r, top in enumerate(tops) if np.array_equal(top, support(means[layer]))]
+            at = tops[leader]
+            np.testing.assert_allclose(means[layer][at], true_mean(gradients, layer)[at], rtol=1e-5)
+            leaders.append(leader)
+    assert leaders[::2] == leaders[1::2]  # one leader in a step
+    assert set(leaders) == {0, 1, 2}
+    assert any(b != (a + 1) % 3 for a, b in pairwise(leaders[::2]))
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_result_is_the_decoded_mean_of_codes(average: bool):
+    compressor = without_momentum(train_steps=0)
+    ranks = job(compressor, world=3, average=average)
+    weights, net = weights_of(ranks), compressor.network
+    gradients = ranks.gradients()
+    means = ranks.step(gradients).all_means()
+    places = {layer: support(means[layer]) for layer in (A, B)}
+    codes = [
+        net.encode(weights, np.concatenate([g[layer][places[layer]] for layer in (A, B)])) for g in gradients
+    ]
+    found = net.decode(weights, np.sum(codes, axis=0) / np.float32(3), 50) * (1 if average else 3)
+    for layer, part in ((A, found[:20]), (B, found[20:])):
+        np.testing.assert_allclose(
+            means[layer][places[layer]], part, rtol=1e-5, atol=1e-6 * np.abs(found).max()
+        )
+
+
+def test_training_is_on_values_over_the_norm_of_their_mean():
+    compressor = without_momentum()
+    ranks = job(compressor)
+    weights, net = weights_of(ranks), compressor.network
+    np.testing.assert_array_equal(weights, net.first_weights(0))
+    gradients = ranks.gradients()
+    means = ranks.step(gradients).all_means()
+    rows = [np.concatenate([g[layer][support(means[layer])] for layer in (A, B)]) for g in gradients]
+    samples = np.array(rows)
+    norm = np.linalg.norm(samples.astype(np.float64).sum(0).astype(np.float32) / np.float32(2))
+    trained, _ = net.train(weights, (samples / norm).astype(np.float32), 0.001)
+    np.testing.assert_allclose(weights_of(ranks), trained, rtol=0, atol=1e-7)
+    assert not np.array_equal(weights_of(ranks), weights)
+
+
+def test_bytes_are_those_that_are_documented():
+    ranks = job(without_momentum(train_steps=1, code_channels=1), record=True, reorder=False)
+    for gathered in (True, False):
+        ranks.step()
+        sent = [(kind, data) for rank in ranks.ranks for kind, data in rank.transport.sent if len(data) > 0]
+        sizes = sorted((kind, len(payload_of(data) if kind == "allgatherv" else data)) for kind, data in sent)
+        assert (("allgatherv", 4 * 50) in sizes) == gathered
+        assert (("allreduce", 4 * (64 // 16)) in sizes) != gathered
+        for rank in ranks.ranks:
+            rank.transport.sent.clear()
+
+
+def test_the_order_in_which_gradients_come_changes_nothing():
+    def means(**settings) -> list[bytes]:
+        ranks = job(SMALL, 2, **settings)
+        return [mean.tobytes() for _ in range(8) for mean in ranks.step().all_means()]
+
+    plain = means(reorder=False)
+    assert means(shuffle=True, delay=0.4, seed=3) == plain
+    assert means(shuffle=True, delay=0.4, seed=4, slice_elements=500) == plain
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool):
+    ranks = job(without_momentum(train_steps=2, feedback=feedback), 3)
+    missing = [np.zeros(layer.size) for layer in LAYERS]
+    for step in range(8):
+        gradients = ranks.gradients()
+        means = ranks.step(gradients).all_means()
+        for layer in (A, B, LAST):
+            missing[layer] += true_mean(gradients, layer) - means[layer]
+            telescopes = np.allclose(missing[layer], ranks.owed(layer), rtol=0, atol=1e-5)
+            assert telescopes == (feedback or layer == LAST or step < 2), (step, layer)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 7])
+def test_a_run_goes_on_in_any_phase(stop: int):
+    straight, first, again = (job(shuffle=True) for _ in range(3))
+    for _ in range(stop):
+        first.step()
+    again.drawn = first.drawn
+    for old, new in zip(first.pipelines, again.pipelines, strict=True):
+        restore(new, snapshot(old))
+    for step in range(9):
+        want = straight.step().all_means()
+        if step >= stop:
+            assert [m.tobytes() for m in again.step().all_means()] == [m.tobytes() for m in want]
+    assert again.state() == straight.state()
+    np.testing.assert_array_equal(weights_of(again), weights_of(straight))
+
+
+@pytest.mark.parametrize("unit", [1.0, 3.0])
+def test_other_ranks_and_units_keep_the_weights(unit: float):
+    old = job(world=3)
+    for _ in range(4):
+        old.step()
+    weights = weights_of(old)
+    new = job(world=2)
+    for rank, pipeline in enumerate(new.pipelines):
+        restore(pipeline, merge((snapshot(p) for p in old.pipelines), rank, 2), unit)
+    np.testing.assert_array_equal(weights_of(new), weights)
+    for _ in range(3):
+        new.step().all_means()
+
+
+def test_the_loss_is_kept_and_said_once(caplog):
+    ranks = job(without_momentum(train_steps=4, learning_rate=0.0), world=2)
+    net, expected, rows = LGC().network, 1.0, []
+    with caplog.at_level("INFO", "gradcomp"):
+        for _ in range(4):
+            gradients = ranks.gradients()
+            for pipeline in ranks.pipelines:
+                for layer in (A, B):
+                    pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
+            means = ranks.step(gradients).all_means()
+            rows = [np.concatenate([g[layer][support(means[layer])] for layer in (A, B)]) for g in gradients]
+            loss, _ = net.gradient(weights_of(ranks), np.array(rows) / np.linalg.norm(np.mean(rows, axis=0)))
+            expected += 0.05 * (loss - expected)
+        assert ranks.pipelines[1].fields[NETS].value(A)[-1] == pytest.approx(expected, rel=1e-4)
+        assert not caplog.records
+        for _ in range(3):
+            ranks.step()
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert f"step 4: LGC sends codes; the loss of its training was {expected:.3f}" in said.getMessage()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"density": 0},
+        {"momentum_factor": 1.0},
+        {"warmup_steps": -1},
+        {"train_steps": 1.5},
+        {"code_channels": 0},
+        {"code_channels": 65},
+        {"learning_rate": -0.1},
+        {"ends": None},
+        {"least_parameters": True},
+        {"feedback": 1},
+        {"indices": "gzip"},
+    ],
+)
+def test_impossible_settings_are_refused(arguments):
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        LGC(**arguments)
+
+
+def test_a_small_model_is_refused_and_told_what_suits_it():
+    with pytest.raises(ConfigError, match=r"5000 parameters between .* 50000 .*DGC"):
+        as_policy("lgc").plan(LAYERS)
+
+
+def test_controllers_servers_devices_and_a_late_begin_are_refused():
+    class Device:
+        driver = object()
+
+    policy = Policy(SMALL, filter=FILTER)
+    with pytest.raises(ConfigError, match="no controller"):
+        propose(policy, LAYERS, controller=LGreCo())
+    with pytest.raises(ConfigError, match="learns nothing"):
+        EF21(without_momentum(train_steps=0, feedback=True))
+    assert refusal(Config(), policy) is None
+    assert refusal(Config(), as_policy(DGC()), Device(), 7) is None
+    assert "GPU" in str(refusal(Config(), policy, Device()))
+    assert "servers" in str(refusal(Config(reduction="parameter_server:dedicated=true"), policy))
+    assert refusal(Config(), policy, HOST, 1) is None  # it would still be exact
+    assert "Warmup" in str(refusal(Config(), policy, HOST, 2))
+    assert refusal(Config(), Policy(Warmup(SMALL, 2), filter=FILTER), HOST, 2) is None
+
+
+# --- ranks that lie ---------------------------------------------------------------------------------------------
+
+HEADER = ByteHeader.size(2)
+
+
+def attempt(change) -> list[Exception | None]:
+    """Two layers, four values each; what rank 1 gets from rank 0 is changed."""
+    layers = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
+
+    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        return change(message) if (source, destination) == (0, 1) else message
+
+    compressor = without_momentum(ends=False)
+    for seed in range(20):
+        ranks = Simulation(layers, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
+        context = ranks.pipelines[0]._context()
+        if compressor.leader(context) == 0:
+            return ranks.attempt()
+    raise AssertionError("rank 0 never leads")
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        zlib.compress(bytes(2**24)),  # a bomb
+        zlib.compress(np.array([1, 2, 1, 1, 1, 1, 1], "<u4").tobytes()),  # one too few
+        zlib.compress(np.array([1, 0, 1, 1, 1, 1, 1, 1], "<u4").tobytes()),  # not ascending
+        zlib.compress(np.array([1, 400, 1, 1, 1, 1, 1, 1], "<u4").tobytes()),  # out of range
+        b"no stream",
+    ],
+    ids=["bomb", "too few", "not ascending", "out of range", "no stream"],
+)
+def test_impossible_indices_are_an_error(stream: bytes):
+    def change(message: np.ndarray) -> np.ndarray:
+        room = len(payload_of(message))
+        if room > 8:  # the announcement of the size is as long as that
+            message[HEADER : HEADER + room] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
+        return message
+
+    errors = attempt(change)
+    assert isinstance(errors[1], WireFormatError)
+    assert "rank 0" in str(errors[1])
