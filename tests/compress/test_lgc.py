@@ -14,6 +14,7 @@ from gradcomp import (
     LGC,
     Config,
     ConfigError,
+    DensitySchedule,
     Filter,
     LayerSpec,
     LGreCo,
@@ -327,7 +328,7 @@ def test_a_small_model_is_refused_and_told_what_suits_it():
         as_policy("lgc").plan(LAYERS)
 
 
-def test_controllers_servers_devices_and_a_late_begin_are_refused():
+def test_controllers_schedules_servers_devices_and_a_late_begin_are_refused():
     class Device:
         driver = object()
 
@@ -336,6 +337,8 @@ def test_controllers_servers_devices_and_a_late_begin_are_refused():
         propose(policy, LAYERS, controller=LGreCo())
     with pytest.raises(ConfigError, match="learns nothing"):
         EF21(without_momentum(train_steps=0, feedback=True))
+    with pytest.raises(ConfigError, match="one density"):
+        DensitySchedule(LGC())
     assert refusal(Config(), policy) is None
     assert refusal(Config(), as_policy(DGC()), Device(), 7) is None
     assert "GPU" in str(refusal(Config(), policy, Device()))

@@ -67,6 +67,10 @@ class DensitySchedule(Scheduled):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_steps("steps_per_level", self.steps_per_level)
+        if self.inner.traits.learns:
+            raise ConfigError(
+                f"{self.inner.to_string()} learns at one density, and takes no schedule of them"
+            )
         if not isinstance(self.levels, tuple) or not self.levels:
             raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
         for level in self.levels:
