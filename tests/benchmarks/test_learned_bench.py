@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import learned
 import learned_codes as codes
 import learned_paper as paper
 import learned_plot
+import learned_watch
 import numpy as np
 import pytest
+import torch
 from learned_results import evaluate, paper_bytes, paper_ratio, run_bytes, show
 from learned_rows import ARMS, EQUAL_BYTES, TASKS, choose
 
-from gradcomp.compress import from_string
+from gradcomp.compress import Broadcast, Gather, Sum, from_string
 from gradcomp.compress.learned.autoencoder import Autoencoder
 from gradcomp.testing import CHECKS, Row
 
@@ -127,6 +130,39 @@ def test_the_papers_ratio_counts_a_leader_and_all_bytes_count_everything():
     table = show(list(rows.values()))
     assert "+5.00 |" in table
     assert "8.00" in table
+
+
+def test_a_watch_tells_phases_apart_and_what_a_rank_hands_over(monkeypatch):
+    monkeypatch.setattr(learned_watch, "_watch_messages", lambda note: None)
+    monkeypatch.setattr(learned_watch, "_watch_training", lambda losses: None)
+    job = SimpleNamespace(steps=600, metric=lambda: 0.5, model=torch.nn.Linear(2, 3))
+    watch = learned_watch.Watch(job, rank=1)
+
+    def message(kind: type, size: int, **more):
+        if kind is Sum:
+            return Sum(size // 4, lambda view: view)
+        return kind(size, lambda view: (view, size), **more)
+
+    for step in range(600):
+        if step >= 500:
+            for sent in (message(Sum, 40), message(Gather, 7), message(Broadcast, 30, root=step % 2)):
+                counted = learned_watch._counted(sent, "x ", watch._note)
+                if not isinstance(sent, Sum):
+                    counted.write(None)
+        watch.step(float(step), 0.1, SimpleNamespace(wire_bytes=100 * (step + 1)))
+    found = watch.found()
+    assert [(part["phase"], part["steps"], part["wire_bytes"]) for part in found["phases"]] == [
+        ("exact", 200, 20_000),
+        ("values", 300, 30_000),
+        ("codes", 100, 10_000),
+    ]
+    assert found["phases"][1]["every_step"] == {}
+    assert found["phases"][2]["every_step"] == {"x sum": 40.0, "x gather": 7.0}
+    assert found["phases"][2]["as_root"] == {"x broadcast": 30.0}
+    assert found["loss_curve"][0] == [6, 2.5]
+    assert found["metric_curve"][-1] == (600, 0.5)
+    assert found["parameters"] == 9
+    assert job.model.training
 
 
 def test_learned_and_plain_codes_are_compared_seed_by_seed():
