@@ -5,20 +5,19 @@ Importing this registers ``plain_code`` on a rank. It is no part of gradcomp.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 import gradcomp as gc
-from gradcomp import ConfigError
-from gradcomp.compress import Gather, Sum, register
+from gradcomp import Compressor, ConfigError, LayerSpec
+from gradcomp.compress import Broadcast, CLTk, Gather, Identity, Sum, Traits, register
 from gradcomp.compress.messages import Bytes, Exchange, Message, Reply
 from gradcomp.compress.sparse.base import keep_errors
-from gradcomp.compress.sparse.payload import Selection
-from gradcomp.core.state import Begin
+from gradcomp.compress.sparse.payload import Selection, sent_by
 from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
@@ -77,7 +76,7 @@ def unproject(code: Floats, values: int, channels: int) -> Floats:
 
 @register("plain_code")
 @dataclass(frozen=True)
-class PlainCode(gc.LGC):
+class PlainCode(CLTk):
     """LGC's phases, leaders and positions; in phase 3 a code that nobody has to learn.
 
     ``kind``: "values": the sum of the values, in phase 2 too: the ring without codes. "bits": ``bits`` bits a value, on
@@ -88,8 +87,17 @@ class PlainCode(gc.LGC):
     State: a residual and u per layer.
     """
 
+    density: float = 0.001
+    momentum_factor: float = 0.9
+    warmup_steps: int = 200
+    train_steps: int = 300
     kind: str = VALUES
     bits: int = 8
+    code_channels: int = 4
+    ends: bool = True
+    least_parameters: int = 50_000
+    indices: str = field(default="deflate", kw_only=True)
+    feedback: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,12 +107,45 @@ class PlainCode(gc.LGC):
             raise ConfigError("bits must be in 1 .. 8, code_channels in 1 .. 16")
 
     @cached_property
+    def learned(self) -> gc.LGC:
+        """What it takes phases, leaders and ends from."""
+        return gc.LGC(
+            self.density, self.momentum_factor, self.warmup_steps, self.train_steps, self.code_channels,
+            ends=self.ends, least_parameters=self.least_parameters, indices=self.indices,
+        )  # fmt: skip
+
+    @cached_property
+    def traits(self) -> Traits:
+        """LGC's, but it learns nothing."""
+        return replace(self.learned.traits, accounts=self.feedback, learns=False)
+
+    def at_step(self, step: int) -> Compressor:
+        """Exact; then itself without ``warmup_steps``; then without ``train_steps`` too, which codes."""
+        if step < self.warmup_steps:
+            return self.dense(Identity())
+        after = self.train_steps if step < self.warmup_steps + self.train_steps else 0
+        return replace(self, warmup_steps=0, train_steps=after)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The ends of phases 1 and 2."""
+        return self.learned.changes
+
+    def dense(self, exact: Compressor) -> Compressor:
+        """``exact``, with the same momentum."""
+        return self.learned.dense(exact)
+
+    def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
+        """LGC's ends of the model."""
+        return self.learned.by_place(own, layers)
+
+    def leader(self, context: StepContext) -> int:
+        """LGC's."""
+        return self.learned.leader(context)
+
+    @cached_property
     def _coded(self) -> bool:
         return self.kind != VALUES and not self.train_steps
-
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
-        """There are no nets."""
-        return {}
 
     def wire_bytes(self, group: Group) -> Sizes:
         """Of values or code; indices are deflated."""
@@ -121,12 +162,35 @@ class PlainCode(gc.LGC):
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast, then one Sum or Gather."""
-        chosen, _, found = yield from self.share_indices(group, context)
-        flags = found.copy()
+        chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
+        flags = (yield from self._share(group, context, chosen)).copy()
         total = yield from self._total(group, chosen, flags, context.first)
         rows = (group.table, flags, chosen.offsets, chosen.counts, chosen.indices, total)
         indices.scatter_values(*rows, divisor=context.divisor, scale=context.unscale)
         return flags
+
+    def _share(
+        self, group: Group, context: StepContext, chosen: Selection
+    ) -> Generator[Message, Reply, Bytes]:
+        """The leader's indices, on all ranks. On every rank p is in the next residuals then."""
+        form = group.scratch.once("format", lambda: self.format(group.table))
+        table, leader, flags = group.inputs, self.leader(context), np.zeros(len(group.table), np.uint8)
+        factors = context.factors(len(group.table))
+        places = (chosen.counts, chosen.offsets, chosen.indices, chosen.values, chosen.counts)
+
+        def write(view: Bytes) -> tuple[Bytes, int]:
+            if context.draw.rank != leader:
+                selection.contribute(table, flags, factors, decay=context.decay)
+                return flags, 0
+            selection.select_top(table, flags, factors, *places, decay=context.decay, zeros=True)
+            return flags, form.encode(chosen, view, 0)
+
+        reply = yield Broadcast(
+            form.most_bytes(chosen.counts, fixed=True), write, leader, fixed=not form.deflated
+        )
+        with sent_by(context.first + leader):
+            form.decode(reply.data, chosen)
+        return reply.flags
 
     def _total(
         self, group: Group, chosen: Selection, flags: Bytes, first: int

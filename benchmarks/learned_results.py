@@ -45,7 +45,7 @@ def paper_bytes(run: Run) -> float:
     ranks, total = run["settings"]["ranks"], 0.0
     for phase in run["phases"]:
         every, root = handed(phase, False), sum(phase["as_root"].values())
-        step = ranks * every + root if every else ranks * _FLOAT * run["parameters"]
+        step = ranks * every + root if every + root else ranks * _FLOAT * run["parameters"]
         total += phase["steps"] * step
     return total
 

@@ -16,9 +16,11 @@ import torch
 from learned_results import evaluate, paper_bytes, paper_ratio, run_bytes, show
 from learned_rows import ARMS, EQUAL_BYTES, TASKS, choose
 
+from gradcomp import LGC, LayerSpec
 from gradcomp.compress import Broadcast, Gather, Sum, from_string
 from gradcomp.compress.learned.autoencoder import Autoencoder
 from gradcomp.testing import CHECKS, Row
+from gradcomp.testing.simulation import Simulation
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -78,6 +80,18 @@ def test_the_contract(kind, name):
             overflows=kind != codes.PROJECTION,
         )
     )
+
+
+def test_the_ring_without_codes_sums_what_lgc_sums_in_phase_2():
+    layers = [LayerSpec("first", (8, 30)), LayerSpec("between", (40, 20)), LayerSpec("last", (10, 8))]
+    settings = {"density": 0.1, "warmup_steps": 1, "train_steps": 9, "least_parameters": 0}
+    lgc, values = (
+        Simulation(layers, compressor)
+        for compressor in (LGC(**settings, learning_rate=0.0), codes.PlainCode(**settings))
+    )
+    for _ in range(4):
+        for mine, theirs in zip(values.step().all_means(), lgc.step().all_means(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("task", TASKS)
