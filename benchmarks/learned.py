@@ -76,7 +76,7 @@ def collect(task: str, arm: Arm, found: Sequence[dict[str, Any]], about: dict[st
                 "compression": arm.on(task),
                 "seed": ranks[0]["seed"],
                 **{key: ranks[0][key] for key in ("metric", "steps", "seconds", "parameters", "digest")},
-                **{key: ranks[0][key] for key in ("metric_curve", "nets_loss")},
+                **{key: ranks[0][key] for key in ("metric_curve", "nets_loss", "plain_loss")},
                 "loss_curve": losses,
                 "phases": phases,
                 "settings": {**about, "steps": ranks[0]["steps"], "source": found[0]["source"]},

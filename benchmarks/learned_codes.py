@@ -74,6 +74,22 @@ def unproject(code: Floats, values: int, channels: int) -> Floats:
     return (code.reshape(-1, channels) @ matrix(channels).T).reshape(-1)[:values]
 
 
+def losses(samples: Floats) -> dict[str, float]:
+    """The nets' loss, of plain codes: ||mean of what they stand for - mean||**2 over ||mean||**2, by row.
+
+    ``samples``: (N, values), one row for each rank.
+    """
+    mean, count = samples.mean(axis=0), samples.shape[1]
+    found = {}
+    for bits in (8, 2):
+        decoded = [dequantise(quantise(values, bits), count, bits) for values in samples]
+        found[f"bits-{bits}"] = np.mean(decoded, axis=0)
+    for channels in (4, 1):
+        found[f"projection-{channels}"] = unproject(project(mean, channels), count, channels)
+    norm = float(mean @ mean)
+    return {row: float(((decoded - mean) ** 2).sum()) / norm for row, decoded in found.items()}
+
+
 @register("plain_code")
 @dataclass(frozen=True)
 class PlainCode(CLTk):

@@ -87,6 +87,7 @@ def _row(task: str, arm: Arm, own: dict[int, Run], reference: dict[int, Run]) ->
         "phases": [_phase([run["phases"][i] for run in runs]) for i in range(len(runs[0]["phases"]))],
         "ranks": runs[0]["settings"]["ranks"],
         "nets_loss": _mean_of(statistics.fmean(loss) for loss in nets) if nets else None,
+        "plain_loss": runs[-1].get("plain_loss") or None,
         "parameters": runs[0]["parameters"],
     }
 
@@ -114,6 +115,8 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
         parts += [_ratios(task, own), _by_phase(task, own)]
         if equal := _equal(task, own):
             parts.append(equal)
+        if lost := _losses(task, own):
+            parts.append(lost)
     return "\n\n".join(parts)
 
 
@@ -216,6 +219,16 @@ def _equal(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
         "learned is better in",
     ]
     return report.table(headers, cells) if cells else None
+
+
+def _losses(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
+    """What codes lose of one run's values in phase 2; zeros lose 1."""
+    measured = [row for row in rows if row["plain_loss"]]
+    if not measured:
+        return None
+    cells = [[row["title"], f"{row['nets_loss']:.3f}"] for row in rows if row["nets_loss"]]
+    cells += [[_KNOWN[key].title, f"{loss:.2g}"] for key, loss in measured[-1]["plain_loss"].items()]
+    return report.table([f"{task}: code", "||decoded - mean||^2 / ||mean||^2"], cells)
 
 
 def _at(row: dict[str, Any], seed: int) -> float:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-import learned_codes  # noqa: F401 - registers plain_code
 from convergence_tasks import Job
+from learned_codes import losses
 from learned_rows import EXACT_STEPS, TRAIN_STEPS
 
 from gradcomp.compress.identity import Identity
@@ -23,6 +23,8 @@ PHASES = ("exact", "values", "codes")
 _ENDS = (EXACT_STEPS, EXACT_STEPS + TRAIN_STEPS)
 #: Points of a loss curve, and how often the metric is found.
 POINTS, TESTS = 100, 12
+#: Steps of training between two in which plain codes have the same values.
+_PLAIN_EVERY = 10
 
 
 def phase_of(step: int) -> int:
@@ -61,8 +63,9 @@ class Watch:
         self._metrics: list[tuple[int, float]] = []
         self._handed = [Handed() for _ in PHASES]
         self._nets: list[float] = []
+        self._plain: list[dict[str, float]] = []
         _watch_messages(self._note)
-        _watch_training(self._nets)
+        _watch_training(self._nets, self._plain)
 
     def _note(self, key: str, size: int, root: int | None) -> None:
         """The engine thread works on the step that is next to be counted."""
@@ -106,6 +109,10 @@ class Watch:
             "metric_curve": self._metrics,
             "parameters": sum(p.numel() for p in self._job.model.parameters()),
             "nets_loss": self._nets,
+            "plain_loss": {
+                row: statistics.fmean(found[row] for found in self._plain)
+                for row in next(iter(self._plain), {})
+            },
         }
 
 
@@ -155,14 +162,16 @@ def _counted(message: Any, key: str, note: Callable[[str, int, int | None], None
     return replace(message, write=counted)
 
 
-def _watch_training(losses: list[float]) -> None:
-    """From now on append the nets' loss in every step of their training."""
+def _watch_training(nets: list[float], plain: list[dict[str, float]]) -> None:
+    """From now on append the nets' loss in every step of their training, and in some that of plain codes."""
     train = _originals.setdefault(Autoencoder, Autoencoder.train)
 
     @wraps(train)
-    def watched(self: Any, *arguments: Any) -> Any:
-        found = train(self, *arguments)
-        losses.append(float(found[-1]))
+    def watched(self: Any, weights: Any, samples: Any, *arguments: Any) -> Any:
+        if len(nets) % _PLAIN_EVERY == 0:
+            plain.append(losses(samples))
+        found = train(self, weights, samples, *arguments)
+        nets.append(float(found[-1]))
         return found
 
     setattr(Autoencoder, "train", watched)  # noqa: B010 - a method of a class that is typed

@@ -51,6 +51,14 @@ def test_a_projection_is_least_squares(channels):
         np.testing.assert_allclose(found, values, atol=1e-5)
 
 
+def test_plain_codes_lose_what_their_bits_and_columns_leave_out():
+    found = codes.losses(np.stack([drawn(4096)] * 2))
+    assert found["bits-8"] < 1e-4 < found["bits-2"] < 0.5
+    # Of values that nothing connects, a projection keeps its share.
+    assert found["projection-4"] == pytest.approx(12 / 16, abs=0.05)
+    assert found["projection-1"] == pytest.approx(15 / 16, abs=0.05)
+
+
 @pytest.mark.parametrize(("channels", "bits"), [(4, 8), (1, 2)])
 @pytest.mark.parametrize("count", [267, 1292])
 def test_plain_codes_take_the_bytes_of_the_learned_one(channels, bits, count):
@@ -148,7 +156,7 @@ def test_the_papers_ratio_counts_a_leader_and_all_bytes_count_everything():
 
 def test_a_watch_tells_phases_apart_and_what_a_rank_hands_over(monkeypatch):
     monkeypatch.setattr(learned_watch, "_watch_messages", lambda note: None)
-    monkeypatch.setattr(learned_watch, "_watch_training", lambda losses: None)
+    monkeypatch.setattr(learned_watch, "_watch_training", lambda nets, plain: None)
     job = SimpleNamespace(steps=600, metric=lambda: 0.5, model=torch.nn.Linear(2, 3))
     watch = learned_watch.Watch(job, rank=1)
 
