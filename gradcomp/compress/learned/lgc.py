@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
 from gradcomp.compress.learned.sent import Sent
+from gradcomp.compress.learned.server import Server
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import keep_errors
@@ -40,6 +41,8 @@ logger = logging.getLogger("gradcomp")
 # The layer that the draws of leaders are filed under.
 _LEADERS = 0x4C474332
 _MOST_CHANNELS = 64
+_MOST_SIMILARITY = 1e6
+_FORMS = ("ring", "server")
 
 
 @register("lgc")
@@ -83,6 +86,9 @@ class LGC(CLTk):
     learning_rate: float = 0.001
     ends: bool = True
     least_parameters: int = 50_000
+    form: str = field(default="ring", kw_only=True)
+    innovation: float = field(default=0.1, kw_only=True)
+    similarity: float = field(default=0.5, kw_only=True)
     indices: str = field(default="deflate", kw_only=True)
     feedback: bool = field(default=False, kw_only=True)
 
@@ -100,6 +106,12 @@ class LGC(CLTk):
             raise ConfigError(f"code_channels must be in 1 .. {_MOST_CHANNELS}, got {self.code_channels!r}")
         if not isinstance(self.ends, bool):
             raise ConfigError(f"ends must be true or false, got {self.ends!r}")
+        if self.form not in _FORMS:
+            raise ConfigError(f"form must be one of {', '.join(_FORMS)}, got {self.form!r}")
+        for name, most in (("innovation", 1.0), ("similarity", _MOST_SIMILARITY)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most:
+                raise ConfigError(f"{name} must be in [0, {most:g}], got {value!r}")
 
     @cached_property
     def traits(self) -> Traits:
@@ -145,32 +157,36 @@ class LGC(CLTk):
         if between < self.least_parameters:
             raise ConfigError(
                 f"lgc: {between} parameters between the first and the last layer, {self.least_parameters} are the "
-                f"least: {self.nets.size} weights would be trained for {round(between * self.density)} values. "
+                f"least: {self.nets.size(2)} weights would be trained for {round(between * self.density)} values. "
                 "Use gc.DGC(), or least_parameters=0"
             )
         names = {layer.name for layer in own}
         return {name: compressor for name, compressor in found.items() if name in names}
 
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
-        """The weights of both nets, and the mean loss of the last 20 steps or so, which begins with that of zeros."""
+    def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
+        """The nets' weights, and the mean loss of the last 20 steps or so, which begins with that of zeros."""
         form = self.nets
 
-        def begin(_: Floats) -> Floats:
-            return np.append(form.first_weights(seed), np.float32(1))
+        def begin(saved: Floats) -> Floats:
+            if saved.size:
+                return np.append(form.adapted(saved[:-1], seed, ranks), saved[-1])
+            return np.append(form.first_weights(seed, ranks), np.float32(1))
 
-        return {form.field: (form.size + 1, begin)}
+        return {form.field: (form.size(ranks) + 1, begin)}
 
     @cached_property
     def nets(self) -> Form:
         """The nets, and what is done with them."""
-        return Ring(self.code_channels, self.feedback)
+        if self.form == "ring":
+            return Ring(self.code_channels, self.indices, self.feedback)
+        return Server(self.code_channels, self.indices, self.feedback, self.innovation, self.similarity)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
         counts = self.limits(group.table)
-        values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(counts)
+        values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(group.table, counts)
         return values + self.format(group.table).row_bytes(counts)
 
     def leader(self, context: StepContext) -> int:
@@ -182,31 +198,34 @@ class LGC(CLTk):
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast, then one Gather or one Sum."""
-        chosen, _, flags = yield from self.share_indices(group, context)
-        sent = group.scratch.once("sent", lambda: Sent.of(group, chosen))
-        if self.train_steps:
-            return (yield from self._train(group, context, sent, flags.copy()))
-        return (yield from self._code(group, context, sent, flags.copy()))
+        sent = group.scratch.once("sent", lambda: Sent.of(group, self.selection_of(group)))
+        return (yield from (self._train if self.train_steps else self._code)(group, context, sent))
 
-    def _train(self, group: Group, context: StepContext, sent: Sent, flags: Bytes) -> Exchange:
-        """The values of all ranks, which are added up, and which the network learns from."""
+    def _train(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
+        """The values of all ranks, which are added up, and which the nets learn from."""
+        marking = self.nets.marking(group, sent)
+        _, _, flags = yield from self.share_indices(group, context, marking)
+        flags, values = flags.copy(), 4 * sent.count
 
         def write(view: Bytes) -> tuple[Bytes, int]:
-            view[:] = sent.values(group, flags).astype("<f4").view(np.uint8)
+            view[:values] = sent.values(group, flags).astype("<f4").view(np.uint8)
+            view[values:] = np.packbits(marking.marks())
             keep_errors(group, sent.chosen, np.zeros_like(sent.chosen.values))
             return np.zeros_like(flags), len(view)
 
-        reply = yield Gather(4 * sent.count, write)
+        reply = yield Gather(values + (self.nets.marked(sent.count) + 7) // 8, write)
         samples = np.zeros((len(reply.data), sent.count), np.float32)
+        marks = np.zeros(samples.shape, np.bool_)
         for rank, payload in enumerate(reply.data):
             with sent_by(context.first + rank):
-                samples[rank] = payload.view("<f4")
+                samples[rank] = payload[:values].view("<f4")
+                marks[rank] = np.unpackbits(payload[values:], count=sent.count)
         total = samples[0].copy()
         with np.errstate(all="ignore"):
             for other in samples[1:]:
                 total += other
         sent.scatter(group, flags, total, context.divisor, context.unscale)
-        self._learn(group, context, Lesson(samples))
+        self._learn(group, context, Lesson(samples, marks, self.leader(context)))
         return flags
 
     def _learn(self, group: Group, context: StepContext, lesson: Lesson) -> None:
@@ -245,11 +264,12 @@ class LGC(CLTk):
             )
         return True
 
-    def _code(self, group: Group, context: StepContext, sent: Sent, flags: Bytes) -> Exchange:
+    def _code(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
         """The form's codes."""
+        share = partial(self.share_indices, group, context)
+        flags = yield from self.nets.code(group, context, sent, lambda: self._kept(context)[1], share)
         holder, weights, loss = self._kept(context)
         group.scratch.once("said", lambda: self._say(context, loss))
-        flags = yield from self.nets.code(group, context, sent, flags, weights)
         if holder in group.layers:  # a commit swaps both places of the field
             self._keep(context, holder, weights, loss)
         return flags
