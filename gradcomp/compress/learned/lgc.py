@@ -14,7 +14,7 @@ from gradcomp.compress.base import Compressor, Traits
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
-from gradcomp.compress.learned.sent import Sent
+from gradcomp.compress.learned.sent import Sent, shares
 from gradcomp.compress.learned.server import Server
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
@@ -196,7 +196,10 @@ class LGC(CLTk):
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
         counts = self.limits(group.table)
-        values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(group.table, counts)
+        if self.train_steps:
+            values = 4 * counts + shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
+        else:
+            values = self.nets.code_bytes(group.table, counts)
         return values + self.format(group.table).row_bytes(counts)
 
     def leader(self, context: StepContext) -> int:
