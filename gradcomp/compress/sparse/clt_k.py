@@ -22,6 +22,26 @@ from gradcomp.kernels.step import StepContext
 Shared = tuple[Selection, Bytes, Bytes]
 
 
+class Rider:
+    """What travels in front of the leader's indices, and what else ranks do in that round: here nothing.
+
+    ``nbytes``: of what travels.
+    """
+
+    nbytes: int = 0
+
+    def lead(self, group: Group, chosen: Selection, flags: Bytes, view: Bytes) -> None:
+        """On the leader, which has selected: write what travels."""
+
+    def follow(self, group: Group, context: StepContext, flags: Bytes) -> None:
+        """On the others: write p to the next residuals."""
+        factors = context.factors(len(group.table))
+        selection.contribute(group.inputs, flags, factors, decay=context.decay)
+
+    def read(self, data: Bytes) -> None:
+        """On all ranks: what came, ``nbytes`` long. ValueError if that cannot be."""
+
+
 @register("clt_k")
 @dataclass(frozen=True)
 class CLTk(Summed):
@@ -70,25 +90,31 @@ class CLTk(Summed):
         """Who selects in this step, among the ranks that train."""
         return context.draw.step % context.trainers
 
+    def selection_of(self, group: Group) -> Selection:
+        """Where the leader's selection is, in every step."""
+        return group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
+
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast and one Sum."""
         chosen, own, _ = yield from self.share_indices(group, context)
         return (yield from self.sum_at(group, context, chosen, lambda: own))
 
-    def share_indices(self, group: Group, context: StepContext) -> Generator[Message, Reply, Shared]:
+    def share_indices(
+        self, group: Group, context: StepContext, rider: Rider | None = None
+    ) -> Generator[Message, Reply, Shared]:
         """One Broadcast. Returns the selection, without values, and the flags of this rank's rows and of all ranks'.
 
         On every rank p is in the next residuals then.
         """
         form = group.scratch.once("format", lambda: self.format(group.table))
-        chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
+        chosen = self.selection_of(group)
         most = group.scratch.once("most", lambda: form.most_bytes(chosen.counts, fixed=True))
-        table, leader = group.inputs, self.leader(context)
+        table, leader, rider = group.inputs, self.leader(context), rider or Rider()
         flags = np.zeros(len(table), dtype=np.uint8)
 
         def write(view: Bytes) -> tuple[Bytes, int]:
             if context.draw.rank != leader:
-                selection.contribute(table, flags, context.factors(len(group.table)), decay=context.decay)
+                rider.follow(group, context, flags)
                 return flags, 0
             selection.select_top(
                 table,
@@ -102,9 +128,13 @@ class CLTk(Summed):
                 decay=context.decay,
                 zeros=True,  # other ranks' elements there need not be 0
             )
-            return flags, form.encode(chosen, view, 0)
+            rider.lead(group, chosen, flags, view[: rider.nbytes])
+            return flags, form.encode(chosen, view, rider.nbytes)
 
-        reply = yield Broadcast(most, write, leader, fixed=not form.deflated)
+        reply = yield Broadcast(rider.nbytes + most, write, leader, fixed=not form.deflated)
         with sent_by(context.first + leader):
-            form.decode(reply.data, chosen)
+            if len(reply.data) < rider.nbytes:
+                raise ValueError(f"{len(reply.data)} bytes where {rider.nbytes} come in front of the indices")
+            rider.read(reply.data[: rider.nbytes])
+            form.decode(reply.data[rider.nbytes :], chosen)
         return chosen, flags, reply.flags
