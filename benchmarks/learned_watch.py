@@ -15,6 +15,7 @@ from learned_rows import EXACT_STEPS, TRAIN_STEPS
 
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.autoencoder import Autoencoder
+from gradcomp.compress.learned.decoders import Decoders
 from gradcomp.compress.messages import Broadcast, Gather, Reduce, Sum
 from gradcomp.compress.registry import registered
 from gradcomp.compress.wrappers.base import Wrapper
@@ -164,8 +165,12 @@ def _counted(message: Any, key: str, note: Callable[[str, int, int | None], None
 
 def _watch_training(nets: list[float], plain: list[dict[str, float]]) -> None:
     """From now on append the nets' loss in every step of their training, and in some that of plain codes."""
-    train = _originals.setdefault(Autoencoder, Autoencoder.train)
+    for cls in (Autoencoder, Decoders):
+        train = _originals.setdefault(cls, cls.train)
+        setattr(cls, "train", _watched_training(train, nets, plain))  # noqa: B010 - a method of a class that is typed
 
+
+def _watched_training(train: Any, nets: list[float], plain: list[dict[str, float]]) -> Any:
     @wraps(train)
     def watched(self: Any, weights: Any, samples: Any, *arguments: Any) -> Any:
         if len(nets) % _PLAIN_EVERY == 0:
@@ -174,4 +179,4 @@ def _watch_training(nets: list[float], plain: list[dict[str, float]]) -> None:
         nets.append(float(found[-1]))
         return found
 
-    setattr(Autoencoder, "train", watched)  # noqa: B010 - a method of a class that is typed
+    return watched
