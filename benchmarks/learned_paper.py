@@ -63,7 +63,7 @@ def lines() -> list[Line]:
             "386x and 2,800x in Table II, with and without the common code",
             f"{_kb(LEADER)} - {_kb(OTHERS)} = {_kb(code)} of code and indices; all selected values are "
             f"{_kb(VALUE_BYTES)}, with raw indices of 4 bytes {_kb(2 * VALUE_BYTES)}",
-            "the code is larger than what it codes",
+            "larger than the values and their indices, uncoded",
         ),
         Line(
             "5,709x and 8,616x in Table IV, the same model and density",
