@@ -52,32 +52,36 @@ def _lines(runs: Sequence[Run], keys: Sequence[str], curve: Callable[[Run], Curv
 
 
 def draw(task: str, runs: Sequence[Run], out: Path) -> None:
-    """Three panels of one task."""
+    """The panels of one task; that of strategies where there are two to compare."""
     from matplotlib import pyplot
 
-    keys = [arm.key for arm in ARMS]
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 4.5))
+    strategies = _lines(runs, list(STRATEGIES), lambda run: run["loss_curve"])
+    count = 2 + (len(strategies) > 1)
+    figure, axes = pyplot.subplots(1, count, figsize=(5.5 * count, 4.5))
     for key, points in _lines(runs, LEARNING, lambda run: run["metric_curve"]).items():
-        left.plot(*zip(*points, strict=True), label=_TITLES[key], linewidth=1.2)
-    left.set_ylabel(METRICS[task][0])
-    left.set_title(f"{task}, on test data")
-    for key, points in _lines(runs, list(STRATEGIES), lambda run: run["loss_curve"]).items():
-        middle.plot(*zip(*points, strict=True), label=f"{STRATEGIES[key]}: {_TITLES[key]}", linewidth=1.0)
-    middle.set_ylabel("loss")
-    middle.set_title("strategies of sparsification")
-    trained = [key for key in keys if "feedback" not in key]
+        axes[0].plot(*zip(*points, strict=True), label=_TITLES[key], linewidth=1.2)
+    axes[0].set_ylabel(METRICS[task][0])
+    axes[0].set_title(f"{task}, on test data")
+    trained = [arm.key for arm in ARMS if "feedback" not in arm.key]
     for key, points in _lines(runs, trained, lambda run: smooth(run["nets_loss"])).items():
-        right.plot(*zip(*points, strict=True), label=_TITLES[key], linewidth=1.0)
-    right.set_ylabel("loss of the nets")
-    right.set_title("training of the nets; zeros have 1")
-    for axis in (left, middle, right):
+        axes[1].plot(*zip(*points, strict=True), label=_TITLES[key], linewidth=1.0)
+    axes[1].set_ylabel("loss of the nets")
+    axes[1].set_title("training of the nets; zeros have 1")
+    if count == 3:
+        for key, points in strategies.items():
+            axes[2].plot(
+                *zip(*points, strict=True), label=f"{STRATEGIES[key]}: {_TITLES[key]}", linewidth=1.0
+            )
+        axes[2].set_ylabel("loss")
+        axes[2].set_title("strategies of sparsification")
+    for axis in axes:
         axis.set_xlabel("step")
         for end in (EXACT_STEPS, EXACT_STEPS + TRAIN_STEPS):
             axis.axvline(end, color="0.6", linewidth=0.8, linestyle="dotted")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False, fontsize=7)
     if task == "lstm":
-        left.set_yscale("log")
+        axes[0].set_yscale("log")
     figure.tight_layout()
     figure.savefig(out, dpi=80)
     pyplot.close(figure)

@@ -228,7 +228,7 @@ def _losses(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
         return None
     cells = [[row["title"], f"{row['nets_loss']:.3f}"] for row in rows if row["nets_loss"]]
     cells += [[_KNOWN[key].title, f"{loss:.2g}"] for key, loss in measured[-1]["plain_loss"].items()]
-    return report.table([f"{task}: code", "||decoded - mean||^2 / ||mean||^2"], cells)
+    return report.table([f"{task}: code", "lost, of the squared norm of the mean"], cells)
 
 
 def _at(row: dict[str, Any], seed: int) -> float:

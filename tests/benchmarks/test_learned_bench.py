@@ -216,7 +216,7 @@ def test_figures(tmp_path):
         "loss_curve": [[10, 2.0], [20, 1.0]],
         "nets_loss": [1.0] * 20,
     }
-    runs = [run(row, 0.3, [], seed, **curves) for row in ("none", "lgc", "fixed") for seed in (0, 1)]
+    runs = [run(row, 0.3, [], seed, **curves) for row in ("none", "lgc", "fixed", "dgc") for seed in (0, 1)]
     learned_plot.draw("resnet", runs, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert learned_plot.smooth([2.0] * 10 + [1.0] * 15) == [(210, 2.0), (220, 1.0)]
