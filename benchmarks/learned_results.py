@@ -178,7 +178,7 @@ def _by_phase(task: str, rows: Sequence[dict[str, Any]]) -> str:
         "2",
         "3",
         "of 3: handed over",
-        "leader's indices",
+        "the leader, more",
         "ms, phase 1",
         "2",
         "3",
@@ -226,7 +226,9 @@ def _losses(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
     measured = [row for row in rows if row["plain_loss"]]
     if not measured:
         return None
-    cells = [[row["title"], f"{row['nets_loss']:.3f}"] for row in rows if row["nets_loss"]]
+    # The loss of a server's nets is that of each rank's values.
+    ring = [row for row in rows if row["nets_loss"] and "form=server" not in row["compression"]]
+    cells = [[row["title"], f"{row['nets_loss']:.3f}"] for row in ring]
     cells += [[_KNOWN[key].title, f"{loss:.2g}"] for key, loss in measured[-1]["plain_loss"].items()]
     return report.table([f"{task}: code", "lost, of the squared norm of the mean"], cells)
 
