@@ -15,6 +15,7 @@ from gradcomp.job.runtime import (
     shutdown,
     size,
 )
+from gradcomp.job.timeline import start_timeline, stop_timeline
 from gradcomp.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from gradcomp.torch.collectives import (
     allgather,
@@ -65,5 +66,7 @@ __all__ = [  # noqa: PLE0604
     "save",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
