@@ -33,6 +33,7 @@ from gradcomp.torch.post_momentum import PostMomentumSGD
 from gradcomp.torch.runtime import init
 from gradcomp.torch.saving import load, save
 from gradcomp.torch.sharded import ShardedCompression, compress_fsdp
+from gradcomp.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
@@ -42,6 +43,7 @@ __all__ = [  # noqa: PLE0604
     "ProcessSet",
     "ShardedCompression",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allreduce",
     "allreduce_",
