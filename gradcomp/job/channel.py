@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, TransportError
+from gradcomp.engine.engine import sleep_precisely
 from gradcomp.engine.keys import ABORT, LEFT, Position
 from gradcomp.engine.watch import Roster, Watch
 from gradcomp.engine.watchdog import Watchdog
@@ -204,6 +205,7 @@ class Channel:
     # ------------------------------------------------------------------------------------------ the thread
 
     def _serve(self) -> None:
+        sleep_precisely()
         while self._take():
             self._round()
 

@@ -2,6 +2,7 @@
 
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
+from gradcomp.core.errors import GradcompError
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -16,6 +17,19 @@ from gradcomp.job.runtime import (
     size,
 )
 from gradcomp.torch.ddp import ddp_comm_hook
+from gradcomp.torch.engines import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from gradcomp.torch.handles import Handle, poll, synchronize
 from gradcomp.torch.moves import (
     allgather,
@@ -57,12 +71,16 @@ from gradcomp.torch.states import (
     broadcast_parameters,
 )
 
+#: What ``except hvd.HorovodInternalError`` catches: every error that gradcomp raises on purpose.
+HorovodInternalError = GradcompError
+
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
     "Adasum",
     "Average",
     "DistributedOptimizer",
     "Handle",
+    "HorovodInternalError",
     "Max",
     "Min",
     "PostMomentumSGD",
@@ -88,10 +106,15 @@ __all__ = [  # noqa: PLE0604
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "compress_fsdp",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "ddp_comm_hook",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -101,15 +124,21 @@ __all__ = [  # noqa: PLE0604
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "load",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "record_gradients",
     "reducescatter",
     "reducescatter_async",
+    "rocm_built",
     "save",
     "shutdown",
     "size",
