@@ -44,6 +44,8 @@ class Runtime:
     #: One group per set of ranks, for the user's own collectives.
     groups: dict[Ranks, Transport] = field(default_factory=dict)
     channels: dict[Ranks, _Channel] = field(default_factory=dict)
+    #: The user's calls that have a name and are not over, by their ranks.
+    in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
     topology: Topology = field(init=False)
     #: The ranks' hosts, by name.
     hosts: tuple[str, ...] = ()
