@@ -1,7 +1,7 @@
 """The autoencoder of LGC: five convolutions and five deconvolutions in one dimension, as matrix products.
 
 No bias anywhere, so that coding commutes with multiplication by a positive number, and zeros give zeros. Products are
-those of :func:`exact_product`, everything else is elementwise in a fixed order: equal weights and values give equal
+those of :func:`product`, everything else is elementwise in a fixed order: equal weights and values give equal
 bits on every machine.
 
 Activations have the shape (channels, samples, length); a kernel's weights (output channels, 3 taps x input channels) in
@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.learned.products import exact_product
+from gradcomp.compress.learned.products import Whole, product, whole
 from gradcomp.kernels import philox
 
 Floats = npt.NDArray[np.float32]
@@ -86,12 +86,12 @@ class Autoencoder:
 
     def encode(self, weights: Floats, values: Floats) -> Floats:
         """The code of a vector."""
-        codes, _ = self._encode(self._layers(weights), _samples(values[None]))
+        codes, _ = self._encode(self._rounded(weights, 0, 5), _samples(values[None]))
         return codes.reshape(-1)
 
     def decode(self, weights: Floats, code: Floats, values: int) -> Floats:
         """So many values from a code."""
-        found, _ = self._decode(self._layers(weights), code.reshape(self.channels, 1, -1))
+        found, _ = self._decode(self._rounded(weights, 5, 10), code.reshape(self.channels, 1, -1))
         return found.reshape(-1)[:values]
 
     def train(self, weights: Floats, samples: Floats, rate: float) -> tuple[Floats, float]:
@@ -101,26 +101,26 @@ class Autoencoder:
 
         ``samples``: (N, values), one row for each rank. Weights stay what they were if any would not be finite.
         """
-        inputs = _samples(samples)
-        loss, gradient = self._gradient(self._layers(weights), inputs)
+        loss, gradient = self._gradient(weights, _samples(samples))
         with np.errstate(all="ignore"):
             changed = weights - np.float32(rate) * gradient
         return (changed if np.isfinite(changed).all() else weights), loss
 
     def gradient(self, weights: Floats, samples: Floats) -> tuple[float, Floats]:
         """The loss of :meth:`train`, and its gradient, flat."""
-        return self._gradient(self._layers(weights), _samples(samples))
+        return self._gradient(weights, _samples(samples))
 
-    def _gradient(self, layers: Sequence[Floats], inputs: Floats) -> tuple[float, Floats]:
+    def _gradient(self, weights: Floats, inputs: Floats) -> tuple[float, Floats]:
         with np.errstate(all="ignore"):
-            codes, encoding = self._encode(layers, inputs)
-            found, decoding = self._decode(layers, _mean(codes))
+            lower, upper = self._rounded(weights, 0, 5), self._rounded(weights, 5, 10)
+            codes, encoding = self._encode(lower, inputs)
+            found, decoding = self._decode(upper, _mean(codes))
             error = found - _mean(inputs)
             loss = math.fsum((error.astype(np.float64) ** 2).ravel().tolist())
-            behind, upper = self._decode_back(layers, decoding, 2 * error)
+            behind, above = self._decode_back(upper, decoding, 2 * error)
             behind = np.repeat(behind / np.float32(inputs.shape[1]), inputs.shape[1], axis=1)
-            lower = self._encode_back(layers, encoding, behind)
-        return loss, np.concatenate([g.reshape(-1) for g in (*lower, *upper)])
+            below = self._encode_back(lower, encoding, behind)
+        return loss, np.concatenate([g.reshape(-1) for g in (*below, *above)])
 
     def _layers(self, weights: Floats) -> list[Floats]:
         """Views of the flat array."""
@@ -128,49 +128,54 @@ class Autoencoder:
         begins = [0, *ends[:-1]]
         return [weights[a:b].reshape(shape) for a, b, shape in zip(begins, ends, self.shapes, strict=True)]
 
-    def _encode(self, layers: Sequence[Floats], x: Floats) -> tuple[Floats, list[_Passed]]:
+    def _rounded(self, weights: Floats, begin: int, end: int) -> list[Whole]:
+        """Layers ``begin`` ... ``end``, as factors: 5 of the encoder, then 5 of the decoder."""
+        return [whole(layer, max(layer.shape)) for layer in self._layers(weights)[begin:end]]
+
+    def _encode(self, layers: Sequence[Whole], x: Floats) -> tuple[Floats, list[_Passed]]:
         passed = []
         for i, stride in enumerate(_ENCODER_STRIDES):
-            columns = _columns(x, stride)
-            before = exact_product(layers[i], columns).reshape(len(layers[i]), x.shape[1], -1)
+            columns = _columns(whole(x, max(layers[i].values.shape)), stride)
+            before = product(layers[i], columns).reshape(len(layers[i].values), x.shape[1], -1)
             passed.append(_Passed(columns, before))
             x = before if i == len(_ENCODER_STRIDES) - 1 else _leak(before)
         return x, passed
 
     def _encode_back(
-        self, layers: Sequence[Floats], passed: Sequence[_Passed], behind: Floats
+        self, layers: Sequence[Whole], passed: Sequence[_Passed], behind: Floats
     ) -> list[Floats]:
         gradients: list[Floats] = []
         for i in reversed(range(len(passed))):
             if i < len(passed) - 1:
                 behind = _leak_back(passed[i].before, behind)
-            flat = behind.reshape(len(behind), -1)
-            gradients.insert(0, exact_product(flat, passed[i].inputs.T))
+            flat = whole(behind.reshape(len(behind), -1), max(layers[i].values.shape))
+            gradients.insert(0, product(flat, passed[i].inputs.T))
             if i:
-                behind = _add_up(exact_product(layers[i].T, flat), behind.shape, _ENCODER_STRIDES[i])
+                behind = _add_up(product(layers[i].T, flat), behind.shape, _ENCODER_STRIDES[i])
         return gradients
 
-    def _decode(self, layers: Sequence[Floats], x: Floats) -> tuple[Floats, list[_Passed]]:
+    def _decode(self, layers: Sequence[Whole], x: Floats) -> tuple[Floats, list[_Passed]]:
         passed = []
-        for weights in layers[5:9]:
-            flat = x.reshape(len(x), -1)
-            before = _add_up(exact_product(weights.T, flat), x.shape, 2)
+        for weights in layers[:4]:
+            flat = whole(x.reshape(len(x), -1), max(weights.values.shape))
+            before = _add_up(product(weights.T, flat), x.shape, 2)
             passed.append(_Passed(flat, before))
             x = _leak(before)
-        last = x.reshape(len(x), -1)
+        last = whole(x.reshape(len(x), -1), len(x))
         passed.append(_Passed(last, x))
-        return exact_product(layers[9], last).reshape(1, x.shape[1], -1), passed
+        return product(layers[4], last).reshape(1, x.shape[1], -1), passed
 
     def _decode_back(
-        self, layers: Sequence[Floats], passed: Sequence[_Passed], behind: Floats
+        self, layers: Sequence[Whole], passed: Sequence[_Passed], behind: Floats
     ) -> tuple[Floats, list[Floats]]:
-        samples, flat = behind.shape[1], behind.reshape(1, -1)
-        gradients = [exact_product(flat, passed[4].inputs.T)]
-        behind = exact_product(layers[9].T, flat).reshape(passed[4].before.shape)
+        samples, flat = behind.shape[1], whole(behind.reshape(1, -1), len(passed[4].before))
+        gradients = [product(flat, passed[4].inputs.T)]
+        behind = product(layers[4].T, flat).reshape(passed[4].before.shape)
         for i in reversed(range(4)):
-            columns = _columns(_leak_back(passed[i].before, behind), 2)
-            gradients.insert(0, exact_product(passed[i].inputs, columns.T))
-            behind = exact_product(layers[5 + i], columns).reshape(len(layers[5 + i]), samples, -1)
+            before = whole(_leak_back(passed[i].before, behind), max(layers[i].values.shape))
+            columns = _columns(before, 2)
+            gradients.insert(0, product(passed[i].inputs, columns.T))
+            behind = product(layers[i], columns).reshape(len(layers[i].values), samples, -1)
         return behind, gradients
 
 
@@ -178,7 +183,7 @@ class Autoencoder:
 class _Passed:
     """Of a layer's forward pass: the factor that weights were multiplied with, and what came before the leaky ReLU."""
 
-    inputs: Floats
+    inputs: Whole
     before: Floats
 
 
@@ -202,21 +207,23 @@ def _mean(x: Floats) -> Floats:
 
 
 def _leak(x: Floats) -> Floats:
-    return np.where(x > 0, x, _SLOPE * x)
+    found: Floats = np.maximum(x, _SLOPE * x)
+    return found
 
 
 def _leak_back(x: Floats, behind: Floats) -> Floats:
-    return np.where(x > 0, behind, _SLOPE * behind)
+    return behind * np.where(x > 0, np.float32(1), _SLOPE)
 
 
-def _columns(x: Floats, stride: int) -> Floats:
+def _columns(x: Whole, stride: int) -> Whole:
     """What a kernel of 3 sees at every ``stride``-th place, zeros beyond both ends: (3 channels, samples outputs)."""
-    channels, samples, length = x.shape
-    wide = np.zeros((channels, samples, length + 2), np.float32)
-    wide[:, :, 1:-1] = x
+    channels, samples, length = x.values.shape
     outputs = length // stride
-    taps = [wide[:, :, k : k + stride * outputs : stride] for k in range(_TAPS)]
-    return np.stack(taps).reshape(_TAPS * channels, samples * outputs)
+    found = np.zeros((_TAPS, channels, samples, outputs))
+    found[0, :, :, 1:] = x.values[:, :, stride - 1 : -1 : stride]
+    found[1] = x.values[:, :, ::stride]
+    found[2, :, :, : (length - 2) // stride + 1] = x.values[:, :, 1::stride]
+    return Whole(found.reshape(_TAPS * channels, samples * outputs), x.unit, x.bits)
 
 
 def _add_up(columns: Floats, shape: tuple[int, ...], stride: int) -> Floats:
