@@ -23,6 +23,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.compress import as_policy, from_string
+from gradcomp.compress.learned.autoencoder import Autoencoder
 from gradcomp.job.learning import refusal
 from gradcomp.job.start import propose
 from gradcomp.kernels.devices import HOST
@@ -180,7 +181,7 @@ def test_a_drawn_leader_selects_for_all_ranks():
 def test_the_result_is_the_decoded_mean_of_codes(average: bool):
     compressor = without_momentum(train_steps=0)
     ranks = job(compressor, world=3, average=average)
-    weights, net = weights_of(ranks), compressor.network
+    weights, net = weights_of(ranks), Autoencoder(4)
     gradients = ranks.gradients()
     means = ranks.step(gradients).all_means()
     places = {layer: support(means[layer]) for layer in (A, B)}
@@ -197,7 +198,7 @@ def test_the_result_is_the_decoded_mean_of_codes(average: bool):
 def test_training_is_on_values_over_the_norm_of_their_mean():
     compressor = without_momentum()
     ranks = job(compressor)
-    weights, net = weights_of(ranks), compressor.network
+    weights, net = weights_of(ranks), Autoencoder(4)
     np.testing.assert_array_equal(weights, net.first_weights(0))
     gradients = ranks.gradients()
     means = ranks.step(gradients).all_means()
@@ -279,7 +280,7 @@ def test_other_ranks_and_units_keep_the_weights(unit: float):
 
 def test_the_loss_is_kept_and_said_once(caplog):
     ranks = job(without_momentum(train_steps=4, learning_rate=0.0), world=2)
-    net, expected, rows = LGC().network, 1.0, []
+    net, expected, rows = Autoencoder(4), 1.0, []
     with caplog.at_level("INFO", "gradcomp"):
         for _ in range(4):
             gradients = ranks.gradients()

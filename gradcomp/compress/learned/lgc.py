@@ -9,28 +9,27 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.compress.base import SHARED, Compressor, Traits
+from gradcomp.compress.base import Compressor, Traits
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.compress.messages import Bytes, Exchange, Gather, Sum
+from gradcomp.compress.learned.form import Form, Lesson
+from gradcomp.compress.learned.ring import Ring
+from gradcomp.compress.learned.sent import Sent
+from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import keep_errors
 from gradcomp.compress.sparse.clt_k import CLTk
-from gradcomp.compress.sparse.payload import Selection, sent_by
+from gradcomp.compress.sparse.payload import sent_by
 from gradcomp.compress.sparse.summed import Floats
 from gradcomp.compress.wrappers.momentum_correction import MomentumCorrection
 from gradcomp.compress.wrappers.schedule import Warmup
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin
-from gradcomp.kernels import indices, philox, selection
+from gradcomp.kernels import philox
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
 
-# A model may have nets of several sizes, whose weights end with their loss.
-_NETS = f"{SHARED}lgc_nets_"
 # What a step's loss weighs in the loss that is kept.
 _LATEST = 0.05
 # Above it the nets give little more than zeros, whose loss is 1.
@@ -146,7 +145,7 @@ class LGC(CLTk):
         if between < self.least_parameters:
             raise ConfigError(
                 f"lgc: {between} parameters between the first and the last layer, {self.least_parameters} are the "
-                f"least: {self.network.size} weights would be trained for {round(between * self.density)} values. "
+                f"least: {self.nets.size} weights would be trained for {round(between * self.density)} values. "
                 "Use gc.DGC(), or least_parameters=0"
             )
         names = {layer.name for layer in own}
@@ -154,34 +153,24 @@ class LGC(CLTk):
 
     def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
         """The weights of both nets, and the mean loss of the last 20 steps or so, which begins with that of zeros."""
-        network = self.network
+        form = self.nets
 
         def begin(_: Floats) -> Floats:
-            return np.append(network.first_weights(seed), np.float32(1))
+            return np.append(form.first_weights(seed), np.float32(1))
 
-        return {self._nets: (network.size + 1, begin)}
-
-    @property
-    def _nets(self) -> str:
-        return f"{_NETS}{self.code_channels}"
+        return {form.field: (form.size + 1, begin)}
 
     @cached_property
-    def network(self) -> Autoencoder:
-        """E and D."""
-        return Autoencoder(self.code_channels)
+    def nets(self) -> Form:
+        """The nets, and what is done with them."""
+        return Ring(self.code_channels, self.feedback)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
         counts = self.limits(group.table)
-        if not self.train_steps:
-            total = int(counts.sum())
-            code = 4 * self.network.code_length(total)
-            ends = np.cumsum(counts) * code // max(total, 1)
-            values: Sizes = np.diff(ends, prepend=0)
-        else:
-            values = 4 * counts
+        values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(counts)
         return values + self.format(group.table).row_bytes(counts)
 
     def leader(self, context: StepContext) -> int:
@@ -194,12 +183,12 @@ class LGC(CLTk):
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast, then one Gather or one Sum."""
         chosen, _, flags = yield from self.share_indices(group, context)
-        sent = group.scratch.once("sent", lambda: _Sent.of(group, chosen))
+        sent = group.scratch.once("sent", lambda: Sent.of(group, chosen))
         if self.train_steps:
             return (yield from self._train(group, context, sent, flags.copy()))
         return (yield from self._code(group, context, sent, flags.copy()))
 
-    def _train(self, group: Group, context: StepContext, sent: _Sent, flags: Bytes) -> Exchange:
+    def _train(self, group: Group, context: StepContext, sent: Sent, flags: Bytes) -> Exchange:
         """The values of all ranks, which are added up, and which the network learns from."""
 
         def write(view: Bytes) -> tuple[Bytes, int]:
@@ -217,19 +206,18 @@ class LGC(CLTk):
             for other in samples[1:]:
                 total += other
         sent.scatter(group, flags, total, context.divisor, context.unscale)
-        self._learn(group, context, samples, total / np.float32(len(samples)))
+        self._learn(group, context, Lesson(samples))
         return flags
 
-    def _learn(self, group: Group, context: StepContext, samples: Floats, mean: Floats) -> None:
+    def _learn(self, group: Group, context: StepContext, lesson: Lesson) -> None:
         """One step of gradient descent, on the bucket that has the layer that the nets belong to."""
         holder, weights, kept = self._kept(context)
         if holder not in group.layers:
             return
-        # Exactly rounded, whatever the order.
-        norm = math.sqrt(math.fsum((mean.astype(np.float64) ** 2).tolist()))
-        if 0.0 < norm < math.inf and np.isfinite(samples).all():
-            rate = float(self.learning_rate)
-            weights, loss = self.network.train(weights, (samples / norm).astype(np.float32), rate)
+        unit = self.nets.unit(lesson)
+        if 0.0 < unit < math.inf and np.isfinite(lesson.samples).all():
+            lesson = replace(lesson, samples=(lesson.samples / unit).astype(np.float32))
+            weights, loss = self.nets.train(weights, lesson, float(self.learning_rate))
             if math.isfinite(loss):
                 kept += _LATEST * (min(loss, _MOST_LOSS) - kept)
         self._keep(context, holder, weights, kept)
@@ -237,12 +225,12 @@ class LGC(CLTk):
     def _kept(self, context: StepContext) -> tuple[int, Floats, float]:
         """The layer that the nets are a field of, their weights and their loss."""
         assert context.fields is not None, "state is there when a step runs"
-        holder = context.fields.holder(self._nets)
-        nets = context.field(self._nets).value(holder)
+        holder = context.fields.holder(self.nets.field)
+        nets = context.field(self.nets.field).value(holder)
         return holder, nets[:-1], float(nets[-1])
 
     def _keep(self, context: StepContext, holder: int, weights: Floats, loss: float) -> None:
-        context.store(self._nets, np.array([holder]), np.append(weights, np.float32(loss)))
+        context.store(self.nets.field, np.array([holder]), np.append(weights, np.float32(loss)))
 
     def _say(self, context: StepContext, loss: float) -> bool:
         """What came of the training, in the log of one rank."""
@@ -257,82 +245,11 @@ class LGC(CLTk):
             )
         return True
 
-    def _code(self, group: Group, context: StepContext, sent: _Sent, flags: Bytes) -> Exchange:
-        """The sum of codes, which every rank decodes."""
+    def _code(self, group: Group, context: StepContext, sent: Sent, flags: Bytes) -> Exchange:
+        """The form's codes."""
         holder, weights, loss = self._kept(context)
         group.scratch.once("said", lambda: self._say(context, loss))
-        network = self.network
-        values: list[Floats] = []
-
-        def write(view: Floats) -> Bytes:
-            values.append(sent.values(group, flags))
-            view[:] = network.encode(weights, values[0])
-            # An infinite value in the code is one in the sum, on all ranks.
-            return np.zeros_like(flags)
-
-        reply = yield Sum(network.code_length(sent.count), write)
-        with np.errstate(all="ignore"):
-            found = network.decode(weights, reply.data / np.float32(context.trainers), sent.count)
-            lost = values[0] - found if self.feedback else np.zeros_like(found)
-        if not np.isfinite(found).all():
-            flags[:] = 1
+        flags = yield from self.nets.code(group, context, sent, flags, weights)
         if holder in group.layers:  # a commit swaps both places of the field
             self._keep(context, holder, weights, loss)
-        keep_errors(group, sent.chosen, sent.in_rows(lost))
-        sent.scatter(group, flags, found, 1.0, context.unscale_mean)
         return flags
-
-
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """g: the selected values of a group, its layers in the order of the model, whatever order they travel in.
-
-    ``places``: where each lies in the arrays of ``chosen``. ``rows``: the row that each belongs to.
-    """
-
-    chosen: Selection
-    places: Sizes
-    rows: Sizes
-
-    @staticmethod
-    def of(group: Group, chosen: Selection) -> _Sent:
-        order = np.argsort(group.layers, kind="stable")
-        places = [np.arange(n) + begin for begin, n in zip(chosen.offsets, chosen.counts, strict=True)]
-        ordered = [places[row] for row in order.tolist()]
-        return _Sent(
-            chosen,
-            np.concatenate([np.zeros(0, np.int64), *ordered]),
-            np.repeat(order, chosen.counts[order]),
-        )
-
-    @property
-    def count(self) -> int:
-        return len(self.places)
-
-    def values(self, group: Group, flags: Bytes) -> Floats:
-        """This rank's; zeros for rows that are flagged, since a code mixes rows."""
-        chosen = self.chosen
-        selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
-        found: Floats = chosen.values[self.places]
-        found[flags[self.rows] != 0] = 0
-        return found
-
-    def in_rows(self, values: Floats) -> Floats:
-        """Values of g where the selection has them."""
-        found: npt.NDArray[np.float32] = np.zeros_like(self.chosen.values)
-        found[self.places] = values
-        return found
-
-    def scatter(self, group: Group, flags: Bytes, values: Floats, divisor: float, scale: float) -> None:
-        """Write ``values`` / divisor * scale to the outputs at the selected indices, 0 elsewhere."""
-        chosen = self.chosen
-        indices.scatter_values(
-            group.table,
-            flags,
-            chosen.offsets,
-            chosen.counts,
-            chosen.indices,
-            self.in_rows(values),
-            divisor=divisor,
-            scale=scale,
-        )
