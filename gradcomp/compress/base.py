@@ -43,6 +43,7 @@ class Traits:
     want c = scale g + decay r in memory, so that segments always have a next residual. ``whole_model``: all layers
     must be exchanged together, once the last gradient has arrived. ``exact``: nothing is lost. ``learns``: what is sent
     depends on what earlier steps have taught it, so that its steps have an order, and a level is no matter of choice.
+    ``by_times``: results depend on measured times, so that no two runs are alike.
     """
 
     keeps_residual: bool = False
@@ -57,6 +58,7 @@ class Traits:
     whole_model: bool = False
     exact: bool = False
     learns: bool = False
+    by_times: bool = False
 
     @property
     def preconditions(self) -> bool:

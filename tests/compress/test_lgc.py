@@ -210,13 +210,15 @@ def test_training_is_on_values_over_the_norm_of_their_mean():
     assert not np.array_equal(weights_of(ranks), weights)
 
 
-def test_bytes_are_those_that_are_documented():
-    ranks = job(without_momentum(train_steps=1, code_channels=1), record=True, reorder=False)
+@pytest.mark.parametrize(("share", "nbytes"), [("auto", 4 * 50 + 4), (1.0, 4 * 50)])
+def test_bytes_are_those_that_are_documented(share: float | str, nbytes: int):
+    compressor = without_momentum(train_steps=1, code_channels=1, train_share=share)
+    ranks = job(compressor, record=True, reorder=False)
     for gathered in (True, False):
         ranks.step()
         sent = [(kind, data) for rank in ranks.ranks for kind, data in rank.transport.sent if len(data) > 0]
         sizes = sorted((kind, len(payload_of(data) if kind == "allgatherv" else data)) for kind, data in sent)
-        assert (("allgatherv", 4 * 50) in sizes) == gathered
+        assert (("allgatherv", nbytes) in sizes) == gathered
         assert (("allreduce", 4 * (64 // 16)) in sizes) != gathered
         for rank in ranks.ranks:
             rank.transport.sent.clear()

@@ -10,11 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import Compressor, Traits
+from gradcomp.compress.base import SHARED, Compressor, Traits, zeros
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
 from gradcomp.compress.learned.sent import Sent
+from gradcomp.compress.learned.training import AUTO, PART, Stopwatch, every, is_share
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import keep_errors
@@ -35,6 +36,8 @@ _LATEST = 0.05
 # Above it the nets give little more than zeros, whose loss is 1.
 _LITTLE = 0.9
 _MOST_LOSS = 1e6
+# The field that holds m, where nets are trained on every m-th sample.
+_EVERY = f"{SHARED}lgc_every"
 
 logger = logging.getLogger("gradcomp")
 # The layer that the draws of leaders are filed under.
@@ -63,10 +66,14 @@ class LGC(CLTk):
     on every rank, so that what the code loses is sent later. Without it that is lost, as in the paper. The first
     weights come from the seed. The optimizer must have no momentum of its own; a warning says so if it has.
 
+    ``train_share``: 1/m trains on every m-th sample. ``auto`` trains on all until every rank has measured 10 steps,
+    then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the mean.
+
     Wire: phase 1: as uncompressed. Then a Broadcast of the leader's deflated indices and, in phase 2, a Gather of 4k
-    bytes, (N - 1) 4k per rank; in phase 3 a Sum of k ``code_channels`` / 4 bytes, with k padded to a multiple of 16.
-    Weights do not travel. All layers are exchanged together, once the last gradient has arrived.
-    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each.
+    bytes, (N - 1) 4k per rank, and 4 more where the share is measured; in phase 3 a Sum of k ``code_channels`` / 4
+    bytes, with k padded to a multiple of 16. Weights do not travel. All layers are exchanged together, once the last
+    gradient has arrived.
+    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m, once.
     Errors: ConfigError for settings that cannot be, and for a model with fewer than ``least_parameters`` between its
     first and its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to
     anything but k of them.
@@ -85,6 +92,7 @@ class LGC(CLTk):
     least_parameters: int = 50_000
     indices: str = field(default="deflate", kw_only=True)
     feedback: bool = field(default=False, kw_only=True)
+    train_share: float | str = field(default=AUTO, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +106,10 @@ class LGC(CLTk):
                 raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
         if not 1 <= self.code_channels <= _MOST_CHANNELS:
             raise ConfigError(f"code_channels must be in 1 .. {_MOST_CHANNELS}, got {self.code_channels!r}")
+        if not is_share(self.train_share):
+            raise ConfigError(
+                f"train_share must be {AUTO!r}, or 1/m of a whole number m, got {self.train_share!r}"
+            )
         if not isinstance(self.ends, bool):
             raise ConfigError(f"ends must be true or false, got {self.ends!r}")
 
@@ -112,6 +124,7 @@ class LGC(CLTk):
             contributes=True,
             whole_model=True,
             learns=True,
+            by_times=self.train_share == AUTO and self.train_steps > 0,
         )
 
     # -- phases and places --------------------------------------------------------------------------------------
@@ -152,13 +165,20 @@ class LGC(CLTk):
         return {name: compressor for name, compressor in found.items() if name in names}
 
     def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
-        """The weights of both nets, and the mean loss of the last 20 steps or so, which begins with that of zeros."""
+        """The weights of both nets, and the mean loss of the last 20 steps or so, which begins with that of zeros.
+
+        With a share that is measured, the m that was agreed on; 0 before.
+        """
         form = self.nets
 
         def begin(_: Floats) -> Floats:
             return np.append(form.first_weights(seed), np.float32(1))
 
-        return {form.field: (form.size + 1, begin)}
+        return {form.field: (form.size + 1, begin), **({_EVERY: (1, zeros(1))} if self._measures else {})}
+
+    @property
+    def _measures(self) -> bool:
+        return self.traits.by_times
 
     @cached_property
     def nets(self) -> Form:
@@ -171,6 +191,7 @@ class LGC(CLTk):
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
         counts = self.limits(group.table)
         values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(counts)
+        values[:1] += 4 * self._measures
         return values + self.format(group.table).row_bytes(counts)
 
     def leader(self, context: StepContext) -> int:
@@ -189,38 +210,67 @@ class LGC(CLTk):
         return (yield from self._code(group, context, sent, flags.copy()))
 
     def _train(self, group: Group, context: StepContext, sent: Sent, flags: Bytes) -> Exchange:
-        """The values of all ranks, which are added up, and which the network learns from."""
+        """The values of all ranks, which are added up, and which the network learns from.
+
+        Behind them travels what training takes on each rank, if that is measured.
+        """
+        watch = group.scratch.once("watch", Stopwatch)
+        values = 4 * sent.count
 
         def write(view: Bytes) -> tuple[Bytes, int]:
-            view[:] = sent.values(group, flags).astype("<f4").view(np.uint8)
+            view[:values] = sent.values(group, flags).astype("<f4").view(np.uint8)
+            view[values:].view("<f4")[:] = watch.part
             keep_errors(group, sent.chosen, np.zeros_like(sent.chosen.values))
             return np.zeros_like(flags), len(view)
 
-        reply = yield Gather(4 * sent.count, write)
+        reply = yield Gather(values + 4 * self._measures, write)
         samples = np.zeros((len(reply.data), sent.count), np.float32)
+        parts = []
         for rank, payload in enumerate(reply.data):
             with sent_by(context.first + rank):
-                samples[rank] = payload.view("<f4")
+                samples[rank] = payload[:values].view("<f4")
+                parts += payload[values:].view("<f4").tolist()
         total = samples[0].copy()
         with np.errstate(all="ignore"):
             for other in samples[1:]:
                 total += other
         sent.scatter(group, flags, total, context.divisor, context.unscale)
-        self._learn(group, context, Lesson(samples))
+        holder, weights, kept = self._kept(context)
+        if holder in group.layers:
+            number = self._every(group, context, holder, parts)
+            if context.draw.step % max(number, 1) == 0:
+                weights, kept = watch.time(lambda: self._learn(weights, kept, Lesson(samples)))
+            self._keep(context, holder, weights, kept)
         return flags
 
-    def _learn(self, group: Group, context: StepContext, lesson: Lesson) -> None:
-        """One step of gradient descent, on the bucket that has the layer that the nets belong to."""
-        holder, weights, kept = self._kept(context)
-        if holder not in group.layers:
-            return
+    def _every(self, group: Group, context: StepContext, holder: int, parts: Sequence[float]) -> int:
+        """Training is on every so many-th sample. While that is not known: 0, and on all."""
+        if not self._measures:
+            return round(1 / float(self.train_share))
+        number = int(context.field(_EVERY).value(holder)[0])
+        if not number:
+            number = every(parts)
+            if number and context.draw.rank == 0:
+                logger.info(
+                    "step %d: LGC trains on %s from now on, so that steps take at most %d%% longer; one training took "
+                    "%.1f%% of the rest of a step",
+                    context.number,
+                    "every sample" if number == 1 else f"one of {number} samples",
+                    round(100 * PART),
+                    100 * max(parts),
+                )
+        context.store(_EVERY, np.array([holder]), np.array([number], np.float32))
+        return number
+
+    def _learn(self, weights: Floats, kept: float, lesson: Lesson) -> tuple[Floats, float]:
+        """Weights and loss after one step of gradient descent."""
         unit = self.nets.unit(lesson)
         if 0.0 < unit < math.inf and np.isfinite(lesson.samples).all():
             lesson = replace(lesson, samples=(lesson.samples / unit).astype(np.float32))
             weights, loss = self.nets.train(weights, lesson, float(self.learning_rate))
             if math.isfinite(loss):
                 kept += _LATEST * (min(loss, _MOST_LOSS) - kept)
-        self._keep(context, holder, weights, kept)
+        return weights, kept
 
     def _kept(self, context: StepContext) -> tuple[int, Floats, float]:
         """The layer that the nets are a field of, their weights and their loss."""
