@@ -52,6 +52,19 @@ ROWS = (
         "topk:density=0.01,indices=raw",
         extra=True,
     ),
+    Row("topk-0.1", "gradcomp TopK 0.1%", "gradcomp", "topk:density=0.001", extra=True),
+    # Steps of phase 3 alone. The nets are those that training begins with, so losses are no one's.
+    *(
+        Row(
+            f"lgc-{channels}",
+            f"gradcomp LGC 0.1%, codes of nets that are not trained, code channels: {channels}",
+            "gradcomp",
+            f"lgc:warmup_steps=0,train_steps=0,ends=false,code_channels={channels}",
+            momentum=0.0,
+            extra=True,
+        )
+        for channels in (1, 4)
+    ),
     Row("dgc", "gradcomp DGC 0.1%", "gradcomp", "dgc:density=0.001", momentum=0.0, extra=True),
     Row("scaled-sign", "gradcomp ScaledSign", "gradcomp", "scaled_sign", extra=True),
     Row("random-k", "gradcomp RandomK 1%", "gradcomp", "random_k:density=0.01", extra=True),
