@@ -222,4 +222,23 @@ ROWS = {
         waits=True,
         by_part=True,
     ),
+    "lgc-server": Row(
+        LGC(0.3, 0.0, 0, 0, form="server", ends=False, least_parameters=0, feedback=True),
+        constants=False,
+        draws=True,
+        overflows=False,
+        sized=False,
+        waits=True,
+        by_part=True,
+    ),
+    "lgc-server-training": Row(
+        LGC(
+            0.2, warmup_steps=0, train_steps=1, form="server", innovation=0.5, ends=False, least_parameters=0
+        ),
+        constants=False,
+        draws=True,
+        overflows=False,
+        sized=False,
+        by_part=True,
+    ),
 }

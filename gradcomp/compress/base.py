@@ -138,10 +138,11 @@ class Compressor(ABC):
         """What is kept for a layer beside its residual: name -> (float32 elements, how to begin)."""
         return {MOMENTUM: (layer.size, zeros(layer.size))} if self.traits.momentum else {}
 
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
+    def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
         """What is kept once for all layers under it, the same on all ranks, whatever gradients are measured in.
 
-        Names begin with :data:`SHARED`. It is a field of the first of these layers (``Fields.holder``).
+        Names begin with :data:`SHARED`. It is a field of the first of these layers (``Fields.holder``). ``ranks``: how
+        many train. What begins it may be what another number of ranks had; StateError if it cannot be.
         """
         return {}
 

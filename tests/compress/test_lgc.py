@@ -7,6 +7,25 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from compress.learning import (
+    BIAS,
+    FILTER,
+    FIRST,
+    LAST,
+    LAYERS,
+    NORM,
+    SENT,
+    SMALL,
+    A,
+    B,
+    job,
+    largest,
+    nets_of,
+    owe_nothing,
+    support,
+    weights_of,
+    without_momentum,
+)
 
 from gradcomp import (
     DGC,
@@ -15,7 +34,6 @@ from gradcomp import (
     Config,
     ConfigError,
     DensitySchedule,
-    Filter,
     LayerSpec,
     LGreCo,
     Policy,
@@ -31,43 +49,6 @@ from gradcomp.pipeline.snapshot import merge, restore, snapshot
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, true_mean
-
-# In the order of a model: the norm and the bias are excluded by the filter.
-LAYERS = [
-    LayerSpec("first", (16, 3, 3, 3)),
-    LayerSpec("a", (40, 50)),
-    LayerSpec("norm", (64,), kind="norm"),
-    LayerSpec("b", (30, 100)),
-    LayerSpec("last", (20, 60)),
-    LayerSpec("bias", (10,), kind="bias"),
-]
-FIRST, A, NORM, B, LAST, BIAS = range(6)
-SENT = {A: 20, B: 30, LAST: 12}
-SMALL = LGC(0.01, warmup_steps=2, train_steps=3, least_parameters=0)
-FILTER = Filter(min_elements=100)
-NETS = "shared_lgc_nets_4"
-
-
-def job(compressor: LGC = SMALL, world: int = 2, layers=LAYERS, **settings) -> Simulation:
-    return Simulation(layers, Policy(compressor, filter=FILTER), world, **settings)
-
-
-def without_momentum(**settings) -> LGC:
-    return LGC(0.01, 0.0, **{"warmup_steps": 0, "train_steps": 3, "least_parameters": 0, **settings})
-
-
-def weights_of(ranks: Simulation) -> np.ndarray:
-    """Those of all ranks, which are the same."""
-    fields = [pipeline.fields for pipeline in ranks.pipelines]
-    found = [field[NETS].value(field.holder(NETS)) for field in fields]
-    for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
-    return found[0][:-1].copy()
-
-
-def support(mean: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(mean)
-
 
 # --- phases and places ------------------------------------------------------------------------------------------
 
@@ -161,13 +142,11 @@ def test_a_drawn_leader_selects_for_all_ranks():
     ranks = job(compressor, world=3)
     leaders = []
     for _ in range(12):
-        for pipeline in ranks.pipelines:  # nothing is owed
-            for layer in (A, B, LAST):
-                pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
+        owe_nothing(ranks)
         gradients = ranks.gradients()
         means = ranks.step(gradients).all_means()
         for layer in (A, B):
-            tops = [np.sort(np.argsort(-np.abs(g[layer]), kind="stable")[: SENT[layer]]) for g in gradients]
+            tops = [largest(g[layer], SENT[layer]) for g in gradients]
             (leader,) = [r for r, top in enumerate(tops) if np.array_equal(top, support(means[layer]))]
             at = tops[leader]
             np.testing.assert_allclose(means[layer][at], true_mean(gradients, layer)[at], rtol=1e-5)
@@ -286,14 +265,12 @@ def test_the_loss_is_kept_and_said_once(caplog):
     with caplog.at_level("INFO", "gradcomp"):
         for _ in range(4):
             gradients = ranks.gradients()
-            for pipeline in ranks.pipelines:
-                for layer in (A, B):
-                    pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
+            owe_nothing(ranks)
             means = ranks.step(gradients).all_means()
             rows = [np.concatenate([g[layer][support(means[layer])] for layer in (A, B)]) for g in gradients]
             loss, _ = net.gradient(weights_of(ranks), np.array(rows) / np.linalg.norm(np.mean(rows, axis=0)))
             expected += 0.05 * (loss - expected)
-        assert ranks.pipelines[1].fields[NETS].value(A)[-1] == pytest.approx(expected, rel=1e-4)
+        assert nets_of(ranks)[-1] == pytest.approx(expected, rel=1e-4)
         assert not caplog.records
         for _ in range(3):
             ranks.step()

@@ -6,7 +6,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from compress.test_lgc import A, job, weights_of, without_momentum
+from compress.learning import A, job, weights_of, without_momentum
 
 from gradcomp import LGC, Config, ConfigError, Policy
 from gradcomp.compress import from_string
@@ -15,7 +15,7 @@ from gradcomp.compress.learned.training import MEASURED, Stopwatch, every
 from gradcomp.job.learning import refusal
 from gradcomp.pipeline.snapshot import merge, restore, snapshot
 
-EVERY = "shared_lgc_every"
+EVERY = "shared_trained_every"
 
 
 def agreed(ranks) -> int:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
 from gradcomp.compress.learned.sent import Sent
+from gradcomp.compress.learned.server import Server
 from gradcomp.compress.learned.training import AUTO, PART, Stopwatch, every, is_share
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
@@ -37,12 +38,14 @@ _LATEST = 0.05
 _LITTLE = 0.9
 _MOST_LOSS = 1e6
 # The field that holds m, where nets are trained on every m-th sample.
-_EVERY = f"{SHARED}lgc_every"
+_EVERY = f"{SHARED}trained_every"
 
 logger = logging.getLogger("gradcomp")
 # The layer that the draws of leaders are filed under.
 _LEADERS = 0x4C474332
 _MOST_CHANNELS = 64
+_MOST_SIMILARITY = 1e6
+_FORMS = ("ring", "server")
 
 
 @register("lgc")
@@ -90,6 +93,9 @@ class LGC(CLTk):
     learning_rate: float = 0.001
     ends: bool = True
     least_parameters: int = 50_000
+    form: str = field(default="ring", kw_only=True)
+    innovation: float = field(default=0.1, kw_only=True)
+    similarity: float = field(default=0.5, kw_only=True)
     indices: str = field(default="deflate", kw_only=True)
     feedback: bool = field(default=False, kw_only=True)
     train_share: float | str = field(default=AUTO, kw_only=True)
@@ -112,6 +118,12 @@ class LGC(CLTk):
             )
         if not isinstance(self.ends, bool):
             raise ConfigError(f"ends must be true or false, got {self.ends!r}")
+        if self.form not in _FORMS:
+            raise ConfigError(f"form must be one of {', '.join(_FORMS)}, got {self.form!r}")
+        for name, most in (("innovation", 1.0), ("similarity", _MOST_SIMILARITY)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most:
+                raise ConfigError(f"{name} must be in [0, {most:g}], got {value!r}")
 
     @cached_property
     def traits(self) -> Traits:
@@ -151,30 +163,35 @@ class LGC(CLTk):
         ends = [layer for layer in layers if len(layer.shape) > 1] if self.ends else []
         found: dict[str, Compressor] = {}
         if ends:
-            values = self.dense(CLTk(self.density, indices=self.indices))
+            values = self.dense(CLTk(self.density, indices=self.indices, refresh=self.refresh))
             found[ends[-1].name] = Warmup(values, self.warmup_steps) if self.warmup_steps else values
             found[ends[0].name] = self.dense(Identity())
         between = sum(layer.size for layer in own if layer.name not in found)
         if between < self.least_parameters:
             raise ConfigError(
                 f"lgc: {between} parameters between the first and the last layer, {self.least_parameters} are the "
-                f"least: {self.nets.size} weights would be trained for {round(between * self.density)} values. "
+                f"least: {self.nets.size(2)} weights would be trained for {round(between * self.density)} values. "
                 "Use gc.DGC(), or least_parameters=0"
             )
         names = {layer.name for layer in own}
         return {name: compressor for name, compressor in found.items() if name in names}
 
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
-        """The weights of both nets, and the mean loss of the last 20 steps or so, which begins with that of zeros.
+    def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
+        """The nets' weights, and the mean loss of the last 20 steps or so, which begins with that of zeros.
 
         With a share that is measured, the m that was agreed on; 0 before.
         """
         form = self.nets
 
-        def begin(_: Floats) -> Floats:
-            return np.append(form.first_weights(seed), np.float32(1))
+        def begin(saved: Floats) -> Floats:
+            if saved.size:
+                return np.append(form.adapted(saved[:-1], seed, ranks), saved[-1])
+            return np.append(form.first_weights(seed, ranks), np.float32(1))
 
-        return {form.field: (form.size + 1, begin), **({_EVERY: (1, zeros(1))} if self._measures else {})}
+        return {
+            form.field: (form.size(ranks) + 1, begin),
+            **({_EVERY: (1, zeros(1))} if self._measures else {}),
+        }
 
     @property
     def _measures(self) -> bool:
@@ -183,63 +200,70 @@ class LGC(CLTk):
     @cached_property
     def nets(self) -> Form:
         """The nets, and what is done with them."""
-        return Ring(self.code_channels, self.feedback)
+        if self.form == "ring":
+            return Ring(self.code_channels, self.indices, self.feedback)
+        return Server(self.code_channels, self.indices, self.feedback, self.innovation, self.similarity)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
         counts = self.limits(group.table)
-        values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(counts)
+        values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(group.table, counts)
         values[:1] += 4 * self._measures
         return values + self.format(group.table).row_bytes(counts)
 
     def leader(self, context: StepContext) -> int:
-        """Drawn from the seed, anew in every step."""
+        """Drawn from the seed, anew in every period."""
         draw = context.draw
-        counter = np.array([0, _LEADERS, draw.step, 0], np.uint32)
+        counter = np.array([0, _LEADERS, draw.step - draw.step % self.refresh, 0], np.uint32)
         word = philox.philox4x32(counter, (draw.seed & 0xFFFFFFFF, draw.seed >> 32))[0]
         return int(word) % context.trainers
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast, then one Gather or one Sum."""
-        chosen, _, flags = yield from self.share_indices(group, context)
-        sent = group.scratch.once("sent", lambda: Sent.of(group, chosen))
-        if self.train_steps:
-            return (yield from self._train(group, context, sent, flags.copy()))
-        return (yield from self._code(group, context, sent, flags.copy()))
+        sent = group.scratch.once("sent", lambda: Sent.of(group, self.selection_of(group)))
+        return (yield from (self._train if self.train_steps else self._code)(group, context, sent))
 
-    def _train(self, group: Group, context: StepContext, sent: Sent, flags: Bytes) -> Exchange:
-        """The values of all ranks, which are added up, and which the network learns from.
+    def _train(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
+        """The values of all ranks, which are added up, and which the nets learn from.
 
         Behind them travels what training takes on each rank, if that is measured.
         """
-        watch = group.scratch.once("watch", Stopwatch)
-        values = 4 * sent.count
+        marking, watch = self.nets.marking(group, sent), group.scratch.once("watch", Stopwatch)
+        shared = yield from self.share_indices(group, context, marking)
+        flags, values = shared.flags.copy(), 4 * sent.count
+        end = values + 4 * self._measures
 
         def write(view: Bytes) -> tuple[Bytes, int]:
-            view[:values] = sent.values(group, flags).astype("<f4").view(np.uint8)
-            view[values:].view("<f4")[:] = watch.part
+            own = shared.prepare()
+            view[:values] = sent.values(group, flags | own).astype("<f4").view(np.uint8)
+            view[values:end].view("<f4")[:] = watch.part
+            view[end:] = np.packbits(marking.marks())
             keep_errors(group, sent.chosen, np.zeros_like(sent.chosen.values))
-            return np.zeros_like(flags), len(view)
+            return own, len(view)
 
-        reply = yield Gather(values + 4 * self._measures, write)
+        reply = yield Gather(end + (self.nets.marked(sent.count) + 7) // 8, write)
+        flags |= reply.flags
         samples = np.zeros((len(reply.data), sent.count), np.float32)
+        marks = np.zeros(samples.shape, np.bool_)
         parts = []
         for rank, payload in enumerate(reply.data):
             with sent_by(context.first + rank):
                 samples[rank] = payload[:values].view("<f4")
-                parts += payload[values:].view("<f4").tolist()
+                parts += payload[values:end].view("<f4").tolist()
+                marks[rank] = np.unpackbits(payload[end:], count=sent.count)
         total = samples[0].copy()
         with np.errstate(all="ignore"):
             for other in samples[1:]:
                 total += other
         sent.scatter(group, flags, total, context.divisor, context.unscale)
+        lesson = Lesson(samples, marks, self.leader(context))
         holder, weights, kept = self._kept(context)
         if holder in group.layers:
             number = self._every(group, context, holder, parts)
             if context.draw.step % max(number, 1) == 0:
-                weights, kept = watch.time(lambda: self._learn(weights, kept, Lesson(samples)))
+                weights, kept = watch.time(lambda: self._learn(weights, kept, lesson))
             self._keep(context, holder, weights, kept)
         return flags
 
@@ -295,11 +319,12 @@ class LGC(CLTk):
             )
         return True
 
-    def _code(self, group: Group, context: StepContext, sent: Sent, flags: Bytes) -> Exchange:
+    def _code(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
         """The form's codes."""
+        share = partial(self.share_indices, group, context)
+        flags = yield from self.nets.code(group, context, sent, lambda: self._kept(context)[1], share)
         holder, weights, loss = self._kept(context)
         group.scratch.once("said", lambda: self._say(context, loss))
-        flags = yield from self.nets.code(group, context, sent, flags, weights)
         if holder in group.layers:  # a commit swaps both places of the field
             self._keep(context, holder, weights, loss)
         return flags

@@ -43,6 +43,15 @@ class Whole:
         """Transposed."""
         return Whole(self.values.T, self.unit, self.bits)
 
+    @property
+    def terms(self) -> int:
+        """The larger dimension."""
+        return int(max(self.values.shape))
+
+    def first(self, columns: int) -> Whole:
+        """The first so many columns."""
+        return Whole(self.values[:, :columns], self.unit, self.bits)
+
     def in_bits(self, bits: int) -> Whole:
         """Rounded once more, to at most so many bits."""
         fewer = self.bits - bits

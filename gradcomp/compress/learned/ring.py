@@ -10,12 +10,13 @@ import numpy as np
 
 from gradcomp.compress.base import SHARED
 from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.compress.learned.form import Form, Lesson
-from gradcomp.compress.learned.sent import Sent
+from gradcomp.compress.learned.form import Form, Lesson, Share, Weights
+from gradcomp.compress.learned.sent import Sent, shares
 from gradcomp.compress.messages import Bytes, Exchange, Sum
 from gradcomp.compress.sparse.base import keep_errors
+from gradcomp.compress.sparse.clt_k import Rider
 from gradcomp.compress.sparse.summed import Floats
-from gradcomp.kernels.codec import Group, Sizes
+from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
 
@@ -33,21 +34,17 @@ class Ring(Form):
         """By channels."""
         return f"{SHARED}lgc_nets_{self.channels}"
 
-    @property
-    def size(self) -> int:
+    def size(self, ranks: int) -> int:
         """Of one encoder and one decoder."""
         return self.network.size
 
-    def first_weights(self, seed: int) -> Floats:
+    def first_weights(self, seed: int, ranks: int) -> Floats:
         """The autoencoder's."""
         return self.network.first_weights(seed)
 
-    def code_bytes(self, counts: Sizes) -> Sizes:
+    def code_bytes(self, table: Table, counts: Sizes) -> Sizes:
         """Of one code."""
-        total = int(counts.sum())
-        code = 4 * self.network.code_length(total)
-        found: Sizes = np.diff(np.cumsum(counts) * code // max(total, 1), prepend=0)
-        return found
+        return shares(4 * self.network.code_length(int(counts.sum())), counts)
 
     def unit(self, lesson: Lesson) -> float:
         """The norm of the samples' mean."""
@@ -63,20 +60,25 @@ class Ring(Form):
         """On the mean of samples."""
         return self.network.train(weights, lesson.samples, rate)
 
-    def code(self, group: Group, context: StepContext, sent: Sent, flags: Bytes, weights: Floats) -> Exchange:
+    def code(
+        self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
+    ) -> Exchange:
         """The sum of codes, which every rank decodes."""
-        network = self.network
+        shared = yield from share(Rider())
+        flags, network = shared.flags.copy(), self.network
         values: list[Floats] = []
 
         def write(view: Floats) -> Bytes:
-            values.append(sent.values(group, flags))
-            view[:] = network.encode(weights, values[0])
+            own = shared.prepare()
+            values.append(sent.values(group, flags | own))
             # An infinite value in the code is one in the sum, on all ranks.
-            return np.zeros_like(flags)
+            view[:] = network.encode(weights(), values[0])
+            return own
 
         reply = yield Sum(network.code_length(sent.count), write)
+        flags |= reply.flags
         with np.errstate(all="ignore"):
-            found = network.decode(weights, reply.data / np.float32(context.trainers), sent.count)
+            found = network.decode(weights(), reply.data / np.float32(context.trainers), sent.count)
             lost = values[0] - found if self.feedback else np.zeros_like(found)
         if not np.isfinite(found).all():
             flags[:] = 1

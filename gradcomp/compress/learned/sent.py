@@ -69,3 +69,10 @@ class Sent:
             divisor=divisor,
             scale=scale,
         )
+
+
+def shares(nbytes: int, counts: Sizes) -> Sizes:
+    """``nbytes`` divided among rows in proportion to their ``counts``."""
+    ends = np.cumsum(counts) * nbytes // max(int(counts.sum()), 1)
+    found: Sizes = np.diff(ends, prepend=0)
+    return found

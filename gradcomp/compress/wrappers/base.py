@@ -86,9 +86,9 @@ class Wrapper(Compressor):
         """The inner one's, and those that the wrapper brings."""
         return {**self.inner.fields(layer, seed), **super().fields(layer, seed)}
 
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
+    def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
         """The inner one's."""
-        return self.inner.shared_fields(seed)
+        return self.inner.shared_fields(seed, ranks)
 
     def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
         """The inner one's, wrapped."""
