@@ -25,7 +25,7 @@ _HALF = 1 << 16
 
 def elements_for(count: int) -> int:
     """Of the field of a layer with so many indices."""
-    return 2 * count + 1
+    return 2 * count + 1 if count else 0
 
 
 def mark_of(period: int) -> int:
@@ -35,7 +35,10 @@ def mark_of(period: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class KeptIndices:
-    """Where the field of a group's layers has what: a mark, then upper and lower halves of indices, row by row."""
+    """Where the field of a group's layers has what: of each a mark, then upper halves of indices, then lower ones.
+
+    By index: ``starts`` tells which are the first of their layers, ``lengths`` how long those are.
+    """
 
     marks: Sizes
     upper: Sizes
@@ -47,13 +50,13 @@ class KeptIndices:
     def of(group: Group, chosen: Selection) -> KeptIndices:
         """Of the selection of a group."""
         counts = chosen.counts
-        sizes = 2 * counts + 1
-        marks = np.cumsum(sizes) - sizes
-        upper = np.arange(counts.sum()) + np.repeat(marks + 1 - chosen.offsets, counts)
+        sizes = np.where(counts > 0, 2 * counts + 1, 0)
+        begins = np.cumsum(sizes) - sizes
+        upper = np.arange(counts.sum()) + np.repeat(begins + 1 - chosen.offsets, counts)
         starts = np.zeros(counts.sum(), np.bool_)
         starts[chosen.offsets[counts > 0]] = True
         lengths = np.repeat(group.table["length"].astype(np.int64), counts)
-        return KeptIndices(marks, upper, upper + np.repeat(counts, counts), starts, lengths)
+        return KeptIndices(begins[counts > 0], upper, upper + np.repeat(counts, counts), starts, lengths)
 
     def load(self, group: Group, context: StepContext, mark: int, into: Selection) -> bool:
         """Read the indices, if all layers have those of this mark. StateError for indices that none can have."""
