@@ -14,7 +14,7 @@ from gradcomp.compress.base import SHARED, Compressor, Traits, zeros
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
-from gradcomp.compress.learned.sent import Sent
+from gradcomp.compress.learned.sent import Sent, shares
 from gradcomp.compress.learned.server import Server
 from gradcomp.compress.learned.training import AUTO, PART, Stopwatch, every, is_share
 from gradcomp.compress.messages import Bytes, Exchange, Gather
@@ -51,38 +51,49 @@ _FORMS = ("ring", "server")
 @register("lgc")
 @dataclass(frozen=True)
 class LGC(CLTk):
-    """Send, at one rank's top-k indices, a learned code of everybody's values: E trained, then D of the mean code.
+    """Send, at one rank's top-k indices, a learned code of everybody's values; ``form`` says of which.
 
     u_t = m u_{t-1} + g_t;  p_t = u_t + e_t;  S: the k = round(density n) largest |p| of each layer, at least one, on
-    the step's leader, which the shared seed draws;  g: the values of p at S, of all layers in the order of the model;
-    e_{t+1} = p_t outside of S and 0 inside;  u_t = 0 inside of S. Three phases, by the number of the step:
+    the step's leader j, which the shared seed draws;  g: the values of p at S, of all layers in the order of the model;
+    e_{t+1} = p_t outside of what is sent and 0 inside;  u_t = 0 inside. Three phases, by the number of the step:
 
     1. the first ``warmup_steps``: exact means of u;
     2. the next ``train_steps``: mean = (1/N) sum over ranks of g. Beside it every rank takes the same step of gradient
-       descent on ||D((1/N) sum E(g)) - (1/N) sum g||**2, of g over the norm of their mean, from the same weights;
-    3. then: mean = D((1/N) sum over ranks of E(g)).
+       descent on the loss L, of g over a scale, from the same weights;
+    3. then codes:
 
-    E and D are those of :class:`Autoencoder`, with ``code_channels`` floats for 16 values: 4 make the code a quarter of
-    g, 1 a sixteenth. ``learning_rate``: that of their training. ``ends``: treat the ends of the model as the paper
+        ring    mean = D((1/N) sum over ranks of E(g_k));  L = ||D((1/N) sum E(g_k)) - (1/N) sum g_k||**2
+        server  mean = (1/N) sum over ranks of (r_k at S + i_k outside of S);  r_k = D_k(E(g_j), i_k at S)
+                L = sum ||r_k - g_k||**2 + ``similarity`` sum over k, m != k of ||E(g_k) - E(g_m)||**2
+
+    i_k: the innovations of rank k, the round(``innovation`` k) largest |p| of its layers, at least one each; 0: none.
+    E and D are those of :class:`Autoencoder` and :class:`Decoders`, with ``code_channels`` floats for 16 values: 4 make
+    the code a quarter of g, 1 a sixteenth. The scale is the norm of the mean in a ring, and the root mean square of the
+    norms on a server. ``learning_rate``: that of their training. ``ends``: treat the ends of the model as the paper
     does. The first layer of two or more dimensions travels exactly; of the last such layer the values at S do, under
     :class:`CLTk`. ``least_parameters``: of the layers between. ``feedback``: in phase 3 keep e = p - mean inside of S,
-    on every rank, so that what the code loses is sent later. Without it that is lost, as in the paper. The first
-    weights come from the seed. The optimizer must have no momentum of its own; a warning says so if it has.
+    or p - r_k on a server, so that what the code loses is sent later. Without it that is lost, as in the paper. The
+    first weights come from the seed. The optimizer must have no momentum of its own; a warning says so if it has.
 
     ``train_share``: 1/m trains on every m-th sample. ``auto`` trains on all until every rank has measured 10 steps,
     then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the mean.
 
     Wire: phase 1: as uncompressed. Then a Broadcast of the leader's deflated indices and, in phase 2, a Gather of 4k
-    bytes, (N - 1) 4k per rank, and 4 more where the share is measured; in phase 3 a Sum of k ``code_channels`` / 4
-    bytes, with k padded to a multiple of 16. Weights do not travel. All layers are exchanged together, once the last
-    gradient has arrived.
-    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m, once.
+    bytes, (N - 1) 4k per rank, 4 more where the share is measured, and k / 8 more on a server. In phase 3 a ring has a
+    Sum of c = k ``code_channels`` / 4 bytes, with k padded to a multiple of 16. A server has c in the Broadcast, and a
+    Gather of 4i bytes and i deflated indices, for i innovations. The paper counts that once: c, indices and innovations
+    for the leader, innovations for the others. Here every rank is the server: all that is sent (N - 1) times, and there
+    is no way back. Weights do not travel. All layers are exchanged together, once the last gradient has arrived. With
+    ``refresh`` = s indices travel in one step of s.
+    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m, once; what ``refresh``
+    keeps. A server has a D for each rank. With another number of ranks the first of them are kept; new ranks begin with
+    first weights.
     Errors: ConfigError for settings that cannot be, and for a model with fewer than ``least_parameters`` between its
     first and its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to
-    anything but k of them.
-    Source: Abrahamyan et al. 2021, sections IV-B to V and VI-A, Algorithm 2. Differs: S is the leader's on all ranks,
-    as in section V-A (Algorithm 2 selects locally); weights are trained on all ranks instead of sent by one; the last
-    layer's leader is that of :class:`CLTk`; see docs/decisions/0040.
+    another number than is asked for; StateError for weights of no number of ranks.
+    Source: Abrahamyan et al. 2021, sections IV to V and VI-A, Algorithms 1 (server) and 2 (ring). Differs: S is the
+    leader's on all ranks, as in section V-A for the ring (the algorithms select locally); weights are trained on all
+    ranks instead of sent by one; the last layer's leader is that of :class:`CLTk`; see docs/decisions/0040 and 0041.
     """
 
     density: float = 0.001
@@ -209,7 +220,10 @@ class LGC(CLTk):
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
         counts = self.limits(group.table)
-        values: Sizes = 4 * counts if self.train_steps else self.nets.code_bytes(group.table, counts)
+        if self.train_steps:
+            values = 4 * counts + shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
+        else:
+            values = self.nets.code_bytes(group.table, counts)
         values[:1] += 4 * self._measures
         return values + self.format(group.table).row_bytes(counts)
 
@@ -221,7 +235,7 @@ class LGC(CLTk):
         return int(word) % context.trainers
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Broadcast, then one Gather or one Sum."""
+        """One Broadcast, then one Gather or one Sum, if anything is left to send."""
         sent = group.scratch.once("sent", lambda: Sent.of(group, self.selection_of(group)))
         return (yield from (self._train if self.train_steps else self._code)(group, context, sent))
 
