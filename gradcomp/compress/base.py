@@ -66,6 +66,15 @@ class Traits:
         return self.momentum > 0 or self.clip_norm is not None
 
 
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes of every segment: of one rank's Broadcast, of every rank's Gather, and of a Sum."""
+
+    led: npt.NDArray[np.float64]
+    gathered: npt.NDArray[np.float64]
+    summed: npt.NDArray[np.float64]
+
+
 @dataclass(frozen=True)
 class Compressor(ABC):
     """Base of the compressors.
@@ -175,6 +184,11 @@ class Compressor(ABC):
     @abstractmethod
     def wire_bytes(self, group: Group) -> Sizes:
         """Bytes of every segment's payload, one direction, without headers; the most where data decide."""
+
+    def traffic(self, group: Group) -> Traffic:
+        """Where exchanges begin with a Broadcast: :meth:`wire_bytes` by kind of message, in the mean over steps."""
+        payload = self.wire_bytes(group).astype(np.float64)
+        return Traffic(np.zeros_like(payload), np.zeros_like(payload), payload)
 
     @abstractmethod
     def exchange(self, group: Group, context: StepContext) -> Exchange:

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from gradcomp.compress.base import SHARED, Compressor, Traits, zeros
+from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, zeros
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
@@ -219,13 +219,25 @@ class LGC(CLTk):
 
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
+        values = self._values(group)
+        indices = self.format(group.table).row_bytes(self.limits(group.table))
+        return indices + (values.led + values.gathered + values.summed).astype(np.int64)
+
+    def traffic(self, group: Group) -> Traffic:
+        """Indices of one step in ``refresh``; values, or what the form sends for them."""
+        values = self._values(group)
+        indices = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
+        return replace(values, led=indices + values.led)
+
+    def _values(self, group: Group) -> Traffic:
         counts = self.limits(group.table)
-        if self.train_steps:
-            values = 4 * counts + shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
-        else:
-            values = self.nets.code_bytes(group.table, counts)
-        values[:1] += 4 * self._measures
-        return values + self.format(group.table).row_bytes(counts)
+        if not self.train_steps:
+            return self.nets.code_traffic(group.table, counts)
+        marks = shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
+        gathered = (4 * counts + marks).astype(np.float64)
+        gathered[:1] += 4 * self._measures
+        none = np.zeros_like(gathered)
+        return Traffic(none, gathered, none)
 
     def leader(self, context: StepContext) -> int:
         """Drawn from the seed, anew in every period."""

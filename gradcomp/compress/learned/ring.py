@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import SHARED
+from gradcomp.compress.base import SHARED, Traffic
 from gradcomp.compress.learned.autoencoder import Autoencoder
 from gradcomp.compress.learned.form import Form, Lesson, Share, Weights
 from gradcomp.compress.learned.sent import Sent, shares
@@ -42,9 +42,10 @@ class Ring(Form):
         """The autoencoder's."""
         return self.network.first_weights(seed)
 
-    def code_bytes(self, table: Table, counts: Sizes) -> Sizes:
-        """Of one code."""
-        return shares(4 * self.network.code_length(int(counts.sum())), counts)
+    def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
+        """One code, summed."""
+        code = shares(4 * self.network.code_length(int(counts.sum())), counts).astype(np.float64)
+        return Traffic(np.zeros_like(code), np.zeros_like(code), code)
 
     def unit(self, lesson: Lesson) -> float:
         """The norm of the samples' mean."""

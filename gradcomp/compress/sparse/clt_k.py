@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import Traits, zeros
+from gradcomp.compress.base import Traffic, Traits, zeros
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Message, Reply
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.kept import KEPT, KeptIndices, elements_for, mark_of
@@ -107,6 +107,11 @@ class CLTk(Summed):
     def wire_bytes(self, group: Group) -> Sizes:
         """The leader's, when it selects: indices and values; with DEFLATE, values only."""
         return super().wire_bytes(group) + self.format(group.table).row_bytes(self.limits(group.table))
+
+    def traffic(self, group: Group) -> Traffic:
+        """Indices of one step in ``refresh``, and a sum."""
+        led = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
+        return Traffic(led, np.zeros_like(led), super().wire_bytes(group).astype(np.float64))
 
     def format(self, table: Table) -> IndexFormat:
         """How the leader's indices travel."""
