@@ -137,7 +137,7 @@ def test_bytes_are_those_that_are_documented(channels: int, innovation: float):
 )
 def test_ranks_stay_identical_through_all_phases(world: int):
     ranks = job(
-        LGC(0.01, warmup_steps=5, train_steps=25, least_parameters=0, form="server"),
+        LGC(0.01, warmup_steps=5, train_steps=10, least_parameters=0, form="server"),
         world,
         shuffle=True,
         delay=0.2,
