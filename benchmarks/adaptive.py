@@ -38,7 +38,7 @@ from typing import Any
 import convergence
 import hosts
 import report
-from adaptive_rows import DEFAULT, DENSE, FAMILIES, RESNET, SWEEP, TASKS, UNIFORM, Arm, arms
+from adaptive_rows import DEFAULT, DENSE, FAMILIES, RESNET, SWEEP, TASKS, UNIFORM, Arm, arms, gravac_arms
 from convergence_rows import METRICS
 from convergence_tasks import Settings
 from options import add_training, check_training
@@ -269,6 +269,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     check_training(parser, options)
     if options.task is None:
         options.task = [task for task in TASKS if task != RESNET or options.cifar is not None]
+    families = [family.key for family in FAMILIES]
+    gravac = {arm.key for task in TASKS for arm in gravac_arms(task)}
+    for given, possible in (
+        (options.families, {*families, "none"}),
+        (options.controllers, {*_every_controller(), *gravac}),
+    ):
+        if unknown := set(given.split(",")) - possible:
+            parser.error(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(possible))}")
     return options
 
 

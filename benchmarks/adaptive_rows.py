@@ -82,8 +82,9 @@ class Arm:
     exact: str = "float32"
 
 
-#: GraVAC's compressors; the density that they come with is not used, and no momentum beside the optimizer's.
-GRAVAC = {"topk": "topk", "dgc": "dgc:momentum_factor=0", "redsync": "redsync"}
+#: GraVAC's compressors; the density that they come with is not used. Only the last one has momentum, and the optimizer
+#: has none then.
+GRAVAC = {"topk": "topk", "dgc": "dgc:momentum_factor=0", "redsync": "redsync", "momentum": "dgc"}
 EPSILONS = (0.7, 0.9)
 
 #: The two forms of its gain, and what begins the keys of their rows.

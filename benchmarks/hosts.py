@@ -243,6 +243,11 @@ class Traffic:
             self.resent_bytes - earlier.resent_bytes,
         )
 
+    @property
+    def is_certain(self) -> bool:
+        """False where TCP sent much again: a queue in front of the interface may have dropped what was sent first."""
+        return self.resent_bytes <= self.sent_bytes / 20
+
     def payload_bytes(self, packet_bytes: float) -> float:
         """Without ``packet_bytes`` of headers in each packet, and without what was sent again."""
         return self.sent_bytes - self.resent_bytes - packet_bytes * self.sent_packets

@@ -17,7 +17,8 @@ Columns
     formula    bytes that a rank sends in a step: of each gather and each reduction (N-1) (s b / 8 + 8 per
                quantisation bucket) for a shard of s elements, and 4 bytes an element of what travels exactly
     beside     what gradcomp adds to that: headers, which are also a formula. The first steps have comparisons, too
-    interface  what the host's interface sent in a step, without TCP's headers and what was sent again
+    interface  what the host's interface sent in a step, without TCP's headers and what was sent again; none where TCP
+               sent more than a twentieth again
     peak       with --memory: the most memory of a rank beyond what it had before the model was made
     ranks      whether all ranks decoded the same weights in the last step, bit for bit
 """
@@ -50,7 +51,9 @@ def evaluate(
         steps = [max(times) for times in zip(*(r["seconds"] for r in ranks), strict=True)]
         one: dict[str, Any] = {
             "seconds": statistics.median(steps),
-            "interface": max(r["interface_bytes"] for r in ranks),
+            "interface": max(
+                (r["interface_bytes"] for r in ranks if r["interface_bytes"] is not None), default=None
+            ),
             "formula": max(r["formula_bytes"] for r in ranks),
             "beside": max(r["beside_bytes"] for r in ranks),
             "exchange_seconds": max(r["exchange_seconds"] for r in ranks),
@@ -88,7 +91,7 @@ def show(results: dict[str, dict[str, Any]]) -> str:
             f"{one['codec_seconds'] * 1e3:.1f}",
             f"{one['formula']:,.0f}",
             f"{one['beside']:,.0f}",
-            f"{one['interface']:,.0f}",
+            None if one["interface"] is None else f"{one['interface']:,.0f}",
             f"{one['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in one else None,
             "same" if one["same"] else "DIFFER",
             f"{one['loss']:.3f}",

@@ -327,11 +327,11 @@ def run_rank(task: Task, out: Path) -> None:
     found["rows"] = {}
     for name, trainer in trainers.items():
         bytes_of = formula(trainer.model, trainer.row, rank, world)
-        sent = statistics.median(t.payload_bytes(packet) for t in trainer.traffic) / steps
+        certain = [t.payload_bytes(packet) for t in trainer.traffic if t.is_certain]
         found["rows"][name] = {
             "seconds": trainer.seconds,
             "losses": trainer.losses,
-            "interface_bytes": sent,
+            "interface_bytes": statistics.median(certain) / steps if certain else None,
             "formula_bytes": bytes_of.formula,
             "beside_bytes": bytes_of.beside,
             "exchange_seconds": trainer.exchange_seconds(task.blocks * steps),
