@@ -100,6 +100,7 @@ ARMS = (
     Arm("lgc-rate", "LGC 0.1%, learning rate 0.01", "lgc:learning_rate=0.01", _CNN),
     Arm("lgc-feedback", "LGC 0.1%, feedback", "lgc:feedback=true", _CNN),
     Arm("lgc-1", "LGC 0.1%, one code channel", "lgc:code_channels=1", _CNN),
+    Arm("lgc-server", "LGC 0.1%, parameter-server form", "lgc:form=server", _CNN),
     Arm("sidco", "SIDCo 1%", "sidco:density=0.01"),
     Arm("adacomp", "AdaComp", "adacomp", note="Markov 2024: fails on language"),
     Arm("global-topk", "GlobalTopK 1%", "global_topk:density=0.01"),

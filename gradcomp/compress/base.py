@@ -43,6 +43,7 @@ class Traits:
     want c = scale g + decay r in memory, so that segments always have a next residual. ``whole_model``: all layers
     must be exchanged together, once the last gradient has arrived. ``exact``: nothing is lost. ``learns``: what is sent
     depends on what earlier steps have taught it, so that its steps have an order, and a level is no matter of choice.
+    ``by_times``: results depend on measured times, so that no two runs are alike.
     """
 
     keeps_residual: bool = False
@@ -57,11 +58,21 @@ class Traits:
     whole_model: bool = False
     exact: bool = False
     learns: bool = False
+    by_times: bool = False
 
     @property
     def preconditions(self) -> bool:
         """Whether momentum or clipping acts on gradients before they are compressed."""
         return self.momentum > 0 or self.clip_norm is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes of every segment: of one rank's Broadcast, of every rank's Gather, and of a Sum."""
+
+    led: npt.NDArray[np.float64]
+    gathered: npt.NDArray[np.float64]
+    summed: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -136,10 +147,11 @@ class Compressor(ABC):
         """What is kept for a layer beside its residual: name -> (float32 elements, how to begin)."""
         return {MOMENTUM: (layer.size, zeros(layer.size))} if self.traits.momentum else {}
 
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
+    def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
         """What is kept once for all layers under it, the same on all ranks, whatever gradients are measured in.
 
-        Names begin with :data:`SHARED`. It is a field of the first of these layers (``Fields.holder``).
+        Names begin with :data:`SHARED`. It is a field of the first of these layers (``Fields.holder``). ``ranks``: how
+        many train. What begins it may be what another number of ranks had; StateError if it cannot be.
         """
         return {}
 
@@ -172,6 +184,11 @@ class Compressor(ABC):
     @abstractmethod
     def wire_bytes(self, group: Group) -> Sizes:
         """Bytes of every segment's payload, one direction, without headers; the most where data decide."""
+
+    def traffic(self, group: Group) -> Traffic:
+        """Where exchanges begin with a Broadcast: :meth:`wire_bytes` by kind of message, in the mean over steps."""
+        payload = self.wire_bytes(group).astype(np.float64)
+        return Traffic(np.zeros_like(payload), np.zeros_like(payload), payload)
 
     @abstractmethod
     def exchange(self, group: Group, context: StepContext) -> Exchange:

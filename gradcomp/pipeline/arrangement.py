@@ -155,7 +155,7 @@ class Arranger:
             Fingerprint(plan.assignments, layers),
             np.array(order, dtype="<i4").tobytes(),
             layout.residual_sizes(layers),
-            fields_of(layers, compressors, self._config.seed),
+            fields_of(layers, compressors, self._config.seed, len(self.role.trainers)),
             ranges,
             2 * sum(layers[i].nbytes for i in order) * (world - 1) // world,
             travels,

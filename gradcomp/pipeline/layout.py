@@ -88,13 +88,13 @@ def build_layout(
 
 
 def fields_of(
-    layers: Sequence[LayerSpec], compressors: Sequence[Compressor], seed: int
+    layers: Sequence[LayerSpec], compressors: Sequence[Compressor], seed: int, ranks: int
 ) -> list[dict[str, tuple[int, Begin]]]:
     """By layer, what its compressor keeps beside residuals; what is kept once for all, with the first that keeps it."""
     found = [c.fields(layer, seed) for c, layer in zip(compressors, layers, strict=True)]
     placed: set[str] = set()
     for compressor, fields in zip(compressors, found, strict=True):
-        shared = compressor.shared_fields(seed)
+        shared = compressor.shared_fields(seed, ranks)
         fields.update((name, kept) for name, kept in shared.items() if name not in placed)
         placed.update(shared)
     return found

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from gradcomp.compress.base import SHARED
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.plan import Plan
-from gradcomp.core.state import Fields, Range
+from gradcomp.core.state import Begin, Fields, Range
 from gradcomp.pipeline.layout import build_layout, compressors_of, fields_of
 from gradcomp.pipeline.options import Resumption
 from gradcomp.pipeline.pipeline import Pipeline
@@ -279,19 +279,28 @@ def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
         return [f"its plan cannot be carried out: {error}"]
     sizes = layout.residual_sizes(pipeline.layers)
     compressors = compressors_of(pipeline.layers, shared.plan)
+    wanted = fields_of(pipeline.layers, compressors, pipeline.config.seed, len(pipeline.role.trainers))
     missing = [
         f"missing {kind} of {layer.name!r}"
-        for layer, fields in zip(
-            pipeline.layers, fields_of(pipeline.layers, compressors, pipeline.config.seed), strict=True
-        )
-        for kind, (size, _) in fields.items()
-        if size and state.fields.get(kind, {}).get(layer.name, np.zeros(0)).size != size
+        for layer, fields in zip(pipeline.layers, wanted, strict=True)
+        for kind, (size, begin) in fields.items()
+        if size and not _fits(kind, state.fields.get(kind, {}).get(layer.name), size, begin)
     ]
     return missing + [
         f"missing residual of {layer.name!r}"
         for layer, size in zip(pipeline.layers, sizes, strict=True)
         if size and layer.name not in state.first
     ]
+
+
+def _fits(kind: str, saved: Floats | None, size: int, begin: Begin) -> bool:
+    """Whether a saved field is as long as it has to be, or was kept by another number of ranks."""
+    if saved is None or saved.size == size or not (saved.size and kind.startswith(SHARED)):
+        return saved is not None and saved.size == size
+    try:
+        return begin(saved).size == size
+    except StateError:
+        return False
 
 
 def _say_what_differs(pipeline: Pipeline, shared: Shared) -> None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from gradcomp.compress.learned import products
 from gradcomp.compress.learned.autoencoder import Autoencoder
+from gradcomp.compress.learned.decoders import Decoders
 from gradcomp.compress.learned.products import exact_product
 
 TOLERANCE = 1e-5
@@ -35,10 +37,10 @@ def encoded(layers: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def decoded(layers: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def decoded(layers: list[torch.Tensor], x: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
     for weights in layers[5:9]:
         x = F.leaky_relu(F.conv_transpose1d(x, weights, stride=2, padding=1, output_padding=1), 0.01)
-    return F.conv1d(x, layers[9])
+    return F.conv1d(x if beside is None else torch.cat([x, beside], 1), layers[9])
 
 
 def samples(ranks: int, values: int) -> np.ndarray:
@@ -88,9 +90,65 @@ def test_loss_and_gradient_are_those_of_pytorch(channels: int, values: int, rank
     np.testing.assert_array_equal(trained, weights - np.float32(0.001) * gradient)
 
 
+@pytest.mark.parametrize(("ranks", "similarity", "drawn"), [(3, 0.5, 1), (2, 0.0, 0), (1, 2.0, 0)])
+def test_loss_and_gradient_of_many_decoders_are_those_of_pytorch(ranks: int, similarity: float, drawn: int):
+    net = Decoders(4, ranks, similarity)
+    first = net.first_weights(3)
+    weights = (first + 0.01 * np.random.default_rng(0).standard_normal(net.size)).astype(np.float32)
+    rows = samples(ranks, 50)
+    innovations = np.where(np.abs(rows) > 0.2, rows, np.float32(0))
+    assert innovations.any()
+    end, step = net.pair.encoder_size, net.decoder_size
+    parts = [weights[end + k * step : end + (k + 1) * step] for k in range(ranks)]
+    decoders = [tensors(net.pair, np.concatenate([weights[:end], part])) for part in parts]
+    for layers in decoders[1:]:
+        layers[:5] = decoders[0][:5]
+    inputs, beside = padded(rows), padded(innovations)
+    codes = encoded(decoders[0], inputs)
+    found = torch.cat(
+        [decoded(decoders[k], codes[drawn : drawn + 1], beside[k : k + 1]) for k in range(ranks)]
+    )
+    reconstruction = (found - inputs).square().sum()
+    pairs = sum((codes[k] - codes[m]).square().sum() for k in range(ranks) for m in range(ranks) if m != k)
+    (reconstruction + similarity * pairs).backward()
+    loss, apart, gradient = net.gradient(weights, rows, innovations, drawn)
+    assert loss == pytest.approx(reconstruction.item(), rel=TOLERANCE)
+    assert apart == pytest.approx(torch.as_tensor(pairs).item(), rel=TOLERANCE)
+    shapes = [*net.pair.shapes[:5], *net.pair.shapes[5:] * ranks]
+    leaves = [*decoders[0][:5], *(layer for layers in decoders for layer in layers[5:])]
+    got = np.split(gradient, np.cumsum([a * b for a, b in shapes])[:-1])
+    for part, layer in zip(got, leaves, strict=True):
+        assert_close(part, layer.grad.permute(0, 2, 1))
+    decoded_rows = net.decode(weights, net.encode(weights, rows[drawn]), innovations)
+    assert_close(decoded_rows.reshape(-1), found[:, 0, :50])
+    trained, before = net.train(weights, rows, innovations, drawn, 0.001)
+    assert before == loss / ranks
+    np.testing.assert_array_equal(trained, weights - np.float32(0.001) * gradient)
+
+
+def test_decoders_that_are_not_trained_give_nearly_the_innovations():
+    net, rows = Decoders(4, 3), samples(3, 640)
+    weights = net.first_weights(0)
+    found = net.decode(weights, net.encode(weights, rows[0]), rows)
+    assert np.linalg.norm(found - rows) < 0.5 * np.linalg.norm(rows)
+
+
+def test_other_numbers_of_ranks_keep_decoders_and_begin_others():
+    first, old = Decoders(4, 5).first_weights(1), Decoders(4, 3).first_weights(0)
+    end, step = Decoders(4, 3).pair.encoder_size, Decoders(4, 3).decoder_size
+    wider = Decoders(4, 5).adapted(old, 1)
+    np.testing.assert_array_equal(wider[: len(old)], old)
+    np.testing.assert_array_equal(wider[len(old) :], first[end + 3 * step :])
+    np.testing.assert_array_equal(Decoders(4, 1).adapted(old, 1), old[: end + step])
+    assert Decoders(4, 5).adapted(old[:-1], 1) is None
+    assert Decoders(4, 5).adapted(old[:end], 1) is None
+
+
 def test_the_sizes_are_those_that_are_documented():
     assert Autoencoder(4).size == 216_416
     assert Autoencoder(1).size == 215_552
+    assert Decoders(4, 1).size == 216_417
+    assert Decoders(4, 2).decoder_size == 43_425
 
 
 def test_first_weights_keep_the_size_of_the_code_and_give_little():
@@ -145,9 +203,11 @@ def test_products_do_not_depend_on_the_order_of_their_sums(terms: int):
     np.testing.assert_allclose(product, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("threads", [0, 1, 2])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3000), (3000, 1), (129, 67), (700, 1100)])
-def test_products_in_blocks_are_the_products(rows: int, columns: int):
-    """The last is computed in one piece."""
+def test_products_in_blocks_are_the_products(rows: int, columns: int, threads: int, monkeypatch):
+    """The last is computed in one piece; all are where the BLAS has one thread."""
+    monkeypatch.setattr(products, "_threads", lambda: lambda: threads)
     generator = np.random.default_rng(rows)
     a = generator.integers(-9, 9, (rows, 130)).astype(np.float32)
     b = generator.integers(-9, 9, (130, columns)).astype(np.float32)
@@ -170,3 +230,9 @@ def test_zeros_and_the_smallest_numbers_pass():
     assert not exact_product(np.zeros((2, 3), np.float32), np.ones((3, 2), np.float32)).any()
     tiny = np.full((1, 1), 1e-45, np.float32)
     np.testing.assert_array_equal(exact_product(tiny, np.ones((1, 1), np.float32)), tiny)
+
+
+def test_the_threads_of_numpys_blas_are_known(monkeypatch):
+    assert products._threads()() >= 0
+    monkeypatch.setattr(products.ctypes, "CDLL", lambda path: object())
+    assert products._threads.__wrapped__()() == 0

@@ -7,6 +7,25 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from compress.learning import (
+    BIAS,
+    FILTER,
+    FIRST,
+    LAST,
+    LAYERS,
+    NORM,
+    SENT,
+    SMALL,
+    A,
+    B,
+    job,
+    largest,
+    nets_of,
+    owe_nothing,
+    support,
+    weights_of,
+    without_momentum,
+)
 
 from gradcomp import (
     DGC,
@@ -15,7 +34,6 @@ from gradcomp import (
     Config,
     ConfigError,
     DensitySchedule,
-    Filter,
     LayerSpec,
     LGreCo,
     Policy,
@@ -23,6 +41,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.compress import as_policy, from_string
+from gradcomp.compress.learned.autoencoder import Autoencoder
 from gradcomp.job.learning import refusal
 from gradcomp.job.start import propose
 from gradcomp.kernels.devices import HOST
@@ -30,43 +49,6 @@ from gradcomp.pipeline.snapshot import merge, restore, snapshot
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, true_mean
-
-# In the order of a model: the norm and the bias are excluded by the filter.
-LAYERS = [
-    LayerSpec("first", (16, 3, 3, 3)),
-    LayerSpec("a", (40, 50)),
-    LayerSpec("norm", (64,), kind="norm"),
-    LayerSpec("b", (30, 100)),
-    LayerSpec("last", (20, 60)),
-    LayerSpec("bias", (10,), kind="bias"),
-]
-FIRST, A, NORM, B, LAST, BIAS = range(6)
-SENT = {A: 20, B: 30, LAST: 12}
-SMALL = LGC(0.01, warmup_steps=2, train_steps=3, least_parameters=0)
-FILTER = Filter(min_elements=100)
-NETS = "shared_lgc_nets_4"
-
-
-def job(compressor: LGC = SMALL, world: int = 2, layers=LAYERS, **settings) -> Simulation:
-    return Simulation(layers, Policy(compressor, filter=FILTER), world, **settings)
-
-
-def without_momentum(**settings) -> LGC:
-    return LGC(0.01, 0.0, **{"warmup_steps": 0, "train_steps": 3, "least_parameters": 0, **settings})
-
-
-def weights_of(ranks: Simulation) -> np.ndarray:
-    """Those of all ranks, which are the same."""
-    fields = [pipeline.fields for pipeline in ranks.pipelines]
-    found = [field[NETS].value(field.holder(NETS)) for field in fields]
-    for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
-    return found[0][:-1].copy()
-
-
-def support(mean: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(mean)
-
 
 # --- phases and places ------------------------------------------------------------------------------------------
 
@@ -160,13 +142,11 @@ def test_a_drawn_leader_selects_for_all_ranks():
     ranks = job(compressor, world=3)
     leaders = []
     for _ in range(12):
-        for pipeline in ranks.pipelines:  # nothing is owed
-            for layer in (A, B, LAST):
-                pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
+        owe_nothing(ranks)
         gradients = ranks.gradients()
         means = ranks.step(gradients).all_means()
         for layer in (A, B):
-            tops = [np.sort(np.argsort(-np.abs(g[layer]), kind="stable")[: SENT[layer]]) for g in gradients]
+            tops = [largest(g[layer], SENT[layer]) for g in gradients]
             (leader,) = [r for r, top in enumerate(tops) if np.array_equal(top, support(means[layer]))]
             at = tops[leader]
             np.testing.assert_allclose(means[layer][at], true_mean(gradients, layer)[at], rtol=1e-5)
@@ -180,7 +160,7 @@ def test_a_drawn_leader_selects_for_all_ranks():
 def test_the_result_is_the_decoded_mean_of_codes(average: bool):
     compressor = without_momentum(train_steps=0)
     ranks = job(compressor, world=3, average=average)
-    weights, net = weights_of(ranks), compressor.network
+    weights, net = weights_of(ranks), Autoencoder(4)
     gradients = ranks.gradients()
     means = ranks.step(gradients).all_means()
     places = {layer: support(means[layer]) for layer in (A, B)}
@@ -197,7 +177,7 @@ def test_the_result_is_the_decoded_mean_of_codes(average: bool):
 def test_training_is_on_values_over_the_norm_of_their_mean():
     compressor = without_momentum()
     ranks = job(compressor)
-    weights, net = weights_of(ranks), compressor.network
+    weights, net = weights_of(ranks), Autoencoder(4)
     np.testing.assert_array_equal(weights, net.first_weights(0))
     gradients = ranks.gradients()
     means = ranks.step(gradients).all_means()
@@ -209,16 +189,38 @@ def test_training_is_on_values_over_the_norm_of_their_mean():
     assert not np.array_equal(weights_of(ranks), weights)
 
 
-def test_bytes_are_those_that_are_documented():
-    ranks = job(without_momentum(train_steps=1, code_channels=1), record=True, reorder=False)
+@pytest.mark.parametrize(("share", "nbytes"), [("auto", 4 * 50 + 4), (1.0, 4 * 50)])
+def test_bytes_are_those_that_are_documented(share: float | str, nbytes: int):
+    compressor = without_momentum(train_steps=1, code_channels=1, train_share=share)
+    ranks = job(compressor, record=True, reorder=False)
     for gathered in (True, False):
         ranks.step()
         sent = [(kind, data) for rank in ranks.ranks for kind, data in rank.transport.sent if len(data) > 0]
         sizes = sorted((kind, len(payload_of(data) if kind == "allgatherv" else data)) for kind, data in sent)
-        assert (("allgatherv", 4 * 50) in sizes) == gathered
+        assert (("allgatherv", nbytes) in sizes) == gathered
         assert (("allreduce", 4 * (64 // 16)) in sizes) != gathered
         for rank in ranks.ranks:
             rank.transport.sent.clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "led", "gathered", "summed"),
+    [
+        ({"train_steps": 9, "train_share": 1.0}, 4 * 50, 4 * 50, 0),
+        ({"train_steps": 9, "refresh": 5}, 4 * 10, 4 * 50 + 4, 0),
+        ({"train_steps": 0, "code_channels": 1}, 4 * 50, 0, 4 * 64 / 16),
+        ({"train_steps": 9, "train_share": 1.0, "form": "server"}, 4 * 50, 4 * 50 + 7, 0),
+        ({"train_steps": 0, "form": "server"}, 4 * 50 + 4 * 64 / 4, 8 * 5, 0),
+    ],
+)
+def test_the_forecast_tells_a_broadcast_a_gather_and_a_sum_apart(
+    settings, led: int, gathered: int, summed: int
+):
+    compressor = without_momentum(indices="raw", **settings)
+    pipeline = job(compressor, 4).pipelines[0]
+    pipeline.lay_out()
+    expected = 3 / 4 * led + 3 * gathered + 3 / 2 * summed
+    assert pipeline.predicted[[A, B]].sum() == pytest.approx(expected)
 
 
 def test_the_order_in_which_gradients_come_changes_nothing():
@@ -279,18 +281,16 @@ def test_other_ranks_and_units_keep_the_weights(unit: float):
 
 def test_the_loss_is_kept_and_said_once(caplog):
     ranks = job(without_momentum(train_steps=4, learning_rate=0.0), world=2)
-    net, expected, rows = LGC().network, 1.0, []
+    net, expected, rows = Autoencoder(4), 1.0, []
     with caplog.at_level("INFO", "gradcomp"):
         for _ in range(4):
             gradients = ranks.gradients()
-            for pipeline in ranks.pipelines:
-                for layer in (A, B):
-                    pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))
+            owe_nothing(ranks)
             means = ranks.step(gradients).all_means()
             rows = [np.concatenate([g[layer][support(means[layer])] for layer in (A, B)]) for g in gradients]
             loss, _ = net.gradient(weights_of(ranks), np.array(rows) / np.linalg.norm(np.mean(rows, axis=0)))
             expected += 0.05 * (loss - expected)
-        assert ranks.pipelines[1].fields[NETS].value(A)[-1] == pytest.approx(expected, rel=1e-4)
+        assert nets_of(ranks)[-1] == pytest.approx(expected, rel=1e-4)
         assert not caplog.records
         for _ in range(3):
             ranks.step()

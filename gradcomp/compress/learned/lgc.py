@@ -6,74 +6,94 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.compress.base import SHARED, Compressor, Traits
+from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, zeros
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.compress.messages import Bytes, Exchange, Gather, Sum
+from gradcomp.compress.learned.form import Form, Lesson
+from gradcomp.compress.learned.ring import Ring
+from gradcomp.compress.learned.sent import Sent, shares
+from gradcomp.compress.learned.server import Server
+from gradcomp.compress.learned.training import AUTO, PART, Stopwatch, every, is_share
+from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import keep_errors
 from gradcomp.compress.sparse.clt_k import CLTk
-from gradcomp.compress.sparse.payload import Selection, sent_by
+from gradcomp.compress.sparse.payload import sent_by
 from gradcomp.compress.sparse.summed import Floats
 from gradcomp.compress.wrappers.momentum_correction import MomentumCorrection
 from gradcomp.compress.wrappers.schedule import Warmup
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin
-from gradcomp.kernels import indices, philox, selection
+from gradcomp.kernels import philox
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
 
-# A model may have nets of several sizes, whose weights end with their loss.
-_NETS = f"{SHARED}lgc_nets_"
 # What a step's loss weighs in the loss that is kept.
 _LATEST = 0.05
 # Above it the nets give little more than zeros, whose loss is 1.
 _LITTLE = 0.9
 _MOST_LOSS = 1e6
+# The field that holds m, where nets are trained on every m-th sample.
+_EVERY = f"{SHARED}trained_every"
 
 logger = logging.getLogger("gradcomp")
 # The layer that the draws of leaders are filed under.
 _LEADERS = 0x4C474332
 _MOST_CHANNELS = 64
+_MOST_SIMILARITY = 1e6
+_FORMS = ("ring", "server")
 
 
 @register("lgc")
 @dataclass(frozen=True)
 class LGC(CLTk):
-    """Send, at one rank's top-k indices, a learned code of everybody's values: E trained, then D of the mean code.
+    """Send, at one rank's top-k indices, a learned code of everybody's values; ``form`` says of which.
 
     u_t = m u_{t-1} + g_t;  p_t = u_t + e_t;  S: the k = round(density n) largest |p| of each layer, at least one, on
-    the step's leader, which the shared seed draws;  g: the values of p at S, of all layers in the order of the model;
-    e_{t+1} = p_t outside of S and 0 inside;  u_t = 0 inside of S. Three phases, by the number of the step:
+    the step's leader j, which the shared seed draws;  g: the values of p at S, of all layers in the order of the model;
+    e_{t+1} = p_t outside of what is sent and 0 inside;  u_t = 0 inside. Three phases, by the number of the step:
 
     1. the first ``warmup_steps``: exact means of u;
     2. the next ``train_steps``: mean = (1/N) sum over ranks of g. Beside it every rank takes the same step of gradient
-       descent on ||D((1/N) sum E(g)) - (1/N) sum g||**2, of g over the norm of their mean, from the same weights;
-    3. then: mean = D((1/N) sum over ranks of E(g)).
+       descent on the loss L, of g over a scale, from the same weights;
+    3. then codes:
 
-    E and D are those of :class:`Autoencoder`, with ``code_channels`` floats for 16 values: 4 make the code a quarter of
-    g, 1 a sixteenth. ``learning_rate``: that of their training. ``ends``: treat the ends of the model as the paper
+        ring    mean = D((1/N) sum over ranks of E(g_k));  L = ||D((1/N) sum E(g_k)) - (1/N) sum g_k||**2
+        server  mean = (1/N) sum over ranks of (r_k at S + i_k outside of S);  r_k = D_k(E(g_j), i_k at S)
+                L = sum ||r_k - g_k||**2 + ``similarity`` sum over k, m != k of ||E(g_k) - E(g_m)||**2
+
+    i_k: the innovations of rank k, the round(``innovation`` k) largest |p| of its layers, at least one each; 0: none.
+    E and D are those of :class:`Autoencoder` and :class:`Decoders`, with ``code_channels`` floats for 16 values: 4 make
+    the code a quarter of g, 1 a sixteenth. The scale is the norm of the mean in a ring, and the root mean square of the
+    norms on a server. ``learning_rate``: that of their training. ``ends``: treat the ends of the model as the paper
     does. The first layer of two or more dimensions travels exactly; of the last such layer the values at S do, under
     :class:`CLTk`. ``least_parameters``: of the layers between. ``feedback``: in phase 3 keep e = p - mean inside of S,
-    on every rank, so that what the code loses is sent later. Without it that is lost, as in the paper. The first
-    weights come from the seed. The optimizer must have no momentum of its own; a warning says so if it has.
+    or p - r_k on a server, so that what the code loses is sent later. Without it that is lost, as in the paper. The
+    first weights come from the seed. The optimizer must have no momentum of its own; a warning says so if it has.
+
+    ``train_share``: 1/m trains on every m-th sample. ``auto`` trains on all until every rank has measured 10 steps,
+    then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the mean.
 
     Wire: phase 1: as uncompressed. Then a Broadcast of the leader's deflated indices and, in phase 2, a Gather of 4k
-    bytes, (N - 1) 4k per rank; in phase 3 a Sum of k ``code_channels`` / 4 bytes, with k padded to a multiple of 16.
-    Weights do not travel. All layers are exchanged together, once the last gradient has arrived.
-    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each.
+    bytes, (N - 1) 4k per rank, 4 more where the share is measured, and k / 8 more on a server. In phase 3 a ring has a
+    Sum of c = k ``code_channels`` / 4 bytes, with k padded to a multiple of 16. A server has c in the Broadcast, and a
+    Gather of 4i bytes and i deflated indices, for i innovations. The paper counts that once: c, indices and innovations
+    for the leader, innovations for the others. Here every rank is the server: all that is sent (N - 1) times, and there
+    is no way back. Weights do not travel. All layers are exchanged together, once the last gradient has arrived. With
+    ``refresh`` = s indices travel in one step of s.
+    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m, once; what ``refresh``
+    keeps. A server has a D for each rank. With another number of ranks the first of them are kept; new ranks begin with
+    first weights.
     Errors: ConfigError for settings that cannot be, and for a model with fewer than ``least_parameters`` between its
     first and its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to
-    anything but k of them.
-    Source: Abrahamyan et al. 2021, sections IV-B to V and VI-A, Algorithm 2. Differs: S is the leader's on all ranks,
-    as in section V-A (Algorithm 2 selects locally); weights are trained on all ranks instead of sent by one; the last
-    layer's leader is that of :class:`CLTk`; see docs/decisions/0040.
+    another number than is asked for; StateError for weights of no number of ranks.
+    Source: Abrahamyan et al. 2021, sections IV to V and VI-A, Algorithms 1 (server) and 2 (ring). Differs: S is the
+    leader's on all ranks, as in section V-A for the ring (the algorithms select locally); weights are trained on all
+    ranks instead of sent by one; the last layer's leader is that of :class:`CLTk`; see docs/decisions/0040 and 0041.
     """
 
     density: float = 0.001
@@ -84,8 +104,12 @@ class LGC(CLTk):
     learning_rate: float = 0.001
     ends: bool = True
     least_parameters: int = 50_000
+    form: str = field(default="ring", kw_only=True)
+    innovation: float = field(default=0.1, kw_only=True)
+    similarity: float = field(default=0.5, kw_only=True)
     indices: str = field(default="deflate", kw_only=True)
     feedback: bool = field(default=False, kw_only=True)
+    train_share: float | str = field(default=AUTO, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,8 +123,18 @@ class LGC(CLTk):
                 raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
         if not 1 <= self.code_channels <= _MOST_CHANNELS:
             raise ConfigError(f"code_channels must be in 1 .. {_MOST_CHANNELS}, got {self.code_channels!r}")
+        if not is_share(self.train_share):
+            raise ConfigError(
+                f"train_share must be {AUTO!r}, or 1/m of a whole number m, got {self.train_share!r}"
+            )
         if not isinstance(self.ends, bool):
             raise ConfigError(f"ends must be true or false, got {self.ends!r}")
+        if self.form not in _FORMS:
+            raise ConfigError(f"form must be one of {', '.join(_FORMS)}, got {self.form!r}")
+        for name, most in (("innovation", 1.0), ("similarity", _MOST_SIMILARITY)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most:
+                raise ConfigError(f"{name} must be in [0, {most:g}], got {value!r}")
 
     @cached_property
     def traits(self) -> Traits:
@@ -113,6 +147,7 @@ class LGC(CLTk):
             contributes=True,
             whole_model=True,
             learns=True,
+            by_times=self.train_share == AUTO and self.train_steps > 0,
         )
 
     # -- phases and places --------------------------------------------------------------------------------------
@@ -139,110 +174,163 @@ class LGC(CLTk):
         ends = [layer for layer in layers if len(layer.shape) > 1] if self.ends else []
         found: dict[str, Compressor] = {}
         if ends:
-            values = self.dense(CLTk(self.density, indices=self.indices))
+            values = self.dense(CLTk(self.density, indices=self.indices, refresh=self.refresh))
             found[ends[-1].name] = Warmup(values, self.warmup_steps) if self.warmup_steps else values
             found[ends[0].name] = self.dense(Identity())
         between = sum(layer.size for layer in own if layer.name not in found)
         if between < self.least_parameters:
             raise ConfigError(
                 f"lgc: {between} parameters between the first and the last layer, {self.least_parameters} are the "
-                f"least: {self.network.size} weights would be trained for {round(between * self.density)} values. "
+                f"least: {self.nets.size(2)} weights would be trained for {round(between * self.density)} values. "
                 "Use gc.DGC(), or least_parameters=0"
             )
         names = {layer.name for layer in own}
         return {name: compressor for name, compressor in found.items() if name in names}
 
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
-        """The weights of both nets, and the mean loss of the last 20 steps or so, which begins with that of zeros."""
-        network = self.network
+    def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
+        """The nets' weights, and the mean loss of the last 20 steps or so, which begins with that of zeros.
 
-        def begin(_: Floats) -> Floats:
-            return np.append(network.first_weights(seed), np.float32(1))
+        With a share that is measured, the m that was agreed on; 0 before.
+        """
+        form = self.nets
 
-        return {self._nets: (network.size + 1, begin)}
+        def begin(saved: Floats) -> Floats:
+            if saved.size:
+                return np.append(form.adapted(saved[:-1], seed, ranks), saved[-1])
+            return np.append(form.first_weights(seed, ranks), np.float32(1))
+
+        return {
+            form.field: (form.size(ranks) + 1, begin),
+            **({_EVERY: (1, zeros(1))} if self._measures else {}),
+        }
 
     @property
-    def _nets(self) -> str:
-        return f"{_NETS}{self.code_channels}"
+    def _measures(self) -> bool:
+        return self.traits.by_times
 
     @cached_property
-    def network(self) -> Autoencoder:
-        """E and D."""
-        return Autoencoder(self.code_channels)
+    def nets(self) -> Form:
+        """The nets, and what is done with them."""
+        if self.form == "ring":
+            return Ring(self.code_channels, self.indices, self.feedback)
+        return Server(self.code_channels, self.indices, self.feedback, self.innovation, self.similarity)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
+        values = self._values(group)
+        indices = self.format(group.table).row_bytes(self.limits(group.table))
+        return indices + (values.led + values.gathered + values.summed).astype(np.int64)
+
+    def traffic(self, group: Group) -> Traffic:
+        """Indices of one step in ``refresh``; values, or what the form sends for them."""
+        values = self._values(group)
+        indices = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
+        return replace(values, led=indices + values.led)
+
+    def _values(self, group: Group) -> Traffic:
         counts = self.limits(group.table)
         if not self.train_steps:
-            total = int(counts.sum())
-            code = 4 * self.network.code_length(total)
-            ends = np.cumsum(counts) * code // max(total, 1)
-            values: Sizes = np.diff(ends, prepend=0)
-        else:
-            values = 4 * counts
-        return values + self.format(group.table).row_bytes(counts)
+            return self.nets.code_traffic(group.table, counts)
+        marks = shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
+        gathered = (4 * counts + marks).astype(np.float64)
+        gathered[:1] += 4 * self._measures
+        none = np.zeros_like(gathered)
+        return Traffic(none, gathered, none)
 
     def leader(self, context: StepContext) -> int:
-        """Drawn from the seed, anew in every step."""
+        """Drawn from the seed, anew in every period."""
         draw = context.draw
-        counter = np.array([0, _LEADERS, draw.step, 0], np.uint32)
+        counter = np.array([0, _LEADERS, draw.step - draw.step % self.refresh, 0], np.uint32)
         word = philox.philox4x32(counter, (draw.seed & 0xFFFFFFFF, draw.seed >> 32))[0]
         return int(word) % context.trainers
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Broadcast, then one Gather or one Sum."""
-        chosen, _, flags = yield from self.share_indices(group, context)
-        sent = group.scratch.once("sent", lambda: _Sent.of(group, chosen))
-        if self.train_steps:
-            return (yield from self._train(group, context, sent, flags.copy()))
-        return (yield from self._code(group, context, sent, flags.copy()))
+        """One Broadcast, then one Gather or one Sum, if anything is left to send."""
+        sent = group.scratch.once("sent", lambda: Sent.of(group, self.selection_of(group)))
+        return (yield from (self._train if self.train_steps else self._code)(group, context, sent))
 
-    def _train(self, group: Group, context: StepContext, sent: _Sent, flags: Bytes) -> Exchange:
-        """The values of all ranks, which are added up, and which the network learns from."""
+    def _train(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
+        """The values of all ranks, which are added up, and which the nets learn from.
+
+        Behind them travels what training takes on each rank, if that is measured.
+        """
+        marking, watch = self.nets.marking(group, sent), group.scratch.once("watch", Stopwatch)
+        shared = yield from self.share_indices(group, context, marking)
+        flags, values = shared.flags.copy(), 4 * sent.count
+        end = values + 4 * self._measures
 
         def write(view: Bytes) -> tuple[Bytes, int]:
-            view[:] = sent.values(group, flags).astype("<f4").view(np.uint8)
+            own = shared.prepare()
+            view[:values] = sent.values(group, flags | own).astype("<f4").view(np.uint8)
+            view[values:end].view("<f4")[:] = watch.part
+            view[end:] = np.packbits(marking.marks())
             keep_errors(group, sent.chosen, np.zeros_like(sent.chosen.values))
-            return np.zeros_like(flags), len(view)
+            return own, len(view)
 
-        reply = yield Gather(4 * sent.count, write)
+        reply = yield Gather(end + (self.nets.marked(sent.count) + 7) // 8, write)
+        flags |= reply.flags
         samples = np.zeros((len(reply.data), sent.count), np.float32)
+        marks = np.zeros(samples.shape, np.bool_)
+        parts = []
         for rank, payload in enumerate(reply.data):
             with sent_by(context.first + rank):
-                samples[rank] = payload.view("<f4")
+                samples[rank] = payload[:values].view("<f4")
+                parts += payload[values:end].view("<f4").tolist()
+                marks[rank] = np.unpackbits(payload[end:], count=sent.count)
         total = samples[0].copy()
         with np.errstate(all="ignore"):
             for other in samples[1:]:
                 total += other
         sent.scatter(group, flags, total, context.divisor, context.unscale)
-        self._learn(group, context, samples, total / np.float32(len(samples)))
+        lesson = Lesson(samples, marks, self.leader(context))
+        holder, weights, kept = self._kept(context)
+        if holder in group.layers:
+            number = self._every(group, context, holder, parts)
+            if context.draw.step % max(number, 1) == 0:
+                weights, kept = watch.time(lambda: self._learn(weights, kept, lesson))
+            self._keep(context, holder, weights, kept)
         return flags
 
-    def _learn(self, group: Group, context: StepContext, samples: Floats, mean: Floats) -> None:
-        """One step of gradient descent, on the bucket that has the layer that the nets belong to."""
-        holder, weights, kept = self._kept(context)
-        if holder not in group.layers:
-            return
-        # Exactly rounded, whatever the order.
-        norm = math.sqrt(math.fsum((mean.astype(np.float64) ** 2).tolist()))
-        if 0.0 < norm < math.inf and np.isfinite(samples).all():
-            rate = float(self.learning_rate)
-            weights, loss = self.network.train(weights, (samples / norm).astype(np.float32), rate)
+    def _every(self, group: Group, context: StepContext, holder: int, parts: Sequence[float]) -> int:
+        """Training is on every so many-th sample. While that is not known: 0, and on all."""
+        if not self._measures:
+            return round(1 / float(self.train_share))
+        number = int(context.field(_EVERY).value(holder)[0])
+        if not number:
+            number = every(parts)
+            if number and context.draw.rank == 0:
+                logger.info(
+                    "step %d: LGC trains on %s from now on, so that steps take at most %d%% longer; one training took "
+                    "%.1f%% of the rest of a step",
+                    context.number,
+                    "every sample" if number == 1 else f"one of {number} samples",
+                    round(100 * PART),
+                    100 * max(parts),
+                )
+        context.store(_EVERY, np.array([holder]), np.array([number], np.float32))
+        return number
+
+    def _learn(self, weights: Floats, kept: float, lesson: Lesson) -> tuple[Floats, float]:
+        """Weights and loss after one step of gradient descent."""
+        unit = self.nets.unit(lesson)
+        if 0.0 < unit < math.inf and np.isfinite(lesson.samples).all():
+            lesson = replace(lesson, samples=(lesson.samples / unit).astype(np.float32))
+            weights, loss = self.nets.train(weights, lesson, float(self.learning_rate))
             if math.isfinite(loss):
                 kept += _LATEST * (min(loss, _MOST_LOSS) - kept)
-        self._keep(context, holder, weights, kept)
+        return weights, kept
 
     def _kept(self, context: StepContext) -> tuple[int, Floats, float]:
         """The layer that the nets are a field of, their weights and their loss."""
         assert context.fields is not None, "state is there when a step runs"
-        holder = context.fields.holder(self._nets)
-        nets = context.field(self._nets).value(holder)
+        holder = context.fields.holder(self.nets.field)
+        nets = context.field(self.nets.field).value(holder)
         return holder, nets[:-1], float(nets[-1])
 
     def _keep(self, context: StepContext, holder: int, weights: Floats, loss: float) -> None:
-        context.store(self._nets, np.array([holder]), np.append(weights, np.float32(loss)))
+        context.store(self.nets.field, np.array([holder]), np.append(weights, np.float32(loss)))
 
     def _say(self, context: StepContext, loss: float) -> bool:
         """What came of the training, in the log of one rank."""
@@ -257,82 +345,12 @@ class LGC(CLTk):
             )
         return True
 
-    def _code(self, group: Group, context: StepContext, sent: _Sent, flags: Bytes) -> Exchange:
-        """The sum of codes, which every rank decodes."""
+    def _code(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
+        """The form's codes."""
+        share = partial(self.share_indices, group, context)
+        flags = yield from self.nets.code(group, context, sent, lambda: self._kept(context)[1], share)
         holder, weights, loss = self._kept(context)
         group.scratch.once("said", lambda: self._say(context, loss))
-        network = self.network
-        values: list[Floats] = []
-
-        def write(view: Floats) -> Bytes:
-            values.append(sent.values(group, flags))
-            view[:] = network.encode(weights, values[0])
-            # An infinite value in the code is one in the sum, on all ranks.
-            return np.zeros_like(flags)
-
-        reply = yield Sum(network.code_length(sent.count), write)
-        with np.errstate(all="ignore"):
-            found = network.decode(weights, reply.data / np.float32(context.trainers), sent.count)
-            lost = values[0] - found if self.feedback else np.zeros_like(found)
-        if not np.isfinite(found).all():
-            flags[:] = 1
         if holder in group.layers:  # a commit swaps both places of the field
             self._keep(context, holder, weights, loss)
-        keep_errors(group, sent.chosen, sent.in_rows(lost))
-        sent.scatter(group, flags, found, 1.0, context.unscale_mean)
         return flags
-
-
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """g: the selected values of a group, its layers in the order of the model, whatever order they travel in.
-
-    ``places``: where each lies in the arrays of ``chosen``. ``rows``: the row that each belongs to.
-    """
-
-    chosen: Selection
-    places: Sizes
-    rows: Sizes
-
-    @staticmethod
-    def of(group: Group, chosen: Selection) -> _Sent:
-        order = np.argsort(group.layers, kind="stable")
-        places = [np.arange(n) + begin for begin, n in zip(chosen.offsets, chosen.counts, strict=True)]
-        ordered = [places[row] for row in order.tolist()]
-        return _Sent(
-            chosen,
-            np.concatenate([np.zeros(0, np.int64), *ordered]),
-            np.repeat(order, chosen.counts[order]),
-        )
-
-    @property
-    def count(self) -> int:
-        return len(self.places)
-
-    def values(self, group: Group, flags: Bytes) -> Floats:
-        """This rank's; zeros for rows that are flagged, since a code mixes rows."""
-        chosen = self.chosen
-        selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
-        found: Floats = chosen.values[self.places]
-        found[flags[self.rows] != 0] = 0
-        return found
-
-    def in_rows(self, values: Floats) -> Floats:
-        """Values of g where the selection has them."""
-        found: npt.NDArray[np.float32] = np.zeros_like(self.chosen.values)
-        found[self.places] = values
-        return found
-
-    def scatter(self, group: Group, flags: Bytes, values: Floats, divisor: float, scale: float) -> None:
-        """Write ``values`` / divisor * scale to the outputs at the selected indices, 0 elsewhere."""
-        chosen = self.chosen
-        indices.scatter_values(
-            group.table,
-            flags,
-            chosen.offsets,
-            chosen.counts,
-            chosen.indices,
-            self.in_rows(values),
-            divisor=divisor,
-            scale=scale,
-        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from gradcomp.compress.base import Compressor, Traits
+from gradcomp.compress.base import Compressor, Traffic, Traits
 from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.messages import Exchange
 from gradcomp.compress.registry import from_string
@@ -86,9 +86,9 @@ class Wrapper(Compressor):
         """The inner one's, and those that the wrapper brings."""
         return {**self.inner.fields(layer, seed), **super().fields(layer, seed)}
 
-    def shared_fields(self, seed: int) -> dict[str, tuple[int, Begin]]:
+    def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
         """The inner one's."""
-        return self.inner.shared_fields(seed)
+        return self.inner.shared_fields(seed, ranks)
 
     def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
         """The inner one's, wrapped."""
@@ -113,6 +113,10 @@ class Wrapper(Compressor):
     def wire_bytes(self, group: Group) -> Sizes:
         """As the inner one."""
         return self.inner.wire_bytes(group)
+
+    def traffic(self, group: Group) -> Traffic:
+        """As the inner one."""
+        return self.inner.traffic(group)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """The inner one's; what wrappers change is in the group, the context and the state."""

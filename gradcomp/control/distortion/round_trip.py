@@ -42,7 +42,7 @@ def round_trip(
         values = values.copy()
     if fields is None:
         fields = Fields(1)
-        fields.arrange([{**compressor.fields(layer, seed), **compressor.shared_fields(seed)}])
+        fields.arrange([{**compressor.fields(layer, seed), **compressor.shared_fields(seed, 1)}])
     given = np.empty(layer.size, dtype=np.float32)
     next_residual = np.empty(layer.size if compressor.traits.contributes else 0, dtype=np.float32)
     group = _group(compressor, layer)

@@ -1,0 +1,338 @@
+"""LGC's parameter-server form: what every rank decodes, learns, sends and keeps, and ranks that lie."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from compress.learning import (
+    LAST,
+    LAYERS,
+    SENT,
+    SMALL,
+    A,
+    B,
+    job,
+    largest,
+    nets_of,
+    owe_nothing,
+    weights_of,
+    without_momentum,
+)
+
+from gradcomp import LGC, ConfigError, LayerSpec, StateError, WireFormatError
+from gradcomp.compress import from_string
+from gradcomp.compress.learned.decoders import Decoders
+from gradcomp.compress.messages import Reply
+from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import Simulation, true_mean
+
+SERVER = replace(SMALL, form="server")
+INNOVATIONS = {A: 2, B: 3}
+
+
+def server(**settings) -> LGC:
+    return without_momentum(form="server", **settings)
+
+
+def leader_of(ranks: Simulation, compressor: LGC = SERVER) -> int:
+    return compressor.leader(ranks.pipelines[0]._context())
+
+
+def parts(gradients, leader: int) -> tuple[dict[int, np.ndarray], np.ndarray, np.ndarray]:
+    """The leader's positions in A and B; there, all ranks' values, and which of them are innovations."""
+    at = {layer: largest(gradients[leader][layer], SENT[layer]) for layer in (A, B)}
+    values = [np.concatenate([g[layer][at[layer]] for layer in (A, B)]) for g in gradients]
+    marks = [
+        np.concatenate([np.isin(at[layer], largest(g[layer], INNOVATIONS[layer])) for layer in (A, B)])
+        for g in gradients
+    ]
+    return at, np.array(values), np.array(marks)
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_every_rank_decodes_the_leaders_code_with_each_ranks_innovations(average: bool):
+    ranks = job(server(train_steps=0), world=3, average=average)
+    weights, net = weights_of(ranks), Decoders(4, 3)
+    divisor = 3 if average else 1
+    for _ in range(3):
+        owe_nothing(ranks)
+        gradients, leader = ranks.gradients(), leader_of(ranks)
+        for layer in (A, B):  # what two ranks have in common
+            gradients[1][layer][:9] = gradients[2][layer][:9] = 4 + np.arange(9)
+        at, values, marks = parts(gradients, leader)
+        means = ranks.step(gradients).all_means()
+        assert marks.any()
+        assert not marks.all()
+        innovations = np.where(marks, values, np.float32(0))
+        found = net.decode(weights, net.encode(weights, values[leader]), innovations).sum(0) / divisor
+        for layer, expected in ((A, found[: SENT[A]]), (B, found[SENT[A] :])):
+            outside = np.zeros(LAYERS[layer].size, np.float32)
+            for g in gradients:
+                own = np.setdiff1d(largest(g[layer], INNOVATIONS[layer]), at[layer])
+                outside[own] += g[layer][own]
+            mean = means[layer].copy()
+            np.testing.assert_allclose(mean[at[layer]], expected, rtol=1e-5, atol=1e-6 * np.abs(found).max())
+            mean[at[layer]] = 0
+            assert outside.any()
+            np.testing.assert_array_equal(mean, outside / np.float32(divisor))
+
+
+def test_training_is_from_the_leaders_code_with_innovations_as_they_will_be():
+    ranks, net = job(server(), world=3), Decoders(4, 3)
+    weights = weights_of(ranks)
+    np.testing.assert_array_equal(weights, net.first_weights(0))
+    gradients, leader = ranks.gradients(), leader_of(ranks)
+    for layer in (A, B):
+        gradients[0][layer][:9] = gradients[2][layer][:9] = 4 + np.arange(9)
+    at, values, marks = parts(gradients, leader)
+    assert marks.any(axis=1).sum() >= 2
+    assert not marks.all()
+    means = ranks.step(gradients).all_means()
+    for layer in (A, B):
+        assert np.flatnonzero(means[layer]).tolist() == at[layer].tolist()
+    samples = (values / np.sqrt((values.astype(np.float64) ** 2).sum() / 3)).astype(np.float32)
+    innovations = np.where(marks, samples, np.float32(0))
+    trained, loss = net.train(weights, samples, innovations, leader, 0.001)
+    np.testing.assert_allclose(weights_of(ranks), trained, rtol=0, atol=1e-7)
+    assert nets_of(ranks)[-1] == pytest.approx(0.95 + 0.05 * loss, rel=1e-5)
+    assert loss < 1  # zeros have that
+
+
+@pytest.mark.parametrize(("channels", "innovation"), [(4, 0.1), (1, 0.0)])
+def test_bytes_are_those_that_are_documented(channels: int, innovation: float):
+    compressor = server(
+        train_steps=1, code_channels=channels, innovation=innovation, indices="raw", train_share=1.0
+    )
+    ranks = job(compressor, record=True, reorder=False)
+    indices, code = 4 * 50, 4 * channels * 4  # 50 values are padded to 64
+    innovations = 8 * 5 if innovation else 0
+    for gathered in ([4 * 50 + 7], [innovations] if innovation else []):
+        led = indices if gathered == [4 * 50 + 7] else code + indices
+        leader = leader_of(ranks)
+        ranks.step()
+        for r, rank in enumerate(ranks.ranks):
+            sizes = [len(payload_of(data)) for kind, data in rank.transport.sent if kind == "allgatherv"]
+            wanted = [*([led] if r == leader else []), *gathered]
+            assert [size for size in sizes if size in wanted] == wanted, (sizes, wanted)
+            rank.transport.sent.clear()
+        learning = [
+            g for b in ranks.pipelines[0].layout.buckets for g in b.groups if g.compressor.traits.learns
+        ]
+        assert [g.compressor.wire_bytes(g).sum() for g in learning] == [led + sum(gathered)]
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "world", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_ranks_stay_identical_through_all_phases(world: int):
+    ranks = job(
+        LGC(0.01, warmup_steps=5, train_steps=10, least_parameters=0, form="server"),
+        world,
+        shuffle=True,
+        delay=0.2,
+    )
+    for step in range(60):
+        absent = [A] if step in (7, 40, 41, 42, 43) else []
+        ranks.step(ranks.gradients(absent), commit=step not in (12, 33)).all_means()
+        if step > 4:
+            weights_of(ranks)
+
+
+@pytest.mark.full
+def test_ranks_stay_identical_over_500_steps():
+    ranks = job(replace(SERVER, warmup_steps=20, train_steps=40, feedback=True), 3, shuffle=True)
+    for _ in range(500):
+        ranks.step().all_means()
+    weights_of(ranks)
+
+
+def test_values_that_are_not_finite_are_seen_everywhere_and_spoil_no_other_layer():
+    ranks = job(server(train_steps=1), world=2)
+    for step in range(3):
+        gradients, before = ranks.gradients(), ranks.state()
+        gradients[step % 2][B][7] = np.inf
+        outcome = ranks.step(gradients)
+        assert outcome.result.nonfinite.tolist() == [i == B for i in range(len(LAYERS))]
+        assert np.isfinite(outcome.mean(A)).all()
+        assert ranks.state() == before
+
+
+@pytest.mark.parametrize("innovation", [0.1, pytest.param(0.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_what_nobody_can_decode_is_owed_only_with_feedback(feedback: bool, innovation: float):
+    ranks = job(server(train_steps=2, feedback=feedback, innovation=innovation), 3)
+    missing = [np.zeros(layer.size) for layer in LAYERS]
+    for step in range(8):
+        gradients = ranks.gradients()
+        means = ranks.step(gradients).all_means()
+        for layer in (A, B, LAST):
+            missing[layer] += true_mean(gradients, layer) - means[layer]
+            telescopes = np.allclose(missing[layer], ranks.owed(layer), rtol=0, atol=1e-5)
+            assert telescopes == (feedback or layer == LAST or step < 2), (step, layer)
+
+
+def test_innovations_leave_nothing_and_their_momentum_starts_again():
+    ranks = job(replace(SERVER, warmup_steps=0, train_steps=0), 2)
+    gradients, leader = ranks.gradients(), leader_of(ranks)
+    ranks.step(gradients)
+    for r, pipeline in enumerate(ranks.pipelines):
+        for layer in (A, B):
+            sent = np.union1d(
+                largest(gradients[leader][layer], SENT[layer]),
+                largest(gradients[r][layer], INNOVATIONS[layer]),
+            )
+            for held in (pipeline.residuals.first, pipeline.fields["momentum"]):
+                assert np.setdiff1d(
+                    np.arange(LAYERS[layer].size), np.flatnonzero(held.value(layer))
+                ).tolist() == (sent.tolist())
+
+
+@pytest.mark.parametrize("stop", [3, 7, pytest.param(5, marks=pytest.mark.full)])
+def test_a_run_goes_on_in_any_phase(stop: int):
+    straight, first, again = (job(SERVER, shuffle=True) for _ in range(3))
+    for _ in range(stop):
+        first.step()
+    again.drawn = first.drawn
+    for old, new in zip(first.pipelines, again.pipelines, strict=True):
+        restore(new, snapshot(old))
+    for step in range(9):
+        want = straight.step().all_means()
+        if step >= stop:
+            assert [m.tobytes() for m in again.step().all_means()] == [m.tobytes() for m in want]
+    assert again.state() == straight.state()
+    np.testing.assert_array_equal(nets_of(again), nets_of(straight))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_ranks_keep_their_decoders_and_new_ones_begin_anew(world: int):
+    old = job(SERVER, world=3)
+    for _ in range(4):
+        old.step()
+    saved = nets_of(old)
+    new = job(SERVER, world=world)
+    for rank, pipeline in enumerate(new.pipelines):
+        restore(pipeline, merge((snapshot(p) for p in old.pipelines), rank, world), 2.0)
+        pipeline.lay_out()
+    expected = Decoders(4, world).adapted(saved[:-1], 0)
+    np.testing.assert_array_equal(nets_of(new), np.append(expected, saved[-1]))
+    for _ in range(3):
+        new.step().all_means()
+
+
+def test_weights_of_no_number_of_ranks_are_refused():
+    old = job(SERVER, world=2)
+    for _ in range(4):
+        old.step()
+    state = merge((snapshot(p) for p in old.pipelines), 0, 2)
+    (kind,) = (name for name in state.fields if "lgc" in name)
+    state.fields[kind]["a"] = state.fields[kind]["a"][:-5]
+    with pytest.raises(StateError, match=f"missing {kind} of 'a'"):
+        restore(job(SERVER, world=2).pipelines[0], state)
+
+
+# --- refusals, and ranks that lie ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"form": "star"},
+        {"innovation": 1.1},
+        {"innovation": True},
+        {"similarity": -1},
+        {"similarity": float("nan")},
+    ],
+)
+def test_impossible_settings_are_refused(arguments):
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        LGC(**{"form": "server", **arguments})
+
+
+def test_the_settings_of_the_paper_are_the_defaults():
+    default = LGC(form="server")
+    assert (default.innovation, default.similarity) == (0.1, 0.5)
+    assert from_string("lgc:form=server") == default
+    assert default.at_step(500) == LGC(form="server", warmup_steps=0, train_steps=0)
+
+
+HEADER = ByteHeader.size(2)
+LIES = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
+
+
+def attempt(leads: int, changes) -> Exception | None:
+    """Four values a layer, one innovation each; what rank 1 gets from rank 0 is changed, message by message.
+
+    Both rounds have a message of sizes, and then one of payloads. ``leads``: the rank that draws the indices. Returns
+    the error of rank 1.
+    """
+    seen = 0
+
+    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        nonlocal seen
+        if (source, destination) != (0, 1):
+            return message
+        seen += 1
+        return changes.get(seen, lambda message: message)(message)
+
+    compressor = server(ends=False, train_steps=0)
+    for seed in range(20):
+        ranks = Simulation(LIES, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
+        if leader_of(ranks, compressor) == leads:
+            return ranks.attempt()[1]
+    raise AssertionError("no such leader")
+
+
+def put(begin: int, stream: bytes):
+    """Put a stream into a payload, from a byte on to the end."""
+
+    def change(message: np.ndarray) -> np.ndarray:
+        end = HEADER + len(payload_of(message))
+        room = end - HEADER - begin
+        message[HEADER + begin : end] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
+        return message
+
+    return change
+
+
+STREAMS = {
+    "too few": [1],
+    "not ascending": [0, 1],
+    "out of range": [401, 1],
+    "too many": [1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("kind", [*STREAMS, "no stream"])
+def test_impossible_innovations_are_an_error(kind: str):
+    stream = zlib.compress(np.array(STREAMS[kind], "<u4").tobytes()) if kind in STREAMS else b"no"
+    error = attempt(1, {4: put(4 * 2, stream)})
+    assert isinstance(error, WireFormatError)
+    assert "rank 0 sent an impossible sparse payload" in str(error)
+
+
+def test_impossible_indices_behind_a_code_are_an_error():
+    error = attempt(0, {2: put(4 * 4, b"no stream")})
+    assert isinstance(error, WireFormatError)
+    assert "rank 0 sent an impossible sparse payload" in str(error)
+
+
+def test_less_than_a_code_is_an_error():
+    compressor = server(ends=False, train_steps=0)
+    pipeline = Simulation(LIES, compressor, 2).pipelines[1]
+    pipeline.lay_out()
+    (bucket,) = pipeline.layout.buckets
+    exchange = compressor.exchange(bucket.groups[0], pipeline._context())
+    next(exchange)
+    with pytest.raises(WireFormatError, match="10 bytes where 16 come in front of the indices"):
+        exchange.send(Reply(np.zeros(2, np.uint8), np.zeros(10, np.uint8)))
