@@ -65,7 +65,7 @@ def test_sets_come_and_go_and_one_holds_all_ranks():
     assert not gc.remove_process_set(gc.global_process_set)
     again = gc.add_process_set([0, 1] if gc.rank() < 2 else [2, 3])
     assert gc.allreduce(torch.tensor(1), op=gc.Sum, process_set=again) == 2
-    with pytest.raises(gc.ConfigError, match="the job has ranks 0 .. 3"):
+    with pytest.raises(gc.ConfigError, match="the job has ranks 0"):
         gc.add_process_set([4])
 
 
