@@ -33,8 +33,10 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
-           bench-shm bench-transports bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive \
-           bench-sharded bench-auto bench-memory bench-soak bench-information bench-learned bench-tf-ops bench-tf-step bench-tf-convergence
+           bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
+           bench-multilevel bench-adaptive \
+           bench-sharded bench-auto bench-memory bench-soak bench-information bench-learned bench-tf-ops \
+           bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -251,6 +253,9 @@ bench-shm: $(STAMP)/package $(STAMP)/extra-mpi
 
 bench-transports: $(STAMP)/package $(STAMP)/extra-mpi
 	$(BIN)/python benchmarks/transports.py $(ARGS)
+
+bench-collectives: $(STAMP)/package
+	$(BIN)/python benchmarks/collectives.py $(ARGS)
 
 bench-scaling: $(STAMP)/package
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
