@@ -33,8 +33,10 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
-           bench-shm bench-transports bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive \
-           bench-sharded bench-auto bench-memory bench-soak bench-information bench-tf-ops bench-tf-step bench-tf-convergence
+           bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
+           bench-multilevel bench-adaptive \
+           bench-sharded bench-auto bench-memory bench-soak bench-information bench-learned bench-tf-ops \
+           bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -252,6 +254,9 @@ bench-shm: $(STAMP)/package $(STAMP)/extra-mpi
 bench-transports: $(STAMP)/package $(STAMP)/extra-mpi
 	$(BIN)/python benchmarks/transports.py $(ARGS)
 
+bench-collectives: $(STAMP)/package
+	$(BIN)/python benchmarks/collectives.py $(ARGS)
+
 bench-scaling: $(STAMP)/package
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
@@ -281,6 +286,9 @@ bench-soak: $(STAMP)/package
 
 bench-information: $(STAMP)/package $(STAMP)/extra-plot
 	$(BIN)/python benchmarks/information.py $(ARGS)
+
+bench-learned: $(STAMP)/package $(STAMP)/extra-demo $(STAMP)/extra-plot
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/learned.py $(ARGS)
 
 bench-tf-ops: $(STAMP)/package $(STAMP)/extra-tf
 	$(BIN)/python benchmarks/tf_ops.py $(ARGS)

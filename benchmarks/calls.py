@@ -5,8 +5,8 @@
 Two ranks in one process exchange the gradients of a GPT of 125 M parameters, under one codec and one size of buckets a
 row, over a driver that does nothing but count. So the figures are those of the program itself: what its Python takes in
 a phase of a bucket, the least of the steps, the median over buckets; in the thread's own time, so that whatever else
-runs on the machine does not count for much. A phase is what the trace has between two rounds: "encode" before the
-first, "decode" behind the last, "between" where there are two rounds: the reduction of codes, or PowerSGD's Q from the
+runs on the machine does not count for much. A phase is what the trace has between two rounds: "compress" before the
+first, "decompress" behind the last, "between" where there are two: the reduction of codes, or PowerSGD's Q from the
 sum of P. Messages of fixed size stay on the device, as over NCCL; over a transport on the host their bytes are copied
 once more each way. Driver calls are one rank's in one step: "synchronize" blocks the thread, "wait" is an event that it
 asks for, "event" is one of the frameworks'. Memory that kernels would fill holds zeros, but selections find as many
@@ -30,7 +30,7 @@ import report
 from null_device import NullTransport, NullWorld, null_device
 
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
-from gradcomp.core.statistics import Span
+from gradcomp.core.trace import Span
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Options, Pipeline, Submission, memory
 
@@ -52,8 +52,8 @@ VARYING = "TopK 1%, sizes vary"
 #: Python of one phase of one bucket that is at most wanted, in microseconds.
 BAR = 60.0
 
-PHASES = ("encode", "between", "decode")
-SPANS = ("encode", "reduce", "decode")  # of the trace, that count
+PHASES = ("compress", "between", "decompress")
+SPANS = ("compress", "reduce", "decompress", "feedback")  # of the trace, that count
 CALLS = (
     "launch",
     "upload",
@@ -177,7 +177,7 @@ def measure(
             for bucket, found in between_rounds(first.trace.spans(), first.step - 1).items():
                 seconds -= sum(found)
                 for phase, each in zip(
-                    ("encode", *("between",) * (len(found) - 2), "decode"), found, strict=True
+                    ("compress", *("between",) * (len(found) - 2), "decompress"), found, strict=True
                 ):
                     spans[phase][bucket] = min(each, spans[phase].get(bucket, each))
             rest.append((seconds - timed.seconds) / buckets)
@@ -192,7 +192,7 @@ def between_rounds(spans: Sequence[Span], step: int) -> dict[int, list[float]]:
     found: dict[int, list[float]] = defaultdict(lambda: [0.0])
     for span in spans:
         if span.step == step:
-            if span.name == "wire":
+            if span.name == "send":
                 found[span.bucket].append(0.0)
             elif span.name in SPANS:
                 found[span.bucket][-1] += span.end - span.begin

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import socket
@@ -73,6 +74,7 @@ class Plan:
     controller: str = ""
     exact: str = "float32"
     residuals: str = "float32"
+    watch: str = ""  # a module beside this one, whose Watch sees every step
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -93,12 +95,9 @@ def run_rank(plan: Plan, out: Path) -> None:
     found = []
     for seed in plan.seeds:
         job = make_job(plan.task, plan.settings, data, seed, rank, size)
-        found.append(
-            {
-                "seed": seed,
-                **train(job, plan.compression, plan.rate, plan.controller, plan.exact, plan.residuals),
-            }
-        )
+        watch = importlib.import_module(plan.watch).Watch(job, rank) if plan.watch else None
+        trained = train(job, plan.compression, plan.rate, plan.controller, plan.exact, plan.residuals, watch)
+        found.append({"seed": seed, **trained})
     source = getattr(data, "source", None)
     out.with_name(f"{rank}.json").write_text(json.dumps({"source": source, "runs": found}))
     gc.shutdown()

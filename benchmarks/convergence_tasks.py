@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import models
 from convergence_rows import DIGITS, GPT, LSTM
@@ -53,6 +53,16 @@ class Job:
     steps: int
     clip: float | None
     metric: Callable[[], float]
+
+
+class Watch(Protocol):
+    """What sees a run while it trains."""
+
+    def step(self, loss: float, seconds: float, sent: Any) -> None:
+        """After a step: this rank's loss before it, how long it took, and the optimizer's statistics."""
+
+    def found(self) -> dict[str, Any]:
+        """After the last step: what is added to the run."""
 
 
 def load(task: str, settings: Settings) -> Any:
@@ -148,11 +158,13 @@ def train(
     controller: str = "",
     exact: str = "float32",
     residuals: str = "float32",
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
 
     ``exact``: how excluded layers travel. ``residuals``: the dtype that residuals are kept in.
     ``compressible_bytes_per_step``: of the layers that are not excluded, over the run, by formula.
+    ``watch`` sees every step; what it found is in the result.
     With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
     """
     import torch
@@ -183,7 +195,8 @@ def train(
     for _, (inputs, targets) in zip(range(job.steps), job.batches, strict=False):
         step_began = time.perf_counter()
         optimizer.zero_grad()
-        job.loss(job.model, inputs, targets).backward()
+        loss = job.loss(job.model, inputs, targets)
+        loss.backward()
         if job.clip is not None:
             torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip)
         optimizer.step()
@@ -194,6 +207,8 @@ def train(
             plans.append((len(counted) + 1, plan))
         sent = optimizer.statistics()
         counted.append((sent.wire_bytes, sent.dense_bytes))
+        if watch is not None:
+            watch.step(loss.item(), step_seconds[-1], sent)
     seconds = time.perf_counter() - began
     digest = hashlib.sha256()
     for parameter in job.model.parameters():
@@ -227,6 +242,8 @@ def train(
             [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans
         ]
         adaptive["buckets"] = [[names, size] for names, size in optimizer.buckets()]
+    if watch is not None:
+        adaptive.update(watch.found())
     return {
         **adaptive,
         "metric": job.metric(),

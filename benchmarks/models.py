@@ -135,7 +135,32 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
+class Classifier(nn.Module):
+    """A network with its mean cross entropy."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mean over images."""
+        return functional.cross_entropy(self.network(images), labels)
+
+
 # ------------------------------------------------------------------------------------------------- images
+
+
+class Noise:
+    """64 random images of 16 x 16 pixels and labels in every batch, where times alone matter."""
+
+    source = "64 random images of 16 x 16 pixels in place of a text"
+
+    def batches(self, rank: int, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless; every rank draws its own. The sizes are those of a text, and not used."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+        while True:
+            images = torch.randn(64, 3, 16, 16, generator=generator)
+            yield images, torch.randint(10, (64,), generator=generator)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def prepared_exchange(
         pipeline.registry.flush()
         settle(lambda: pipeline.poll() is Waiting.NOTHING)
         spans = [span for span in pipeline.trace.spans() if span.begin >= begin]
-        kernels.append(sum(s.end - s.begin for s in spans if s.name in ("encode", "reduce", "decode")))
+        kernels.append(sum(s.end - s.begin for s in spans if s.name in ("compress", "reduce", "decompress")))
         pipeline.discard()
 
     return before, exchange

@@ -4,6 +4,7 @@
     python benchmarks/step.py --link 100mbit --blocks 3
     python benchmarks/step.py --link unshaped
     python benchmarks/step.py --rows ddp,4bit --compression quantize:bits=3 --json step.json
+    python benchmarks/step.py --model resnet --rows topk-0.1,lgc-1,lgc-untrained,lgc-trained,lgc-auto
     python benchmarks/step.py --rows powersgd-4 --set slice_elements=65536      # many small buckets
 
 One rank per host, one thread per rank, one core per rank. All rows live in the same processes, each with its own copy
@@ -49,7 +50,7 @@ import compressions
 import hosts
 import report
 from options import add_timing
-from step_rank import BATCH, LENGTH, Task, run_rank
+from step_rank import BATCH, LENGTH, MODELS, Task, run_rank
 from step_results import bars, evaluate, judge, show
 from step_rows import ROWS, Row, choose
 
@@ -72,7 +73,7 @@ def measure(options: argparse.Namespace) -> int:
         print(f"row {key} is left out: {reason}", file=sys.stderr)
     settings = dict(parse_setting(text) for text in options.set)
     task = Task(rows, options.blocks, options.steps, options.warmup, options.seed, options.data and str(options.data),
-                settings, True, options.traces and str(options.traces))  # fmt: skip
+                settings, True, options.traces and str(options.traces), options.model)  # fmt: skip
     if options.traces:
         options.traces.mkdir(parents=True, exist_ok=True)
     found_machine = report.machine()
@@ -133,6 +134,7 @@ def main() -> int:
     parser.add_argument(
         "--link", choices=hosts.LINKS, default="1gbit", help="rate of the links (default: 1gbit)"
     )
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="or ResNet-20 on random images")
     add_timing(parser, blocks=10, steps=8)
     parser.add_argument(
         "--rows",

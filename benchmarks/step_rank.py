@@ -21,6 +21,7 @@ from roofline import Rounds, WireRecord
 from step_rows import Row
 
 BATCH, LENGTH = 4, 14  # a step without exchange takes about 38 ms on one thread
+LSTM, RESNET = MODELS = ("lstm", "resnet")
 LEARNING_RATE = 0.2
 HOOK_RANK = 4
 COUNTERS = ("exposed_seconds", "codec_seconds", "wire_seconds")
@@ -39,6 +40,7 @@ class Task:
     settings: dict[str, Any]
     measure_link: bool
     traces: str | None
+    model: str = "lstm"
 
     @property
     def total_steps(self) -> int:
@@ -112,7 +114,7 @@ class Trainer:
         return sha.hexdigest()
 
 
-def make_trainer(row: Row, initial: Any, text: models.Text, rank: int, task: Task) -> Trainer:
+def make_trainer(row: Row, initial: Any, text: models.Text | models.Noise, rank: int, task: Task) -> Trainer:
     import torch
 
     model = copy.deepcopy(initial)
@@ -196,8 +198,11 @@ def run_rank(task: Task, out: Path) -> None:
 
         gc.init(seed=task.seed, **task.settings)
     torch.manual_seed(task.seed)
-    initial = models.WordLSTM()
-    text = models.load_text(Path(task.data) if task.data else None)
+    text: models.Text | models.Noise
+    if task.model == RESNET:
+        initial, text = models.Classifier(models.ResNet((3, 3, 3), 16)), models.Noise()
+    else:
+        initial, text = models.WordLSTM(), models.load_text(Path(task.data) if task.data else None)
     trainers = [make_trainer(row, initial, text, rank, task) for row in task.rows]
     for _ in range(task.blocks):
         for trainer in trainers:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 MOMENTUM = 0.9
 IDEAL, DDP, IDENTITY = "ideal", "ddp", "identity"
-POWERSGD, HOOK, TOPK = "powersgd-4", "ddp-powersgd-4", "topk"
+POWERSGD, HOOK, TOPK, FINE = "powersgd-4", "ddp-powersgd-4", "topk", "topk-0.1"
+UNTRAINED, AUTO = "lgc-untrained", "lgc-auto"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,27 @@ ROWS = (
         "gradcomp",
         "topk:density=0.01,indices=raw",
         extra=True,
+    ),
+    Row(FINE, "gradcomp TopK 0.1%", "gradcomp", "topk:density=0.001", extra=True),
+    # Single phases of LGC. In phase 3 the nets are those that training begins with, so losses are no one's.
+    *(
+        Row(
+            key,
+            f"gradcomp LGC 0.1%, {title}",
+            "gradcomp",
+            f"lgc:warmup_steps=0,{how}",
+            momentum=0.0,
+            extra=True,
+        )
+        for key, title, how in (
+            ("lgc-1", "codes, one channel", "train_steps=0,code_channels=1"),
+            ("lgc-4", "codes, four channels", "train_steps=0"),
+            ("lgc-1-all", "codes of all layers, one channel", "train_steps=0,code_channels=1,ends=false"),
+            ("lgc-4-all", "codes of all layers, four channels", "train_steps=0,ends=false"),
+            (UNTRAINED, "phase 2 without training", "train_steps=1000000,train_share=0.001"),
+            ("lgc-trained", "phase 2, training on all samples", "train_steps=1000000,train_share=1.0"),
+            (AUTO, "phase 2, training on a measured share", "train_steps=1000000"),
+        )
     ),
     Row("dgc", "gradcomp DGC 0.1%", "gradcomp", "dgc:density=0.001", momentum=0.0, extra=True),
     Row("scaled-sign", "gradcomp ScaledSign", "gradcomp", "scaled_sign", extra=True),

@@ -112,9 +112,9 @@ def every_integer_dtype_comes_back(rank: int, world: int) -> None:
 
 
 @check
-def average_of_integers_is_refused(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "int64", "op=Sum"):
-        gc.allreduce(torch.ones(3, dtype=torch.int64))
+def average_of_bool_is_refused(rank: int, world: int) -> None:
+    with raises(gc.ConfigError, "bool", "op=Sum"):
+        gc.allreduce(torch.ones(3, dtype=torch.bool))
 
 
 @check
@@ -233,7 +233,6 @@ def one_ranks_bad_argument_is_everyones_error(rank: int, world: int) -> None:
 @check
 def unreducible_tensors_are_refused(rank: int, world: int) -> None:
     for tensor in (
-        torch.ones(2, dtype=torch.bool),
         torch.ones(2, dtype=torch.complex64),
         torch.ones(2, 2).to_sparse(),
     ):
@@ -569,10 +568,10 @@ def forked_child_is_not_a_rank(rank: int, world: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def main() -> None:
+def main(checks: dict[str, Callable[[int, int], None]] | None = None) -> None:
     gc.init(timeout_seconds=60)
     outcome = {}
-    for name, function in CHECKS.items():
+    for name, function in (checks or CHECKS).items():
         try:
             function(gc.rank(), gc.size())
             outcome[name] = ""

@@ -180,7 +180,7 @@ ROWS = {
     "threshold-capacity": Row(Threshold(0.5, capacity=0.1), constants=False, sized=False),
     "threshold-no-feedback": Row(Threshold(0.5, feedback=False), constants=False, sized=False, error=1.0),
     "clt-k": Row(CLTk(0.1), constants=False),
-    "clt-k-deflate": Row(CLTk(0.2, indices="deflate"), constants=False, sized=False),
+    "clt-k-deflate": Row(CLTk(0.2, indices="deflate", refresh=3), constants=False, sized=False, waits=True),
     "clt-k-no-feedback": Row(CLTk(0.3, feedback=False), constants=False, error=1.0),
     "clt-k-momentum": Row(MomentumCorrection(CLTk(0.1)), constants=False),
     "random-k": Row(RandomK(0.1), constants=False, draws=True),
@@ -214,7 +214,7 @@ ROWS = {
         by_part=True,
     ),
     "lgc-feedback": Row(
-        LGC(0.3, 0.0, 0, 0, code_channels=1, ends=False, least_parameters=0, feedback=True),
+        LGC(0.3, 0.0, 0, 0, code_channels=1, ends=False, least_parameters=0, feedback=True, refresh=2),
         constants=False,
         draws=True,
         overflows=False,
@@ -223,7 +223,7 @@ ROWS = {
         by_part=True,
     ),
     "lgc-server": Row(
-        LGC(0.3, 0.0, 0, 0, form="server", ends=False, least_parameters=0, feedback=True),
+        LGC(0.3, 0.0, 0, 0, form="server", ends=False, least_parameters=0, feedback=True, refresh=2),
         constants=False,
         draws=True,
         overflows=False,

@@ -43,6 +43,7 @@ class Traits:
     want c = scale g + decay r in memory, so that segments always have a next residual. ``whole_model``: all layers
     must be exchanged together, once the last gradient has arrived. ``exact``: nothing is lost. ``learns``: what is sent
     depends on what earlier steps have taught it, so that its steps have an order, and a level is no matter of choice.
+    ``by_times``: results depend on measured times, so that no two runs are alike.
     """
 
     keeps_residual: bool = False
@@ -57,11 +58,21 @@ class Traits:
     whole_model: bool = False
     exact: bool = False
     learns: bool = False
+    by_times: bool = False
 
     @property
     def preconditions(self) -> bool:
         """Whether momentum or clipping acts on gradients before they are compressed."""
         return self.momentum > 0 or self.clip_norm is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes of every segment: of one rank's Broadcast, of every rank's Gather, and of a Sum."""
+
+    led: npt.NDArray[np.float64]
+    gathered: npt.NDArray[np.float64]
+    summed: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -173,6 +184,11 @@ class Compressor(ABC):
     @abstractmethod
     def wire_bytes(self, group: Group) -> Sizes:
         """Bytes of every segment's payload, one direction, without headers; the most where data decide."""
+
+    def traffic(self, group: Group) -> Traffic:
+        """Where exchanges begin with a Broadcast: :meth:`wire_bytes` by kind of message, in the mean over steps."""
+        payload = self.wire_bytes(group).astype(np.float64)
+        return Traffic(np.zeros_like(payload), np.zeros_like(payload), payload)
 
     @abstractmethod
     def exchange(self, group: Group, context: StepContext) -> Exchange:

@@ -14,7 +14,7 @@ from gradcomp.compress import Compressor, PowerSGD, Quantize, TopK, from_string
 from gradcomp.compress.blocks import borders, count_for, unit_of
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.lowrank.base import LowRank, clamped_rank
-from gradcomp.compress.messages import Gather, Reduce
+from gradcomp.compress.messages import Broadcast, Gather, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -44,7 +44,7 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     """Bytes that one rank sends for each segment in one step, in the mean over ranks, without headers.
 
     Sums and codes of d bytes: as the reduction's formula, 2 d (N-1)/N for most. Gathered payloads: d (N-1), and where
-    data decide about d, the most that it can be; nothing from ranks that only serve.
+    data decide about d, the most that it can be; nothing from ranks that only serve. One rank's broadcast: d (N-1)/N.
     """
     world = topology.world
     payload = group.compressor.wire_bytes(group).astype(np.float64)
@@ -61,7 +61,14 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
         )
         sent: Doubles = of_payload * payload + of_dense * 4.0 * group.table["length"]
         return sent
-    added: Doubles = 2.0 * payload * (world - 1) / world
+    share = (world - 1) / world
+    if isinstance(first, Broadcast):
+        traffic = group.compressor.traffic(group)
+        mixed: Doubles = share * (
+            traffic.led + traffic.gathered * len(scheme.trainers(world)) + 2.0 * traffic.summed
+        )
+        return mixed
+    added: Doubles = 2.0 * payload * share
     return added
 
 

@@ -153,6 +153,12 @@ class Config:
         600.0, "Wait after which a rank aborts the job with a TransportError.", _positive, "positive"
     )
     trace_spans: int = _setting(4096, "Spans kept for the trace; 0 for none.", _not_negative, "not negative")
+    timeline: str = _setting(
+        "",
+        "Path of a timeline of the whole run, as start_timeline writes it; empty: none.",
+        lambda v: "\0" not in v,
+        "a path, or empty",
+    )
     run_log: str = _setting(
         "",
         "Path of a JSONL file to which rank 0 appends every change of plan; empty: none.",

@@ -1,83 +1,11 @@
-"""Counters of one exchanger and the bounded ring of spans behind the trace."""
+"""Counters of one exchanger."""
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-
-@dataclass(frozen=True)
-class Span:
-    """One interval of a bucket's life. Times in seconds of ``time.perf_counter``."""
-
-    name: str
-    step: int
-    bucket: int
-    begin: float
-    end: float
-
-
-class Trace:
-    """The last ``capacity`` spans; appending is cheap and thread-safe."""
-
-    def __init__(self, capacity: int, rank: int = 0) -> None:
-        self._spans: deque[tuple[str, int, int, float, float]] = deque(maxlen=capacity)
-        self._rank = rank
-        self._epoch = time.perf_counter()
-
-    @contextmanager
-    def span(self, name: str, step: int, bucket: int) -> Iterator[None]:
-        """Record the time spent in the block."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, step, bucket, begin, time.perf_counter())
-
-    def add(self, name: str, step: int, bucket: int, begin: float, end: float) -> None:
-        """Record an interval."""
-        self._spans.append((name, step, bucket, begin, end))
-
-    def spans(self) -> tuple[Span, ...]:
-        """The recorded spans, oldest first."""
-        return tuple(Span(*each) for each in tuple(self._spans))
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the spans as Chrome trace JSON (chrome://tracing, Perfetto), atomically.
-
-        One row (thread) per span name, one process per rank, microseconds.
-        """
-        spans = self.spans()  # others may go on adding
-        names = sorted({span.name for span in spans})
-        events: list[dict[str, object]] = [
-            {"ph": "M", "pid": self._rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
-            for tid, name in enumerate(names)
-        ]
-        events += [
-            {
-                "ph": "X",
-                "pid": self._rank,
-                "tid": names.index(span.name),
-                "name": f"{span.name} {span.bucket}",
-                "ts": (span.begin - self._epoch) * 1e6,
-                "dur": (span.end - span.begin) * 1e6,
-                "args": {"step": span.step, "bucket": span.bucket},
-            }
-            for span in spans
-        ]
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-        partial.replace(target)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from gradcomp.core.errors import GradcompError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO
+from gradcomp.core.trace import begin_range
 from gradcomp.engine.cues import Cues
 from gradcomp.engine.divergence import comparison_is_due
 from gradcomp.engine.engine import Engine
@@ -160,8 +161,12 @@ class Exchanger:
 
     def wait(self) -> StepResult:
         """Block until the step is done; the means are then in the outputs."""
-        begin = perf_counter()
-        self._progress.wait()
+        begin, end_range = perf_counter(), begin_range("wait")
+        try:
+            self._progress.wait()
+        finally:
+            if end_range is not None:
+                end_range()
         self._pipeline.statistics.exposed_seconds += perf_counter() - begin
         self._progress.is_open = False
         self._check()

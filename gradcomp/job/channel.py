@@ -1,8 +1,9 @@
-"""The user's own collectives: one thread, program order, and no data move before all ranks agree what is called.
+"""The user's own collectives: one thread, one call after the other, and no data move before all ranks agree on it.
 
 On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of 56
-bytes per rank: a digest of what this rank calls. Waiting ends at a deadline, or within a second of another rank's
-failure, which the :class:`Watchdog` finds out. A store that does not answer ends no call: the deadline does.
+bytes per rank: a digest of what this rank calls. Ranks that call in another order find the same calls by name
+(:mod:`gradcomp.job.matching`). Waiting ends at a deadline, or within a second of another rank's failure, which the
+:class:`Watchdog` finds out. A store that does not answer ends no call: the deadline does.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,14 +23,17 @@ import numpy.typing as npt
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, TransportError
+from gradcomp.engine.engine import sleep_precisely
 from gradcomp.engine.keys import ABORT, LEFT, Position
 from gradcomp.engine.watch import Roster, Watch
 from gradcomp.engine.watchdog import Watchdog
+from gradcomp.job.matching import Match, listing, match
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reply import Reply
 from gradcomp.job.runtime import current
-from gradcomp.pipeline.calls import Call, compare
+from gradcomp.pipeline.calls import Call
 from gradcomp.transport.base import Bytes, Handle, Transport
 
 T = TypeVar("T")
@@ -36,6 +41,10 @@ T = TypeVar("T")
 _LONGEST_PAUSE_SECONDS = 200e-6  # between polls of a collective
 _DRAIN_SECONDS = 10.0  # for a thread whose calls have ended
 _CHUNK_BYTES = 64 << 20
+#: Between rounds if no call was pending on all ranks.
+_FRUITLESS_PAUSE_SECONDS = 5e-3  # the longest
+#: A rank whose only thread has waited so long for calls that others do not make will make no other.
+_STUCK_SECONDS = 1.0
 
 
 class _CallWatch(Watch):
@@ -73,6 +82,15 @@ class _CallWatch(Watch):
         return f"{self.roster.name(member)} did not call it{why}"
 
 
+@dataclass(eq=False)
+class _Item:
+    """A call that was queued."""
+
+    call: Call
+    work: Callable[[list[int]], Any]
+    reply: Reply[Any]
+
+
 class Channel:
     """One process group's queue of calls and the thread that makes them.
 
@@ -95,9 +113,14 @@ class Channel:
         self._watch = _CallWatch(watchdog, config, f"user/{name}", group.rank, roster, aborts)
         watchdog.add(self._watch)
         self._timeout_seconds = config.timeout_seconds
+        self._stall_seconds = config.stall_warning_seconds
         self._process = os.getpid()
         self._failure: GradcompError | None = None
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._pending: list[_Item] = []
+        self._closing = False
+        self._callers: set[int | None] = set()  # threads that have called anything
+        self._fruitless_since: float | None = None
         self._thread = threading.Thread(target=self._serve, name="gradcomp-user", daemon=True)
         self._thread.start()
 
@@ -111,32 +134,23 @@ class Channel:
         """Whether a call failed such that the group is unusable."""
         return self._failure is not None
 
-    def submit(self, call: Call, work: Callable[[list[int]], T]) -> Future[T]:
+    def submit(
+        self, call: Call, work: Callable[[list[int]], T], release: Callable[[], None] | None = None
+    ) -> Reply[T]:
         """Queue a call: agree with the other ranks, then ``work(every rank's number)`` on this channel's thread.
 
         The future raises ConfigError if any rank has a problem, PlanMismatchError if the calls differ, on every rank;
         after these the channel can be used further. It raises TransportError if a rank fails or stays away.
+        ``release``: called once, when the caller has the result or has dropped the future.
         """
-        future: Future[T] = Future()
-
-        def serve() -> None:
-            try:
-                if self._failure is not None:
-                    raise self._failure
-                self._watch.name = call.name
-                self._watch.calls += 1
-                future.set_result(work(self._agree(call)))
-            except (ConfigError, PlanMismatchError) as error:
-                future.set_exception(error)
-            except BaseException as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
-                future.set_exception(self._fail(error))
-
         if os.getpid() != self._process:
             raise StateError(f"{call.name}: a forked child is not a rank")
         if not self._thread.is_alive():
             raise StateError(f"{call.name}: gradcomp was shut down")
-        self._queue.put(serve)
-        return future
+        reply: Reply[T] = Reply(release)
+        self._callers.add(threading.get_ident())
+        self._queue.put(_Item(call, work, reply))
+        return reply
 
     def close(self, reason: str | None = None) -> None:
         """End the thread after the calls under way; with a reason, tell the other ranks to stop waiting instead."""
@@ -184,22 +198,104 @@ class Channel:
         self._wait(lambda: self._group.alltoallv(send, send_counts, recv, recv_counts))
         return recv
 
+    def exchange(self, send: Bytes, recv: Bytes, peer: int) -> None:
+        """Send all of ``send`` to one rank and fill ``recv`` from it; every rank has a peer. Wire: d bytes."""
+        self._wait(lambda: self._group.exchange([(peer, send)], [(peer, recv)]))
+
     # ------------------------------------------------------------------------------------------ the thread
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            item()
+        sleep_precisely()
+        while self._take():
+            self._round()
 
-    def _agree(self, call: Call) -> list[int]:
-        """Every rank's number, if all call the same and none has a problem."""
-        rounds = compare(call, self.rank, self.size)
-        while True:
+    def _take(self) -> bool:
+        """Move what was queued to what is pending; wait for it where nothing else is to be done. False at the end."""
+        pause = 0.0
+        if self._fruitless_since is not None:
+            waited = monotonic() - self._fruitless_since
+            pause = min(_LONGEST_PAUSE_SECONDS + waited / 8, _FRUITLESS_PAUSE_SECONDS)
+        while self._pending or not self._closing:
+            try:
+                if self._pending and pause == 0.0:
+                    item = self._queue.get_nowait()
+                else:
+                    item = self._queue.get(timeout=pause if self._pending else None)
+            except queue.Empty:
+                return True
+            pause = 0.0
+            if item is None:
+                self._closing = True
+            else:
+                self._pending.append(item)
+        return False
+
+    def _round(self) -> None:
+        """Find out which pending calls all ranks have, and make them."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._watch.name = self._pending[0].call.name
+            self._watch.calls += 1
+            matches = self._match()
+        except BaseException as error:  # noqa: BLE001 - the callers and the other ranks must hear of it
+            items, self._pending = self._pending, []
+            for item in items:
+                item.reply.set_exception(self._fail(error))
+            return
+        items = [self._pending[found.place] for found in matches]
+        taken = {found.place for found in matches}
+        self._pending = [item for place, item in enumerate(self._pending) if place not in taken]
+        for item, found in zip(items, matches, strict=True):
+            self._make(item, found)
+
+    def _match(self) -> list[Match]:
+        """The calls to make next. Empty if ranks have called different things so far."""
+        rounds = match([item.call for item in self._pending], self._waited_for(), self.rank, self.size)
+        matches: list[Match] | None = None
+        while matches is None:
             try:
                 operation = next(rounds)
             except StopIteration as end:
-                numbers: list[int] = end.value
-                return numbers
-            self._wait(partial(operation.issue, self._group))
+                matches = end.value
+            else:
+                self._wait(partial(operation.issue, self._group))
+        if matches:
+            self._fruitless_since = None
+        elif self._fruitless_since is None:
+            self._fruitless_since = monotonic()
+        elif (waited := monotonic() - self._fruitless_since) > self._timeout_seconds:
+            pending = listing([item.call for item in self._pending])
+            raise TransportError(f"not called on all ranks for {waited:.1f} s: {pending}")
+        return matches
+
+    def _waited_for(self) -> list[int]:
+        """Places of the pending calls for which the program waits, if it will call nothing else meanwhile."""
+        if self._fruitless_since is None:
+            return []
+        if self._closing:
+            return list(range(len(self._pending)))
+        self._callers &= {thread.ident for thread in threading.enumerate()}
+        alone = len(self._callers) <= 1
+        patience = _STUCK_SECONDS if alone else self._stall_seconds
+        if monotonic() - self._fruitless_since < patience:
+            return []
+        waited_for = [place for place, item in enumerate(self._pending) if item.reply.waited_for]
+        # Another thread that has called something and does not wait may call what is missing.
+        return waited_for if alone or len(waited_for) == len(self._pending) else []
+
+    def _make(self, item: _Item, found: Match) -> None:
+        self._watch.name = item.call.name
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if found.error is not None:
+                raise found.error
+            item.reply.set_result(item.work(found.numbers))
+        except (ConfigError, PlanMismatchError) as error:
+            item.reply.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
+            item.reply.set_exception(self._fail(error))
 
     def _wait(self, issue: Callable[[], Handle]) -> None:
         """Issue a collective and poll it until it is done, or the watchdog ends the wait."""
@@ -250,13 +346,13 @@ def channel_of(ranks: Ranks) -> Channel | None:
     return channel
 
 
-def alone(call: Call) -> Future[None]:
+def alone(call: Call) -> Reply[None]:
     """What a call does in a world of one: nothing, unless it has a problem."""
     if call.problem is not None:
         raise ConfigError(f"{call.name}: {call.problem}")
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
+    reply: Reply[None] = Reply()
+    reply.set_result(None)
+    return reply
 
 
 def chunks(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[list[T]]:

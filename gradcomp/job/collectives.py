@@ -1,17 +1,22 @@
 """The user's collectives over arrays: what each is called with, checks, sends and returns.
 
 Frontends turn their tensors into arrays, and add views and gradients. Every call costs one small round in which the
-ranks compare their descriptors (56 bytes per rank), then the data move. d is the size of the data in bytes, N the
-number of ranks; in a world of one nothing moves. The futures raise ConfigError if any rank has a problem and
-PlanMismatchError if descriptors differ, both on every rank, and TransportError if a rank is dead or stays away.
+ranks compare their descriptors (56 bytes per rank), then the data move. A call takes one tensor, or a group of them
+that travel together. d is the size of the data in bytes, N the number of ranks; in a world of one nothing moves. The
+futures raise ConfigError if any rank has a problem and PlanMismatchError if descriptors differ, both on every rank, and
+TransportError if a rank is dead or stays away.
+
+A call with a name finds the same call of other ranks in whatever order they call; one without a name is matched in
+order. A name belongs to one call from its start until the caller has its result or has dropped it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -20,7 +25,10 @@ import numpy.typing as npt
 from gradcomp.core.errors import WireFormatError
 from gradcomp.job.channel import Channel, alone, channel_of
 from gradcomp.job.network import Ranks
-from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.job.reduce_op import ReduceOp, ScaledOp
+from gradcomp.job.reducing import reduce_all, reduce_alone, reduce_parts, shares
+from gradcomp.job.reply import Reply
+from gradcomp.job.runtime import current
 from gradcomp.pipeline.calls import Call
 
 Array = npt.NDArray[Any]
@@ -33,26 +41,30 @@ class Kind:
     """What holds for a collective whatever its tensor.
 
     ``rows``: "any" where ranks may differ in their first dimension, "split" where that is divided among them, "none"
-    where a tensor is taken as a whole. ``adds``: its values are added, so it has an ``op``.
+    where a tensor is taken as a whole.
     """
 
     rows: Literal["none", "any", "split"] = "none"
-    adds: bool = False
 
 
 KINDS = {
-    "allreduce": Kind(adds=True),
+    "allreduce": Kind(),
     "allgather": Kind(rows="any"),
+    "sparse_allreduce": Kind(rows="any"),
     "broadcast": Kind(),
-    "reducescatter": Kind(rows="split", adds=True),
+    "reducescatter": Kind(rows="split"),
     "alltoall": Kind(rows="any"),
     "barrier": Kind(),
 }
 
 
+#: Of which one call takes two tensors that belong together.
+_PAIRS = {"sparse_allreduce"}
+
+
 @dataclass(frozen=True)
 class Descriptor:
-    """A rank's call, in the terms on which all ranks must agree.
+    """A tensor of a rank's call, in the terms on which all ranks must agree.
 
     ``ranks``: who takes part, and ``root``: numbers of the job. ``dtype``, ``itemsize``, ``shape``: of the user's
     tensor; a barrier has none.
@@ -60,29 +72,45 @@ class Descriptor:
 
     kind: str
     ranks: Ranks
-    name: str | None = None
+    name: Any = None
     dtype: str = ""
     itemsize: int = 0
     shape: tuple[int, ...] = ()
-    op: ReduceOp | None = None
+    how: ScaledOp | None = None
     root: int | None = None
+    #: What else must be the same, in words.
+    note: str = ""
 
     def __str__(self) -> str:
         arguments = [] if self.root is None else [f"root_rank={self.root}"]
         arguments += [f"name={self.name!r}"] if self.dtype else []
-        arguments += [] if self.op is None else [f"op={self.op.name}"]
+        arguments += [] if self.how is None else [str(self.how)]
         shape = ", ".join(map(str, self.shape))
         if KINDS[self.kind].rows == "any":
             shape = ", ".join(["*", *map(str, self.shape[1:])])
-        return f"{self.kind}({', '.join(arguments)})" + (f" of {self.dtype} [{shape}]" if self.dtype else "")
+        of = f" of {self.dtype} [{shape}]{self.note}" if self.dtype else ""
+        return f"{self.kind}({', '.join(arguments)}){of}"
 
     @property
     def problem(self) -> str | None:
         """Why no tensor of this dtype and shape can be given to it; None if one can."""
-        if self.op is Average and "int" in self.dtype:
-            return f"the average of {self.dtype} is not defined; use op=Sum, or a floating-point tensor"
         if KINDS[self.kind].rows != "none" and not self.shape:
             return "a tensor without dimensions has no rows; reshape it to [1]"
+        if not isinstance(self.name, str | None):
+            return f"name must be a string, got {type(self.name).__name__}"
+        return None if self.how is None else self._wrong_op(self.how)
+
+    def _wrong_op(self, how: ScaledOp) -> str | None:
+        if self.dtype == "bool" and how.op is ReduceOp.AVERAGE:
+            return "the average of bool is not defined; use op=Sum, which is or, or a floating-point tensor"
+        if self.dtype == "bool" and how.scales:
+            return "bool has no factors; use a floating-point tensor"
+        if how.op is not ReduceOp.ADASUM:
+            return None
+        if "float" not in self.dtype or self.kind != "allreduce":
+            return f"Adasum is an allreduce of floating-point tensors, not {self.kind} of {self.dtype}"
+        if (size := len(self.ranks)) & (size - 1):
+            return f"Adasum adds in pairs and needs a power of two of ranks, not {size}"
         return None
 
     @property
@@ -96,69 +124,125 @@ class Descriptor:
         return math.prod(self.shape[1:]) * self.itemsize
 
 
-def allreduce(called: Descriptor, total: Array, problem: str | None = None) -> Future[Array]:
-    """The sum, or mean, over ranks, in place of ``total``: flat, of float32, float64 or int64.
+def allreduce(
+    called: Sequence[Descriptor], values: Sequence[Array], problem: str | None = None
+) -> Reply[None]:
+    """The reduction over ranks of each tensor, in place: ``values`` are flat, of the tensors' own dtypes.
 
-    Wire: one allreduce, 2 d (N-1)/N bytes per rank.
+    Wire: 2 d (N-1)/N bytes per rank, in one collective or two for each dtype; see :func:`reducing.reduce_all`.
     """
+    how = called[0].how or ScaledOp()
 
-    def work(channel: Channel, _: list[int]) -> Array:
-        channel.allreduce(total)
-        if called.op is Average:
-            np.divide(total, channel.size, out=total)
-        return total
+    def work(channel: Channel, _: list[int]) -> None:
+        for places in _by_dtype(values):
+            lengths = [len(values[place]) for place in places]
+            if len(places) == 1:
+                reduce_all(channel, values[places[0]], how, lengths)
+                continue
+            flat = np.concatenate([values[place] for place in places])
+            reduce_all(channel, flat, how, lengths)
+            for place, part in zip(places, _split(flat, lengths), strict=True):
+                values[place][:] = part
 
-    return _submit(called, work, total, problem=problem)
+    def among_one() -> None:
+        for value in values:
+            reduce_alone(value, how)
+
+    return _submit(called, work, among_one, problem=problem)
 
 
-def allgather(called: Descriptor, part: Bytes, problem: str | None = None) -> Future[tuple[Bytes, list[int]]]:
-    """All ranks' rows in rank order, and how many each has. Wire: one all-to-all, (N-1) d bytes per rank."""
+def allgather(
+    called: Sequence[Descriptor], parts: Sequence[Bytes], problem: str | None = None
+) -> Reply[list[tuple[Bytes, list[int]]]]:
+    """Of each tensor all ranks' rows in rank order, and how many each has.
 
-    def work(channel: Channel, numbers: list[int]) -> tuple[Bytes, list[int]]:
-        rows = _row_counts(numbers)
-        return channel.allgather(part, [count * called.row_bytes for count in rows]), rows
+    Wire: one all-to-all, (N-1) d bytes per rank; before it, of k > 1 tensors, one of 8 k (N-1) bytes.
+    """
+    own_rows = [each.rows for each in called]
 
-    return _submit(called, work, (part, [called.rows]), called.rows, problem)
+    def work(channel: Channel, numbers: list[int]) -> list[tuple[Bytes, list[int]]]:
+        if len(called) == 1:
+            rows = _row_counts(numbers)
+            return [(channel.allgather(parts[0], [count * called[0].row_bytes for count in rows]), rows)]
+        told = channel.allgather(
+            np.asarray(own_rows, np.int64).view(np.uint8), [8 * len(called)] * channel.size
+        )
+        table = told.view(np.int64).reshape(channel.size, len(called))
+        _row_counts(table.reshape(-1).tolist())
+        sizes = table * np.asarray([each.row_bytes for each in called])
+        whole = channel.allgather(np.concatenate(parts), sizes.sum(axis=1).tolist())
+        pieces = _split(whole, sizes.reshape(-1).tolist())
+        return [
+            (np.concatenate(pieces[place :: len(called)]), table[:, place].tolist())
+            for place in range(len(called))
+        ]
+
+    return _submit(
+        called,
+        work,
+        lambda: [(part, [rows]) for part, rows in zip(parts, own_rows, strict=True)],
+        own_rows[0],
+        problem,
+    )
 
 
-def broadcast(called: Descriptor, buffer: Bytes, problem: str | None = None) -> Future[Bytes]:
+def broadcast(called: Descriptor, buffer: Bytes, problem: str | None = None) -> Reply[None]:
     """The root's bytes, in place of ``buffer``. Wire: d bytes to every rank but the root, along a binomial tree."""
 
-    def work(channel: Channel, _: list[int]) -> Bytes:
+    def work(channel: Channel, _: list[int]) -> None:
         assert called.root is not None, "a broadcast without a root has a problem"
         channel.broadcast(buffer, called.ranks.index(called.root))
-        return buffer
 
-    return _submit(called, work, buffer, problem=problem)
+    return _submit([called], work, lambda: None, problem=problem)
 
 
 def reducescatter(
-    called: Descriptor, rows: Bytes, widen: Callable[[Bytes], Array], problem: str | None = None
-) -> Future[Array]:
-    """This rank's rows of the sum, or mean, over ranks, flat and in the dtype to which ``widen`` takes a rank's bytes.
+    called: Sequence[Descriptor], values: Sequence[Array], problem: str | None = None
+) -> Reply[list[Array]]:
+    """This rank's rows of the reduction over ranks of each tensor, flat; ``values`` are flat and stay as they are.
 
-    Rows are split as :func:`shares` says. Values are added in rank order, so the result does not depend on the
-    transport. Wire: one all-to-all of the rows as they are, d (N-1)/N bytes per rank.
+    Rows are split as :func:`shares` says. Values are combined in rank order, so the result does not depend on the
+    transport. Wire: for each dtype one all-to-all of the rows as they are, d (N-1)/N bytes per rank.
     """
+    how = called[0].how or ScaledOp()
 
-    def work(channel: Channel, _: list[int]) -> Array:
-        sends = [count * called.row_bytes for count in shares(called.rows, channel.size)]
-        own = sends[channel.rank]
-        received = channel.alltoall(rows, sends, [own] * channel.size).reshape(channel.size, own)
-        total = widen(received[0])
-        for each in received[1:]:
-            total += widen(each)
-        if called.op is Average:
-            total /= channel.size
-        return total
+    def work(channel: Channel, _: list[int]) -> list[Array]:
+        results: list[Array] = [np.empty(0)] * len(values)
+        for places in _by_dtype(values):
+            # Bytes of each tensor (a row of this table) for each rank.
+            table = [
+                [count * called[place].row_bytes for count in shares(called[place].rows, channel.size)]
+                for place in places
+            ]
+            data = values[places[0]].view(np.uint8)
+            if len(places) > 1:
+                pieces = [
+                    _split(values[place].view(np.uint8), sizes)
+                    for place, sizes in zip(places, table, strict=True)
+                ]
+                data = np.concatenate(
+                    [of_tensor[rank] for rank in range(channel.size) for of_tensor in pieces]
+                )
+            counts = [sum(sizes[rank] for sizes in table) for rank in range(channel.size)]
+            dtype = values[places[0]].dtype
+            part = reduce_parts(channel, data, counts, dtype, how)
+            lengths = [sizes[channel.rank] // dtype.itemsize for sizes in table]
+            for place, result in zip(places, _split(part, lengths), strict=True):
+                results[place] = result
+        return results
 
-    alone_result = widen(rows) if problem is None and len(called.ranks) == 1 else np.empty(0)
-    return _submit(called, work, alone_result, problem=problem)
+    def among_one() -> list[Array]:
+        copies = [value.copy() for value in values]
+        for copy in copies:
+            reduce_alone(copy, how)
+        return copies
+
+    return _submit(called, work, among_one, problem=problem)
 
 
 def alltoall(
     called: Descriptor, rows: Bytes, splits: Sequence[int], problem: str | None = None
-) -> Future[tuple[Bytes, list[int]]]:
+) -> Reply[tuple[Bytes, list[int]]]:
     """To each rank its number of rows, of ``splits``; the rows that came, in rank order, and how many from each.
 
     Wire: two all-to-alls, of 8 (N-1) bytes and of the rows for other ranks.
@@ -171,26 +255,21 @@ def alltoall(
         sends, recvs = ([count * called.row_bytes for count in each] for each in (splits, counts))
         return channel.alltoall(rows, sends, recvs), counts
 
-    return _submit(called, work, (rows, list(splits)), problem=problem)
+    return _submit([called], work, lambda: (rows, list(splits)), problem=problem)
 
 
-def barrier(ranks: Ranks) -> Future[None]:
+def barrier(ranks: Ranks) -> Reply[None]:
     """Done once every rank has called it. Wire: the round in which calls are compared, nothing else."""
-    return _submit(Descriptor("barrier", ranks), lambda *_: None, None)
+    return _submit([Descriptor("barrier", ranks)], lambda *_: None, lambda: None)
 
 
-def refuse(kind: str, ranks: Ranks, problem: str) -> None:
+def refuse(kind: str, ranks: Ranks, problem: str, name: str | None = None) -> None:
     """Meet the other ranks with a problem that is known before there are arrays: ConfigError on all of them.
 
-    ``kind``: any call's name, also of one that is made of several collectives.
+    ``kind``: any call's name, also of one that is made of several collectives. ``name``: the user's.
     """
-    call, channel = Call(kind, [], problem=problem), channel_of(ranks)
+    call, channel = Call(kind, [], problem=problem, key=name), channel_of(ranks)
     (alone(call) if channel is None else channel.submit(call, lambda _: None)).result()
-
-
-def shares(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets: as many, or one fewer than the ranks before it."""
-    return [rows // size + (place < rows % size) for place in range(size)]
 
 
 def splits_of(called: Descriptor, given: Array | None) -> tuple[list[int], str | None]:
@@ -206,21 +285,55 @@ def splits_of(called: Descriptor, given: Array | None) -> tuple[list[int], str |
 
 
 def _submit(
-    called: Descriptor,
+    called: Sequence[Descriptor],
     work: Callable[[Channel, list[int]], T],
-    alone_result: T,
+    among_one: Callable[[], T],
     number: int = 0,
     problem: str | None = None,
-) -> Future[T]:
-    """``work`` on the channel's thread, with every rank's ``number``; among one rank ``alone_result``."""
-    call = Call(called.kind, [str(called)], number, problem or called.problem)
-    channel = channel_of(called.ranks)
+) -> Reply[T]:
+    """``work`` on the channel's thread, with every rank's ``number``; among one rank the result of ``among_one``."""
+    first = called[0]
+    problem = next((each.problem for each in called if each.problem), problem) if problem is None else problem
+    key, release = first.name if isinstance(first.name, str) else None, None
+    channel = channel_of(first.ranks)
+    if key is not None:
+        in_flight, mine = current().in_flight, (first.ranks, key)
+        if mine in in_flight:
+            problem = (
+                problem
+                or f"an operation named {key!r} is in flight; synchronize it first, or give another name"
+            )
+        else:
+            in_flight.add(mine)
+            release = partial(in_flight.discard, mine)
+    name = first.kind if len(called) == 1 or first.kind in _PAIRS else f"grouped_{first.kind}"
+    lines = [str(each) for each in called]
+    call = Call(
+        name,
+        lines if len(called) == 1 else [f"{name} of {len(called)} tensors", *lines],
+        number,
+        problem,
+        key,
+    )
     if channel is not None:
-        return channel.submit(call, lambda numbers: work(channel, numbers))
-    alone(call).result()
-    future: Future[T] = Future()
-    future.set_result(alone_result)
-    return future
+        return channel.submit(call, lambda numbers: work(channel, numbers), release)
+    reply: Reply[T] = Reply(release)
+    alone(call)
+    reply.set_result(among_one())
+    return reply
+
+
+def _by_dtype(values: Sequence[Array]) -> Iterator[list[int]]:
+    """Places of the values of each dtype."""
+    places: dict[Any, list[int]] = {}
+    for place, value in enumerate(values):
+        places.setdefault(value.dtype, []).append(place)
+    yield from places.values()
+
+
+def _split(flat: Array, lengths: Sequence[int]) -> list[Array]:
+    """Views of the parts that lie one behind the other in ``flat``."""
+    return [flat[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 def _row_counts(numbers: list[int]) -> list[int]:

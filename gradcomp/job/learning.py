@@ -24,4 +24,8 @@ def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0
         why = f"it does not work with dedicated servers (reduction={config.reduction})"
     elif step and any(c.at_step(step).traits.learns for c in learning):
         why = f"its steps are counted from step 0, and this is step {step}: wrap it in gc.Warmup(..., steps={step})"
+    elif config.deterministic and any(c.traits.by_times for c in learning):
+        why = (
+            "deterministic=True: the share of its training is found by measured times: set train_share to 1/m"
+        )
     return ConfigError(f"{learning[0].to_string()}: {why}") if why else None

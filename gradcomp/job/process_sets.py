@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gradcomp.core.errors import ConfigError
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 
 #: What ``process_set=`` takes; None: all ranks.
@@ -27,10 +27,18 @@ class ProcessSet:
             raise ConfigError(f"a process set needs ranks, which are 0 or more, got {given}")
         if len(set(given)) < len(given):
             raise ConfigError(f"a process set has every rank once, got {given}")
-        self.ranks = tuple(sorted(given))
+        self._ranks = tuple(sorted(given))
+        self._removed = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its members, ascending. StateError once :func:`remove_process_set` was called."""
+        if self._removed:
+            raise StateError(f"ProcessSet({list(self._ranks)}) was removed")
+        return self._ranks
 
     def __repr__(self) -> str:
-        return f"ProcessSet({list(self.ranks)})"
+        return f"ProcessSet({list(self._ranks)})"
 
     def included(self) -> bool:
         """Whether this process is a member. StateError before ``init``."""
@@ -45,6 +53,51 @@ class ProcessSet:
         return len(self.ranks)
 
 
+class _Everyone(ProcessSet):
+    """All ranks of the job, whatever job this process is in."""
+
+    def __init__(self) -> None:
+        super().__init__([0])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return runtime.current().everyone
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+#: All ranks: what ``process_set=None`` means.
+global_process_set = _Everyone()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """A set of these ranks. Local: sets need no registration, at ``init`` or later.
+
+    ConfigError for ranks that the job does not have, StateError before ``init``.
+    """
+    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _check_there(found)
+    return found
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """End the use of a set: it raises StateError from now on. False for the set of all ranks, which stays.
+
+    Local. The members' connections stay until ``shutdown``; another set of the same ranks uses them.
+    """
+    if isinstance(process_set, _Everyone):
+        return False
+    process_set._removed = True
+    return True
+
+
+def _check_there(process_set: ProcessSet) -> None:
+    size = runtime.current().size
+    if process_set.ranks[-1] >= size:
+        raise ConfigError(f"{process_set}: the job has ranks 0 .. {size - 1}")
+
+
 def members(process_set: Members) -> tuple[int, ...]:
     """The numbers, in the job, of the ranks of a process set, or of a group that the user has made with the engine.
 
@@ -54,9 +107,8 @@ def members(process_set: Members) -> tuple[int, ...]:
     if process_set is None:
         return state.everyone
     if isinstance(process_set, ProcessSet):
+        _check_there(process_set)
         ranks = process_set.ranks
-        if ranks[-1] >= state.size:
-            raise ConfigError(f"{process_set}: the job has ranks 0 .. {state.size - 1}")
     elif (found := state.network.members(process_set)) is not None:
         ranks = found
     else:

@@ -11,7 +11,8 @@ from statistics import median
 from gradcomp.compress import Policy
 from gradcomp.core.config import Config
 from gradcomp.core.plan import Plan
-from gradcomp.core.statistics import Span, Statistics
+from gradcomp.core.statistics import Statistics
+from gradcomp.core.trace import Span
 from gradcomp.engine import Exchanger
 from gradcomp.engine.links import PROBE_BYTES
 from gradcomp.pipeline.layout import compressors_of
@@ -104,12 +105,12 @@ class Readers:
         return "" if controller is None else controller.reason
 
     def trace_spans(self) -> tuple[Span, ...]:
-        """The last spans: ready, queue, encode, wire, reduce, decode, per bucket."""
+        """The last spans: ready, queue, compress, send, reduce, decompress, feedback, per bucket."""
         exchanger = self._exchanger_or_none()
         return () if exchanger is None else exchanger.pipeline.trace.spans()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the spans as Chrome trace JSON."""
+        """Write the last spans as Chrome trace JSON; :func:`start_timeline` records all of them."""
         exchanger = self._exchanger_or_none()
         if exchanger is not None:
             exchanger.pipeline.trace.write(path)

@@ -48,14 +48,16 @@ def begin(
         config = replace(config, transport=network.engine)
     _life += 1
     runtime = Runtime(launch, config, network, _life)
-    if runtime.size > 1:
-        try:
+    try:
+        if config.timeline:
+            runtime.start_timeline(config.timeline)
+        if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
             # shutdown() needs it, and can make none without the rank that hosts the store.
             runtime.watchdog.start()
-        except BaseException:
-            _release(runtime, orderly=True)
-            raise
+    except BaseException:
+        _release(runtime, orderly=True)
+        raise
     _runtime = runtime
     ending.observe()
     atexit.register(shutdown)
@@ -94,6 +96,8 @@ def leave_first() -> None:
 
 
 def _release(runtime: Runtime, orderly: bool) -> None:
+    if runtime.timeline is not None:
+        runtime.timeline.close()
     for group in runtime.groups.values():
         if orderly:
             group.close()

@@ -181,7 +181,7 @@ def start(
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config).after_steps
-        state.exchangers.append(exchanger)
+        state.add(exchanger)
         if not exchanger.pipeline.role.all_train:
             leave_first()  # servers wait to hear of the end, and MPI's would be before it
         banner(exchanger, proposal.policy)

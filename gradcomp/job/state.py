@@ -10,6 +10,7 @@ from typing import Protocol
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError
+from gradcomp.core.timeline import Timeline
 from gradcomp.core.topology import Topology
 from gradcomp.engine import Engine, Exchanger, Watchdog
 from gradcomp.engine.watch import Roster
@@ -43,11 +44,15 @@ class Runtime:
     #: One group per set of ranks, for the user's own collectives.
     groups: dict[Ranks, Transport] = field(default_factory=dict)
     channels: dict[Ranks, _Channel] = field(default_factory=dict)
+    #: The user's calls that have a name and are not over, by their ranks.
+    in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
     topology: Topology = field(init=False)
     #: The ranks' hosts, by name.
     hosts: tuple[str, ...] = ()
     #: Signs what the ranks publish, if strangers could publish too.
     seal: Seal | None = None
+    #: The file that records what exchangers do, while there is one.
+    timeline: Timeline | None = None
     _names: dict[Ranks, int] = field(default_factory=dict)
     _meetings: dict[Ranks, int] = field(default_factory=dict)
 
@@ -68,6 +73,20 @@ class Runtime:
     def everyone(self) -> Ranks:
         """All ranks of the job."""
         return tuple(range(self.size))
+
+    def add(self, exchanger: Exchanger) -> None:
+        """An exchanger of this process, made by a frontend."""
+        self.exchangers.append(exchanger)
+        if self.timeline is not None:
+            self.timeline.listen(exchanger.pipeline.trace)
+
+    def start_timeline(self, path: str, mark_steps: bool = False) -> None:
+        """Record what exchangers do: on rank 0, on all ranks where ``path`` has ``{rank}`` in it."""
+        if "{rank}" not in path and self.rank != 0:
+            return
+        self.timeline = Timeline(path.replace("{rank}", str(self.rank)), self.rank, mark_steps)
+        for exchanger in self.exchangers:
+            self.timeline.listen(exchanger.pipeline.trace)
 
     def make_group(self, ranks: Ranks) -> Transport:
         """A new communicator of the engine that the ranks met through; collective over ``ranks``."""

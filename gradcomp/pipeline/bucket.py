@@ -106,7 +106,7 @@ class BucketProgram:
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
         at = Round(self.bucket, 0, header_id, self._role.world, binding, flags)
         call = self._phase(0).collecting()
-        with binding.span("encode"):
+        with binding.span("compress"):
             fused = self._write(messages, at, call)
             call.start()
         while messages:
@@ -121,16 +121,16 @@ class BucketProgram:
             )
             # What a reply makes kernels do and what fills the next message is one call of a device.
             call = self._phase(at.number + 1).collecting()
-            with binding.span("decode"):
+            with binding.span("decompress"):
                 messages, ends = _answer(exchanges, replies, call)
                 if not messages:
                     call.start()
             at = Round(self.bucket, at.number + 1, header_id, self._role.world, binding, flags)
             if messages:
-                with binding.span("encode"):
+                with binding.span("compress"):
                     fused = self._write(messages, at, call)
                     call.start()
-            yield from finished(call, binding, "encode" if messages else "decode")
+            yield from finished(call, binding, "compress" if messages else "decompress")
             for g, found in ends.items():
                 at.note(g, found)
 

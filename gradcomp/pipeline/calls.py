@@ -20,12 +20,14 @@ class Call:
     """What this rank calls. ``lines`` must be the same on all ranks; ``number`` is shared with them.
 
     ``problem``: why this rank cannot take part. It still meets the others, so that all of them raise ConfigError.
+    ``key``: the name by which a user's call finds the same call of other ranks, whatever else they call before it.
     """
 
     name: str
     lines: Sequence[str]
     number: int = 0
     problem: str | None = None
+    key: str | None = None
 
 
 def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list[int]]:
@@ -58,10 +60,10 @@ def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list
     ]
     if len(troubled) > 0:
         raise ConfigError(f"{call.name}: rank {troubled[0]}: {printable(texts[troubled[0]])}")
-    raise PlanMismatchError(f"{call.name}: the ranks do not call the same: {_difference(texts)}")
+    raise PlanMismatchError(f"{call.name}: the ranks do not call the same: {difference(texts)}")
 
 
-def _difference(texts: Sequence[str]) -> str:
+def difference(texts: Sequence[str]) -> str:
     """The first line in which a rank differs from rank 0."""
     for rank, text in enumerate(texts):
         ours, theirs = texts[0].split("\n"), text.split("\n")

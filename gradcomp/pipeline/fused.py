@@ -103,7 +103,7 @@ class FusedSum:
 
     def run(self, messages: Mapping[int, Sum], at: Round, written: Pending) -> Program:
         """One allreduce of what is ``written``."""
-        yield from finished(written, at.binding, "encode")
+        yield from finished(written, at.binding, "compress")
         for g, view in self._views.items():
             if self._header:
                 at.note(g, self._flags[g])
@@ -207,16 +207,16 @@ class FusedGather:
         if not selected:
             return
         call = self._writing.collecting()
-        with at.binding.span("encode"):
+        with at.binding.span("compress"):
             with call:
                 for each in selected:
                     self._fill(*each)
             call.start()
-        yield from finished(call, at.binding, "encode")
+        yield from finished(call, at.binding, "compress")
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round, written: Pending) -> Program:
         """One all-gather, or two where sizes depend on data, of what is ``written``."""
-        yield from finished(written, at.binding, "encode")
+        yield from finished(written, at.binding, "compress")
         yield from self._write_selected(messages, at)
         for g, found in self._flags.items():
             at.note(g, found)

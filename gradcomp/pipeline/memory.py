@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.core.state import DoubleBuffer, Residuals
-from gradcomp.core.statistics import Statistics, Trace
+from gradcomp.core.statistics import Statistics
+from gradcomp.core.trace import Trace, begin_range
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.segments import byte_offsets
@@ -207,15 +208,18 @@ class Times:
 class _Span:
     """A block whose time counts, unless it raises."""
 
-    __slots__ = ("_begin", "_bucket", "_name", "_step", "_times")
+    __slots__ = ("_begin", "_bucket", "_end_range", "_name", "_step", "_times")
 
     def __init__(self, times: Times, name: str, step: int, bucket: int) -> None:
         self._times, self._name, self._step, self._bucket = times, name, step, bucket
 
     def __enter__(self) -> None:
+        self._end_range = begin_range(self._name)
         self._begin = perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._end_range is not None:
+            self._end_range()
         if kind is None:
             end = perf_counter()
             self._times.statistics.codec_seconds += end - self._begin

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,9 @@ from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Residuals
-from gradcomp.core.statistics import Statistics, Trace
+from gradcomp.core.statistics import Statistics
 from gradcomp.core.topology import Topology
+from gradcomp.core.trace import WHOLE_STEP, Trace
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.arrangement import Arrangements, Arranger, memory_on
 from gradcomp.pipeline.conclusions import (
@@ -218,8 +220,10 @@ class Pipeline:
         self.outcome = outcome
         if result.finite:
             self._discards.accepted()
+            begin = perf_counter()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
+            self.trace.add("feedback", result.step, WHOLE_STEP, begin, perf_counter())
             assert self._exchange is not None, "its result is here"
             self.learning_rate = self._exchange.learning_rate
             self._steering.commit(result.present)

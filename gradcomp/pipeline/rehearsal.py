@@ -8,7 +8,8 @@ import numpy as np
 
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Residuals
-from gradcomp.core.statistics import Statistics, Trace
+from gradcomp.core.statistics import Statistics
+from gradcomp.core.trace import Trace
 from gradcomp.kernels import bodies
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.devices import Device

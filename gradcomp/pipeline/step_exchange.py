@@ -157,7 +157,7 @@ class StepExchange:
 
     def _completed(self, bucket: int, begin: float, end: float) -> None:
         """A round has come."""
-        self._workplace.times.trace.add("wire", self._context.number, bucket, begin, end)
+        self._workplace.times.trace.add("send", self._context.number, bucket, begin, end)
         self._workplace.round_complete(end - begin)
         self._workplace.steering.round_complete(bucket, end - begin)
 

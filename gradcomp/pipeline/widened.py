@@ -155,5 +155,5 @@ class Widened:
 
     def _finalise(self, copies: Copies, span: Span) -> None:
         if copies.is_open:
-            with span("encode"):
+            with span("feedback"):
                 copies.finalise()

@@ -168,7 +168,7 @@ def encode(
 
     c = scale g + decay r; target <- encode(c); next residual <- c - decode(target).
     """
-    with binding.span("encode"):
+    with binding.span("compress"):
         for part, mine in zip(parts, segments, strict=True):
             binding.sources(mine.table, mine.layers, part.group, mine.offsets)
         noted = [mine.flags() for mine in segments]
@@ -178,7 +178,7 @@ def encode(
                 part.codec.encode(mine.table, target, found, context.draw, scale, decay, started.kernels)
     if not started.done():
         yield started
-    with binding.span("encode"):
+    with binding.span("compress"):
         started.finish()
         for mine, found in zip(segments, noted, strict=True):
             mine.note(found, flags)
@@ -194,7 +194,7 @@ def decode(
     divisor: float,
 ) -> Rounds:
     """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
-    with binding.span("decode"):
+    with binding.span("decompress"):
         nonfinite = flags.nonfinite.view(np.uint8)
         for mine in segments:
             binding.outputs(mine.table, mine.layers, mine.offsets)
@@ -204,7 +204,7 @@ def decode(
                 part.codec.decode(mine.table, source, found, divisor, context.unscale_mean, started.kernels)
     if not started.done():
         yield started
-    with binding.span("decode"):
+    with binding.span("decompress"):
         started.finish()
         results = []
         for part, mine, found in zip(parts, segments, noted, strict=True):

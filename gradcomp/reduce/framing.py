@@ -33,7 +33,7 @@ def framed(
             returned: T = end.value
             return returned
         if isinstance(step, Move):
-            with binding.span("encode"):
+            with binding.span("compress"):
                 frames.close(step)
             yield [step.operation]
             frames.open(step)

@@ -124,7 +124,7 @@ class _Varying:
         if first.adds:
             yield from first.encode(context, binding, flags)
         if not self._alone:
-            with binding.span("encode"):
+            with binding.span("compress"):
                 own = {
                     j: self._compact.compact(message.buffer, j)
                     for j, message in first.sent.items()
@@ -133,17 +133,17 @@ class _Varying:
                 if me in first.sent:
                     own[me] = np.zeros(0, dtype=np.uint8)  # it does not travel
             heard = yield from self._scatter.run(own)
-            with binding.span("decode"):
+            with binding.span("decompress"):
                 for i, payload in heard.items():
                     self._compact.restore(payload, first.code_of(i), me, ranks[i])
         if first.owns:
             yield from first.encode_mean(second.own, context, binding, flags)
         if self._alone:
             return
-        with binding.span("encode"):
+        with binding.span("compress"):
             mine = self._compact.compact(second.own, me) if first.owns else None
         means = yield from self._gather.run(mine)
-        with binding.span("decode"):
+        with binding.span("decompress"):
             for j, payload in means.items():
                 self._compact.restore(payload, second.gathered.messages[j].buffer, j, ranks[j])
 

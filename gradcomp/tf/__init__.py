@@ -16,6 +16,7 @@ from gradcomp.job.runtime import (
     shutdown,
     size,
 )
+from gradcomp.job.timeline import start_timeline, stop_timeline
 from gradcomp.tf import callbacks
 from gradcomp.tf.bridge import typed_errors
 from gradcomp.tf.collectives import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
@@ -56,5 +57,7 @@ __all__ = [  # noqa: PLE0604
     "save",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "typed_errors",
 ]

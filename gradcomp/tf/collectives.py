@@ -22,12 +22,13 @@ import numpy as np
 import tensorflow as tf
 
 from gradcomp.job import collectives, runtime
-from gradcomp.job.collectives import Descriptor, refuse, shares, splits_of
+from gradcomp.job.collectives import Descriptor, refuse, splits_of
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members, root_of
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum, reduce_op_of
+from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, reduce_op_of
+from gradcomp.job.reducing import shares
 from gradcomp.tf.ordered import plain, run
-from gradcomp.tf.tensors import INTEGERS, NUMBERS, Array, bytes_of, dense, narrow, wide
+from gradcomp.tf.tensors import INTEGERS, NUMBERS, Array, bytes_of, dense
 
 
 @plain
@@ -49,7 +50,7 @@ def allreduce(
     reduce_op, problem = reduce_op_of(average, op)
     slices = tensor if isinstance(tensor, tf.IndexedSlices) else None
     given, wrong = dense(tensor if slices is None else slices.values, NUMBERS)
-    ranks = _agreed("allreduce", given, process_set, problem or wrong, reduce_op)
+    ranks = _agreed("allreduce", given, name, process_set, problem or wrong, reduce_op)
     if slices is None:
         return _allreduce(given, reduce_op, name, ranks)
     rows = allgather(given, name, process_set)
@@ -62,9 +63,9 @@ def _allreduce(tensor: Any, op: ReduceOp, name: str | None, ranks: Ranks) -> Any
         return tf.identity(tensor)
 
     def reduce(value: Array) -> list[Array]:
-        total = value.astype(wide(value.dtype), copy=True).reshape(-1)
-        collectives.allreduce(_descriptor("allreduce", value, name, ranks, op), total).result()
-        return [narrow(total, value.dtype).reshape(value.shape)]
+        total = value.flatten()
+        collectives.allreduce([_descriptor("allreduce", value, name, ranks, op)], [total]).result()
+        return [total.reshape(value.shape)]
 
     def forward(x: Any) -> tuple[Any, Callable[[Any], Any]]:
         (y,) = run("allreduce", reduce, [x], [x.dtype])
@@ -83,7 +84,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: Members = None)
     not. Wire: one all-to-all, (N-1) d bytes per rank.
     """
     given, problem = dense(tensor)
-    return _allgather(given, name, _agreed("allgather", given, process_set, problem))
+    return _allgather(given, name, _agreed("allgather", given, name, process_set, problem))
 
 
 def _allgather(tensor: Any, name: str | None, ranks: Ranks) -> Any:
@@ -92,7 +93,7 @@ def _allgather(tensor: Any, name: str | None, ranks: Ranks) -> Any:
 
     def gather(value: Array) -> list[Array]:
         called = _descriptor("allgather", value, name, ranks)
-        whole, rows = collectives.allgather(called, bytes_of(value)).result()
+        ((whole, rows),) = collectives.allgather([called], [bytes_of(value)]).result()
         start = sum(rows[: ranks.index(runtime.rank())])
         return [_rows_of(whole, value, sum(rows)), np.asarray(start, np.int64)]
 
@@ -119,7 +120,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
     bytes to every rank but the root, along a binomial tree.
     """
     given, problem = dense(tensor)
-    ranks = _agreed("broadcast", given, process_set, problem or root_of(root_rank, process_set)[1])
+    ranks = _agreed("broadcast", given, name, process_set, problem or root_of(root_rank, process_set)[1])
     if len(ranks) == 1:
         return tf.identity(given)
 
@@ -154,17 +155,15 @@ def reducescatter(
     """
     reduce_op, problem = reduce_op_of(None, op)
     given, wrong = dense(tensor, NUMBERS)
-    ranks = _agreed("reducescatter", given, process_set, problem or wrong, reduce_op)
+    ranks = _agreed("reducescatter", given, name, process_set, problem or wrong, reduce_op)
     if len(ranks) == 1:
         return tf.identity(given)
     me = ranks.index(runtime.rank())
 
     def scatter(value: Array) -> list[Array]:
         called = _descriptor("reducescatter", value, name, ranks, reduce_op)
-        total = collectives.reducescatter(
-            called, bytes_of(value), lambda sent: sent.view(value.dtype).astype(wide(value.dtype))
-        ).result()
-        return [narrow(total, value.dtype).reshape(shares(called.rows, len(ranks))[me], *value.shape[1:])]
+        (total,) = collectives.reducescatter([called], [np.ascontiguousarray(value).reshape(-1)]).result()
+        return [total.reshape(shares(called.rows, len(ranks))[me], *value.shape[1:])]
 
     def forward(x: Any) -> tuple[Any, Callable[[Any], Any]]:
         (y,) = run("reducescatter", scatter, [x], [x.dtype])
@@ -194,7 +193,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, process_s
     if splits is not None:
         counts, wrong = dense(splits, INTEGERS)
         problem = problem or (f"splits: {wrong}" if wrong else None)
-    ranks = _agreed("alltoall", given, process_set, problem)
+    ranks = _agreed("alltoall", given, name, process_set, problem)
     rows, received = _alltoall(given, counts, name, ranks)
     return rows if splits is None else (rows, received)
 
@@ -241,17 +240,32 @@ def barrier(process_set: Members = None) -> None:
 
 
 def _agreed(
-    kind: str, tensor: Any, process_set: Members, problem: str | None, op: ReduceOp | None = None
+    kind: str,
+    tensor: Any,
+    name: str | None,
+    process_set: Members,
+    problem: str | None,
+    op: ReduceOp | None = None,
 ) -> Ranks:
     """The ranks that take part. What is wrong is told to all of them, also while a function is traced."""
     ranks = members(process_set)
     if problem is None:
         # Where the rank is not known yet, the call finds out when it runs.
         shape = (0,) if tensor.shape.rank is None else tuple(size or 0 for size in tensor.shape)
-        problem = Descriptor(kind, ranks, None, tensor.dtype.name, tensor.dtype.size, shape, op).problem
+        problem = Descriptor(kind, ranks, name, tensor.dtype.name, tensor.dtype.size, shape).problem
+    if problem is None and op is not None:
+        problem = _wrong_op(op, tensor.dtype)
     if problem is not None:
-        refuse(kind, ranks, problem)
+        refuse(kind, ranks, problem, name)
     return ranks
+
+
+def _wrong_op(op: ReduceOp, dtype: Any) -> str | None:
+    if op not in (Average, Sum):
+        return f"op must be Average or Sum, got {op.name}"
+    if op is Average and dtype.is_integer:
+        return f"the average of {dtype.name} is not defined; use op=Sum, or a floating-point tensor"
+    return None
 
 
 def _descriptor(
@@ -262,7 +276,8 @@ def _descriptor(
     op: ReduceOp | None = None,
     root: int | None = None,
 ) -> Descriptor:
-    return Descriptor(kind, ranks, name, value.dtype.name, value.itemsize, value.shape, op, root)
+    how = None if op is None else ScaledOp(op)
+    return Descriptor(kind, ranks, name, value.dtype.name, value.itemsize, value.shape, how, root)
 
 
 def _rows_of(data: Array, like: Array, rows: int) -> Array:

@@ -43,16 +43,3 @@ def name_of(variable: Any) -> str:
 def bytes_of(value: Array) -> npt.NDArray[np.uint8]:
     """The values' bytes, flat."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-
-
-def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which ranks are added."""
-    if dtype.kind in "iu":
-        return np.dtype(np.int64)
-    return dtype if dtype == np.float64 else np.dtype(np.float32)
-
-
-def narrow(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Sums in the dtype that they were given in; what does not fit becomes infinite, or wraps."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return values.astype(dtype, copy=False)

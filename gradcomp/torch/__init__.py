@@ -2,9 +2,10 @@
 
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
-from gradcomp.job.process_sets import ProcessSet
+from gradcomp.core.errors import GradcompError
+from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from gradcomp.job.recording import record_gradients
-from gradcomp.job.reduce_op import Average, Sum
+from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from gradcomp.job.runtime import (
     cross_rank,
     cross_size,
@@ -15,55 +16,140 @@ from gradcomp.job.runtime import (
     shutdown,
     size,
 )
-from gradcomp.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from gradcomp.torch.collectives import (
+from gradcomp.job.timeline import start_timeline, stop_timeline
+from gradcomp.torch.ddp import ddp_comm_hook
+from gradcomp.torch.engines import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from gradcomp.torch.handles import Handle, poll, synchronize
+from gradcomp.torch.moves import (
     allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from gradcomp.torch.optimizer import DistributedOptimizer
+from gradcomp.torch.post_momentum import PostMomentumSGD
+from gradcomp.torch.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    barrier,
-    poll,
-    synchronize,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
 )
-from gradcomp.torch.ddp import ddp_comm_hook
-from gradcomp.torch.optimizer import DistributedOptimizer
-from gradcomp.torch.post_momentum import PostMomentumSGD
 from gradcomp.torch.runtime import init
 from gradcomp.torch.saving import load, save
 from gradcomp.torch.sharded import ShardedCompression, compress_fsdp
+from gradcomp.torch.sparse_reduction import sparse_allreduce_async
+from gradcomp.torch.states import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from gradcomp.torch.sync_batch_norm import SyncBatchNorm
+
+#: What ``except hvd.HorovodInternalError`` catches: every error that gradcomp raises on purpose.
+HorovodInternalError = GradcompError
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
+    "Adasum",
     "Average",
     "DistributedOptimizer",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
     "PostMomentumSGD",
     "ProcessSet",
+    "Product",
+    "ReduceOp",
     "ShardedCompression",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "compress_fsdp",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "ddp_comm_hook",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "load",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "record_gradients",
+    "reducescatter",
+    "reducescatter_async",
+    "rocm_built",
+    "remove_process_set",
     "save",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 from gradcomp.core.errors import StateError
 from gradcomp.job import runtime
 from gradcomp.job.over_torch import join
+from gradcomp.torch import profiler
 
 
 def init(process_group: Any = None, *, process_sets: Iterable[Any] = (), **settings: Any) -> None:
@@ -26,4 +27,5 @@ def init(process_group: Any = None, *, process_sets: Iterable[Any] = (), **setti
         raise StateError(
             "gradcomp is already initialised; call shutdown() before init() with a process_group"
         )
+    profiler.show_ranges()
     runtime.begin(lambda config: join(config.timeout_seconds, process_group), process_sets, settings)

@@ -187,8 +187,8 @@ def test_staged_memory_is_used_again() -> None:
     ("name", "phases"),
     [
         ("4 bits", bench.PHASES),
-        ("TopK 1%", ("encode", "decode")),
-        ("TopK 1%, zeros", ("encode", "decode")),
+        ("TopK 1%", ("compress", "decompress")),
+        ("TopK 1%, zeros", ("compress", "decompress")),
         ("PowerSGD 4", bench.PHASES),
     ],
 )

@@ -62,6 +62,32 @@ def test_a_bar_is_a_ratio_of_two_rows_of_the_run():
     assert step_results.bars(rows, "unshaped") == []
 
 
+def test_a_bar_on_means_leaves_the_first_blocks_out():
+    task = (
+        step_rows.Row(step_rows.AUTO, "measured", "none"),
+        step_rows.Row(step_rows.UNTRAINED, "none", "none"),
+    )
+    blocks = {step_rows.AUTO: [[9.0] * 8, [9.0] * 8, [1.0, 1.08]], step_rows.UNTRAINED: [[1.0] * 2] * 3}
+    found = [
+        {
+            "link": {"bytes_per_second": 1e8},
+            "rows": {
+                key: {
+                    "block_seconds": each,
+                    "resent_bytes": 0,
+                    "interface_bytes": 0,
+                    "interface_total_bytes": 0,
+                }
+                for key, each in blocks.items()
+            },
+        }
+    ]
+    rows = {row.key: step_results.evaluate(row, found, []) for row in task}
+    assert step_results.bars(rows, "unshaped") == [
+        "bar: measured: 1.040 x the mean step of none, at most 1.05: met"
+    ]
+
+
 def test_rows_that_are_compared_with_are_always_measured():
     chosen = [row.key for row in step_rows.choose("dgc", ["cast:dtype=float16"])]
     assert chosen == ["ideal", "ddp", "dgc", "cast:dtype=float16"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from gradcomp.compress.learned import products
 from gradcomp.compress.learned.autoencoder import Autoencoder
 from gradcomp.compress.learned.decoders import Decoders
 from gradcomp.compress.learned.products import exact_product
@@ -202,9 +203,11 @@ def test_products_do_not_depend_on_the_order_of_their_sums(terms: int):
     np.testing.assert_allclose(product, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("threads", [0, 1, 2])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3000), (3000, 1), (129, 67), (700, 1100)])
-def test_products_in_blocks_are_the_products(rows: int, columns: int):
-    """The last is computed in one piece."""
+def test_products_in_blocks_are_the_products(rows: int, columns: int, threads: int, monkeypatch):
+    """The last is computed in one piece; all are where the BLAS has one thread."""
+    monkeypatch.setattr(products, "_threads", lambda: lambda: threads)
     generator = np.random.default_rng(rows)
     a = generator.integers(-9, 9, (rows, 130)).astype(np.float32)
     b = generator.integers(-9, 9, (130, columns)).astype(np.float32)
@@ -227,3 +230,9 @@ def test_zeros_and_the_smallest_numbers_pass():
     assert not exact_product(np.zeros((2, 3), np.float32), np.ones((3, 2), np.float32)).any()
     tiny = np.full((1, 1), 1e-45, np.float32)
     np.testing.assert_array_equal(exact_product(tiny, np.ones((1, 1), np.float32)), tiny)
+
+
+def test_the_threads_of_numpys_blas_are_known(monkeypatch):
+    assert products._threads()() >= 0
+    monkeypatch.setattr(products.ctypes, "CDLL", lambda path: object())
+    assert products._threads.__wrapped__()() == 0

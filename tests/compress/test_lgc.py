@@ -189,16 +189,38 @@ def test_training_is_on_values_over_the_norm_of_their_mean():
     assert not np.array_equal(weights_of(ranks), weights)
 
 
-def test_bytes_are_those_that_are_documented():
-    ranks = job(without_momentum(train_steps=1, code_channels=1), record=True, reorder=False)
+@pytest.mark.parametrize(("share", "nbytes"), [("auto", 4 * 50 + 4), (1.0, 4 * 50)])
+def test_bytes_are_those_that_are_documented(share: float | str, nbytes: int):
+    compressor = without_momentum(train_steps=1, code_channels=1, train_share=share)
+    ranks = job(compressor, record=True, reorder=False)
     for gathered in (True, False):
         ranks.step()
         sent = [(kind, data) for rank in ranks.ranks for kind, data in rank.transport.sent if len(data) > 0]
         sizes = sorted((kind, len(payload_of(data) if kind == "allgatherv" else data)) for kind, data in sent)
-        assert (("allgatherv", 4 * 50) in sizes) == gathered
+        assert (("allgatherv", nbytes) in sizes) == gathered
         assert (("allreduce", 4 * (64 // 16)) in sizes) != gathered
         for rank in ranks.ranks:
             rank.transport.sent.clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "led", "gathered", "summed"),
+    [
+        ({"train_steps": 9, "train_share": 1.0}, 4 * 50, 4 * 50, 0),
+        ({"train_steps": 9, "refresh": 5}, 4 * 10, 4 * 50 + 4, 0),
+        ({"train_steps": 0, "code_channels": 1}, 4 * 50, 0, 4 * 64 / 16),
+        ({"train_steps": 9, "train_share": 1.0, "form": "server"}, 4 * 50, 4 * 50 + 7, 0),
+        ({"train_steps": 0, "form": "server"}, 4 * 50 + 4 * 64 / 4, 8 * 5, 0),
+    ],
+)
+def test_the_forecast_tells_a_broadcast_a_gather_and_a_sum_apart(
+    settings, led: int, gathered: int, summed: int
+):
+    compressor = without_momentum(indices="raw", **settings)
+    pipeline = job(compressor, 4).pipelines[0]
+    pipeline.lay_out()
+    expected = 3 / 4 * led + 3 * gathered + 3 / 2 * summed
+    assert pipeline.predicted[[A, B]].sum() == pytest.approx(expected)
 
 
 def test_the_order_in_which_gradients_come_changes_nothing():

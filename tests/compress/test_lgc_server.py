@@ -108,7 +108,9 @@ def test_training_is_from_the_leaders_code_with_innovations_as_they_will_be():
 
 @pytest.mark.parametrize(("channels", "innovation"), [(4, 0.1), (1, 0.0)])
 def test_bytes_are_those_that_are_documented(channels: int, innovation: float):
-    compressor = server(train_steps=1, code_channels=channels, innovation=innovation, indices="raw")
+    compressor = server(
+        train_steps=1, code_channels=channels, innovation=innovation, indices="raw", train_share=1.0
+    )
     ranks = job(compressor, record=True, reorder=False)
     indices, code = 4 * 50, 4 * channels * 4  # 50 values are padded to 64
     innovations = 8 * 5 if innovation else 0

@@ -47,6 +47,7 @@ def test_every_setting_is_a_variable(name: str):
         "isa": "baseline",
         "log_level": "debug",
         "run_log": "run.jsonl",
+        "timeline": "timeline.json",
         "reduction": "ring",
         "transport": "shm",
         "residuals": "bfloat16",

@@ -465,7 +465,7 @@ def test_the_trace_has_every_stage_of_every_bucket():
     ranks.step()
     pipeline = ranks.pipelines[0]
     buckets = range(len(pipeline.layout.buckets))
-    for name in ("ready", "encode", "wire", "reduce", "decode"):
+    for name in ("ready", "compress", "send", "reduce", "decompress"):
         assert {span.bucket for span in pipeline.trace.spans() if span.name == name} == set(buckets)
 
 

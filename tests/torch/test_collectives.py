@@ -94,7 +94,7 @@ class TestWorldOfOne:
 
     def test_arguments_are_checked_as_in_larger_worlds(self) -> None:
         with pytest.raises(gc.ConfigError):
-            gc.allreduce(torch.ones(1, dtype=torch.int64))
+            gc.allreduce(torch.ones(1, dtype=torch.bool))
         with pytest.raises(gc.ConfigError):
             gc.broadcast_object(1, root_rank=1)
 

@@ -413,7 +413,9 @@ def test_statistics_and_trace():
     assert state.statistics().ratio > 1.5
     assert state.statistics().exposed_seconds > 0
     assert state.reduced_statistics() is None
-    assert {"ready", "encode", "wire", "reduce", "decode"} <= {span.name for span in state.trace_spans()}
+    assert {"ready", "compress", "send", "reduce", "decompress"} <= {
+        span.name for span in state.trace_spans()
+    }
     assert [name for name, _ in state.named_parameters] == [name for name, _ in ddp.module.named_parameters()]
 
 

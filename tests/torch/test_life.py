@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import preloaded
 import pytest
@@ -79,3 +80,13 @@ def test_every_ending_is_clean(launch, ending):
         assert end.returncode == 0, end.stderr
         assert "Traceback" not in end.stderr
         assert "terminate" not in end.stderr
+
+
+def test_a_whole_run_leaves_a_timeline(tmp_path):
+    ends = run_torchrun(
+        TRAIN, 2, imported=preloaded.TORCH, env={"GRADCOMP_TIMELINE": str(tmp_path / "{rank}.json")}
+    )
+    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
+    for rank in range(2):
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        assert {e["args"]["step"] for e in events if e["ph"] == "X"} == set(range(12))

@@ -631,15 +631,67 @@ def test_the_trace_is_chrome_json_with_every_kind_of_span():
             optimizer.write_trace(path)
             events = json.loads(path.read_text())["traceEvents"]
             spans = [e for e in events if e["ph"] == "X"]
-            assert {e["name"].split()[0] for e in spans} >= {
+            assert {e["name"] for e in spans} >= {
                 "ready",
                 "queue",
-                "encode",
-                "wire",
+                "compress",
+                "send",
                 "reduce",
-                "decode",
+                "decompress",
+                "feedback",
             }
             assert all(e["dur"] >= 0 and e["pid"] == 0 for e in spans)
+
+
+@on_ranks(2)
+def test_a_timeline_records_all_phases_and_profilers_see_them():
+    import tempfile
+    from pathlib import Path
+
+    from torch._C._profiler import _ExperimentalConfig
+
+    model = net()
+    optimizer = wrap(model, NEAREST)
+
+    def step() -> None:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with tempfile.TemporaryDirectory() as directory:
+        alone, each = Path(directory, "alone.json"), Path(directory, "{rank}.json")
+        gc.start_timeline(alone)
+        if gc.rank() == 0:
+            with pytest.raises(gc.StateError, match="is being recorded"):
+                gc.start_timeline(alone)
+        step()
+        gc.stop_timeline()
+        gc.stop_timeline()
+        step()
+        assert alone.exists() == (gc.rank() == 0)
+        gc.start_timeline(each, mark_cycles=True)
+        later = wrap(net(), NEAREST)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        ) as profile:
+            step()
+            step()
+        gc.stop_timeline()
+        for path in [alone] * (gc.rank() == 0) + [Path(directory, f"{gc.rank()}.json")]:
+            events = json.loads(path.read_text())["traceEvents"]
+            spans = [e for e in events if e["ph"] == "X"]
+            phases = {"ready", "queue", "compress", "send", "reduce", "decompress", "feedback"}
+            assert {e["name"] for e in spans} == phases
+            assert {e["pid"] for e in events} == {gc.rank()}
+            assert (
+                len({e["args"]["step"] for e in spans}) == len([e for e in events if e["ph"] == "i"])
+                or path == alone
+            )
+    del later
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["gradcomp: wait"] == 2
+    assert {f"gradcomp: {name}" for name in ("compress", "reduce", "decompress")} <= counts.keys()
 
 
 @on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)

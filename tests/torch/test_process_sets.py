@@ -53,6 +53,23 @@ def everyones(net: torch.nn.Module) -> list[list[float]]:
 
 
 @on_ranks(4)
+def test_sets_come_and_go_and_one_holds_all_ranks():
+    half = gc.add_process_set([0, 1] if gc.rank() < 2 else gc.ProcessSet([3, 2]))
+    assert gc.allreduce(torch.tensor(gc.rank()), op=gc.Sum, process_set=half) == (1 if gc.rank() < 2 else 5)
+    assert gc.allreduce(torch.tensor(gc.rank()), op=gc.Sum, process_set=gc.global_process_set) == 6
+    assert gc.global_process_set.size() == 4
+    assert gc.global_process_set.rank() == gc.rank()
+    assert gc.remove_process_set(half)
+    with pytest.raises(gc.StateError, match="was removed"):
+        gc.allreduce(torch.zeros(1), process_set=half)
+    assert not gc.remove_process_set(gc.global_process_set)
+    again = gc.add_process_set([0, 1] if gc.rank() < 2 else [2, 3])
+    assert gc.allreduce(torch.tensor(1), op=gc.Sum, process_set=again) == 2
+    with pytest.raises(gc.ConfigError, match="the job has ranks 0"):
+        gc.add_process_set([4])
+
+
+@on_ranks(4)
 def test_each_half_trains_on_its_own():
     half = gc.ProcessSet([0, 1] if gc.rank() < 2 else [3, 2])
     found = everyones(train(half))

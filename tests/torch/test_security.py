@@ -21,7 +21,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import gradcomp.torch as gc
-import gradcomp.torch.broadcast
+import gradcomp.torch.states
 
 directory = Path(sys.argv[1])
 
@@ -75,7 +75,7 @@ if "hostile" not in sys.argv:
     sys.exit()
 
 # Rank 1 turns hostile.
-gradcomp.torch.broadcast._encode = lambda obj: (b"x", 1 << 40)
+gradcomp.torch.states._encode = lambda obj: (b"x", 1 << 40)
 try:
     gc.broadcast_object(1, root_rank=1)
 except Exception as error:

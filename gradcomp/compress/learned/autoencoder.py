@@ -1,7 +1,7 @@
 """The autoencoder of LGC: five convolutions and five deconvolutions in one dimension, as matrix products.
 
 No bias anywhere, so that coding commutes with multiplication by a positive number, and zeros give zeros. Products are
-those of :func:`exact_product`, everything else is elementwise in a fixed order: equal weights and values give equal
+those of :func:`product`, everything else is elementwise in a fixed order: equal weights and values give equal
 bits on every machine.
 
 Activations have the shape (channels, samples, length); a kernel's weights (output channels, 3 taps x input channels) in
@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.learned.products import exact_product
+from gradcomp.compress.learned.products import Whole, product, whole
 from gradcomp.kernels import philox
 
 Floats = npt.NDArray[np.float32]
@@ -98,12 +98,14 @@ class Autoencoder:
 
     def encode(self, weights: Floats, values: Floats) -> Floats:
         """The code of a vector."""
-        codes, _ = self.run_encoder(self.layers(weights), as_samples(values[None]))
+        codes, _ = self.run_encoder(self.rounded(weights, ENCODER), as_samples(values[None]))
         return codes.reshape(-1)
 
     def decode(self, weights: Floats, code: Floats, values: int) -> Floats:
         """So many values from a code."""
-        found, _ = self.run_decoder(self.layers(weights), code.reshape(self.channels, 1, -1))
+        found, _ = self.run_decoder(
+            self.rounded(weights[self.encoder_size :], DECODER), code.reshape(self.channels, 1, -1)
+        )
         return found.reshape(-1)[:values]
 
     def train(self, weights: Floats, samples: Floats, rate: float) -> tuple[Floats, float]:
@@ -113,25 +115,25 @@ class Autoencoder:
 
         ``samples``: (N, values), one row for each rank. Weights stay what they were if any would not be finite.
         """
-        inputs = as_samples(samples)
-        loss, gradient = self._gradient(self.layers(weights), inputs)
+        loss, gradient = self.gradient(weights, samples)
         with np.errstate(all="ignore"):
-            changed = weights - np.float32(rate) * gradient
+            gradient *= -np.float32(rate)
+            changed = np.add(gradient, weights, out=gradient)
         return (changed if np.isfinite(changed).all() else weights), loss
 
     def gradient(self, weights: Floats, samples: Floats) -> tuple[float, Floats]:
         """The loss of :meth:`train`, and its gradient, flat."""
-        return self._gradient(self.layers(weights), as_samples(samples))
-
-    def _gradient(self, layers: Sequence[Floats], inputs: Floats) -> tuple[float, Floats]:
+        inputs = as_samples(samples)
         with np.errstate(all="ignore"):
-            codes, encoding = self.run_encoder(layers, inputs)
-            found, decoding = self.run_decoder(layers, mean_of(codes))
+            encoder = self.rounded(weights, ENCODER)
+            decoder = self.rounded(weights[self.encoder_size :], DECODER)
+            codes, encoding = self.run_encoder(encoder, inputs)
+            found, decoding = self.run_decoder(decoder, mean_of(codes))
             error = found - mean_of(inputs)
             loss = math.fsum((error.astype(np.float64) ** 2).ravel().tolist())
-            behind, upper = self.decoder_back(layers, decoding, 2 * error)
+            behind, upper = self.decoder_back(decoder, decoding, 2 * error)
             behind = np.repeat(behind / np.float32(inputs.shape[1]), inputs.shape[1], axis=1)
-            lower = self.encoder_back(layers, encoding, behind)
+            lower = self.encoder_back(encoder, encoding, behind)
         return loss, np.concatenate([g.reshape(-1) for g in (*lower, *upper)])
 
     def layers(self, weights: Floats, which: slice = slice(None)) -> list[Floats]:
@@ -141,58 +143,62 @@ class Autoencoder:
         begins = [0, *ends[:-1]]
         return [weights[a:b].reshape(shape) for a, b, shape in zip(begins, ends, shapes, strict=True)]
 
-    def run_encoder(self, layers: Sequence[Floats], x: Floats) -> tuple[Floats, list[Passed]]:
+    def rounded(self, weights: Floats, which: slice) -> list[Whole]:
+        """Layers as factors. All factors of a layer have the bits that its larger dimension allows."""
+        return [whole(layer, max(layer.shape)) for layer in self.layers(weights, which)]
+
+    def run_encoder(self, layers: Sequence[Whole], x: Floats) -> tuple[Floats, list[Passed]]:
         """Codes of samples, and what :meth:`encoder_back` needs."""
         passed = []
         for i, stride in enumerate(_ENCODER_STRIDES):
-            columns = _columns(x, stride)
-            before = exact_product(layers[i], columns).reshape(len(layers[i]), x.shape[1], -1)
+            columns = _columns(whole(x, layers[i].terms), stride)
+            before = product(layers[i], columns).reshape(len(layers[i].values), x.shape[1], -1)
             passed.append(Passed(columns, before))
             x = before if i == len(_ENCODER_STRIDES) - 1 else _leak(before)
         return x, passed
 
-    def encoder_back(
-        self, layers: Sequence[Floats], passed: Sequence[Passed], behind: Floats
-    ) -> list[Floats]:
+    def encoder_back(self, layers: Sequence[Whole], passed: Sequence[Passed], behind: Floats) -> list[Floats]:
         """Gradients of E's layers, from that of the codes."""
         gradients: list[Floats] = []
         for i in reversed(range(len(passed))):
             if i < len(passed) - 1:
                 behind = _leak_back(passed[i].before, behind)
-            flat = behind.reshape(len(behind), -1)
-            gradients.insert(0, exact_product(flat, passed[i].inputs.T))
+            flat = whole(behind.reshape(len(behind), -1), layers[i].terms)
+            gradients.insert(0, product(flat, passed[i].inputs.T))
             if i:
-                behind = _add_up(exact_product(layers[i].T, flat), behind.shape, _ENCODER_STRIDES[i])
+                behind = _add_up(product(layers[i].T, flat), behind.shape, _ENCODER_STRIDES[i])
         return gradients
 
     def run_decoder(
-        self, layers: Sequence[Floats], x: Floats, beside: Floats | None = None
+        self, layers: Sequence[Whole], x: Floats, beside: Floats | None = None
     ) -> tuple[Floats, list[Passed]]:
         """What codes decode to, and what :meth:`decoder_back` needs. ``beside``: (channels, samples, length)."""
         passed = []
-        for weights in layers[-5:-1]:
-            flat = x.reshape(len(x), -1)
-            before = _add_up(exact_product(weights.T, flat), x.shape, 2)
+        for weights in layers[:-1]:
+            flat = whole(x.reshape(len(x), -1), weights.terms)
+            before = _add_up(product(weights.T, flat), x.shape, 2)
             passed.append(Passed(flat, before))
             x = _leak(before)
-        last = x.reshape(len(x), -1)
+        inputs = x.reshape(len(x), -1)
         if beside is not None:
-            last = np.concatenate([last, beside.reshape(len(beside), -1)])
+            inputs = np.concatenate([inputs, beside.reshape(len(beside), -1)])
+        last = whole(inputs, layers[-1].terms)
         passed.append(Passed(last, x))
-        return exact_product(layers[-1], last).reshape(1, x.shape[1], -1), passed
+        return product(layers[-1], last).reshape(1, x.shape[1], -1), passed
 
     def decoder_back(
-        self, layers: Sequence[Floats], passed: Sequence[Passed], behind: Floats
+        self, layers: Sequence[Whole], passed: Sequence[Passed], behind: Floats
     ) -> tuple[Floats, list[Floats]]:
         """The gradient of the codes and those of D's layers, from that of what was decoded."""
-        samples, flat = behind.shape[1], behind.reshape(1, -1)
-        gradients = [exact_product(flat, passed[4].inputs.T)]
+        samples, flat = behind.shape[1], whole(behind.reshape(1, -1), layers[-1].terms)
+        gradients = [product(flat, passed[4].inputs.T)]
         channels = len(passed[4].before)
-        behind = exact_product(layers[-1][:, :channels].T, flat).reshape(passed[4].before.shape)
+        behind = product(layers[-1].first(channels).T, flat).reshape(passed[4].before.shape)
         for i in reversed(range(4)):
-            columns = _columns(_leak_back(passed[i].before, behind), 2)
-            gradients.insert(0, exact_product(passed[i].inputs, columns.T))
-            behind = exact_product(layers[i - 5], columns).reshape(len(layers[i - 5]), samples, -1)
+            before = whole(_leak_back(passed[i].before, behind), layers[i].terms)
+            columns = _columns(before, 2)
+            gradients.insert(0, product(passed[i].inputs, columns.T))
+            behind = product(layers[i], columns).reshape(len(layers[i].values), samples, -1)
         return behind, gradients
 
 
@@ -200,7 +206,7 @@ class Autoencoder:
 class Passed:
     """Of a layer's forward pass: the factor that weights were multiplied with, and what came before the leaky ReLU."""
 
-    inputs: Floats
+    inputs: Whole
     before: Floats
 
 
@@ -224,21 +230,27 @@ def mean_of(x: Floats) -> Floats:
 
 
 def _leak(x: Floats) -> Floats:
-    return np.where(x > 0, x, _SLOPE * x)
+    found: Floats = np.maximum(x, _SLOPE * x)
+    return found
 
 
 def _leak_back(x: Floats, behind: Floats) -> Floats:
-    return np.where(x > 0, behind, _SLOPE * behind)
+    slopes = (x > 0).astype(np.float32)  # which is faster than to choose between two numbers
+    slopes *= np.float32(1) - _SLOPE
+    slopes += _SLOPE  # 1, exactly, where x > 0
+    slopes *= behind
+    return slopes
 
 
-def _columns(x: Floats, stride: int) -> Floats:
+def _columns(x: Whole, stride: int) -> Whole:
     """What a kernel of 3 sees at every ``stride``-th place, zeros beyond both ends: (3 channels, samples outputs)."""
-    channels, samples, length = x.shape
-    wide = np.zeros((channels, samples, length + 2), np.float32)
-    wide[:, :, 1:-1] = x
+    channels, samples, length = x.values.shape
     outputs = length // stride
-    taps = [wide[:, :, k : k + stride * outputs : stride] for k in range(_TAPS)]
-    return np.stack(taps).reshape(_TAPS * channels, samples * outputs)
+    found = np.zeros((_TAPS, channels, samples, outputs))
+    found[0, :, :, 1:] = x.values[:, :, stride - 1 : -1 : stride]
+    found[1] = x.values[:, :, ::stride]
+    found[2, :, :, : (length - 2) // stride + 1] = x.values[:, :, 1::stride]
+    return Whole(found.reshape(_TAPS * channels, samples * outputs), x.unit, x.bits)
 
 
 def _add_up(columns: Floats, shape: tuple[int, ...], stride: int) -> Floats:

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from gradcomp.compress.learned.autoencoder import DECODER, ENCODER, Autoencoder, Floats, as_samples, mean_of
+from gradcomp.compress.learned.products import Whole
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Decoders:
     ) -> tuple[float, float, Floats]:
         """Both sums of L, the second not weighted, and the gradient of L, flat."""
         pair, inputs, beside = self.pair, as_samples(samples), as_samples(innovations)
-        encoder = pair.layers(weights, ENCODER)
+        encoder = pair.rounded(weights, ENCODER)
         errors: list[Floats] = []
         upper: list[Floats] = []
         with np.errstate(all="ignore"):
@@ -113,10 +114,10 @@ class Decoders:
             similarity = 2 * self.ranks * _squares(apart)
         return reconstruction, similarity, np.concatenate([g.reshape(-1) for g in (*lower, *upper)])
 
-    def _decoders(self, weights: Floats) -> list[list[Floats]]:
+    def _decoders(self, weights: Floats) -> list[list[Whole]]:
         """The layers of every D."""
         parts = weights[self.pair.encoder_size :].reshape(self.ranks, -1)
-        return [self.pair.layers(part, DECODER) for part in parts]
+        return [self.pair.rounded(part, DECODER) for part in parts]
 
 
 def _squares(values: Floats) -> float:

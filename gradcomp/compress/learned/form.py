@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.base import Traffic
 from gradcomp.compress.learned.sent import Sent
 from gradcomp.compress.messages import Exchange, Message, Reply
 from gradcomp.compress.sparse.clt_k import Rider, Shared
@@ -73,7 +74,7 @@ class Form(ABC):
         raise StateError(f"{len(weights)} weights in {self.field}, {self.size(ranks)} are needed")
 
     @abstractmethod
-    def code_bytes(self, table: Table, counts: Sizes) -> Sizes:
+    def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
         """Each row's bytes in phase 3, beside the leader's indices; ``counts``: values of each row."""
 
     def marking(self, group: Group, sent: Sent) -> Marking:

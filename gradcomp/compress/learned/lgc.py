@@ -10,12 +10,13 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from gradcomp.compress.base import Compressor, Traits
+from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, zeros
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
 from gradcomp.compress.learned.sent import Sent, shares
 from gradcomp.compress.learned.server import Server
+from gradcomp.compress.learned.training import AUTO, PART, Stopwatch, every, is_share
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import keep_errors
@@ -36,6 +37,8 @@ _LATEST = 0.05
 # Above it the nets give little more than zeros, whose loss is 1.
 _LITTLE = 0.9
 _MOST_LOSS = 1e6
+# The field that holds m, where nets are trained on every m-th sample.
+_EVERY = f"{SHARED}trained_every"
 
 logger = logging.getLogger("gradcomp")
 # The layer that the draws of leaders are filed under.
@@ -72,14 +75,19 @@ class LGC(CLTk):
     or p - r_k on a server, so that what the code loses is sent later. Without it that is lost, as in the paper. The
     first weights come from the seed. The optimizer must have no momentum of its own; a warning says so if it has.
 
+    ``train_share``: 1/m trains on every m-th sample. ``auto`` trains on all until every rank has measured 10 steps,
+    then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the mean.
+
     Wire: phase 1: as uncompressed. Then a Broadcast of the leader's deflated indices and, in phase 2, a Gather of 4k
-    bytes, (N - 1) 4k per rank, and k / 8 more on a server. In phase 3 a ring has a Sum of c = k ``code_channels`` / 4
-    bytes, with k padded to a multiple of 16. A server has c in the Broadcast, and a Gather of 4i bytes and i deflated
-    indices, for i innovations. The paper counts that once: c, indices and innovations for the leader, innovations for
-    the others. Here every rank is the server: all that is sent (N - 1) times, and there is no way back.
-    Weights do not travel. All layers are exchanged together, once the last gradient has arrived.
-    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each. A server has a D for each
-    rank. With another number of ranks the first of them are kept; new ranks begin with first weights.
+    bytes, (N - 1) 4k per rank, 4 more where the share is measured, and k / 8 more on a server. In phase 3 a ring has a
+    Sum of c = k ``code_channels`` / 4 bytes, with k padded to a multiple of 16. A server has c in the Broadcast, and a
+    Gather of 4i bytes and i deflated indices, for i innovations. The paper counts that once: c, indices and innovations
+    for the leader, innovations for the others. Here every rank is the server: all that is sent (N - 1) times, and there
+    is no way back. Weights do not travel. All layers are exchanged together, once the last gradient has arrived. With
+    ``refresh`` = s indices travel in one step of s.
+    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m, once; what ``refresh``
+    keeps. A server has a D for each rank. With another number of ranks the first of them are kept; new ranks begin with
+    first weights.
     Errors: ConfigError for settings that cannot be, and for a model with fewer than ``least_parameters`` between its
     first and its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to
     another number than is asked for; StateError for weights of no number of ranks.
@@ -101,6 +109,7 @@ class LGC(CLTk):
     similarity: float = field(default=0.5, kw_only=True)
     indices: str = field(default="deflate", kw_only=True)
     feedback: bool = field(default=False, kw_only=True)
+    train_share: float | str = field(default=AUTO, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +123,10 @@ class LGC(CLTk):
                 raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
         if not 1 <= self.code_channels <= _MOST_CHANNELS:
             raise ConfigError(f"code_channels must be in 1 .. {_MOST_CHANNELS}, got {self.code_channels!r}")
+        if not is_share(self.train_share):
+            raise ConfigError(
+                f"train_share must be {AUTO!r}, or 1/m of a whole number m, got {self.train_share!r}"
+            )
         if not isinstance(self.ends, bool):
             raise ConfigError(f"ends must be true or false, got {self.ends!r}")
         if self.form not in _FORMS:
@@ -134,6 +147,7 @@ class LGC(CLTk):
             contributes=True,
             whole_model=True,
             learns=True,
+            by_times=self.train_share == AUTO and self.train_steps > 0,
         )
 
     # -- phases and places --------------------------------------------------------------------------------------
@@ -160,7 +174,7 @@ class LGC(CLTk):
         ends = [layer for layer in layers if len(layer.shape) > 1] if self.ends else []
         found: dict[str, Compressor] = {}
         if ends:
-            values = self.dense(CLTk(self.density, indices=self.indices))
+            values = self.dense(CLTk(self.density, indices=self.indices, refresh=self.refresh))
             found[ends[-1].name] = Warmup(values, self.warmup_steps) if self.warmup_steps else values
             found[ends[0].name] = self.dense(Identity())
         between = sum(layer.size for layer in own if layer.name not in found)
@@ -174,7 +188,10 @@ class LGC(CLTk):
         return {name: compressor for name, compressor in found.items() if name in names}
 
     def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
-        """The nets' weights, and the mean loss of the last 20 steps or so, which begins with that of zeros."""
+        """The nets' weights, and the mean loss of the last 20 steps or so, which begins with that of zeros.
+
+        With a share that is measured, the m that was agreed on; 0 before.
+        """
         form = self.nets
 
         def begin(saved: Floats) -> Floats:
@@ -182,7 +199,14 @@ class LGC(CLTk):
                 return np.append(form.adapted(saved[:-1], seed, ranks), saved[-1])
             return np.append(form.first_weights(seed, ranks), np.float32(1))
 
-        return {form.field: (form.size(ranks) + 1, begin)}
+        return {
+            form.field: (form.size(ranks) + 1, begin),
+            **({_EVERY: (1, zeros(1))} if self._measures else {}),
+        }
+
+    @property
+    def _measures(self) -> bool:
+        return self.traits.by_times
 
     @cached_property
     def nets(self) -> Form:
@@ -195,17 +219,30 @@ class LGC(CLTk):
 
     def wire_bytes(self, group: Group) -> Sizes:
         """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
+        values = self._values(group)
+        indices = self.format(group.table).row_bytes(self.limits(group.table))
+        return indices + (values.led + values.gathered + values.summed).astype(np.int64)
+
+    def traffic(self, group: Group) -> Traffic:
+        """Indices of one step in ``refresh``; values, or what the form sends for them."""
+        values = self._values(group)
+        indices = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
+        return replace(values, led=indices + values.led)
+
+    def _values(self, group: Group) -> Traffic:
         counts = self.limits(group.table)
-        if self.train_steps:
-            values = 4 * counts + shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
-        else:
-            values = self.nets.code_bytes(group.table, counts)
-        return values + self.format(group.table).row_bytes(counts)
+        if not self.train_steps:
+            return self.nets.code_traffic(group.table, counts)
+        marks = shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
+        gathered = (4 * counts + marks).astype(np.float64)
+        gathered[:1] += 4 * self._measures
+        none = np.zeros_like(gathered)
+        return Traffic(none, gathered, none)
 
     def leader(self, context: StepContext) -> int:
-        """Drawn from the seed, anew in every step."""
+        """Drawn from the seed, anew in every period."""
         draw = context.draw
-        counter = np.array([0, _LEADERS, draw.step, 0], np.uint32)
+        counter = np.array([0, _LEADERS, draw.step - draw.step % self.refresh, 0], np.uint32)
         word = philox.philox4x32(counter, (draw.seed & 0xFFFFFFFF, draw.seed >> 32))[0]
         return int(word) % context.trainers
 
@@ -215,44 +252,75 @@ class LGC(CLTk):
         return (yield from (self._train if self.train_steps else self._code)(group, context, sent))
 
     def _train(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
-        """The values of all ranks, which are added up, and which the nets learn from."""
-        marking = self.nets.marking(group, sent)
-        _, _, flags = yield from self.share_indices(group, context, marking)
-        flags, values = flags.copy(), 4 * sent.count
+        """The values of all ranks, which are added up, and which the nets learn from.
+
+        Behind them travels what training takes on each rank, if that is measured.
+        """
+        marking, watch = self.nets.marking(group, sent), group.scratch.once("watch", Stopwatch)
+        shared = yield from self.share_indices(group, context, marking)
+        flags, values = shared.flags.copy(), 4 * sent.count
+        end = values + 4 * self._measures
 
         def write(view: Bytes) -> tuple[Bytes, int]:
-            view[:values] = sent.values(group, flags).astype("<f4").view(np.uint8)
-            view[values:] = np.packbits(marking.marks())
+            own = shared.prepare()
+            view[:values] = sent.values(group, flags | own).astype("<f4").view(np.uint8)
+            view[values:end].view("<f4")[:] = watch.part
+            view[end:] = np.packbits(marking.marks())
             keep_errors(group, sent.chosen, np.zeros_like(sent.chosen.values))
-            return np.zeros_like(flags), len(view)
+            return own, len(view)
 
-        reply = yield Gather(values + (self.nets.marked(sent.count) + 7) // 8, write)
+        reply = yield Gather(end + (self.nets.marked(sent.count) + 7) // 8, write)
+        flags |= reply.flags
         samples = np.zeros((len(reply.data), sent.count), np.float32)
         marks = np.zeros(samples.shape, np.bool_)
+        parts = []
         for rank, payload in enumerate(reply.data):
             with sent_by(context.first + rank):
                 samples[rank] = payload[:values].view("<f4")
-                marks[rank] = np.unpackbits(payload[values:], count=sent.count)
+                parts += payload[values:end].view("<f4").tolist()
+                marks[rank] = np.unpackbits(payload[end:], count=sent.count)
         total = samples[0].copy()
         with np.errstate(all="ignore"):
             for other in samples[1:]:
                 total += other
         sent.scatter(group, flags, total, context.divisor, context.unscale)
-        self._learn(group, context, Lesson(samples, marks, self.leader(context)))
+        lesson = Lesson(samples, marks, self.leader(context))
+        holder, weights, kept = self._kept(context)
+        if holder in group.layers:
+            number = self._every(group, context, holder, parts)
+            if context.draw.step % max(number, 1) == 0:
+                weights, kept = watch.time(lambda: self._learn(weights, kept, lesson))
+            self._keep(context, holder, weights, kept)
         return flags
 
-    def _learn(self, group: Group, context: StepContext, lesson: Lesson) -> None:
-        """One step of gradient descent, on the bucket that has the layer that the nets belong to."""
-        holder, weights, kept = self._kept(context)
-        if holder not in group.layers:
-            return
+    def _every(self, group: Group, context: StepContext, holder: int, parts: Sequence[float]) -> int:
+        """Training is on every so many-th sample. While that is not known: 0, and on all."""
+        if not self._measures:
+            return round(1 / float(self.train_share))
+        number = int(context.field(_EVERY).value(holder)[0])
+        if not number:
+            number = every(parts)
+            if number and context.draw.rank == 0:
+                logger.info(
+                    "step %d: LGC trains on %s from now on, so that steps take at most %d%% longer; one training took "
+                    "%.1f%% of the rest of a step",
+                    context.number,
+                    "every sample" if number == 1 else f"one of {number} samples",
+                    round(100 * PART),
+                    100 * max(parts),
+                )
+        context.store(_EVERY, np.array([holder]), np.array([number], np.float32))
+        return number
+
+    def _learn(self, weights: Floats, kept: float, lesson: Lesson) -> tuple[Floats, float]:
+        """Weights and loss after one step of gradient descent."""
         unit = self.nets.unit(lesson)
         if 0.0 < unit < math.inf and np.isfinite(lesson.samples).all():
             lesson = replace(lesson, samples=(lesson.samples / unit).astype(np.float32))
             weights, loss = self.nets.train(weights, lesson, float(self.learning_rate))
             if math.isfinite(loss):
                 kept += _LATEST * (min(loss, _MOST_LOSS) - kept)
-        self._keep(context, holder, weights, kept)
+        return weights, kept
 
     def _kept(self, context: StepContext) -> tuple[int, Floats, float]:
         """The layer that the nets are a field of, their weights and their loss."""

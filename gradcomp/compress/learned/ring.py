@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import SHARED
+from gradcomp.compress.base import SHARED, Traffic
 from gradcomp.compress.learned.autoencoder import Autoencoder
 from gradcomp.compress.learned.form import Form, Lesson, Share, Weights
 from gradcomp.compress.learned.sent import Sent, shares
@@ -42,9 +42,10 @@ class Ring(Form):
         """The autoencoder's."""
         return self.network.first_weights(seed)
 
-    def code_bytes(self, table: Table, counts: Sizes) -> Sizes:
-        """Of one code."""
-        return shares(4 * self.network.code_length(int(counts.sum())), counts)
+    def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
+        """One code, summed."""
+        code = shares(4 * self.network.code_length(int(counts.sum())), counts).astype(np.float64)
+        return Traffic(np.zeros_like(code), np.zeros_like(code), code)
 
     def unit(self, lesson: Lesson) -> float:
         """The norm of the samples' mean."""
@@ -64,17 +65,19 @@ class Ring(Form):
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
         """The sum of codes, which every rank decodes."""
-        _, _, flags = yield from share(Rider())
-        flags, network = flags.copy(), self.network
+        shared = yield from share(Rider())
+        flags, network = shared.flags.copy(), self.network
         values: list[Floats] = []
 
         def write(view: Floats) -> Bytes:
-            values.append(sent.values(group, flags))
-            view[:] = network.encode(weights(), values[0])
+            own = shared.prepare()
+            values.append(sent.values(group, flags | own))
             # An infinite value in the code is one in the sum, on all ranks.
-            return np.zeros_like(flags)
+            view[:] = network.encode(weights(), values[0])
+            return own
 
         reply = yield Sum(network.code_length(sent.count), write)
+        flags |= reply.flags
         with np.errstate(all="ignore"):
             found = network.decode(weights(), reply.data / np.float32(context.trainers), sent.count)
             lost = values[0] - found if self.feedback else np.zeros_like(found)

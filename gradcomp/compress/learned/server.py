@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradcomp.compress.base import SHARED
+from gradcomp.compress.base import SHARED, Traffic
 from gradcomp.compress.learned.decoders import Decoders
 from gradcomp.compress.learned.form import Form, Lesson, Marking, Share, Weights
 from gradcomp.compress.learned.innovations import Arrived, Selecting
@@ -63,10 +63,11 @@ class Server(Form):
         """How a rank's innovations travel."""
         return SparseFormat(table, self.limits(counts), True, self.indices, Cast("float32"))
 
-    def code_bytes(self, table: Table, counts: Sizes) -> Sizes:
-        """Of one code, and of one rank's innovations."""
-        code = shares(4 * self.network(1).code_length(int(counts.sum())), counts)
-        return code + self.format(table, counts).wire_bytes(self.limits(counts))
+    def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
+        """One rank's code, and everybody's innovations."""
+        code = shares(4 * self.network(1).code_length(int(counts.sum())), counts).astype(np.float64)
+        innovations = self.format(table, counts).wire_bytes(self.limits(counts)).astype(np.float64)
+        return Traffic(code, innovations, np.zeros_like(code))
 
     def marking(self, group: Group, sent: Sent) -> Marking:
         """Selects innovations, as in phase 3."""
@@ -94,8 +95,8 @@ class Server(Form):
         """One Broadcast of a code and indices, and one Gather of innovations, if there are any."""
         network = self.network(context.trainers)
         coding = _Coding(sent, self._own(group, sent), network, weights)
-        _, _, flags = yield from share(coding)
-        flags, own = flags.copy(), coding.own
+        shared = yield from share(coding)
+        flags, own = shared.flags.copy(), coding.own
         ranks = [own] * context.trainers
         if len(own.indices):
             form = group.scratch.once("innovations", lambda: self.format(group.table, sent.chosen.counts))

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import Traits
+from gradcomp.compress.base import Traffic, Traits, zeros
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Message, Reply
 from gradcomp.compress.registry import register
+from gradcomp.compress.sparse.kept import KEPT, KeptIndices, elements_for, mark_of
 from gradcomp.compress.sparse.payload import CODINGS, IndexFormat, Selection, sent_by
 from gradcomp.compress.sparse.summed import Summed
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.state import Begin
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
-#: A selection, and flags of its rows: this rank's, and those of all ranks.
-Shared = tuple[Selection, Bytes, Bytes]
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A selection without values, the same on all ranks; of its rows, what is known of values that are not finite.
+
+    ``flags``: of all ranks, as far as they were told; where indices stay, nothing may have been told yet. ``prepare``:
+    returns the flags of this rank's rows, and sees to it that p is in the next residuals. To be called once.
+    """
+
+    chosen: Selection
+    flags: Bytes
+    prepare: Callable[[], Bytes]
 
 
 class Rider:
@@ -51,20 +64,25 @@ class CLTk(Summed):
     and broadcasts their indices; then all ranks' p at these indices are summed. e' = p elsewhere, and 0 there. The
     level is the density.
 
+    With ``refresh`` = s, indices stay for a period of s steps: rank (t div s) mod N leads in all of it, and selects in
+    its first step, or in the first that is accepted.
+
     It rests on residuals that resemble each other over ranks: then one rank's largest elements are nearly those of the
     mean. ``indices``: their coding, as in :class:`Sparse`.
 
     Wire: a Broadcast of the leader's coded indices, then one Sum of k values, 8k (N - 1) / N bytes per rank with a
     ring; only the first has a size that depends on the coding. TopK gathers N lists where this sums one.
-    State: a residual per layer, with ``feedback``.
+    Where indices stay there is no Broadcast.
+    State: a residual per layer, with ``feedback``; with ``refresh`` > 1, 16 bytes per index and 8 per layer.
     Errors: ConfigError for a density outside (0, 1]; WireFormatError for indices that are out of range or not
-    ascending.
+    ascending; StateError for such indices in a checkpoint.
     Source: ScaleCom (Chen et al. 2020) as Abrahamyan et al. 2021 describe it, section II. Differs: no low-pass filter
-    on the residuals, which they do not mention.
+    on the residuals, which they do not mention; ``refresh``.
     """
 
     indices: str = field(default="auto", kw_only=True)
     feedback: bool = field(default=True, kw_only=True)
+    refresh: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,15 +90,28 @@ class CLTk(Summed):
             raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {self.indices!r}")
         if not isinstance(self.feedback, bool):
             raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+        if isinstance(self.refresh, bool) or not isinstance(self.refresh, int) or self.refresh < 1:
+            raise ConfigError(f"refresh must be a whole number of at least 1, got {self.refresh!r}")
 
     @cached_property
     def traits(self) -> Traits:
         """A residual by default, since a selection is biased."""
         return Traits(keeps_residual=self.feedback, contributes=True)
 
+    def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
+        """Indices that stay."""
+        size = elements_for(self.sent_of(layer))
+        kept = {KEPT: (size, zeros(size))} if self.refresh > 1 else {}
+        return {**super().fields(layer, seed), **kept}
+
     def wire_bytes(self, group: Group) -> Sizes:
-        """The leader's: indices and values; with DEFLATE, values only."""
+        """The leader's, when it selects: indices and values; with DEFLATE, values only."""
         return super().wire_bytes(group) + self.format(group.table).row_bytes(self.limits(group.table))
+
+    def traffic(self, group: Group) -> Traffic:
+        """Indices of one step in ``refresh``, and a sum."""
+        led = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
+        return Traffic(led, np.zeros_like(led), super().wire_bytes(group).astype(np.float64))
 
     def format(self, table: Table) -> IndexFormat:
         """How the leader's indices travel."""
@@ -88,53 +119,80 @@ class CLTk(Summed):
 
     def leader(self, context: StepContext) -> int:
         """Who selects in this step, among the ranks that train."""
-        return context.draw.step % context.trainers
+        return context.draw.step // self.refresh % context.trainers
 
     def selection_of(self, group: Group) -> Selection:
         """Where the leader's selection is, in every step."""
         return group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Broadcast and one Sum."""
-        chosen, own, _ = yield from self.share_indices(group, context)
-        return (yield from self.sum_at(group, context, chosen, lambda: own))
+        """One Broadcast, unless indices stay, and one Sum."""
+        shared = yield from self.share_indices(group, context)
+        return (yield from self.sum_at(group, context, shared.chosen, shared.prepare))
 
     def share_indices(
         self, group: Group, context: StepContext, rider: Rider | None = None
     ) -> Generator[Message, Reply, Shared]:
-        """One Broadcast. Returns the selection, without values, and the flags of this rank's rows and of all ranks'.
-
-        On every rank p is in the next residuals then.
-        """
+        """The selection of this step. One Broadcast, unless indices stay and nothing else travels with them."""
         form = group.scratch.once("format", lambda: self.format(group.table))
         chosen = self.selection_of(group)
         most = group.scratch.once("most", lambda: form.most_bytes(chosen.counts, fixed=True))
-        table, leader, rider = group.inputs, self.leader(context), rider or Rider()
-        flags = np.zeros(len(table), dtype=np.uint8)
+        leader, rider = self.leader(context), rider or Rider()
+        flags = np.zeros(len(group.table), dtype=np.uint8)
+        kept, stays = None, False
+        mark = mark_of(context.draw.step // self.refresh)
+        if self.refresh > 1 and context.fields is not None:
+            kept = group.scratch.once("kept", lambda: KeptIndices.of(group, chosen))
+            stays = kept.load(group, context, mark, chosen)
 
         def write(view: Bytes) -> tuple[Bytes, int]:
             if context.draw.rank != leader:
                 rider.follow(group, context, flags)
                 return flags, 0
-            selection.select_top(
-                table,
-                flags,
-                context.factors(len(group.table)),
-                chosen.counts,
-                chosen.offsets,
-                chosen.indices,
-                chosen.values,
-                chosen.counts,
-                decay=context.decay,
-                zeros=True,  # other ranks' elements there need not be 0
-            )
+            (_take_kept if stays else _select)(group, context, flags, chosen)
             rider.lead(group, chosen, flags, view[: rider.nbytes])
-            return flags, form.encode(chosen, view, rider.nbytes)
+            return flags, rider.nbytes if stays else form.encode(chosen, view, rider.nbytes)
 
-        reply = yield Broadcast(rider.nbytes + most, write, leader, fixed=not form.deflated)
-        with sent_by(context.first + leader):
-            if len(reply.data) < rider.nbytes:
-                raise ValueError(f"{len(reply.data)} bytes where {rider.nbytes} come in front of the indices")
-            rider.read(reply.data[: rider.nbytes])
-            form.decode(reply.data[rider.nbytes :], chosen)
-        return chosen, flags, reply.flags
+        def prepare() -> Bytes:
+            write(np.zeros(0, np.uint8))
+            return flags
+
+        if stays and not rider.nbytes:
+            shared = Shared(chosen, np.zeros_like(flags), prepare)
+        else:
+            length = rider.nbytes if stays else rider.nbytes + most
+            reply = yield Broadcast(length, write, leader, fixed=stays or not form.deflated)
+            with sent_by(context.first + leader):
+                if len(reply.data) < rider.nbytes:
+                    raise ValueError(
+                        f"{len(reply.data)} bytes where {rider.nbytes} come in front of the indices"
+                    )
+                rider.read(reply.data[: rider.nbytes])
+                if not stays:
+                    form.decode(reply.data[rider.nbytes :], chosen)
+            shared = Shared(chosen, reply.flags, lambda: flags)
+        if kept is not None:
+            kept.store(group, context, mark, chosen)
+        return shared
+
+
+def _select(group: Group, context: StepContext, flags: Bytes, chosen: Selection) -> None:
+    """On the leader: the largest |p|; p is written to the next residuals."""
+    selection.select_top(
+        group.inputs,
+        flags,
+        context.factors(len(group.table)),
+        chosen.counts,
+        chosen.offsets,
+        chosen.indices,
+        chosen.values,
+        chosen.counts,
+        decay=context.decay,
+        zeros=True,  # other ranks' elements there need not be 0
+    )
+
+
+def _take_kept(group: Group, context: StepContext, flags: Bytes, chosen: Selection) -> None:
+    """The same at indices that stay."""
+    selection.contribute(group.inputs, flags, context.factors(len(group.table)), decay=context.decay)
+    selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)

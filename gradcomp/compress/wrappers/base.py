@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from gradcomp.compress.base import Compressor, Traits
+from gradcomp.compress.base import Compressor, Traffic, Traits
 from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.messages import Exchange
 from gradcomp.compress.registry import from_string
@@ -113,6 +113,10 @@ class Wrapper(Compressor):
     def wire_bytes(self, group: Group) -> Sizes:
         """As the inner one."""
         return self.inner.wire_bytes(group)
+
+    def traffic(self, group: Group) -> Traffic:
+        """As the inner one."""
+        return self.inner.traffic(group)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """The inner one's; what wrappers change is in the group, the context and the state."""

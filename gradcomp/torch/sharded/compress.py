@@ -232,7 +232,7 @@ class ShardedCompression:
         exchanger = Exchanger(
             state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, terms
         )
-        state.exchangers.append(exchanger)
+        state.add(exchanger)
         self._exchangers[tuple(state.network.ranks[rank] for rank in ranks)] = exchanger
 
 

@@ -1,4 +1,4 @@
-"""The root's parameters, optimizer state and objects on every rank; what holds for all calls is in ``collectives``.
+"""The root's parameters, optimizer state and objects on every rank; what holds for all calls is in ``reductions``.
 
 ``root_rank`` is a number of the job, also where a process set takes part.
 """
@@ -9,6 +9,7 @@ import io
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
@@ -107,7 +108,7 @@ def broadcast_object(
     if channel is not None and channel.rank == root:
         payload, number = _encode(obj)
     lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
-    call = Call("broadcast_object", lines, number, problem)
+    call = Call("broadcast_object", lines, number, problem, name)
     if channel is None:
         alone(call).result()
         return obj
@@ -119,6 +120,39 @@ def broadcast_object(
     if not encoded:
         raise ConfigError(f"broadcast_object: rank {root_rank}: {printable(received)}")
     return obj if channel.rank == root else _decode(received)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: Members = None) -> list[Any]:
+    """Every rank's object, in rank order, on every rank.
+
+    What objects may be is said at :func:`broadcast_object`; one that cannot be sent is a ConfigError on every rank.
+    Wire: one all-to-all of the objects as ``torch.save`` writes them.
+    """
+    channel = current_channel(process_set)
+    payload, number = (b"", 0) if channel is None else _encode(obj)
+    call = Call("allgather_object", [f"allgather_object(name={name!r})"], number, key=name)
+    if channel is None:
+        alone(call).result()
+        return [obj]
+
+    def work(numbers: list[int]) -> list[tuple[bytes, bool]]:
+        counts = [abs(count) for count in numbers]
+        if max(counts) > MOST_OBJECT_BYTES:
+            raise WireFormatError(
+                f"objects of {counts} bytes were announced, at most {MOST_OBJECT_BYTES} are allowed"
+            )
+        whole = channel.allgather(np.frombuffer(payload, np.uint8), counts)
+        ends = np.cumsum(counts).tolist()
+        return [
+            (whole[end - abs(count) : end].tobytes(), count > 0)
+            for end, count in zip(ends, numbers, strict=True)
+        ]
+
+    received = channel.submit(call, work).result()
+    for rank, (data, encoded) in enumerate(received):
+        if not encoded:
+            raise ConfigError(f"allgather_object: rank {rank}: {printable(data)}")
+    return [_decode(data) for data, _ in received]
 
 
 def _meet(process_set: Members, root_rank: Any) -> tuple[Channel | None, int, str | None]:
@@ -137,7 +171,7 @@ def _encode(obj: Any) -> tuple[bytes, int]:
             raise ValueError(f"{len(data)} bytes, more than {MOST_OBJECT_BYTES}")
     except Exception as error:  # noqa: BLE001 - pickling runs the object's own code
         complaint = (
-            "only tensors, numbers, strings, bytes, None and lists, tuples, dicts and sets of them can be broadcast, "
+            "only tensors, numbers, strings, bytes, None and lists, tuples, dicts and sets of them can be sent, "
             f"this has {culprit(error, obj)}"
         ).encode()
         return complaint, -len(complaint)
@@ -159,7 +193,7 @@ def _decode(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise WireFormatError(f"broadcast_object: these {len(data)} bytes are no object") from error
+        raise WireFormatError(f"these {len(data)} bytes are no object") from error
 
 
 def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:

@@ -1,0 +1,115 @@
+"""A file of Chrome trace JSON that grows while a run goes on and is valid after every write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.trace import Trace, row_event, row_of, span_event, title
+
+logger = logging.getLogger("gradcomp")
+
+_HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+_TAIL = b"\n]}\n"
+_WRITE_SECONDS = 0.5
+_MOST_ROWS = 1 << 16  # of one exchanger
+
+
+class Timeline:
+    """Records the spans of traces, twice a second, by a thread of its own, so that no step waits for a disk.
+
+    New events overwrite the end of the file, which is written behind them in the same call. What cannot be written (a
+    full disk) is warned about, and ends the timeline, not the training. ``mark_steps``: an event where each step began.
+    ConfigError if the file cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int, mark_steps: bool = False) -> None:
+        self._path, self._rank, self._mark_steps = os.fspath(path), rank, mark_steps
+        self._epoch = time.perf_counter()
+        self._events: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._traces: list[Trace] = []
+        self._rows: set[int] = set()
+        self._marked: dict[int, int] = {}  # by exchanger, the last step that has its mark
+        self._end = 0
+        self._stopping = threading.Event()
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot write the timeline {self._path!r}: {error}") from error
+        about = {"name": f"rank {rank}", "began": time.time()}
+        self._write(_HEAD, [{"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": about}])
+        self._thread = threading.Thread(target=self._run, name="gradcomp-timeline", daemon=True)
+        self._thread.start()
+
+    def listen(self, trace: Trace) -> None:
+        """Record what this trace is told from now on, in rows of its own."""
+        number = len(self._traces)
+        self._traces.append(trace)
+        first = number * _MOST_ROWS
+
+        def add(name: str, step: int, bucket: int, begin: float, end: float) -> None:
+            row = first + row_of(bucket)
+            if row not in self._rows:
+                self._rows.add(row)
+                named = title(bucket) if number == 0 else f"{title(bucket)}, exchange {number}"
+                self._events.put(row_event(self._rank, row, named))
+            if self._mark_steps and self._marked.get(number, -1) < step:
+                self._marked[number] = step
+                mark = {"ph": "i", "s": "p", "pid": self._rank, "tid": first, "name": f"step {step}"}
+                self._events.put({**mark, "ts": (begin - self._epoch) * 1e6})
+            self._events.put(span_event(self._rank, row, name, step, begin - self._epoch, end - begin))
+
+        trace.listener = add
+
+    def close(self) -> None:
+        """Write what is left, and end. May be called again."""
+        for trace in self._traces:
+            trace.listener = None
+        self._stopping.set()
+        self._thread.join()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_WRITE_SECONDS):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        events = []
+        try:
+            while True:
+                events.append(self._events.get_nowait())
+        except Empty:
+            pass
+        if events and self._file >= 0:
+            self._write(b",\n", events)
+
+    def _write(self, before: bytes, events: list[dict[str, Any]]) -> None:
+        lines = before + b",\n".join(json.dumps(each, allow_nan=False).encode() for each in events)
+        try:
+            written = os.pwrite(self._file, lines + _TAIL, self._end)
+            if written < len(lines) + len(_TAIL):
+                raise OSError("the disk is full")
+        except OSError as error:
+            logger.warning("the timeline %s ends here: %s", self._path, error.strerror or error)
+            self._cut()
+            return
+        self._end += len(lines)
+
+    def _cut(self) -> None:
+        """Back to the last valid end."""
+        try:
+            os.ftruncate(self._file, self._end)
+            os.pwrite(self._file, _TAIL, self._end)
+        except OSError:
+            pass
+        os.close(self._file)
+        self._file = -1

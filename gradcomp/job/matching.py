@@ -1,0 +1,166 @@
+"""Which of a rank's pending calls belongs to which of another's: by name, or else in the order of the calls.
+
+Every round begins with 56 bytes per rank: a digest of the call that each has pending longest. Where all are the same,
+that call is made. Else the ranks send each other lists of all that they have pending, and make every call that is
+on all lists. A named call is matched by its name, wherever it stands in the list. Calls without one are matched in
+order, the first of each list with the first of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, WireFormatError
+from gradcomp.core.text import printable
+from gradcomp.pipeline.calls import Call, difference
+from gradcomp.transport.base import AllGather
+
+_MOST_LIST_BYTES = 1 << 28
+
+#: A name, or None for calls without one, and how many calls before it have the same.
+_Key = tuple[str | None, int]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A call that all ranks have pending: its place in this rank's list, and every rank's number or what is wrong."""
+
+    place: int
+    numbers: list[int]
+    error: GradcompError | None = None
+
+
+def match(
+    pending: Sequence[Call], waited_for: Sequence[int], rank: int, size: int
+) -> Generator[AllGather, None, list[Match]]:
+    """The pending calls to be made next, the same on all ranks and in one order. Yields what is to be issued.
+
+    ``pending``: at least one call, in the order of the calls. ``waited_for``: places of calls for which this rank has
+    waited so long that it will not call anything else meanwhile; empty if it may. If no call is on all lists and that
+    holds for every rank, each rank's calls that it waits for are returned with a PlanMismatchError.
+
+    Wire: 56 bytes per rank, and where these differ 8 bytes and the lists.
+    """
+    first = pending[0]
+    header = np.zeros(7, dtype=np.int64)
+    header[:2] = first.problem is not None, first.number
+    header[3:] = np.frombuffer(hashlib.sha256(_description(first).encode()).digest(), dtype=np.int64)
+    headers = np.zeros((size, len(header)), dtype=np.int64)
+    headers[rank] = header
+    yield AllGather(headers.reshape(-1).view(np.uint8), [header.nbytes] * size)
+    if not headers[:, 0].any() and (headers[:, 3:] == headers[0, 3:]).all():
+        return [Match(0, [int(number) for number in headers[:, 1]])]
+    text = json.dumps(
+        {
+            "calls": [[call.key, _description(call), call.number, call.problem] for call in pending],
+            "waits": list(waited_for),
+        }
+    ).encode()
+    lengths = np.zeros(size, dtype=np.int64)
+    lengths[rank] = len(text)
+    yield AllGather(lengths.view(np.uint8), [8] * size)
+    counts = lengths.tolist()
+    if not all(0 < count <= _MOST_LIST_BYTES for count in counts):
+        raise WireFormatError(f"lists of calls of {counts} bytes")
+    ends = np.cumsum(counts)
+    whole = np.zeros(sum(counts), dtype=np.uint8)
+    whole[ends[rank] - len(text) : ends[rank]] = np.frombuffer(text, dtype=np.uint8)
+    yield AllGather(whole, counts)
+    lists = [_List.of(whole[end - count : end].tobytes()) for end, count in zip(ends, counts, strict=True)]
+    found = _common(pending, lists, rank)
+    return found or _stuck(pending, lists, rank)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    description: str
+    number: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class _List:
+    """What a rank has pending."""
+
+    calls: dict[_Key, _Listed]
+    waits: list[_Key]
+
+    @staticmethod
+    def of(text: bytes) -> _List:
+        """Read what a rank has sent; WireFormatError for anything else."""
+        try:
+            data = json.loads(text)
+            calls: dict[_Key, _Listed] = {}
+            for key, (name, description, number, problem) in zip(
+                _keys([call[0] for call in data["calls"]]), data["calls"], strict=True
+            ):
+                told = None if problem is None else str(problem)
+                calls[key] = _Listed(str(description), int(number), told)
+                if name is not None and not isinstance(name, str):
+                    raise TypeError("a name is not a string")
+            keys = list(calls)
+            return _List(calls, [keys[int(place)] for place in data["waits"]])
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise WireFormatError(f"a rank's list of calls is malformed: {error!r}") from error
+
+
+def _description(call: Call) -> str:
+    """What ranks must have in common."""
+    return "\n".join(call.lines)
+
+
+def _keys(names: Sequence[str | None]) -> list[_Key]:
+    seen: Counter[str | None] = Counter()
+    keys: list[_Key] = []
+    for name in names:
+        keys.append((name, seen[name]))
+        seen[name] += 1
+    return keys
+
+
+def _common(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[Match]:
+    """What is on every list, in the order of rank 0's."""
+    places = {key: place for place, key in enumerate(lists[rank].calls)}
+    found: list[Match] = []
+    for key in lists[0].calls:
+        if all(key in one.calls for one in lists):
+            listed = [one.calls[key] for one in lists]
+            place = places[key]
+            error = _wrong(pending[place].name, listed)
+            found.append(Match(place, [one.number for one in listed], error))
+    return found
+
+
+def _wrong(name: str, listed: Sequence[_Listed]) -> GradcompError | None:
+    for rank, one in enumerate(listed):
+        if one.problem is not None:
+            return ConfigError(f"{name}: rank {rank}: {printable(one.problem)}")
+    descriptions = [one.description for one in listed]
+    if any(description != descriptions[0] for description in descriptions):
+        return PlanMismatchError(f"{name}: the ranks do not call the same: {difference(descriptions)}")
+    return None
+
+
+def _stuck(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[Match]:
+    """What each rank waits for, if none will call anything else meanwhile; then the waits could not end."""
+    if not all(one.waits for one in lists):
+        return []
+    wrong = _wrong("", [one.calls[one.waits[0]] for one in lists]) or PlanMismatchError(": names differ")
+    places = {key: place for place, key in enumerate(lists[rank].calls)}
+    failed: list[Match] = []
+    for key in lists[rank].waits:
+        place = places[key]
+        failed.append(Match(place, [], type(wrong)(f"{pending[place].name}{wrong}")))
+    return failed
+
+
+def listing(calls: Sequence[Call], most: int = 5) -> str:
+    """Pending calls in words."""
+    shown = [printable(call.lines[0] if call.lines else call.name) for call in calls[:most]]
+    return ", ".join(shown) + (f" and {len(calls) - most} more" if len(calls) > most else "")

@@ -1,0 +1,188 @@
+"""Gradients of the collectives: those of the sum of all ranks' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.job import runtime
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reduce_op import ReduceOp, ScaledOp, Sum
+from gradcomp.torch.begin import (
+    begin_allgather,
+    begin_allreduce,
+    begin_alltoall,
+    begin_broadcast,
+    begin_reducescatter,
+)
+
+_LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+
+def reduce_tensors(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    how: ScaledOp,
+    problem: str | None,
+    process_set: Members,
+    scatters: bool,
+) -> list[torch.Tensor]:
+    """The allreduce or the reduce-scatter of a group, with gradients where a tensor needs them."""
+    begin = begin_reducescatter if scatters else begin_allreduce
+    if problem is not None or not needs_gradient(tensors):
+        results: list[torch.Tensor] = begin(tensors, name, how, problem, process_set).wait()
+        return results
+    if how.op in _LINEAR or scatters:
+        kind = _ReduceScatter if scatters else _AllReduce
+        return list(kind.apply(name, how, process_set, *tensors))  # type: ignore[no-untyped-call]
+    given = [tensor * how.prescale for tensor in tensors] if how.prescale != 1.0 else tensors
+    plain = replace(how, prescale=1.0, postscale=1.0)
+    reduced = _Select.apply(name, plain, process_set, *given)  # type: ignore[no-untyped-call]
+    return [result * how.postscale if how.postscale != 1.0 else result for result in reduced]
+
+
+def needs_gradient(tensors: Sequence[Any]) -> bool:
+    """Whether autograd would want to know what is done with one of them."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def gradient_name(name: str | None) -> str | None:
+    """What the exchange of gradients is called."""
+    return f"{name}.gradient" if isinstance(name, str) else None
+
+
+class _AllReduce(torch.autograd.Function):
+    """The gradient of a scaled average (sum) over ranks is the scaled average (sum) of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
+        ctx.arguments = name, how, process_set
+        return tuple(begin_allreduce(tensors, name, how, None, process_set).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        name, how, process_set = ctx.arguments
+        handle = begin_allreduce(gradients, gradient_name(name), how, None, process_set)
+        return None, None, None, *handle.wait()
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """The gradient of a row is that of the rank that has it, scaled as the row was."""
+
+    @staticmethod
+    def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
+        ctx.arguments = name, how, process_set
+        return tuple(begin_reducescatter(tensors, name, how, None, process_set).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        name, how, process_set = ctx.arguments
+        if how.op not in _LINEAR:
+            raise ConfigError(f"reducescatter: op={how.op.name} has no gradient; use Average or Sum")
+        factor = how.prescale * how.postscale
+        if how.op is ReduceOp.AVERAGE:
+            factor /= len(members(process_set))
+        wholes = begin_allgather(gradients, gradient_name(name), process_set).wait()
+        return None, None, None, *(whole * factor if factor != 1.0 else whole for whole in wholes)
+
+
+class _Select(torch.autograd.Function):
+    """Of a minimum or maximum the ranks that have it share the gradient; of a product each gets the others' product."""
+
+    @staticmethod
+    def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
+        results = tuple(begin_allreduce(tensors, name, how, None, process_set).wait())
+        ctx.arguments = name, how, process_set
+        ctx.save_for_backward(*tensors, *results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        name, how, process_set = ctx.arguments
+        count = len(gradients)
+        given, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        if how.op is ReduceOp.ADASUM:
+            raise ConfigError("allreduce: op=ADASUM has no gradient; use Average or Sum")
+        own = gradient_name(name)
+        if how.op is ReduceOp.PRODUCT:
+            gathered = begin_allgather([tensor.unsqueeze(0) for tensor in given], own, process_set).wait()
+            totals = begin_allreduce(gradients, own, ScaledOp(Sum), None, process_set).wait()
+            me = members(process_set).index(runtime.rank())
+            rest = [torch.cat([every[:me], every[me + 1 :]]).prod(0) for every in gathered]
+            return None, None, None, *(total * others for total, others in zip(totals, rest, strict=True))
+        chosen = [
+            (tensor == result).to(gradient.dtype)
+            for tensor, result, gradient in zip(given, results, gradients, strict=True)
+        ]
+        sums = begin_allreduce([*gradients, *chosen], own, ScaledOp(Sum), None, process_set).wait()
+        shared = (
+            total * mine / number.clamp(min=1)
+            for total, number, mine in zip(sums[:count], sums[count:], chosen, strict=True)
+        )
+        return None, None, None, *shared
+
+
+class AllGather(torch.autograd.Function):
+    """The gradient of a rank's part is the sum over ranks of the gradients of these rows."""
+
+    @staticmethod
+    def forward(ctx: Any, name: Any, process_set: Any, *tensors: torch.Tensor) -> Any:
+        """Every rank's rows."""
+        starts: list[int] = []
+        wholes = begin_allgather(tensors, name, process_set, starts).wait()
+        rows = [len(tensor) for tensor in tensors]
+        ctx.arguments = (
+            name,
+            process_set,
+            [slice(at, at + count) for at, count in zip(starts, rows, strict=True)],
+        )
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """See the class."""
+        name, process_set, own = ctx.arguments
+        totals = begin_allreduce(gradients, gradient_name(name), ScaledOp(Sum), None, process_set).wait()
+        return None, None, *(total[rows] for total, rows in zip(totals, own, strict=True))
+
+
+class Broadcast(torch.autograd.Function):
+    """The gradient of the root's tensor is the sum over ranks of the gradients; the others' is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: Any, process_set: Any) -> Any:
+        """The root's tensor."""
+        ctx.arguments = root_rank, name, process_set
+        return begin_broadcast(tensor, root_rank, name, process_set).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """See the class."""
+        root_rank, name, process_set = ctx.arguments
+        (total,) = begin_allreduce(gradients, gradient_name(name), ScaledOp(Sum), None, process_set).wait()
+        return total if runtime.rank() == root_rank else torch.zeros_like(total), None, None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """The gradient of a row goes back to where the row came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: Any, process_set: Any) -> Any:
+        """The rows, and how many came from each rank."""
+        rows, received = begin_alltoall(tensor, splits, name, process_set).wait()
+        ctx.arguments = received, name, process_set
+        ctx.mark_non_differentiable(received)
+        return rows, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """See the class."""
+        received, name, process_set = ctx.arguments
+        rows, _ = begin_alltoall(gradients[0], received, gradient_name(name), process_set).wait()
+        return rows, None, None, None

@@ -1,0 +1,87 @@
+"""Tensors as what the collectives over arrays take, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcomp.job.arithmetic import dtype_of
+from gradcomp.job.collectives import Descriptor
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reduce_op import ScaledOp
+from gradcomp.torch.tensors import dense_problem, dtype_name
+
+Array = npt.NDArray[Any]
+
+#: What can be reduced.
+REDUCIBLE = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
+
+def host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    """The values in host memory, flat: the tensor's own memory if they lie there so and no copy is asked for."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.clone() if copy and shares_memory(flat, tensor) else flat
+
+
+def shares_memory(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether what is written to ``flat`` is written to ``tensor``."""
+    return tensor.device.type == "cpu" and flat.data_ptr() == tensor.data_ptr()
+
+
+def array_of(flat: torch.Tensor) -> Array:
+    """The same memory as an array of the same dtype."""
+    if flat.dtype is torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(dtype_of("bfloat16"))
+    array: Array = flat.numpy()
+    return array
+
+
+def bytes_view(flat: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The same memory as bytes."""
+    if len(flat) == 0:  # may have a stride that torch cannot view as another dtype
+        return np.empty(0, np.uint8)
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array
+
+
+def tensor_of(values: Array, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Bytes, or values of the dtype of ``like``, as a tensor of that dtype, on its device."""
+    if values.size == 0:  # an empty array may have a stride that torch cannot view as another dtype
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    flat = torch.from_numpy(values.view(np.uint8)).view(like.dtype)
+    return flat.view(tuple(shape)).to(like.device)
+
+
+def descriptors(
+    kind: str,
+    tensors: Any,
+    name: str | None,
+    process_set: Members,
+    how: ScaledOp | None = None,
+    *,
+    root: int | None = None,
+    problem: str | None = None,
+) -> tuple[list[Descriptor], str | None]:
+    """What is called with these tensors, and why it cannot be. ``tensors``: one or more."""
+    ranks = members(process_set)
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        wrong: str | None = f"not a list of tensors but {type(tensors).__name__}"
+    else:
+        wrong = None if len(tensors) else "an empty list of tensors"
+        dtypes = None if how is None else REDUCIBLE
+        for place, tensor in enumerate(tensors):
+            if wrong is None and (told := dense_problem(tensor, dtypes)):
+                wrong = told if len(tensors) == 1 else f"tensor {place}: {told}"
+    problem = problem or wrong
+    if problem is not None:
+        return [Descriptor(kind, ranks, name)], problem
+    forms = [(dtype_name(each.dtype), each.element_size(), tuple(each.shape)) for each in tensors]
+    return [Descriptor(kind, ranks, name, *form, how, root) for form in forms], None
