@@ -33,7 +33,7 @@ def test_every_row_is_one_of_its_own_and_can_be_run(task):
     rows = arms(task, FAMILY_KEYS, EVERYTHING)
     keys = [arm.key for arm in rows]
     assert len(set(keys)) == len(keys)
-    assert len(rows) == 1 + 3 * (len(EVERYTHING) - 1) + 12
+    assert len(rows) == 1 + 3 * (len(EVERYTHING) - 1) + 16
     for arm in rows:
         from_string(arm.compression)
         if arm.controller:
