@@ -36,7 +36,9 @@ globals().update({f"test_{name}": over_rows(check) for name, check in CHECKS.ite
 
 
 def test_every_registered_compressor_has_a_row():
-    assert {type(row.compressor) for row in ROWS.values()} >= set(registered().values())
+    # A benchmark that was imported here may have registered its own.
+    ours = {kind for kind in registered().values() if kind.__module__.startswith("gradcomp.")}
+    assert {type(row.compressor) for row in ROWS.values()} >= ours
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

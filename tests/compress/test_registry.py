@@ -266,8 +266,10 @@ def test_a_name_is_given_once():
 
 def test_every_compressor_of_a_family_is_public():
     public = {getattr(gradcomp, name) for name in gradcomp.__all__}
-    assert public >= set(registry.registered().values())
-    assert len(registry.registered()) >= 29
+    # A benchmark that was imported here may have registered its own.
+    ours = {kind for kind in registry.registered().values() if kind.__module__.startswith("gradcomp.")}
+    assert public >= ours
+    assert len(ours) >= 29
 
 
 class TestEntryPoints:
