@@ -532,7 +532,7 @@ COMPRESSIONS = {
     "4 bits": Quantize(bits=4, rounding="nearest"),
     "topk": TopK(density=0.05),
     "powersgd": PowerSGD(rank=2),
-    "lgc": LGC(density=0.01, warmup_steps=10, train_steps=20, least_parameters=0),
+    "lgc": LGC(density=0.01, warmup_steps=10, train_steps=20, least_parameters=0, train_share=1.0),
 }
 
 
