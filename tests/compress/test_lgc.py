@@ -18,6 +18,7 @@ from compress.learning import (
     SMALL,
     A,
     B,
+    check_resumed,
     job,
     largest,
     nets_of,
@@ -251,18 +252,7 @@ def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool):
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 7])
 def test_a_run_goes_on_in_any_phase(stop: int):
-    straight, first, again = (job(shuffle=True) for _ in range(3))
-    for _ in range(stop):
-        first.step()
-    again.drawn = first.drawn
-    for old, new in zip(first.pipelines, again.pipelines, strict=True):
-        restore(new, snapshot(old))
-    for step in range(9):
-        want = straight.step().all_means()
-        if step >= stop:
-            assert [m.tobytes() for m in again.step().all_means()] == [m.tobytes() for m in want]
-    assert again.state() == straight.state()
-    np.testing.assert_array_equal(weights_of(again), weights_of(straight))
+    check_resumed(SMALL, stop)
 
 
 @pytest.mark.parametrize("unit", [1.0, 3.0])

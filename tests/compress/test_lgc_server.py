@@ -14,6 +14,7 @@ from compress.learning import (
     SMALL,
     A,
     B,
+    check_resumed,
     job,
     largest,
     nets_of,
@@ -200,18 +201,7 @@ def test_innovations_leave_nothing_and_their_momentum_starts_again():
 
 @pytest.mark.parametrize("stop", [3, 7, pytest.param(5, marks=pytest.mark.full)])
 def test_a_run_goes_on_in_any_phase(stop: int):
-    straight, first, again = (job(SERVER, shuffle=True) for _ in range(3))
-    for _ in range(stop):
-        first.step()
-    again.drawn = first.drawn
-    for old, new in zip(first.pipelines, again.pipelines, strict=True):
-        restore(new, snapshot(old))
-    for step in range(9):
-        want = straight.step().all_means()
-        if step >= stop:
-            assert [m.tobytes() for m in again.step().all_means()] == [m.tobytes() for m in want]
-    assert again.state() == straight.state()
-    np.testing.assert_array_equal(nets_of(again), nets_of(straight))
+    check_resumed(SERVER, stop)
 
 
 @pytest.mark.parametrize("world", [2, 4])
