@@ -1,6 +1,6 @@
 """What the alpha-beta model says of reductions and compressors on 2 to 1,024 ranks. A model, no measurement; seconds.
 
-    python benchmarks/scaling.py [--svg docs/scaling.svg] [--json PATH]
+    python benchmarks/scaling.py [--png docs/scaling.png] [--json PATH]
 
 The exchange of one step of ResNet-18 (11.2 M parameters), all of it in one bucket, alone: no overlap with backward, no
 compute. `gradcomp.reduce.costs` has the formulas, `docs/algorithms.md` describes them; constants are below. Before
@@ -16,18 +16,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import math
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import report
-from plot import Panel, document
 from ratios import one_step, resnet18_layers
 
 from gradcomp import Config, LayerSpec, Policy, Quantize
 from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
 from gradcomp.pipeline import Pipeline, build_layout
+from gradcomp.plots.canvas import drawing, look
 from gradcomp.reduce import Part
 from gradcomp.reduce.costs import cost, load_of, predict
 from gradcomp.reduce.model import Load, Network
@@ -60,6 +63,44 @@ COMPRESSORS = {
     "TopK 1%": ("topk:density=0.01", GATHERED),
     "PowerSGD 4": ("powersgd:rank=4", SUMMED),
 }
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: lines by name, in the order of the legend. Both axes are logarithmic."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    x_ticks: Mapping[float, str]
+
+
+def digest(charts: Sequence[Panel]) -> str:
+    """Of the numbers drawn, to four digits; a chart carries it in its metadata."""
+    numbers = [
+        (c.title, name, [f"{x:.4g} {y:.4g}" for x, y in line])
+        for c in charts
+        for name, line in c.lines.items()
+    ]
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()
+
+
+def draw(charts: Sequence[Panel], out: Path) -> None:
+    """Two charts in a row; a name has one look in all of them."""
+    names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
+    with drawing(out, 11, 7, note=digest(charts)) as figure:
+        for axis, chart in zip(figure.subplots(2, 2).flat, charts, strict=True):
+            for name, line in chart.lines.items():
+                axis.plot(*zip(*line, strict=True), **look(names.index(name)), label=name)
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_xticks(list(chart.x_ticks), chart.x_ticks.values())
+            axis.minorticks_off()
+            axis.set_xlabel(chart.x_label)
+            axis.set_ylabel(chart.y_label)
+            axis.set_title(chart.title)
+            axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def topology(world: int, of_each: int) -> Topology:
@@ -170,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--svg", type=Path, help="write the charts there")
+    parser.add_argument("--png", type=Path, help="write the charts there")
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     print(f"formulas equal what {verify()} ranks sent, byte for byte", file=sys.stderr)
@@ -180,8 +221,8 @@ def main() -> None:
         rows = [[name, *(f"{y:.1f}" for _, y in line)] for name, line in chart.lines.items()]
         print(f"\n{chart.title}: predicted {chart.y_label} by {chart.x_label}\n")
         print(report.table(["", *(f"{x:.3g}" for x in xs)], rows))
-    if arguments.svg:
-        arguments.svg.write_text(document(charts), encoding="utf-8")
+    if arguments.png:
+        draw(charts, arguments.png)
     if arguments.json:
         figures = {chart.title: chart.lines for chart in charts}
         report.write_json(arguments.json, {"constants": dataclasses.asdict(CONSTANTS), "predicted": figures})

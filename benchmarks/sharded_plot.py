@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradcomp.plots.canvas import drawing, look
+
 TITLES = {
     "null": "no exchange",
     "plain": "fully_shard alone",
@@ -36,20 +38,16 @@ def curves(files: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float
 
 def draw(files: Sequence[dict[str, Any]], out: Path) -> None:
     """Both axes logarithmic."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6.4, 4))
-    for (row, points), marker in zip(curves(files).items(), "xosD^v*", strict=False):
-        axis.plot(*zip(*points, strict=True), marker=marker, linewidth=1.2, label=TITLES.get(row, row))
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("rate of the links, Mbit/s")
-    axis.set_ylabel("step, ms")
-    axis.set_title(f"GPT of 8.8 M parameters, {files[0]['ranks']} hosts")
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(out, dpi=100)
+    with drawing(out, 7.5, 4) as figure:
+        axis = figure.subplots()
+        for number, (row, points) in enumerate(curves(files).items()):
+            axis.plot(*zip(*points, strict=True), **look(number), label=TITLES.get(row, row))
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("rate of the links, Mbit/s")
+        axis.set_ylabel("step, ms")
+        axis.set_title(f"GPT of 8.8 M parameters, {files[0]['ranks']} hosts")
+        figure.legend(loc="outside right upper", title="weights and gradients")
 
 
 def main() -> int:
@@ -62,9 +60,6 @@ def main() -> int:
     files = [json.loads(path.read_text(encoding="utf-8")) for path in options.files]
     if len({each["ranks"] for each in files}) > 1:
         parser.error("the files are of different numbers of ranks")
-    import matplotlib
-
-    matplotlib.use("Agg")
     draw(files, options.out)
     return 0
 

@@ -12,11 +12,12 @@ import numpy.typing as npt
 from gradcomp.analysis import Plane
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.text import printable
-from gradcomp.plots.canvas import canvas, save
+from gradcomp.plots.canvas import COLOURS, REFERENCE_COLOUR, drawing, whole_numbers
 
-COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd")
-NULL_COLOUR = "#d62728"
-ENTROPY_COLOUR = "#555555"
+ENTROPY_COLOUR = "#777777"
+
+#: So many layers are drawn over steps.
+_SHOWN_LAYERS = 4
 
 #: Longest name in a legend.
 _NAME_LETTERS = 32
@@ -33,31 +34,31 @@ def draw_information(
     """
     if not planes or (titles is not None and len(titles) != len(planes)):
         raise ConfigError("a figure needs at least one plane, and a title for each or for none")
-    figure = canvas(11, 3.6 * len(planes))
-    rows = figure.subplots(len(planes), 2, squeeze=False)
     names = titles or [f"ranks {plane.pair[0]} and {plane.pair[1]}" for plane in planes]
-    for (left, right), plane, name in zip(rows, planes, names, strict=True):
-        _over_steps(left, plane)
-        _over_layers(right, plane)
-        for panel in (left, right):
-            panel.set_title(_text(name), fontsize=10)
-            panel.set_ylabel("bits per element")
-            panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
-            panel.legend(fontsize=7, loc="best")
-    save(figure, path)
+    with drawing(path, 12, 3.6 * len(planes)) as figure:
+        rows = figure.subplots(len(planes), 2, squeeze=False)
+        for (left, right), plane, name in zip(rows, planes, names, strict=True):
+            _over_steps(left, plane)
+            _over_layers(right, plane)
+            for panel in (left, right):
+                panel.set_title(_text(name))
+                panel.set_ylabel("bits per element")
+                panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
+                panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _over_steps(panel: Any, plane: Plane) -> None:
-    places = np.unique(np.linspace(0, len(plane.layers) - 1, len(COLOURS)).round().astype(int)).tolist()
+    places = np.unique(np.linspace(0, len(plane.layers) - 1, _SHOWN_LAYERS).round().astype(int)).tolist()
     marker = "." if len(plane.steps) < 50 else ""
+    whole_numbers(panel.xaxis)
     for colour, place in zip(COLOURS, places, strict=False):
         lines: tuple[tuple[npt.NDArray[np.float64], str, str, str], ...] = (
             (plane.mutual, "-", colour, _text(plane.layers[place].name)),
             (plane.entropy, ":", colour, ""),
-            (plane.null, "--", NULL_COLOUR, "shuffled" if place == places[-1] else ""),
+            (plane.null, "--", REFERENCE_COLOUR, "shuffled" if place == places[-1] else ""),
         )
         for values, style, shade, label in lines:
-            width = 0.8 if shade == NULL_COLOUR else 1.4
+            width = 0.8 if shade == REFERENCE_COLOUR else 1.4
             panel.plot(
                 plane.steps,
                 values[place],
@@ -72,19 +73,17 @@ def _over_steps(panel: Any, plane: Plane) -> None:
 
 
 def _over_layers(panel: Any, plane: Plane) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     numbers = np.arange(1, len(plane.layers) + 1)
     for values, style, colour, label in (
         (plane.entropy, ":", ENTROPY_COLOUR, "entropy"),
         (plane.mutual, "-", COLOURS[0], "mutual information"),
-        (plane.null, "--", NULL_COLOUR, "shuffled"),
+        (plane.null, "--", REFERENCE_COLOUR, "shuffled"),
         (plane.gaussian, "-.", COLOURS[1], "Gaussian, exact"),
     ):
         panel.plot(numbers, plane.mean(values), style, color=colour, marker="o", markersize=3, label=label)
     panel.set_xlabel("number of the layer")
     panel.set_xlim(0.5, len(numbers) + 0.5)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    whole_numbers(panel.xaxis)
 
 
 def _text(name: str) -> str:

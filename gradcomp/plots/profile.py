@@ -9,10 +9,8 @@ from typing import Any
 from gradcomp.core.journal import Logged, Run
 from gradcomp.core.levels import EXACT, level_kind, level_number, names, printable
 from gradcomp.core.plan import Assignment
-from gradcomp.plots.canvas import canvas, save
+from gradcomp.plots.canvas import REFERENCE_COLOUR, drawing, look, whole_numbers
 
-COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
-FIRST_COLOUR = "#d62728"
 PLAIN_COLOUR = "#555555"
 SIZE_COLOUR = "#cfd8e4"
 
@@ -22,7 +20,10 @@ LINEAR_FACTOR = 20
 #: Of more layers than these, single marks would run into each other.
 MARKED_LAYERS = 200
 
-#: Longest name in the legend.
+#: Up to so many layers are named below the figure; more have numbers.
+NAMED_LAYERS = 60
+
+#: Longest name in the legend, and of a layer.
 NAME_LETTERS = 40
 
 Rows = Sequence[Assignment]
@@ -33,24 +34,32 @@ def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
     """Write the profile of a plan as PNG.
 
     One panel for each kind of level (bits, rank, density), in which every compressor has its colour; the run's first
-    plan, often the uniform one, is a dashed line. Raises ConfigError without matplotlib, or if the file cannot be
-    written.
+    plan, often the uniform one, is a dashed grey line. Up to 60 layers are named, more are numbered. Raises ConfigError
+    without matplotlib, or if the file cannot be written.
     """
     rows = _rows(run, shown)
     kinds = sorted({_kind(a) for a in rows} - {""}) or [""]
-    figure = canvas(10, 1.8 + 3.2 * len(kinds))
-    panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
-    legend: Legend = {}
-    for panel, kind in zip(panels, kinds, strict=True):
-        _draw_first(panel, run, rows, kind, legend)
-        _draw_levels(panel, rows, kind, legend)
-        _draw_without(panel, rows, legend)
-        _draw_sizes(panel, run, legend)
-        _scale(panel, kind, len(rows))
-    panels[-1].set_xlabel("number of the layer")
-    figure.suptitle(_title(run, shown))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
-    save(figure, path)
+    labels = _labels(run)
+    letters = max(map(len, labels), default=0)
+    with drawing(path, 10, 1.8 + 3.2 * len(kinds) + 0.075 * letters) as figure:
+        panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
+        legend: Legend = {}
+        for panel, kind in zip(panels, kinds, strict=True):
+            _draw_first(panel, run, rows, kind, legend)
+            _draw_levels(panel, rows, kind, legend)
+            _draw_without(panel, rows, legend)
+            _draw_sizes(panel, run, legend)
+            _scale(panel, kind, len(rows))
+        if labels:
+            panels[-1].set_xticks(range(1, len(labels) + 1), labels, rotation=90, fontsize=7)
+        panels[-1].set_xlabel("layer" if labels else "number of the layer")
+        figure.suptitle(_title(run, shown))
+        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3)
+
+
+def _labels(run: Run) -> list[str]:
+    """The layers' names, as far as there is room for them."""
+    return [_short(layer.name) for layer in run.layers] if len(run.layers) <= NAMED_LAYERS else []
 
 
 def _rows(run: Run, logged: Logged) -> Rows:
@@ -68,7 +77,7 @@ def _draw_first(panel: Any, run: Run, rows: Rows, kind: str, legend: Legend) -> 
     if kind and first != rows and any(_kind(a) == kind for a in first):
         points = [(number, level_number(a.level)) for number, a in enumerate(first, 1) if _kind(a) == kind]
         label = f"plan {run.plans[0].plan.version}, from step {run.plans[0].step}"
-        lines = panel.step(*zip(*points, strict=True), where="mid", color=FIRST_COLOUR, linestyle="--")
+        lines = panel.step(*zip(*points, strict=True), where="mid", color=REFERENCE_COLOUR, linestyle="--")
         legend.setdefault(label, lines[0])
 
 
@@ -76,11 +85,7 @@ def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
     """A line for each compressor with this kind of level, from one of its layers to the next."""
     named = names(a.compressor for a in rows)
     single = len(rows) <= MARKED_LAYERS
-    style = (
-        {"marker": "o", "markersize": 4, "linewidth": 1.2}
-        if single
-        else {"marker": "o", "markersize": 2, "linewidth": 0.6}
-    )
+    style = {"markersize": 4, "linewidth": 1.2} if single else {"markersize": 2, "linewidth": 0.6}
     for i, family in enumerate(sorted({a.compressor for a in rows if a.level is not None})):
         points = [
             (number, level_number(a.level))
@@ -88,9 +93,7 @@ def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
             if a.compressor == family and _kind(a) == kind
         ]
         if points:
-            lines = panel.step(
-                *zip(*points, strict=True), where="mid", color=COLOURS[i % len(COLOURS)], **style
-            )
+            lines = panel.step(*zip(*points, strict=True), where="mid", **look(i) | style)
             legend[_entry(named[family], len(points))] = lines[0]
 
 
@@ -113,6 +116,7 @@ def _draw_sizes(panel: Any, run: Run, legend: Legend) -> None:
     """Bars on an axis of their own, behind the levels."""
     elements = [max(layer.size, 0.5) for layer in run.layers]  # an empty one's bar ends at the lower edge
     behind = panel.twinx()
+    behind.grid(False)
     width = 0.9 if len(elements) <= MARKED_LAYERS else 1.0
     bars = behind.bar(range(1, len(elements) + 1), elements, width=width, color=SIZE_COLOUR)
     behind.set_yscale("log")
@@ -125,10 +129,8 @@ def _draw_sizes(panel: Any, run: Run, legend: Legend) -> None:
 
 def _scale(panel: Any, kind: str, layers: int) -> None:
     """Axes from what was drawn: levels from zero, or logarithmic where they are far apart."""
-    from matplotlib.ticker import MaxNLocator
-
     panel.set_xlim(0.5, max(layers, 1) + 0.5)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    whole_numbers(panel.xaxis)
     if not kind:
         panel.yaxis.set_visible(False)
         return
@@ -142,7 +144,7 @@ def _scale(panel: Any, kind: str, layers: int) -> None:
     else:
         panel.set_ylim(min(0.0, 1.15 * low), 1.15 * high if high > 0 else 1.0)
         if kind in ("bits", "rank"):
-            panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+            whole_numbers(panel.yaxis)
 
 
 def _title(run: Run, shown: Logged) -> str:
@@ -156,6 +158,11 @@ def _title(run: Run, shown: Logged) -> str:
 
 
 def _entry(name: str, layers: int) -> str:
-    """A line of the legend. Names come from a file: a dollar would begin a formula."""
+    """A line of the legend."""
+    return f"{_short(name)}, {layers} layer{'s' * (layers != 1)}"
+
+
+def _short(name: str) -> str:
+    """A name on one line. Names come from a file: a dollar would begin a formula."""
     short = name if len(name) <= NAME_LETTERS else name[: NAME_LETTERS - 1] + "…"
-    return f"{printable(short)}, {layers} layer{'s' * (layers != 1)}".replace("$", r"\$")
+    return printable(short).replace("$", r"\$")

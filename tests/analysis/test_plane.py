@@ -102,13 +102,13 @@ def test_the_figure_has_a_row_of_panels_for_every_pair(tmp_path: Path):
     from matplotlib.image import imread
 
     from gradcomp.plots import draw_information
-    from gradcomp.plots.information import COLOURS, NULL_COLOUR
+    from gradcomp.plots.canvas import COLOURS, REFERENCE_COLOUR
 
     planes = [information_plane(recording(), pair, shuffles=1) for pair in ((0, 2), (0, 1))]
     draw_information(planes[:1], tmp_path / "one.png")
     draw_information(planes, tmp_path / "two.png", ["$a", "b"])
     one, two = imread(tmp_path / "one.png"), imread(tmp_path / "two.png")
     assert two.shape[0] == 2 * one.shape[0]
-    for colour in (COLOURS[0], NULL_COLOUR):
+    for colour in (COLOURS[0], REFERENCE_COLOUR):
         wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         assert (np.abs(one[..., :3] - wanted).max(axis=-1) < 0.02).sum() > 30

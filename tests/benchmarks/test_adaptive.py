@@ -84,7 +84,7 @@ def test_kilobytes_of_layers_are_averaged_over_plans():
 
 
 def test_figures(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs the extra plot").use("Agg")
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
     family = "powersgd:warm_start=true,alternate=false,feedback=true"
     plans = [[1, [["embedding.weight", family, 32]]], [51, [["embedding.weight", family, 8]]]]
     shared = {"task": "lstm", "steps": 100, "step_seconds": 0.1, "bytes_over_time": [10.0] * 50}

@@ -210,7 +210,7 @@ def test_the_docs_have_the_papers_table():
 
 
 def test_figures(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs the extra plot").use("Agg")
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
     curves = {
         "metric_curve": [[10, 0.2], [20, 0.3]],
         "loss_curve": [[10, 2.0], [20, 1.0]],
