@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from links_plot import curves, draw
 from sharded_convergence import summary
-from sharded_plot import curves, draw
 
 
 @pytest.mark.network
@@ -56,11 +56,13 @@ def test_rows_are_compared_seed_by_seed():
 def test_step_times_are_drawn_against_measured_rates(tmp_path):
     def file(rate, **seconds):
         rows = {row: {"seconds": value} for row, value in seconds.items()}
-        return {"ranks": 2, "link": {"bytes_per_second": rate}, "rows": rows}
+        return {"benchmark": "sharded", "ranks": 2, "link": {"bytes_per_second": rate}, "rows": rows}
 
     files = [file(125e6, plain=0.7, w8g8=0.3), file(1.25e6, plain=50.0)]
     found = curves(files)
-    assert found["plain"] == [(pytest.approx(10), 50e3), (pytest.approx(1000), 700)]
-    assert found["w8g8"] == [(pytest.approx(1000), 300)]
+    assert found["plain"] == [(pytest.approx(10), 50e3, 0, 0), (pytest.approx(1000), 700, 0, 0)]
+    assert found["w8g8"] == [(pytest.approx(1000), 300, 0, 0)]
+    step = {"step_seconds": 0.4, "quartiles_seconds": [0.375, 0.5]}
+    assert curves([{**file(125e6), "rows": {"ddp": step}}])["ddp"][0][1:] == pytest.approx((400, 25, 100))
     draw(files, tmp_path / "links.png")
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
