@@ -42,7 +42,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm bench $(BENCHES)
+.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -110,10 +110,11 @@ mutate: $(STAMP)/package $(STAMP)/extra-test
 
 # Further launchers, for the tests that start ranks by them: without, those tests skip and say so. Open MPI has an
 # environment of its own, because MPICH's mpirun has the same name.
-# Slurm is that of Debian, extracted and not installed: no daemon starts, no user appears, no root is needed.
+# Slurm and Chromium are those of Debian, extracted and not installed: no daemon starts, no user appears, no root is needed.
 horovod: $(STAMP)/horovod
 openmpi: $(STAMP)/openmpi
 slurm: $(STAMP)/slurm
+chromium: $(STAMP)/chromium
 
 $(STAMP)/horovod: scripts/install_horovod.sh | $(STAMP)/package $(STAMP)/extra-test
 	scripts/install_horovod.sh --mpi $(BIN)/python
@@ -125,11 +126,11 @@ $(STAMP)/openmpi: | $(STAMP)/venv
 	@touch $@
 
 $(STAMP)/slurm: | $(STAMP)/venv
-	rm -rf $(VENV)/slurm && mkdir -p $(VENV)/slurm
-	apt-cache show $(SLURM) >/dev/null 2>&1 || apt-get update --quiet=2
-	cd $(VENV)/slurm && for package in $$(apt-get install --simulate --no-install-recommends $(SLURM) \
-	    | sed -n 's/^Inst \([^ ]*\).*/\1/p'); do \
-	    apt-get download --quiet=2 -o APT::Sandbox::User=root $$package && dpkg -x $${package}_*.deb . && rm $${package}_*.deb || exit 1; done
+	scripts/extract_debian.sh $(VENV)/slurm $(SLURM)
+	@touch $@
+
+$(STAMP)/chromium: | $(STAMP)/venv
+	scripts/extract_debian.sh $(VENV)/chromium chromium-headless-shell
 	@touch $@
 
 # The kernel tests against native/ built with AddressSanitizer and UndefinedBehaviorSanitizer; the CUDA sources, which
@@ -208,6 +209,11 @@ layers: $(STAMP)/extra-lint
 
 docs: $(STAMP)/extra-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The site in a headless Chromium, that of Debian: docs/testing.md. Pictures for review are left in build/screenshots.
+site-check: docs $(STAMP)/chromium $(STAMP)/extra-test
+	GRADCOMP_SITE=$(CURDIR)/site GRADCOMP_CHROMIUM=$(CURDIR)/scripts/chromium.sh CHROMIUM=$(abspath $(VENV))/chromium \
+	    GRADCOMP_SCREENSHOTS=$(CURDIR)/build/screenshots $(PYTEST) -n 0 --timeout=900 tests/site $(ARGS)
 
 format: $(STAMP)/extra-lint
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,28 @@
+"""The API reference has every public name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gradcomp
+import gradcomp.torch
+
+PAGES = Path(__file__).resolve().parents[2] / "docs/api"
+
+#: Names without a docstring of their own: operations, the set of all ranks, another name of GradcompError, the version.
+WITHOUT = {"Average", "Sum", "Min", "Max", "Product", "Adasum", "global_process_set", "HorovodInternalError", "__version__"}
+
+
+def documented(*pages: str) -> set[str]:
+    texts = [(PAGES / page).read_text(encoding="utf-8") for page in pages]
+    return {name for text in texts for name in re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("module", [gradcomp, gradcomp.torch], ids=["gradcomp", "torch"])
+def test_every_public_name_is_in_the_reference(module):
+    there = documented("torch.md", "compressors.md", "controllers.md", "errors.md")
+    assert set(module.__all__) - WITHOUT <= there
+    assert all(hasattr(gradcomp.torch, name) for name in there)
