@@ -106,7 +106,7 @@ ROWS = (
     Row("gloo_built", "same", "whether PyTorch has Gloo"),
     Row("gloo_enabled", "same", "whether the ranks met through torch.distributed"),
     Row("nccl_built", "same", "the version of CuPy's NCCL, or 0"),
-    Row("cuda_built", "same", "whether CuPy is installed"),
+    Row("cuda_built", "same", "whether CuPy or cuda-bindings is installed"),
     Row("rocm_built", "same", "False"),
     Row("ccl_built", "same", "False"),
     Row("ddl_built", "same", "False"),

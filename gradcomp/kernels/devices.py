@@ -105,24 +105,27 @@ HOST = Device("cpu")
 @cache
 def cuda(index: int) -> Device:
     """GPU number ``index`` of this process; ConfigError, naming what to install, if its kernels cannot run."""
-    try:
-        from gradcomp.kernels.cuda.over_cupy import CupyDriver
-
-        driver = CupyDriver(index)
-    except ImportError as error:
-        raise ConfigError(
-            f"gradients on cuda:{index} need CuPy: pip install 'gradcomp[cuda]' ({error})"
-        ) from error
-    return on(f"cuda:{index}", driver)
+    return on(f"cuda:{index}", _package(f"gradients on cuda:{index}").driver(index))
 
 
 def cuda_at(address: int) -> Device:
     """The GPU in whose memory an address is, whatever others call it; ConfigError as for :func:`cuda`, or without."""
+    return cuda(_package("GPUs").index_of(address))
+
+
+def _package(who: str) -> Any:
+    """What CUDA is called by: CuPy where it is installed, else NVIDIA's bindings; ConfigError without either."""
     try:
-        from gradcomp.kernels.cuda.over_cupy import index_of
+        from gradcomp.kernels.cuda import over_cupy
     except ImportError as error:
-        raise ConfigError(f"GPUs need CuPy: pip install 'gradcomp[cuda]' ({error})") from error
-    return cuda(index_of(address))
+        try:
+            from gradcomp.kernels.cuda import over_bindings
+        except ImportError:
+            raise ConfigError(
+                f"{who} need CuPy or cuda-bindings: pip install 'gradcomp[cuda]' ({error})"
+            ) from error
+        return over_bindings
+    return over_cupy
 
 
 def on(name: str, driver: Driver) -> Device:

@@ -66,7 +66,7 @@ def _engine() -> tuple[Any, Any, str]:
         import cupy
         from cupy.cuda import nccl
 
-        from gradcomp.kernels.cuda.over_cupy import CupyDriver
+        from gradcomp.kernels.cuda.over_cupy import driver
     except ImportError as error:
         raise ConfigError(
             f"the nccl transport needs CuPy and NCCL: pip install 'gradcomp[nccl]' ({error})"
@@ -82,7 +82,7 @@ def _engine() -> tuple[Any, Any, str]:
         name = f"{device.pci_bus_id} of {os.uname().nodename} ({boot})"
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(f"the nccl transport needs a GPU: {error}") from error
-    return nccl, CupyDriver(device.id), name
+    return nccl, driver(device.id), name
 
 
 def _identity(nccl: Any) -> str:

@@ -90,6 +90,7 @@ class Fake:
             memsetAsync=lambda *_: self.check(),
         )
         self.status = 0
+        self.launch_status = 0
         self.cupy: Any = ModuleType("cupy")
         self.cuda: Any = ModuleType("cupy.cuda")
         self.cupy.cuda = self.cuda
@@ -124,16 +125,16 @@ class Fake:
 
 @contextmanager
 def installed() -> Iterator[tuple[Fake, Any]]:
-    """The fake, and the driver's class made over it."""
+    """The fake, and what makes the driver over it."""
     fake = Fake()
-    ours = ["gradcomp.kernels.cuda.over_cupy", "gradcomp.kernels.cuda.built"]
+    ours = ["gradcomp.kernels.cuda.over_cupy"]
     theirs = {"cupy": fake.cupy, "cupy.cuda": fake.cuda}
     before = {name: sys.modules.pop(name, None) for name in (*ours, *theirs)}
     sys.modules.update(theirs)
     try:
-        from gradcomp.kernels.cuda.over_cupy import CupyDriver
+        from gradcomp.kernels.cuda.over_cupy import driver
 
-        yield fake, CupyDriver
+        yield fake, driver
     finally:
         for name, module in before.items():
             sys.modules.pop(name, None)

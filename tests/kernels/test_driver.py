@@ -1,14 +1,15 @@
-"""What every driver promises: CuPy's on a GPU, and the stand-in."""
+"""What every driver promises: CUDA's by CuPy or by the bindings, and the stand-in, alone and beneath the bindings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
-from kernels import gpu
+from kernels import fake_bindings, gpu
 from kernels.standin import FOLDER
 
 from gradcomp.core.state import Range, Residuals
@@ -19,12 +20,26 @@ from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.vectors import DeviceVector
 from gradcomp.kernels.segments import SEGMENT
 
-DRIVERS = ["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)]
+DRIVERS = [
+    "stand-in",
+    "pretended",
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu", "gpu-bindings")),
+]
 
 
-@pytest.fixture(params=DRIVERS if gpu.problem() is None else DRIVERS[:1])
-def driver(request: Any) -> Any:
-    return CpuDriver(FOLDER) if request.param == "stand-in" else devices.cuda(0).driver
+@pytest.fixture(params=DRIVERS if gpu.problem() is None else DRIVERS[:2])
+def driver(request: Any) -> Iterator[Any]:
+    if request.param == "pretended":
+        with fake_bindings.installed() as (_, made):
+            yield made(1)
+    elif request.param == "gpu-bindings":
+        pytest.importorskip("cuda.bindings")
+        from gradcomp.kernels.cuda import over_bindings
+
+        devices.cuda(0)  # the GPU is taken
+        yield over_bindings.driver(0)
+    else:
+        yield CpuDriver(FOLDER) if request.param == "stand-in" else devices.cuda(0).driver
 
 
 def uploaded(driver: Any, values: Any) -> Any:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from cuda_on_cpu.driver import CpuDriver
 from fake_streams import FakeStreams
 from kernels.standin import FOLDER
 
+import gradcomp.kernels.cuda
 import gradcomp.torch as gc
 from gradcomp.analysis import read
 from gradcomp.engine.background import in_background
@@ -212,18 +213,36 @@ def test_devices_that_cannot_be_used_are_named() -> None:
 
 
 @pytest.fixture
-def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gradcomp.kernels.cuda.over_cupy", None)
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither package is there by which CUDA is called."""
+    for name in ("over_cupy", "over_bindings"):
+        monkeypatch.setitem(sys.modules, f"gradcomp.kernels.cuda.{name}", None)
+        monkeypatch.delattr(gradcomp.kernels.cuda, name, raising=False)
 
 
-@pytest.mark.usefixtures("without_cupy")
-def test_without_cupy_the_error_says_what_to_install() -> None:
-    with pytest.raises(gc.ConfigError, match=r"cuda:7 need CuPy: pip install 'gradcomp\[cuda\]'"):
+@pytest.mark.usefixtures("without_cuda")
+def test_without_cupy_and_bindings_the_error_says_what_to_install() -> None:
+    with pytest.raises(
+        gc.ConfigError, match=r"cuda:7 need CuPy or cuda-bindings: pip install 'gradcomp\[cuda\]'"
+    ):
         devices.cuda(7)
 
 
-@pytest.mark.usefixtures("without_cupy")
-def test_without_cupy_gradients_of_a_gpu_go_through_the_host_with_one_warning(
+def test_cupy_is_taken_where_it_is_installed_and_else_the_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "on", lambda name, driver: (name, driver))
+    for name in ("over_cupy", "over_bindings"):
+        package: Any = ModuleType(name)
+        package.driver = lambda index, name=name: (name, index)
+        monkeypatch.setitem(sys.modules, f"gradcomp.kernels.cuda.{name}", package)
+        monkeypatch.setattr(gradcomp.kernels.cuda, name, package, raising=False)
+    assert devices.cuda.__wrapped__(3) == ("cuda:3", ("over_cupy", 3))
+    monkeypatch.delattr(gradcomp.kernels.cuda, "over_cupy")
+    monkeypatch.setitem(sys.modules, "gradcomp.kernels.cuda.over_cupy", None)
+    assert devices.cuda.__wrapped__(3) == ("cuda:3", ("over_bindings", 3))
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_without_cupy_and_bindings_gradients_of_a_gpu_go_through_the_host_with_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_devices.logger, "propagate", True)

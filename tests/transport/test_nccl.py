@@ -192,7 +192,7 @@ class Driver(QueuedDriver):
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(3)
     over_cupy: Any = ModuleType("gradcomp.kernels.cuda.over_cupy")
-    over_cupy.CupyDriver = Driver
+    over_cupy.driver = Driver
     monkeypatch.setitem(sys.modules, "cupy", made.cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", made.cupy.cuda)
     monkeypatch.setitem(sys.modules, "gradcomp.kernels.cuda.over_cupy", over_cupy)

@@ -21,7 +21,7 @@ class Block(Protocol):
 
 
 class Driver(Protocol):
-    """One device and one stream on it. :mod:`gradcomp.kernels.cuda.over_cupy` is the real one.
+    """One device and one stream on it. :mod:`gradcomp.kernels.cuda.over_cuda` is the real one.
 
     Memory of the device is reached by kernels and copies alone. All calls raise DeviceError, with the device's own
     text, if it has failed.

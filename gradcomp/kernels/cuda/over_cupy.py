@@ -1,9 +1,8 @@
-"""The driver over CuPy: one device, one stream, modules compiled by NVRTC when they are first needed."""
+"""CUDA by CuPy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 import cupy
@@ -11,60 +10,9 @@ import numpy as np
 from cupy.cuda import driver as _driver
 from cupy.cuda import runtime as _cuda
 
-from gradcomp.core.errors import ConfigError, DeviceError, StateError
-from gradcomp.kernels.cuda import pools
-from gradcomp.kernels.cuda.built import built
+from gradcomp.kernels.cuda import over_cuda
 from gradcomp.kernels.cuda.driver import Block, Bytes
-from gradcomp.kernels.cuda.modules import Module, holding
-
-_TO_DEVICE, _TO_HOST = 1, 2  # of cudaMemcpyKind
-_DEVICE, _MANAGED = 2, 3  # of cudaMemoryType
-_SUCCESS, _NOT_READY, _CAPTURE_IMPLICIT = 0, 600, 906  # of cudaError
-
-#: Streams begin the kernels of those with lower numbers first; CUDA takes the nearest number that the device has.
-_HIGH_PRIORITY = -5
-
-_ERRORS = (_cuda.CUDARuntimeError, _driver.CUDADriverError)
-
-
-def index_of(address: int) -> int:
-    """The number, in this process, of the device in whose memory an address is; ConfigError if none is."""
-    try:
-        found = _cuda.pointerGetAttributes(address)
-    except _cuda.CUDARuntimeError as error:
-        raise ConfigError(f"CUDA cannot be asked whose memory it is: {error}") from error
-    if found.type not in (_DEVICE, _MANAGED):
-        raise ConfigError("what lies on a GPU is not in the memory of a CUDA device")
-    return int(found.device)
-
-
-class _Current:
-    """Inside, a device is the thread's current one; what CUDA says there is a DeviceError."""
-
-    __slots__ = ("_before", "_index")
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def __enter__(self) -> None:
-        self._before = _cuda.getDevice()
-        if self._before != self._index:
-            _cuda.setDevice(self._index)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before != self._index:
-            _cuda.setDevice(self._before)
-        if isinstance(error, _ERRORS):
-            raise _failure(self._index, error) from error
-
-
-def _failure(index: int, error: BaseException) -> DeviceError:
-    return DeviceError(
-        f"cuda:{index} failed: {error}. The error may come from an earlier kernel, of the script or of gradcomp: "
-        "run again with CUDA_LAUNCH_BLOCKING=1 to see which"
-    )
+from gradcomp.kernels.cuda.over_cuda import CAPTURE_IMPLICIT, NOT_READY, ON_DEVICE, SUCCESS, CudaDriver
 
 
 class _Pooled:
@@ -75,166 +23,144 @@ class _Pooled:
         self.address = int(memory.ptr)
 
 
-class CupyDriver:
-    """See :class:`gradcomp.kernels.cuda.driver.Driver`. ConfigError without a device.
+class CupyPool:
+    """One of CuPy's, beside that of a script which uses CuPy. See :class:`gradcomp.kernels.cuda.over_cuda.OwnPool`."""
 
-    Memory comes from the pool that a framework lent (see :mod:`gradcomp.kernels.cuda.pools`), else from one of CuPy's.
-    """
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._pool = cupy.cuda.MemoryPool()
 
-    def __init__(self, index: int) -> None:
-        try:
-            device = cupy.cuda.Device(index)
-            self._capability = int(device.compute_capability)
-            self._index = index
-            with self.current():
-                # What is compressed is waited for, so it goes before what backward() has queued.
-                self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY)
-                self._pool = cupy.cuda.MemoryPool()
-        except (_cuda.CUDARuntimeError, DeviceError) as error:
-            raise ConfigError(f"there is no usable cuda:{index}: {error}") from error
-        self._functions: dict[tuple[object, ...], Any] = {}
-        self._modules: dict[Module, Any] = {}
-
-    def current(self) -> _Current:
-        """To be entered: inside, the device is the thread's current one, and afterwards the one before is again."""
-        return _Current(self._index)
-
-    def make_current(self) -> None:
-        """CUDA makes a context on whatever device a thread returns to, and threads begin on number 0."""
-        if _cuda.getDevice() != self._index:
-            _cuda.setDevice(self._index)
-
-    @property
-    def stream(self) -> int:
-        """The handle of the stream on which all of it runs."""
-        return int(self._stream.ptr)
-
-    @property
-    def pooled_bytes(self) -> int:
-        """Memory that CuPy's pool has taken from the device: its peak, until memory is full."""
-        with self.current():
-            return int(self._pool.total_bytes())
-
-    def allocate(self, nbytes: int) -> Block:
-        """In the order of the stream; from a full pool a second time, when what is kept and not in use was freed."""
-        with self.current():
-            pool = pools.lent(self._index)
-            try:
-                return self._taken(nbytes, pool)
-            except MemoryError:
-                self._stream.synchronize()
-                self._pool.free_all_blocks()
-                if pool is not None:
-                    pool.release()
-            try:
-                return self._taken(nbytes, pool)
-            except MemoryError as error:
-                raise DeviceError(self._full(nbytes, pool)) from error
-
-    def _taken(self, nbytes: int, pool: pools.Pool | None) -> Block:
-        if pool is not None:
-            return pool.allocate(nbytes, self.stream)
+    def allocate(self, nbytes: int, stream: int) -> Block:
+        """For the pool's own stream. CuPy raises a MemoryError."""
         with self._stream:
             return _Pooled(self._pool.malloc(nbytes))
 
-    def _full(self, nbytes: int, pool: pools.Pool | None) -> str:
+    def release(self) -> None:
+        """Of all streams."""
+        self._pool.free_all_blocks()
+
+    def held_bytes(self) -> int:
+        """In use or not."""
+        return int(self._pool.total_bytes())
+
+    def describe(self) -> str:
+        """By CuPy's own counters."""
+        return f"gradcomp's own pool holds {self.held_bytes()}, {self._pool.used_bytes()} of them in use"
+
+
+class CupyCuda:
+    """See :class:`gradcomp.kernels.cuda.over_cuda.Cuda`."""
+
+    errors: tuple[type[BaseException], ...] = (_cuda.CUDARuntimeError, _driver.CUDADriverError)
+
+    def current_device(self) -> int:
+        """An int."""
+        return int(_cuda.getDevice())
+
+    def set_device(self, index: int) -> None:
+        """For this thread."""
+        _cuda.setDevice(index)
+
+    def capability(self, index: int) -> int:
+        """CuPy says "90"."""
+        return int(cupy.cuda.Device(index).compute_capability)
+
+    def processors(self, index: int) -> int:
+        """By an attribute."""
+        return int(_cuda.deviceGetAttribute(_cuda.cudaDevAttrMultiProcessorCount, index))
+
+    def version(self) -> int:
+        """An int."""
+        return int(_cuda.driverGetVersion())
+
+    def memory(self) -> tuple[int, int]:
+        """Two ints."""
         free, total = _cuda.memGetInfo()
-        held, used = self._pool.total_bytes(), self._pool.used_bytes()
-        beside = "" if pool is None else f"; {pool.describe()}"
-        return (
-            f"cuda:{self._index} has no room for {nbytes} bytes: {free} of {total} are free; gradcomp's own pool holds "
-            f"{held}, {used} of them in use{beside}. Leave more: a smaller batch, or a compressor that keeps less state"
-        )
+        return free, total
+
+    def owner(self, address: int) -> int | None:
+        """By the attributes of a pointer."""
+        found = _cuda.pointerGetAttributes(address)
+        return int(found.device) if found.type in ON_DEVICE else None
+
+    def stream(self, priority: int) -> Any:
+        """Freed with the object."""
+        return cupy.cuda.Stream(non_blocking=True, priority=priority)
+
+    def handle(self, stream: Any) -> int:
+        """An int."""
+        return int(stream.ptr)
+
+    def pool(self, stream: Any) -> CupyPool:
+        """A new one."""
+        return CupyPool(stream)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """From CuPy's pool of pinned memory."""
-        with self.current():
-            return np.frombuffer(cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
+        """From CuPy's pool."""
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
 
-    def upload(self, address: int, source: Bytes) -> None:
+    def copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         """Does not wait."""
-        with self.current():
-            _cuda.memcpyAsync(address, source.ctypes.data, source.nbytes, _TO_DEVICE, self._stream.ptr)
+        _cuda.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
-    def download(self, target: Bytes, address: int) -> None:
+    def zero(self, address: int, nbytes: int, stream: Any) -> None:
         """Does not wait."""
-        with self.current():
-            _cuda.memcpyAsync(target.ctypes.data, address, target.nbytes, _TO_HOST, self._stream.ptr)
+        _cuda.memsetAsync(address, 0, nbytes, stream.ptr)
 
-    def zero(self, address: int, nbytes: int) -> None:
-        """Does not wait."""
-        with self.current():
-            _cuda.memsetAsync(address, 0, nbytes, self._stream.ptr)
+    def module(self, path: Path) -> Any:
+        """Of a cubin or PTX."""
+        return cupy.RawModule(path=str(path))
 
-    def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
-        """Built once per machine, loaded once per process."""
-        key = (name, source, *sorted((define, str(value)) for define, value in defines.items()))
-        if key not in self._functions:
-            module = holding(source, name, defines)
-            with self.current():
-                if module not in self._modules:
-                    found = built(module, self._capability, _cuda.driverGetVersion())
-                    self._modules[module] = cupy.RawModule(path=str(found))
-                self._functions[key] = self._modules[module].get_function(name)
-        return self._functions[key]
+    def kernel(self, module: Any, name: str) -> Any:
+        """CuPy's function object."""
+        return module.get_function(name)
 
-    def resident(self, function: Any, threads: int) -> int:
-        """On all processors, by the registers and the shared memory that the kernel takes."""
-        with self.current():
-            each = int(_driver.occupancyMaxActiveBlocksPerMultiprocessor(function.kernel.ptr, threads, 0))
-            processors = int(_cuda.deviceGetAttribute(_cuda.cudaDevAttrMultiProcessorCount, self._index))
-            return max(1, each * processors)
+    def resident(self, kernel: Any, threads: int) -> int:
+        """Without dynamic shared memory."""
+        return int(_driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, threads, 0))
 
-    def launch(self, function: Any, blocks: int, threads: int, parameters: Bytes) -> None:
-        """Does not wait."""
-        struct = parameters.view(
-            np.dtype((np.void, len(parameters)))
-        )  # CuPy passes arrays of one element by value
-        with self.current(), self._stream:
-            function((blocks,), (threads,), (struct,))
+    def launch(self, kernel: Any, blocks: int, threads: int, parameters: Bytes, stream: Any) -> None:
+        """CuPy passes arrays of one element by value."""
+        struct = parameters.view(np.dtype((np.void, len(parameters))))
+        with stream:
+            kernel((blocks,), (threads,), (struct,))
 
-    def synchronize(self) -> None:
-        """Blocks this thread, without the interpreter's lock."""
-        with self.current():
-            self._stream.synchronize()
+    def synchronize(self, stream: Any) -> None:
+        """Without the interpreter's lock."""
+        stream.synchronize()
 
-    def reaches(self, address: int) -> bool:
-        """Memory of this device, whoever allocated it."""
-        with self.current():
-            found = _cuda.pointerGetAttributes(address)
-        return found.type in (_DEVICE, _MANAGED) and found.device == self._index
+    def record(self, stream: int) -> Any:
+        """An event without a time."""
+        event = cupy.cuda.Event(disable_timing=True)
+        _cuda.eventRecord(event.ptr, stream)
+        return event
 
-    def mark(self, stream: int) -> Any:
-        """Recorded on the framework's stream."""
-        with self.current():
-            if stream != self.stream and self._captured(stream):
-                raise StateError(
-                    "gradients cannot be handed in while their stream is captured into a CUDA graph: leave backward() "
-                    "out of the graph, or gradcomp out of the captured part"
-                )
-            event = cupy.cuda.Event(disable_timing=True)
-            _cuda.eventRecord(event.ptr, stream)
-            return event
+    def reached(self, event: Any) -> bool:
+        """CuPy gives back the status."""
+        status = _cuda.eventQuery(event.ptr)
+        if status not in (SUCCESS, NOT_READY):
+            raise _cuda.CUDARuntimeError(status)
+        return bool(status == SUCCESS)
 
-    @staticmethod
-    def _captured(stream: int) -> bool:
+    def follow(self, stream: Any, event: Any) -> None:
+        """The program does not wait."""
+        stream.wait_event(event)
+
+    def is_captured(self, stream: int) -> bool:
+        """What CUDA refuses to tell is yes."""
         try:
             return bool(_cuda.streamIsCapturing(stream))
         except _cuda.CUDARuntimeError as error:
-            # Of the default stream CUDA does not tell while another one is captured.
-            if error.status == _CAPTURE_IMPLICIT:
+            if error.status == CAPTURE_IMPLICIT:
                 return True
             raise
 
-    def reached(self, event: Any) -> bool:
-        """Asked, not waited for."""
-        with self.current():
-            status = _cuda.eventQuery(event.ptr)
-            if status not in (_SUCCESS, _NOT_READY):
-                raise _cuda.CUDARuntimeError(status)
-            return bool(status == _SUCCESS)
 
-    def follow(self, event: Any) -> None:
-        """This stream waits, the program does not."""
-        with self.current():
-            self._stream.wait_event(event)
+def driver(index: int) -> CudaDriver:
+    """For one device."""
+    return CudaDriver(CupyCuda(), index)
+
+
+def index_of(address: int) -> int:
+    """See :func:`gradcomp.kernels.cuda.over_cuda.index_of`."""
+    return over_cuda.index_of(CupyCuda(), address)

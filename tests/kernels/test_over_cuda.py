@@ -1,4 +1,4 @@
-"""What the driver over CuPy makes of CUDA's answers: devices of threads, errors, memory that is full."""
+"""What the driver makes of CUDA's answers, by either package: devices of threads, errors, memory that is full."""
 
 from __future__ import annotations
 
@@ -9,17 +9,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels import fake_cupy
+from kernels import fake_bindings, fake_cupy
+from kernels.carried import Carried
+from kernels.groups import CODECS, Group, Segment, nearest_level
 
-from gradcomp.core.errors import DeviceError, StateError
-from gradcomp.kernels.cuda import pools
+from gradcomp.core.errors import ConfigError, DeviceError, StateError
+from gradcomp.kernels import reference
+from gradcomp.kernels.cuda import over_cuda, pools
+from gradcomp.kernels.cuda.body import CudaKernels
+
+
+@pytest.fixture(params=[fake_cupy, fake_bindings], ids=["cupy", "bindings"])
+def made(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """A driver of device 1, in a program whose threads begin on device 0."""
+    monkeypatch.setattr(pools, "_lent", {})
+    with request.param.installed() as (fake, driver):
+        yield fake, driver(1)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_cupy.Fake, Any]]:
-    """A driver of device 1, in a program whose threads begin on device 0."""
-    monkeypatch.setattr(pools, "_lent", {})
+def by_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_cupy.Fake, Any]]:
     with fake_cupy.installed() as (fake, driver):
+        yield fake, driver(1)
+
+
+@pytest.fixture
+def by_bindings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_bindings.Fake, Any]]:
+    monkeypatch.setattr(pools, "_lent", {})
+    with fake_bindings.installed() as (fake, driver):
         yield fake, driver(1)
 
 
@@ -52,8 +69,8 @@ def test_copies_and_waits_on_a_device_that_failed_are_the_same_error(made: Any) 
             call()
 
 
-def test_a_launch_that_fails_is_the_same_error(made: Any) -> None:
-    _, driver = made
+def test_a_launch_that_fails_is_the_same_error(by_cupy: Any) -> None:
+    _, driver = by_cupy
 
     def function(*_: Any) -> None:
         raise fake_cupy.DriverFailure("CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -62,9 +79,16 @@ def test_a_launch_that_fails_is_the_same_error(made: Any) -> None:
         driver.launch(function, 1, 32, np.zeros(8, np.uint8))
 
 
-def test_a_struct_of_parameters_is_one_argument_by_value(made: Any) -> None:
+def test_a_launch_that_the_bindings_report_is_the_same_error(by_bindings: Any) -> None:
+    fake, driver = by_bindings
+    fake.launch_status = 700
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS: what the driver says"):
+        driver.launch(0, 1, 32, np.zeros(8, np.uint8))
+
+
+def test_a_struct_of_parameters_is_one_argument_by_value(by_cupy: Any) -> None:
     """CuPy passes what an array of one element holds, of any type."""
-    _, driver = made
+    _, driver = by_cupy
     given: list[Any] = []
     parameters = np.arange(24, dtype=np.uint8)
     driver.launch(lambda *launched: given.append(launched), 3, 32, parameters)
@@ -80,7 +104,8 @@ def test_as_many_blocks_run_at_a_time_as_all_processors_hold(made: Any) -> None:
     fake, driver = made
     kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=99))
     assert driver.resident(kernel, 256) == 3 * 132
-    assert fake.asked == [(99, 256, 0)]
+    ((_, *asked),) = fake.asked
+    assert asked == [256, 0]
     fake.blocks = 0
     assert driver.resident(kernel, 256) == 1
 
@@ -183,10 +208,103 @@ def test_what_a_framework_keeps_and_does_not_use_is_given_back_once(made: Any) -
 def test_memory_of_another_device_is_not_taken(made: Any) -> None:
     _, driver = made
     pools.lend(0, Lent(0, 0))
-    assert driver.allocate(64).address == 1 << 20
+    assert driver.allocate(64).address % 256 == 0
 
 
 def test_pinned_memory_has_the_size_that_was_asked_for(made: Any) -> None:
     _, driver = made
     assert len(driver.pinned(5)) == 5
     assert driver.pinned(0).dtype == np.uint8
+
+
+# --- what only the bindings leave to the driver ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["minmax", "l2", "onebit", "e2m1"])
+def test_kernels_that_the_bindings_launch_give_the_bytes_of_the_reference(
+    codec: str, by_bindings: Any
+) -> None:
+    _, driver = by_bindings
+    rng = np.random.default_rng(3)
+    rows = [
+        Segment(
+            rng.normal(size=length).astype(np.float32),
+            rng.normal(size=length).astype(np.float32),
+            bits=nearest_level(CODECS[codec], 4),
+            bucket_size=100,
+        )
+        for length in (0, 1, 777)
+    ]
+    group = Group(CODECS[codec], rows)
+    body = Carried(CudaKernels(driver), driver)
+    payload = group.encode(reference, stochastic=True)
+    assert group.encode(body, stochastic=True) == payload
+    assert group.decode(body, payload.payload) == group.decode(reference, payload.payload)
+
+
+def test_memory_and_events_go_back_with_their_last_reference(by_bindings: Any) -> None:
+    fake, driver = by_bindings
+    block, event = driver.allocate(100), driver.mark(5)
+    assert len(fake._blocks) == 1
+    del block, event
+    assert (len(fake._blocks), fake.destroyed) == (0, 1)
+
+
+def test_pinned_memory_is_used_again_when_no_array_looks_at_it(by_bindings: Any) -> None:
+    fake, driver = by_bindings
+    first = driver.pinned(700)
+    part = first[600:]
+    del first
+    driver.pinned(1024)  # beside it, for a part is still there
+    assert len(fake.pinned) == 2
+    del part
+    kept = [driver.pinned(513) for _ in range(3)]
+    assert len(fake.pinned) == 3
+    assert len({array.ctypes.data for array in kept}) == 3
+
+
+def test_what_cuda_would_tell_pytorch_next_is_forgotten(by_bindings: Any) -> None:
+    """CUDA keeps the last status that is no success, and PyTorch asks for it behind kernels of its own."""
+    fake, driver = by_bindings
+    event = driver.mark(5)
+    assert driver.reached(event)
+    assert fake.forgotten == 0
+    fake.event_status = 600
+    assert not driver.reached(event)
+    fake.free = 0
+    with pytest.raises(DeviceError, match="no room"):
+        driver.allocate(1)
+    fake.status = 700
+    with pytest.raises(DeviceError):
+        driver.synchronize()
+    assert fake.forgotten == 4
+
+
+def test_an_address_is_a_devices_or_an_error(by_bindings: Any) -> None:
+    _, driver = by_bindings
+    block = driver.allocate(8)
+    assert over_cuda.index_of(driver._cuda, block.address) == 1
+    with pytest.raises(ConfigError, match="not in the memory of a CUDA device"):
+        over_cuda.index_of(driver._cuda, np.zeros(1).ctypes.data)
+
+
+def test_the_real_bindings_have_what_the_fake_has() -> None:
+    """Each function, with as many arguments; each attribute."""
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    driver = pytest.importorskip("cuda.bindings.driver")
+    fake = fake_bindings.Fake()
+    for real, pretended in ((runtime, fake.runtime), (driver, fake.driver)):
+        for name, value in vars(pretended).items():
+            if name.startswith("__"):
+                continue
+            assert hasattr(real, name), name
+            if isinstance(value, SimpleNamespace):
+                for attribute, number in vars(value).items():
+                    assert int(getattr(getattr(real, name), attribute)) == number, attribute
+            elif callable(value) and name != "CUresult":
+                told = getattr(real, name).__doc__.splitlines()[0]
+                counted = told.partition("(")[2].rstrip(")").count(",") + (not told.endswith("()"))
+                taken = value.__func__.__code__
+                assert counted == taken.co_argcount - 1 or taken.co_flags & 4, told
+    assert fake_bindings.Status.cudaErrorNotReady == runtime.cudaError_t.cudaErrorNotReady
+    assert {status.name for status in fake_bindings.Status} <= set(runtime.cudaError_t.__members__)
