@@ -406,7 +406,13 @@ def repeated_name_is_named(rank: int, world: int) -> None:
 
 @check
 def not_parameters_at_all(rank: int, world: int) -> None:
-    for params in (3, [torch.ones(2), 1], [(1, torch.ones(1))], [("w", 1)], {"w": torch.ones(1, device="meta")}):
+    for params in (
+        3,
+        [torch.ones(2), 1],
+        [(1, torch.ones(1))],
+        [("w", 1)],
+        {"w": torch.ones(1, device="meta")},
+    ):
         with raises(gc.ConfigError):
             gc.broadcast_parameters(params)
 

@@ -45,7 +45,9 @@ ROWS = (
     Row("Product", "same", "of bool: and"),
     Row("Compression", "better", "`none`, `fp16`, `bf16`, and for optimizers all [compressors](compressors/index.md)"),
     Row("DistributedOptimizer", "differs", "compresses, with error feedback; the mean is in `.grad` when `backward()` "
-        "returns; `op` is Average or Sum; no `num_groups` and `groups`, for buckets form by themselves"),
+        "returns; `groups` is checked and has no effect; Adasum without MPI, also in process sets",
+        "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups "
+        "groups sparse_as_dense process_set"),
     Row("HorovodInternalError", "same", "another name of `GradcompError`, from which all errors derive"),
     Row("ProcessSet", "better", "nobody need register it; ranks only, no MPI communicator"),
     Row("SyncBatchNorm", "better", "on the CPU too; batches may differ in size, and be empty",

@@ -72,14 +72,15 @@ def broadcast_optimizer_state(
     lines = [f"broadcast_optimizer_state(root_rank={root_rank})"]
     problem: str | None = None
     given: Any = optimizer
+    module: Any = model
     if isinstance(given, torch.optim.Optimizer):
         lines.append(type(optimizer).__name__)
         for number, group in enumerate(optimizer.param_groups):
             lines += [f"group {number}: {form(parameter)}" for parameter in group["params"]]
     else:
         problem = f"not a torch.optim.Optimizer: {type(optimizer).__name__}"
-    if not isinstance(model, torch.nn.Module | None):
-        problem = problem or f"model must be a torch.nn.Module or None, got {type(model).__name__}"
+    if not isinstance(module, torch.nn.Module | None):
+        problem = problem or f"model must be a torch.nn.Module or None, got {type(module).__name__}"
     channel, root, wrong_root = _meet(process_set, root_rank)
     call = Call("broadcast_optimizer_state", lines, problem=problem or wrong_root)
     if channel is None:
