@@ -91,7 +91,7 @@ ROWS = (
     Row("poll", "same", "", "handle"),
     Row("synchronize", "better", "a second call returns the same result", "handle"),
     Row("join", "missing", "not there: all ranks take the same number of steps; give each as many batches"),
-    Row("init", "differs", "`init(process_group=, process_sets=, **settings)`; Horovod's `comm` is not taken"),
+    Row("init", "differs", "`comm=` of some ranks only where torch.distributed is initialised; else `process_set=`"),
     Row("shutdown", "same", "`init` may follow"),
     Row("is_initialized", "same", ""),
     Row("rank", "same", ""),
@@ -113,8 +113,8 @@ ROWS = (
     Row("start_timeline", "differs", "a row is a bucket; `{rank}` in the path: a file for every rank; "
         "[Timeline](timeline.md)", "file_path mark_cycles"),
     Row("stop_timeline", "same", ""),
-    Row("elastic", "missing", "not there: a job that loses a rank ends, and goes on from a "
-        "[checkpoint](checkpoints.md)"),
+    Row("elastic", "refused", "a job that loses a rank ends, and goes on from a [checkpoint](checkpoints.md); "
+        "`HostsUpdatedInterrupt` is there, for scripts that catch it"),
     Row("check_extension", "refused", "there is no extension to be checked"),
     Row("compression", "refused", _MODULE),
     Row("functions", "refused", _MODULE),
