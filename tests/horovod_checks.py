@@ -1,6 +1,7 @@
 """What every rank checks about Horovod's collectives for PyTorch; one process of a world runs them all, in this order.
 
-Expected values come from NumPy, expected gradients from autograd over all ranks' tensors in one process.
+Expected values come from NumPy, expected gradients from autograd over all ranks' tensors in one process: those of the
+sum of all ranks' losses, times a factor where Horovod has one.
 """
 
 from __future__ import annotations
@@ -348,8 +349,12 @@ def gradients(
     rank: int,
     theirs: Callable[[torch.Tensor], Any],
     ours: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    factor: float = 1.0,
 ) -> None:
-    """``theirs``: the collective. ``ours``: from all ranks' tensors to all ranks' results, in plain torch."""
+    """``theirs``: the collective. ``ours``: from all ranks' tensors to all ranks' results, in plain torch.
+
+    ``factor``: what Horovod's gradient is of the gradient of the sum of all ranks' losses.
+    """
     torch.manual_seed(1)
     tensors = [torch.randn(form, dtype=torch.float64, requires_grad=True) for form in forms]
     results = ours(tensors)
@@ -360,7 +365,7 @@ def gradients(
     result = theirs(mine)
     torch.testing.assert_close(result, results[rank])
     (result * weights[rank]).sum().backward()
-    torch.testing.assert_close(mine.grad, expected)
+    torch.testing.assert_close(mine.grad, expected * factor)
 
 
 @check
@@ -385,12 +390,19 @@ def every_collective_has_its_gradient(rank: int, world: int) -> None:
     for op in (gc.Average, gc.Sum):
         gradients(
             equal, rank, lambda x, op=op: gc.reducescatter(x, op=op, prescale_factor=2.0, name="scattered"),
-            lambda xs, op=op: [2 * together[op](torch.stack(xs))[part] for part in shares(5, world)],
+            lambda xs, op=op: [2 * together[op](torch.stack(xs))[part] for part in shares(5, world)], factor=world,
+        )  # fmt: skip
+        gradients(
+            equal, rank, lambda x, op=op: gc.grouped_reducescatter([x, x], op=op, postscale_factor=0.5)[1],
+            lambda xs, op=op: [0.5 * together[op](torch.stack(xs))[part] for part in shares(5, world)], factor=world,
         )  # fmt: skip
     ragged = [(r + 1, 2) for r in range(world)]
-    gradients(ragged, rank, lambda x: gc.allgather(x, name="all"), lambda xs: [torch.cat(xs)] * world)
-    gradients(ragged, rank, lambda x: gc.grouped_allgather([x, x])[1], lambda xs: [torch.cat(xs)] * world)
-    gradients(equal, rank, lambda x: gc.broadcast(x, world - 1), lambda xs: [xs[-1] * 1] * world)
+    mean = 1 / world
+    gradients(ragged, rank, lambda x: gc.allgather(x, name="all"), lambda xs: [torch.cat(xs)] * world, mean)
+    gradients(
+        ragged, rank, lambda x: gc.grouped_allgather([x, x])[1], lambda xs: [torch.cat(xs)] * world, mean
+    )
+    gradients(equal, rank, lambda x: gc.broadcast(x, world - 1), lambda xs: [xs[-1] * 1] * world, mean)
     splits = [1] * (world - 1) + [2]
     gradients(
         [(world + 1, 2)] * world, rank, lambda x: gc.alltoall(x, splits=splits)[0],

@@ -28,5 +28,13 @@ class DeviceError(GradcompError, RuntimeError):
     """A GPU failed, or its memory is full; the exchanger is unusable."""
 
 
+class HostsUpdatedInterrupt(GradcompError, RuntimeError):  # noqa: N818 - Horovod's name
+    """The hosts of an elastic job have changed: Horovod's name, for scripts that catch it. gradcomp raises none."""
+
+
+class MissingNameError(GradcompError, AttributeError):
+    """A name of Horovod's that gradcomp does not have; the text says what there is instead."""
+
+
 class StateError(GradcompError):
     """The call is not allowed now (step open, not initialised, layer after its step closed, ranks drifted)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -15,21 +16,40 @@ from gradcomp.job.rendezvous import connect
 from gradcomp.transport.torch import TorchControl, TorchTransport
 
 
-def join(timeout_seconds: float, process_group: Any = None) -> tuple[Launch, Network]:
+def join(
+    timeout_seconds: float, process_group: Any = None, chosen: Ranks | None = None
+) -> tuple[Launch, Network]:
     """Meet the other ranks: those of ``process_group``, of torch.distributed's default group, or a new one's.
 
-    Collective. ConfigError for a half-set environment, TransportError if the ranks do not meet in time.
+    ``chosen``: those that are the job, if not all: possible where torch.distributed was there first. Collective.
+    ConfigError for a half-set environment, TransportError if the ranks do not meet in time.
     """
     owns = not dist.is_initialized()
     launch = discover() if owns else _launch_of_existing_group()
     if process_group is not None and owns:
         raise ConfigError("process_group was given, but torch.distributed is not initialised")
+    if chosen is not None:
+        _check_chosen(chosen, launch, owns)
     if owns and launch.size > 1:
         launch = connect(launch, timeout_seconds)
     if not dist.is_initialized():
         return launch, TorchNetwork((0,), 0, False, None)
-    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    ranks = chosen or tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     return launch, TorchNetwork(ranks, ranks.index(dist.get_rank()), owns, launch.served_attempt)
+
+
+def _check_chosen(chosen: Ranks, launch: Launch, owns: bool) -> None:
+    """ConfigError for ranks that are not there, or cannot meet without the others."""
+    rank, size = (launch.rank, launch.size) if owns else (dist.get_rank(), dist.get_world_size())
+    if chosen[-1] >= size or rank not in chosen:
+        raise ConfigError(
+            f"comm={list(chosen)}: this is rank {rank} of 0 .. {size - 1}, and must be one of them"
+        )
+    if owns and len(chosen) < size:
+        raise ConfigError(
+            f"comm={list(chosen)}: the ranks of a launcher meet all together. Call init() on every rank, and give "
+            f"process_set=ProcessSet({list(chosen)}) to what these ranks do; or initialise torch.distributed first"
+        )
 
 
 def _launch_of_existing_group() -> Launch:
@@ -64,7 +84,7 @@ class TorchNetwork(Network):
         """A connection to the job's key-value store. It may take long where names are resolved slowly: make few."""
         # torchrun's store outlives a failed attempt, and with it that attempt's abort.
         control = TorchControl(
-            f"gradcomp/{self._attempt or 0}/{life}/{self.ranks[0]}-{len(self.ranks)}",
+            f"gradcomp/{self._attempt or 0}/{life}/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}",
             timeout_seconds,
             "rank 0" if self._attempt is None else "torchrun",
         )

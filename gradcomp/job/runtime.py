@@ -18,7 +18,7 @@ from gradcomp.job import ending
 from gradcomp.job.farewell import describe, part
 from gradcomp.job.introduction import introduce, set_of
 from gradcomp.job.launch import Launch
-from gradcomp.job.network import Network
+from gradcomp.job.network import Network, Ranks
 from gradcomp.job.state import Runtime
 from gradcomp.version import __version__
 
@@ -26,14 +26,14 @@ logger = logging.getLogger("gradcomp")
 
 
 _runtime: Runtime | None = None
-_life = 0  # init after shutdown must not read what the last job published
+_lives: dict[Ranks, int] = {}  # init after shutdown must not read what the last job of these ranks published
 
 
 def begin(
     join: Callable[[Config], tuple[Launch, Network]], process_sets: Iterable[Any], settings: dict[str, Any]
 ) -> None:
     """What every frontend's ``init`` does: settle the settings, meet by ``join``, introduce each other."""
-    global _runtime, _life
+    global _runtime
     if _runtime is not None:
         if settings or process_sets:
             raise StateError(
@@ -46,8 +46,8 @@ def begin(
     launch, network = join(config)
     if config.transport == AUTO and len(network.ranks) > 1:
         config = replace(config, transport=network.engine)
-    _life += 1
-    runtime = Runtime(launch, config, network, _life)
+    _lives[network.ranks] = life = _lives.get(network.ranks, 0) + 1
+    runtime = Runtime(launch, config, network, life)
     try:
         if config.timeline:
             runtime.start_timeline(config.timeline)

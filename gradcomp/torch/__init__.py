@@ -2,7 +2,7 @@
 
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
-from gradcomp.core.errors import GradcompError
+from gradcomp.core.errors import GradcompError, HostsUpdatedInterrupt, MissingNameError
 from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -76,6 +76,19 @@ from gradcomp.torch.sync_batch_norm import SyncBatchNorm
 #: What ``except hvd.HorovodInternalError`` catches: every error that gradcomp raises on purpose.
 HorovodInternalError = GradcompError
 
+#: Names of Horovod's that are not here, and what there is instead.
+_INSTEAD = {
+    "elastic": "a job keeps its ranks: one that loses a rank ends, and a new one goes on from a checkpoint, which "
+    "gradcomp.torch.save() writes and load() reads",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _INSTEAD:
+        raise MissingNameError(f"gradcomp.torch has no {name}: {_INSTEAD[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
     "Adasum",
@@ -83,6 +96,7 @@ __all__ = [  # noqa: PLE0604
     "DistributedOptimizer",
     "Handle",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "PostMomentumSGD",

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
+from typing import Any
 
-from gradcomp.compress import Compressor, Policy, as_policy
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
-from gradcomp.job.reduce_op import ReduceOp
+from gradcomp.core.errors import ConfigError
+from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
 from gradcomp.job.start import check_arguments
+from gradcomp.torch.grouping import check_groups
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.timing import Finish, OnSkip, Timing
+
+_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip", "residuals")
 
 
 @dataclass(eq=False)
 class Arguments:
     """The arguments of :func:`DistributedOptimizer`, validated by :meth:`check`."""
 
-    compression: Policy | Compressor | str
-    passes: int
-    op: ReduceOp
-    predivide: float
-    sparse_as_dense: bool
-    finish: Finish
-    grad_scaler: InitVar[Scaler]
-    reduction: str | None
-    controller: Controller | str | None
-    on_skip: OnSkip
-    residuals: str | None
+    compression: Policy | Compressor | str = Compression.none
+    passes: int = 1
+    op: ReduceOp = Average
+    predivide: float = 1.0
+    groups: Any = None
+    sparse_as_dense: bool = False
+    finish: Finish = "backward"
+    grad_scaler: InitVar[Scaler] = None
+    reduction: str | None = None
+    controller: Controller | str | None = None
+    on_skip: OnSkip = "raise"
+    residuals: str | None = None
 
     def __post_init__(self, grad_scaler: Scaler) -> None:
         self.loss_scale = LossScale(grad_scaler)
@@ -37,6 +43,21 @@ class Arguments:
 
     def check(self) -> tuple[Policy, Timing]:
         """Raise ConfigError for what cannot work."""
-        check_arguments(self.op, self.predivide, self.reduction, self.residuals)
+        # Adasum of one rank's step is that step.
+        op = Average if self.op is Adasum else self.op
+        check_arguments(op, self.predivide, self.reduction, self.residuals)
+        check_groups(self.groups)
         self.loss_scale.check()
         return as_policy(self.compression), Timing(self.passes, self.finish, self.on_skip)
+
+    def check_adasum(self) -> None:
+        """Raise ConfigError for what cannot work, or has no meaning, where steps are combined by Adasum."""
+        check_groups(self.groups)
+        Timing(self.passes)
+        if self.predivide != 1.0:
+            raise ConfigError("gradient_predivide_factor needs op=Average")
+        for field in fields(self):
+            if field.name in _NOT_FOR_ADASUM and getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    f"{field.name}= has no meaning with op=Adasum: ranks exchange steps, not gradients"
+                )

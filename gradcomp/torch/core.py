@@ -16,6 +16,7 @@ from gradcomp.job.start import Proposal, Setup, say_what_is_bypassed, start, val
 from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.torch.adoption import check_plain
 from gradcomp.torch.arguments import Arguments
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.exchange import GradientExchange
@@ -65,10 +66,8 @@ def build(
     """Validate on every rank, compare, and start; ``before``: of an optimizer that is a distributed one."""
 
     def validate() -> tuple[Timing, Named, Named, Proposal, Device]:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if hasattr(optimizer, "_gradcomp") and before is None:
-            raise StateError("this optimizer is already a DistributedOptimizer")
+        if before is None:
+            check_plain(optimizer)
         policy, timing = arguments.check()
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(

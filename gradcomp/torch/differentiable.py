@@ -1,4 +1,8 @@
-"""Gradients of the collectives: those of the sum of all ranks' losses."""
+"""Gradients of the collectives, as Horovod defines them.
+
+Those of ``allreduce`` and ``alltoall`` are the gradients of the sum of all ranks' losses. Those of ``allgather`` and
+``broadcast`` are 1/N of that, those of ``reducescatter`` are N times that.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from gradcomp.core.errors import ConfigError
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import ReduceOp, ScaledOp, Sum
+from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum
 from gradcomp.torch.begin import (
     begin_allgather,
     begin_allreduce,
@@ -73,7 +77,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """The gradient of a row is that of the rank that has it, scaled as the row was."""
+    """The gradient of a row is N times (of an average: once) that of the rank that has it, scaled as the row was."""
 
     @staticmethod
     def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
@@ -86,8 +90,8 @@ class _ReduceScatter(torch.autograd.Function):
         if how.op not in _LINEAR:
             raise ConfigError(f"reducescatter: op={how.op.name} has no gradient; use Average or Sum")
         factor = how.prescale * how.postscale
-        if how.op is ReduceOp.AVERAGE:
-            factor /= len(members(process_set))
+        if how.op is ReduceOp.SUM:
+            factor *= len(members(process_set))
         wholes = begin_allgather(gradients, gradient_name(name), process_set).wait()
         return None, None, None, *(whole * factor if factor != 1.0 else whole for whole in wholes)
 
@@ -129,7 +133,7 @@ class _Select(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """The gradient of a rank's part is the sum over ranks of the gradients of these rows."""
+    """The gradient of a rank's part is the average over ranks of the gradients of these rows."""
 
     @staticmethod
     def forward(ctx: Any, name: Any, process_set: Any, *tensors: torch.Tensor) -> Any:
@@ -148,12 +152,12 @@ class AllGather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """See the class."""
         name, process_set, own = ctx.arguments
-        totals = begin_allreduce(gradients, gradient_name(name), ScaledOp(Sum), None, process_set).wait()
-        return None, None, *(total[rows] for total, rows in zip(totals, own, strict=True))
+        means = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), None, process_set).wait()
+        return None, None, *(mean[rows] for mean, rows in zip(means, own, strict=True))
 
 
 class Broadcast(torch.autograd.Function):
-    """The gradient of the root's tensor is the sum over ranks of the gradients; the others' is zero."""
+    """The gradient of the root's tensor is the average over ranks of the gradients; the others' is zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: Any, process_set: Any) -> Any:
@@ -165,8 +169,8 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """See the class."""
         root_rank, name, process_set = ctx.arguments
-        (total,) = begin_allreduce(gradients, gradient_name(name), ScaledOp(Sum), None, process_set).wait()
-        return total if runtime.rank() == root_rank else torch.zeros_like(total), None, None, None
+        (mean,) = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), None, process_set).wait()
+        return mean if runtime.rank() == root_rank else torch.zeros_like(mean), None, None, None
 
 
 class AllToAll(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 What holds for all calls is in ``reductions``: the comparison, names, process sets and errors. Tensors are dense and of
 any dtype, complex ones too. Results are new tensors on the same device. d is the size of a tensor in bytes, N the
-number of ranks. Gradients are those of the sum of all ranks' losses.
+number of ranks. Gradients are Horovod's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Member
     """Every rank's ``tensor`` in rank order, joined along the first dimension; differentiable.
 
     At least one dimension; first dimensions may differ between ranks, the others may not. The gradient of a rank's part
-    is the sum over ranks, N times Horovod's. Wire: one all-to-all, (N-1) d bytes per rank.
+    is the average over ranks of the gradients of its rows. Wire: one all-to-all, (N-1) d bytes per rank.
     """
     return grouped([tensor], name, process_set)[0]
 
@@ -61,8 +61,8 @@ def broadcast(
     """``root_rank``'s tensor on every rank, bit for bit; differentiable.
 
     Dtype and shape must be the same on all ranks. ``root_rank`` is a number of the job, also where a process set takes
-    part. The root's gradient is the sum of all ranks', the others' is zero. Wire: d bytes to every rank but the root,
-    along a binomial tree.
+    part. The root's gradient is the average of all ranks', the others' is zero. Wire: d bytes to every rank but the
+    root, along a binomial tree.
     """
     if needs_gradient([tensor]):
         return Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +15,14 @@ from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
 from gradcomp.job.report import Readers
 from gradcomp.job.switching import set_compression
+from gradcomp.torch.adasum_steps import begin_adasum_steps
+from gradcomp.torch.adoption import Adopted, adopt
 from gradcomp.torch.arguments import Arguments
 from gradcomp.torch.core import Core, NamedParameters, build, check_momentum, rebuild
+from gradcomp.torch.grouping import groups_of
 from gradcomp.torch.layers import spec
 from gradcomp.torch.loss_scale import Scaler
 from gradcomp.torch.plain import load_state, state_of
@@ -37,11 +39,13 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: Members = None,
     *,
     finish: Finish = "backward",
     grad_scaler: Scaler = None,
-    process_set: Members = None,
     reduction: str | None = None,
     controller: Controller | str | None = None,
     on_skip: OnSkip = "raise",
@@ -59,8 +63,14 @@ def DistributedOptimizer(
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
             least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
         backward_passes_per_step: gradients are summed over so many passes before they are exchanged.
-        op: ``Average`` or ``Sum`` over ranks.
+        op: ``Average`` or ``Sum`` over ranks of the gradients, or ``Adasum`` of the steps, see
+            :mod:`gradcomp.torch.adasum_steps`: gradients stay a rank's own, and ``step()`` is what all ranks' steps
+            come to. It needs a power of two of ranks, and ``compression`` none, fp16 or bf16; the arguments from
+            ``finish`` on are not for it.
         gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
+        num_groups: Horovod's older spelling of ``groups``.
+        groups: how many groups of gradients, or which lists of parameters, travel together under Horovod. Checked, and
+            without effect: buckets form by themselves, and the means of all gradients are applied together.
         sparse_as_dense: exchange sparse gradients as dense ones; else their rows are gathered, uncompressed.
         finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units. Without it, the only enabled
@@ -91,6 +101,7 @@ def DistributedOptimizer(
         backward_passes_per_step,
         op,
         gradient_predivide_factor,
+        groups_of(num_groups, groups),
         sparse_as_dense,
         finish,
         grad_scaler,
@@ -99,12 +110,15 @@ def DistributedOptimizer(
         on_skip,
         residuals,
     )
-    core = build(state, members(process_set), optimizer, named_parameters, arguments)
-    _adopt(optimizer, core)
+    ranks = members(process_set)
+    if op is Adasum and len(ranks) > 1:
+        begin_adasum_steps(optimizer, named_parameters, process_set, arguments)
+    else:
+        adopt(optimizer, Distributed, build(state, ranks, optimizer, named_parameters, arguments))
     return optimizer
 
 
-class Distributed(Serving, Readers):
+class Distributed(Serving, Readers, Adopted):
     """The methods that a distributed optimizer has beside, or instead of, those of its class."""
 
     _gradcomp: Core
@@ -169,6 +183,13 @@ class Distributed(Serving, Readers):
             yield
         finally:
             core.skip_synchronize = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum gradients over so many passes from the next exchange on. All ranks, between two steps."""
+        core = self._gradcomp
+        timing = replace(core.exchange.timing, passes=passes)
+        core.driver.rest()
+        core.exchange.timing, core.arguments.passes = timing, passes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,33 +258,3 @@ class Distributed(Serving, Readers):
         Local. StateError, with nothing changed, if anything does not fit (the error lists it all) or a step is open.
         """
         load_state(self._gradcomp.checkpoint_manager, state)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
-        # copyreg's function, so that a pickle loads where gradcomp is not installed.
-        return copyreg._reconstructor, (_base(type(self)), object, None), self.__getstate__()  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A plain optimizer with parameters of its own."""
-        base: Any = _base(type(self))
-        plain = base.__new__(base)
-        memo[id(self)] = plain
-        plain.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return plain
-
-
-def _base(kind: type) -> type:
-    """The class that was wrapped."""
-    wrapped: type = kind.__bases__[1]
-    return wrapped
-
-
-def _adopt(optimizer: torch.optim.Optimizer, core: Core) -> None:
-    """Turn the optimizer into a distributed one, in place: schedulers and users that hold it go on holding it."""
-    kind = type(optimizer)
-    # A scheduler made before may have put a bound ``step`` on the instance, which would bypass ours.
-    optimizer.__dict__.pop("step", None)
-    optimizer.__dict__["_gradcomp"] = core
-    optimizer.__class__ = type(
-        kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )

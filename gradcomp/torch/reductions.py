@@ -175,7 +175,7 @@ def reducescatter(
 
     The first dimension is split over the ranks in rank order, in parts whose sizes differ by at most one, the larger
     ones first. Any op but Adasum. Values are combined in rank order, so the bytes do not depend on the transport. The
-    gradient is that of the sum of all ranks' losses, a factor 1/N of Horovod's. Wire: d (N-1)/N bytes per rank.
+    gradient of a row is that of the rank that has it, N times it for Sum. Wire: d (N-1)/N bytes per rank.
     """
     how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
     return _compressed([tensor], name, compression, how, problem, process_set, scatters=True)[0]

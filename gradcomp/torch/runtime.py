@@ -5,27 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gradcomp.core.errors import StateError
+from torch.distributed import ProcessGroup
+
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 from gradcomp.job.over_torch import join
 from gradcomp.torch import profiler
+from gradcomp.torch.communicator import ranks_of
 
 
-def init(process_group: Any = None, *, process_sets: Iterable[Any] = (), **settings: Any) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Iterable[Any] | str | None = None,
+    *,
+    process_group: Any = None,
+    **settings: Any,
+) -> None:
     """Join the job. Collective; a second call is allowed and changes nothing.
 
     Under torchrun, mpirun, horovodrun or Slurm the ranks find each other by the launcher's environment; a plain
     ``python`` is a world of one. With torch.distributed already initialised, its default group's ranks, or those of
     ``process_group``, are used; gradcomp never runs its own collectives on that group.
 
-    ``process_sets``: those that will have optimizers of their own, as lists of ranks or :class:`ProcessSet`; only the
-    horovod transport needs to be told, for Horovod's sets are made by all ranks together. ``settings``: the fields of
-    :class:`gradcomp.Config`; see the configuration page. Raises ConfigError for a bad
-    setting or a half-set launch environment, TransportError if the ranks do not meet in time.
+    ``comm``: the ranks of the world that are the job, as a list or a communicator of mpi4py, if not all. Some only are
+    possible where torch.distributed is initialised; those that are not in it do not call. ``process_sets``: those that
+    will have optimizers of their own, as lists of ranks or :class:`ProcessSet`; only the horovod transport needs to be
+    told, for Horovod's sets are made by all ranks together. ``"dynamic"`` means none: sets may always be added later.
+    ``settings``: the fields of :class:`gradcomp.Config`; see the configuration page. Raises ConfigError for a bad
+    argument or setting or a half-set launch environment, TransportError if the ranks do not meet in time.
     """
-    if runtime.is_initialized() and process_group is not None:
-        raise StateError(
-            "gradcomp is already initialised; call shutdown() before init() with a process_group"
-        )
+    if isinstance(comm, ProcessGroup):  # torch.distributed's communicator
+        comm, process_group = None, process_group or comm
+    chosen = ranks_of(comm)
+    if chosen is not None and process_group is not None:
+        raise ConfigError("comm and process_group both say who is the job; give one")
+    if runtime.is_initialized() and (chosen is not None or process_group is not None):
+        raise StateError("gradcomp is already initialised; call shutdown() before init() with other ranks")
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        process_sets = ()
+    elif isinstance(process_sets, str):
+        raise ConfigError(f'process_sets must be a list, "dynamic" or None, got {process_sets!r}')
     profiler.show_ranges()
-    runtime.begin(lambda config: join(config.timeout_seconds, process_group), process_sets, settings)
+    runtime.begin(
+        lambda config: join(config.timeout_seconds, process_group, chosen), process_sets or (), settings
+    )

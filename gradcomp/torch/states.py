@@ -25,12 +25,15 @@ _ALIGNMENT_BYTES = 16
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0, process_set: Members = None
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
+    root_rank: int = 0,
+    process_set: Members = None,
 ) -> None:
     """Overwrite parameters and buffers on every rank with those of ``root_rank``, in place, bit for bit.
 
-    ``params``: a ``state_dict()``, or ``(name, tensor)`` pairs such as ``named_parameters()``. Names, shapes and dtypes
-    must be the same on all ranks; their order need not. Entries of a dict that are not tensors are replaced, as by
+    ``params``: a ``state_dict()``, ``(name, tensor)`` pairs such as ``named_parameters()``, or tensors such as
+    ``parameters()``, whose names are their positions. Names, shapes and dtypes must be the same on all ranks; the order
+    of pairs need not. Entries of a dict that are not tensors are replaced, as by
     :func:`broadcast_object`. Wire: broadcasts of up to 64 MiB, d bytes in all.
     """
     entries, problem = _entries(params)
@@ -54,22 +57,30 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: Members = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: Members = None,
 ) -> None:
     """Give every rank's optimizer the state and the hyperparameters of ``root_rank``'s, bit for bit.
 
-    Also where only the root has state, or the others have more. The optimizers must be of one class, with groups of
-    the same parameter shapes and dtypes. Wire: as :func:`broadcast_object` of ``optimizer.state_dict()``.
+    Any optimizer, LBFGS too. Also where only the root has state, or the others have more: no step is taken to make
+    state, and gradients stay as they are. The optimizers must be of one class, with groups of the same parameter shapes
+    and dtypes. ``model``: Horovod's argument, by which it finds sparse parameters; nothing depends on it here. Wire:
+    as :func:`broadcast_object` of ``optimizer.state_dict()``.
     """
     lines = [f"broadcast_optimizer_state(root_rank={root_rank})"]
     problem: str | None = None
     given: Any = optimizer
+    module: Any = model
     if isinstance(given, torch.optim.Optimizer):
         lines.append(type(optimizer).__name__)
         for number, group in enumerate(optimizer.param_groups):
             lines += [f"group {number}: {form(parameter)}" for parameter in group["params"]]
     else:
         problem = f"not a torch.optim.Optimizer: {type(optimizer).__name__}"
+    if not isinstance(module, torch.nn.Module | None):
+        problem = problem or f"model must be a torch.nn.Module or None, got {type(module).__name__}"
     channel, root, wrong_root = _meet(process_set, root_rank)
     call = Call("broadcast_optimizer_state", lines, problem=problem or wrong_root)
     if channel is None:
@@ -199,9 +210,12 @@ def _decode(data: bytes) -> Any:
 def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:
     """Named values in order of name, and what is wrong with them."""
     try:
-        pairs = [(name, value) for name, value in (params.items() if isinstance(params, Mapping) else params)]
+        given = list(params.items() if isinstance(params, Mapping) else params)
+        if given and all(isinstance(each, torch.Tensor) for each in given):
+            given = [(f"parameter {place}", tensor) for place, tensor in enumerate(given)]
+        pairs = [(name, value) for name, value in given]
     except (TypeError, ValueError):
-        return [], "params must be a state_dict, or (name, tensor) pairs such as named_parameters()"
+        return [], "params must be a state_dict, (name, tensor) pairs such as named_parameters(), or tensors"
     names = [name for name, _ in pairs]
     if not all(isinstance(name, str) for name in names):
         return [], "a name in params is not a string"

@@ -106,12 +106,24 @@ def test_a_bad_string_form_is_refused(text, says):
         ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor"),
         ({"gradient_predivide_factor": -2.0}, "gradient_predivide_factor"),
         ({"compression": 4}, "compression must be"),
+        ({"groups": -1}, "groups must be a non-negative integer"),
+        ({"groups": "2"}, "groups must be a non-negative integer"),
+        ({"groups": [3]}, "list of lists of tensors"),
+        ({"groups": [["weight"]]}, "must consist of tensors, got str"),
     ],
 )
 @on_ranks(2)
 def test_a_bad_argument_is_refused(arguments, says):
     with pytest.raises(gc.ConfigError, match=says):
         wrap(net(), **arguments)
+
+
+@on_ranks(2)
+def test_a_parameter_in_two_groups_is_refused():
+    model = net()
+    weight = model[0].weight
+    with pytest.raises(gc.ConfigError, match="only appear once"):
+        wrap(model, groups=[[weight], [model[1].weight, weight]])
 
 
 @on_ranks(2)

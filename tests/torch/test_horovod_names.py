@@ -56,9 +56,7 @@ def test_every_name_of_an_installed_horovod_has_a_row() -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row.arguments], ids=lambda row: row.name)
 def test_arguments_are_horovods(row: Row) -> None:
     hvd = pytest.importorskip("horovod.torch")
-    assert list(
-        inspect.signature(getattr(hvd, row.name)).parameters
-    ) == row.arguments.split() or row.name in ("broadcast_optimizer_state",)
+    assert list(inspect.signature(getattr(hvd, row.name)).parameters) == row.arguments.split()
 
 
 def test_the_page_has_the_table() -> None:

@@ -78,6 +78,46 @@ def test_fused_and_foreach_optimizers_train_alike(option):
 
 
 @on_ranks(2)
+def test_horovods_arguments_are_taken_by_position_and_change_nothing():
+    for groups in (None, 2, [], "first two"):
+        model = net()
+        parameters = list(model.parameters())
+        given = [parameters[:2], parameters[3:]] if groups == "first two" else groups
+        plain = torch.optim.SGD(parameters, lr=0.1)
+        named = model.named_parameters()
+        optimizer = gc.DistributedOptimizer(
+            plain, named, gc.Compression.none, 1, gc.Average, 1.0, 0, given, False, gc.global_process_set
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert_close(model.parameters(), one_process(steps=2))
+    with pytest.warns(DeprecationWarning, match="older spelling"):
+        wrap(net(), num_groups=2)
+
+
+@on_ranks(2)
+def test_passes_per_step_may_change_between_steps():
+    model = net()
+    optimizer = wrap(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(2)
+    loss_of(model, 1).backward()
+    with pytest.raises(gc.StateError):
+        optimizer.set_backward_passes_per_step(1)
+    own = [p.grad.clone() for p in model.parameters()]
+    loss_of(model, 1).backward()
+    means = [gc.allreduce(2 * gradient) for gradient in own]
+    assert_close([p.grad for p in model.parameters()], means)
+    optimizer.step()
+    with pytest.raises(gc.ConfigError, match="backward_passes"):
+        optimizer.set_backward_passes_per_step(0)
+
+
+@on_ranks(2)
 def test_the_wrapped_optimizer_is_the_same_object_of_its_class():
     model = net()
     plain = torch.optim.Adam(model.parameters())

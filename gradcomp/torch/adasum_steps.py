@@ -1,0 +1,127 @@
+"""``DistributedOptimizer(op=Adasum)``: each rank steps alone, and the ranks' steps are combined by Adasum.
+
+    x_{t+1} = x_t + Adasum over ranks of delta_i,    delta_i = step_i(x_t, g_i) - x_t
+
+g_i is rank i's own gradient and step_i its own optimizer, whose state (momentum, for example) differs between ranks.
+Each parameter is a vector of its own. See :mod:`gradcomp.job.adasum` for the sum. Horovod's definition; differs in that
+``step()`` does all of it, so that what a script does to gradients between ``backward()`` and ``step()`` has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.job import runtime
+from gradcomp.job.channel import channel_of
+from gradcomp.job.collectives import refuse
+from gradcomp.job.process_sets import Members, members
+from gradcomp.job.reduce_op import Adasum, ScaledOp
+from gradcomp.pipeline.calls import Call
+from gradcomp.torch.adoption import Adopted, adopt, check_plain
+from gradcomp.torch.arguments import Arguments
+from gradcomp.torch.begin import begin_allreduce
+from gradcomp.torch.compression import coder_of
+from gradcomp.torch.core import NamedParameters
+from gradcomp.torch.layers import name_parameters
+from gradcomp.torch.wire import descriptors
+
+_HOW = ScaledOp(Adasum)
+
+
+class _Core:
+    """Who combines steps, under which name, and in which form they travel."""
+
+    def __init__(self, name: str, process_set: Members, compression: Any) -> None:
+        self._name = name
+        self._process_set = process_set
+        self._compress, self._decompress, _ = coder_of(compression)
+
+    @torch.no_grad()
+    def combine(self, parameters: list[torch.Tensor], starts: list[torch.Tensor]) -> None:
+        """Replace what this rank's step made of ``starts`` by what all ranks' steps come to. Collective."""
+        coded = [self._compress(p.detach() - start) for p, start in zip(parameters, starts, strict=True)]
+        deltas = [delta for delta, _ in coded]
+        sums = begin_allreduce(deltas, self._name, _HOW, None, self._process_set, in_place=True).wait()
+        for p, start, total, (_, context) in zip(parameters, starts, sums, coded, strict=True):
+            p.copy_(start.add_(self._decompress(total, context)))
+
+
+class AdasumSteps(Adopted):
+    """The methods that an optimizer has whose steps are combined by Adasum."""
+
+    _gradcomp: _Core
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on this rank's own gradients, then by the Adasum of all ranks' steps. Every rank steps."""
+        parameters = _trainable(self)
+        starts = [p.detach().clone() for p in parameters]
+        self._opt_called = True  # for schedulers
+        loss = super().step(closure)  # type: ignore[misc]
+        self._gradcomp.combine(parameters, starts)
+        return loss
+
+    # A scheduler made before wrapping looks for this mark, and warns without it.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Nothing: gradients stay this rank's own."""
+
+    def skip_synchronize(self) -> Any:
+        """StateError: under Adasum there is no exchange before ``step()`` that could be skipped."""
+        raise StateError(
+            "skip_synchronize() has no meaning with op=Adasum: ranks exchange steps, not gradients"
+        )
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing but a check: whenever ``step()`` is called, it takes what gradients have come to."""
+        Arguments(op=Adasum, passes=passes).check_adasum()
+
+
+def begin_adasum_steps(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters | None,
+    process_set: Members,
+    arguments: Arguments,
+) -> None:
+    """Make the optimizer one whose steps are combined. Collective; ConfigError on every rank if one has a problem.
+
+    Wire: the round in which calls are compared; then in each ``step()`` log2(N) d bytes per rank, N a power of two, d
+    the size of the parameters in the dtype in which they are combined: float32, or float64 for float64.
+    """
+    ranks = members(process_set)
+    state = runtime.current()
+    name = f"Adasum of {state.name(ranks)}"
+    try:
+        check_plain(optimizer)
+        arguments.check_adasum()
+        named, _ = name_parameters(optimizer, named_parameters)
+        compress, _, wrong = coder_of(arguments.compression)
+        if wrong is not None:
+            raise ConfigError(
+                f"{wrong}: Adasum weighs the ranks' steps by their angles, so each travels as a whole vector"
+            )
+        sent = [compress(parameter.detach())[0] for parameter in _trainable(optimizer)]
+        called, problem = descriptors("allreduce", sent, name, process_set, _HOW)
+        if problem := problem or next((each.problem for each in called if each.problem), None):
+            raise ConfigError(problem)
+    except Exception as error:
+        with suppress(ConfigError):
+            refuse("DistributedOptimizer", ranks, str(error))
+        raise
+    lines = [
+        "DistributedOptimizer(op=Adasum)",
+        *(f"{one}: {form}" for (one, _), form in zip(named, called, strict=True)),
+    ]
+    channel = channel_of(ranks)
+    assert channel is not None, "a world of one has no Adasum"
+    channel.submit(Call("DistributedOptimizer", lines), lambda _: None).result()
+    adopt(optimizer, AdasumSteps, _Core(name, process_set, arguments.compression))
+
+
+def _trainable(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
