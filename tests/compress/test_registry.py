@@ -74,7 +74,7 @@ def test_string_form_is_understood(text: str):
 
 BAD = {
     "": "unknown compression ''",
-    "zip": "unknown compression 'zip'; known: ",
+    "zip": "unknown compression 'zip' (for example 'quantize:bits=4'); known: ",
     "Quantize": "unknown compression",
     "quantize:bits": "expected field=value",
     "quantize:bits=4,colour=red": "bits, bucket_size",
@@ -144,7 +144,7 @@ BAD = {
     "codebook:levels=0.5/1,scaling=minmax": "l2, linf",
     "codebook:levels=0.5/1,rounding=up": "stochastic, nearest",
     "codebook:levels=0.5/1,feedback=0": "true, false or none",
-    "none:bits=4": "expected field=value",
+    "none:bits=4": "it has no fields (did you mean 'none'?)",
     "fp16:feedback=true": "cast:dtype=float16",
 }
 
