@@ -224,6 +224,18 @@ class Config:
         """The settings that every rank must have in common."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["shared"]}
 
+    def settings(self) -> dict[str, Any]:
+        """All settings, by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def changed(self) -> dict[str, Any]:
+        """Those that are not the default."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
     @staticmethod
     def table() -> str:
         """The settings as a Markdown table (``docs/configuration.md`` holds it; a test compares)."""

@@ -180,6 +180,27 @@ def test_every_quantizer_reads_back(**fields):
     assert at_level(compressor.family_string(), compressor.level) == compressor
 
 
+@pytest.mark.parametrize("text", GOOD)
+def test_the_short_form_reads_back(text: str):
+    compressor = from_string(text)
+    assert from_string(compressor.short_string()) == compressor
+    assert len(compressor.short_string()) <= len(compressor.to_string())
+
+
+@pytest.mark.parametrize(
+    ("compressor", "short"),
+    [
+        (Quantize(4), "quantize:bits=4"),
+        (Cast("bfloat16"), "cast:dtype=bfloat16"),
+        (gradcomp.TopK(0.01, values=Quantize(8)), None),
+        (gradcomp.ErrorFeedback(gradcomp.TopK(0.1)), "error_feedback[topk:density=0.1]"),
+    ],
+)
+def test_the_short_form_leaves_out_what_is_the_default(compressor, short):
+    assert short is None or compressor.short_string() == short
+    assert from_string(compressor.short_string()) == compressor
+
+
 @given(
     levels=st.lists(st.floats(2**-126, 1, exclude_max=True, width=32), max_size=126, unique=True).map(sorted),
     scaling=st.sampled_from(["l2", "linf"]),
