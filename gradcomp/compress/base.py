@@ -202,6 +202,17 @@ class Compressor(ABC):
         """The string form without the level: what a plan names, and what makes layers share a group."""
         return self._string(self.name, self.level_field)
 
+    def short_string(self) -> str:
+        """A string form for people: the level, or what stands first, and the fields that are not their default."""
+        return self._string(self.name, *self._defaults())
+
+    def _defaults(self) -> list[str]:
+        """Fields that say nothing new."""
+        fields = dataclasses.fields(self)
+        first = fields[0].name if fields and isinstance(getattr(self, fields[0].name), str) else None
+        shown = self.level_field or first
+        return [f.name for f in fields if f.name != shown and getattr(self, f.name) == _default(f)]
+
     def _string(self, head: str, *without: str | None) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         text = ",".join(f"{k}={_text(v)}" for k, v in values.items() if k not in without)
@@ -237,6 +248,11 @@ def zeros(size: int) -> Begin:
         return np.zeros(size, np.float32)
 
     return begin
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def _text(value: Any) -> str:

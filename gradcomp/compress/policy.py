@@ -106,6 +106,21 @@ class Policy:
         return self.default.to_string()
 
     @property
+    def brief(self) -> str:
+        """The title, without fields of the default compressor that are as they are anyway."""
+        return self.default.short_string()
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any layer is to be compressed, if it is worth it."""
+        return any(not compressor.traits.exact for compressor in self.compressors)
+
+    def unmatched(self, layers: Sequence[LayerSpec]) -> list[str]:
+        """The patterns, of overrides and of the filter, that match the name of no layer."""
+        patterns = dict.fromkeys([*self.overrides, *self.filter.exclude, *self.filter.include])
+        return [p for p in patterns if not any(fnmatchcase(layer.name, p) for layer in layers)]
+
+    @property
     def compressors(self) -> list[Compressor]:
         """The default and those of the overrides."""
         return [self.default, *(resolve(c) for c in self.overrides.values())]
@@ -164,6 +179,11 @@ class Automatic(Policy):
     def title(self) -> str:
         """As the user wrote it."""
         return "auto"
+
+    @property
+    def brief(self) -> str:
+        """The same."""
+        return self.title
 
 
 def as_policy(compression: Policy | Compressor | str) -> Policy:

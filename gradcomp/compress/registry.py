@@ -15,7 +15,8 @@ from typing import TypeVar
 from gradcomp.compress.base import Compressor
 from gradcomp.core import levels
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.forms import arguments_of, split, value_of
+from gradcomp.core.forms import arguments_of, build, split, value_of
+from gradcomp.core.meant import Form, closest, head_of, hint, hinted
 from gradcomp.core.plan import Level
 
 C = TypeVar("C", bound=Compressor)
@@ -25,6 +26,8 @@ REGISTERED: dict[str, type[Compressor]] = {}
 _SHORT: dict[str, Compressor] = {}
 #: What plans of earlier checkpoints may say.
 _RENAMED = {"graded": "two_level_selection"}
+#: Names that are no compressors' and how they are asked for: controllers register theirs.
+OF_CONTROLLERS: dict[str, str] = {}
 
 
 def register(name: str) -> Callable[[type[C]], type[C]]:
@@ -62,8 +65,23 @@ def registered() -> dict[str, type[Compressor]]:
 
 
 def from_string(text: str) -> Compressor:
-    """Parse a string form. ConfigError says what is wrong and what exists."""
-    return _parse(text, None)
+    """Parse a string form. ConfigError says what is wrong, what exists, and what was probably meant."""
+    try:
+        return _parse(text, None)
+    except ConfigError as error:
+        raise hinted(error, _hint(text)) from error.__cause__
+
+
+def _hint(text: str) -> str:
+    name = head_of(text)
+    if name in _SHORT:
+        return ""  # the error says how to write it
+    meant = closest(name, [*registered(), *_SHORT, *OF_CONTROLLERS])
+    if meant in OF_CONTROLLERS:
+        return f" ({meant} is a controller: {OF_CONTROLLERS[meant]})"
+    forms = {name: Form.of(kind, kind.level_field) for name, kind in registered().items()}
+    forms |= {short: Form({}, None, wraps=False) for short in _SHORT}
+    return hint(text, forms, lambda one: _parse(one, None), "quantize:bits=4")
 
 
 def _parse(text: str, level: Level) -> Compressor:
@@ -85,20 +103,21 @@ def _parse(text: str, level: Level) -> Compressor:
     fields = {f.name for f in dataclasses.fields(kind)}
     if ("inner" in fields) != (inner is not None):
         raise ConfigError(
-            f"{text!r}: {name} wraps another compressor: {name}[topk:density=0.01]"
+            f"{text!r}: {name} wraps another compressor"
             if inner is None
             else f"{text!r}: {name} wraps nothing"
         )
     wrapped = {} if inner is None else {"inner": _parse(inner, level)}
-    arguments = arguments_of(text, rest, fields - {"inner"}, lambda _, value: value_of(value, from_string))
+    arguments = arguments_of(text, rest, fields - {"inner"}, lambda _, value: value_of(value, _nested))
     if level is not None and inner is None:
         if kind.level_field is None:
             raise ConfigError(f"{name} has no level, got {level!r}")
         arguments[kind.level_field] = level
-    try:
-        return kind(**wrapped, **arguments)
-    except TypeError as error:
-        raise ConfigError(f"{text!r}: {error}") from error
+    return build(kind, text, wrapped | arguments)
+
+
+def _nested(text: str) -> Compressor:
+    return _parse(text, None)
 
 
 # Plans name a few compressors many times. Of 4 and 4.0 one may be impossible: hence typed.

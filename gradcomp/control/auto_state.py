@@ -14,6 +14,9 @@ from gradcomp.core.levels import level_text, short_name
 from gradcomp.core.vectors import Floats
 from gradcomp.reduce.model import Network
 
+#: A fitted rate above this one says that messages of the probe's size cost no more than their latency.
+_MOST_GBIT = 1000
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -73,9 +76,11 @@ def explain(
     alpha, beta = (
         (network.alpha, network.beta) if between_hosts else (network.local_alpha, network.local_beta)
     )
+    rate = 8e-9 / beta
+    speed = f"{rate:.3g}" if rate <= _MOST_GBIT else f"above {_MOST_GBIT}"
     return (
         f"{names[chosen]}: {milliseconds[chosen]} ms a step predicted, {exposed} of them exposed"
-        f"{f', against {others}' if others else ''}; link {8e-9 / beta:.3g} Gbit/s, {1e3 * alpha:.2f} ms; "
+        f"{f', against {others}' if others else ''}; link {speed} Gbit/s, {1e3 * alpha:.2f} ms; "
         f"compute {compute} ms"
     )
 

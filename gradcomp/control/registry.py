@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from gradcomp.compress import from_string
+from gradcomp.compress.registry import OF_CONTROLLERS, registered
 from gradcomp.control.accordion import Accordion
 from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.auto import Auto
@@ -18,7 +19,8 @@ from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.linear import Linear
 from gradcomp.control.schedule import Schedule
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.forms import arguments_of, split, value_of
+from gradcomp.core.forms import arguments_of, build, split, value_of
+from gradcomp.core.meant import Form, head_of, hint, hinted
 
 BUILT_IN: tuple[type[Controller], ...] = (
     LGreCo,
@@ -37,13 +39,32 @@ BUILT_IN: tuple[type[Controller], ...] = (
 _PATHS = frozenset({"plan"})
 
 
+#: What errors show of controllers that have no default for ``every_steps``.
+_SHOWN = {kind.name: f"{kind.name}:every_steps=500" for kind in (KMeans, Linear, Bayes)}
+_SHOWN |= {kind.name: f"{kind.name}:low=8,high=2,every_steps=500" for kind in (Accordion, AdaQS)}
+
+OF_CONTROLLERS.update({kind.name: f"controller={kind.name!r}" for kind in BUILT_IN})
+OF_CONTROLLERS[Auto.name] = 'compression="auto", by itself'
+
+
 def controller_from_string(text: str) -> Controller:
     """Parse a string form; brackets hold compressors and controllers, slashes separate several values.
 
-    ConfigError says what is wrong and what exists.
+    ConfigError says what is wrong, what exists, and what was probably meant.
     """
+    try:
+        return _parse(text)
+    except ConfigError as error:
+        forms = {kind.name: Form.of(kind, "every_steps", _SHOWN.get(kind.name, "")) for kind in BUILT_IN}
+        said = "" if head_of(text) in registered() else hint(text, forms, _parse, "lgreco:every_steps=500")
+        raise hinted(error, said) from error.__cause__
+
+
+def _parse(text: str) -> Controller:
     known = {kind.name: kind for kind in BUILT_IN}
     name, inner, rest = split(text.strip())
+    if name in registered():
+        raise ConfigError(f"{name} is a compressor and no controller: compression={text.strip()!r}")
     if name not in known or inner is not None:
         raise ConfigError(f"unknown controller {text!r}; known: {', '.join(sorted(known))}")
     kind = known[name]
@@ -51,14 +72,11 @@ def controller_from_string(text: str) -> Controller:
     arguments = arguments_of(
         text, rest, fields, lambda key, value: value if key in _PATHS else value_of(value, _nested)
     )
-    try:
-        return kind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"{text!r}: {error}") from error
+    return build(kind, text, arguments)
 
 
 def _nested(text: str) -> Any:
     """What stands in brackets: a controller if one has that name, else a compressor."""
     if text.partition(":")[0] in {kind.name for kind in BUILT_IN}:
-        return controller_from_string(text)
+        return _parse(text)
     return from_string(text)

@@ -6,7 +6,6 @@ Precedence: argument, then environment, then the TOML file that ``GRADCOMP_CONFI
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
 import tomllib
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.meant import closest
 from gradcomp.core.scheme import AUTO, names, parse
 
 logger = logging.getLogger("gradcomp")
@@ -224,6 +224,18 @@ class Config:
         """The settings that every rank must have in common."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["shared"]}
 
+    def settings(self) -> dict[str, Any]:
+        """All settings, by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def changed(self) -> dict[str, Any]:
+        """Those that are not the default."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
     @staticmethod
     def table() -> str:
         """The settings as a Markdown table (``docs/configuration.md`` holds it; a test compares)."""
@@ -251,8 +263,8 @@ def secret(environ: Mapping[str, str]) -> bytes:
 
 
 def _closest(name: str, types: Mapping[str, type]) -> str:
-    match = difflib.get_close_matches(name, types, n=1)
-    return f" (did you mean {match[0]}?)" if match else ""
+    match = closest(name, types)
+    return f" (did you mean {match}?)" if match else ""
 
 
 def _from_file(path: Path, types: Mapping[str, type]) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, TypeVar
 
 from gradcomp.core.errors import ConfigError
+
+Made = TypeVar("Made")
 
 
 def split(text: str) -> tuple[str, str | None, str]:
@@ -45,11 +48,20 @@ def arguments_of(
     for item in filter(None, outside_brackets(rest)):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key not in fields:
-            raise ConfigError(f"{text!r}: expected field=value with field one of {', '.join(sorted(fields))}")
+            known = f"one of {', '.join(sorted(fields))}" if fields else "of none: it has no fields"
+            raise ConfigError(f"{text!r}: expected field=value with field {known}")
         if key in arguments:
             raise ConfigError(f"{text!r}: {key} is given twice")
         arguments[key] = read(key, value)
     return arguments
+
+
+def build(kind: Callable[..., Made], text: str, arguments: dict[str, Any]) -> Made:
+    """``kind(**arguments)``; ConfigError that names the fields without which there is none. ``text``: for errors."""
+    needed = [name for name, one in signature(kind).parameters.items() if one.default is Parameter.empty]
+    if missing := [name for name in needed if name not in arguments]:
+        raise ConfigError(f"{text!r} lacks {', '.join(missing)}")
+    return kind(**arguments)
 
 
 def value_of(text: str, nested: Callable[[str], Any]) -> Any:

@@ -63,7 +63,8 @@ class PlanLog:
         assert pipeline.controller is not None, "whoever changes the plan"
         reason = f" ({pipeline.controller.reason})" if pipeline.controller.reason else ""
         controlled = pipeline.predicted[pipeline.controller.environment.controlled]
-        logger.info(
+        logger.log(
+            logging.INFO if step else logging.DEBUG,  # the banner has said what a run begins with
             "step %d: plan %d by %s: %s; %.3f MB per step and rank predicted, %.3f of them under control%s%s",
             step,
             version,

@@ -1,4 +1,4 @@
-"""What the user sees: a banner at the start, a line now and then, one verdict after 50 steps."""
+"""What the user sees while training goes on: a line now and then, one verdict after 50 steps."""
 
 from __future__ import annotations
 
@@ -7,56 +7,21 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
+from time import perf_counter
 
-from gradcomp.compress import Policy
 from gradcomp.core.config import Config
 from gradcomp.core.plan import Plan
 from gradcomp.core.statistics import Statistics
 from gradcomp.core.trace import Span
 from gradcomp.engine import Exchanger
 from gradcomp.engine.links import PROBE_BYTES
+from gradcomp.job.verdict import Measured, verdict
 from gradcomp.pipeline.layout import compressors_of
 
 logger = logging.getLogger("gradcomp")
 
 VERDICT_STEPS = 50
 WARM_UP_STEPS = 10
-
-
-def banner(exchanger: Exchanger, policy: Policy) -> None:
-    """Say once, on rank 0, what is compressed, what is not and why, and what it costs in memory."""
-    pipeline = exchanger.pipeline
-    if pipeline.transport.rank != 0:
-        return
-    excluded = policy.excluded(pipeline.layers)
-    total = sum(layer.nbytes for layer in pipeline.layers) or 1
-    compressed = sum(layer.nbytes for layer in pipeline.layers if layer.name not in excluded)
-    reasons: dict[str, int] = {}
-    for reason in excluded.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
-    why = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
-    logger.info(
-        "%s over %d layers: %.1f%% of %.2f MB compressed; %s: %s; state %.2f MB; %d buckets",
-        policy.title,
-        len(pipeline.layers),
-        100 * compressed / total,
-        total / 1e6,
-        "exact" if policy.exact == "float32" else policy.exact,
-        why,
-        (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
-        len(pipeline.layout.buckets),
-    )
-    if pipeline.role.remark:
-        logger.info(pipeline.role.remark)
-    compressors = compressors_of(pipeline.layers, pipeline.plan)
-    remarks = [
-        f"{layer.name}: {remark}"
-        for layer, compressor in zip(pipeline.layers, compressors, strict=True)
-        if (remark := compressor.remark(layer))
-    ]
-    if remarks:
-        more = f" (and {len(remarks) - 1} more layers with remarks)" if len(remarks) > 1 else ""
-        logger.info("%s%s", remarks[0], more)
 
 
 class Readers:
@@ -117,31 +82,25 @@ class Readers:
 
 
 class Reporter:
-    """Log lines, of the first rank that trains.
+    """Log lines, of the first rank that trains. ``by_times``: the controller says itself what it gains.
 
     Statistics are local or already reduced; the one collective is the probe after 50 steps.
     """
 
-    def __init__(self, exchanger: Exchanger, config: Config) -> None:
+    def __init__(self, exchanger: Exchanger, config: Config, by_times: bool = False) -> None:
         self._exchanger = exchanger
         self._pipeline = exchanger.pipeline
         self._every = config.statistics_every_steps
+        self._by_times = by_times
         self._before = Statistics()
+        self._began = perf_counter()
 
     def after_steps(self, steps: int) -> None:
         """Log what is due after so many exchanges, before the next one. All ranks call it alike."""
         if steps == WARM_UP_STEPS:
-            self._before = replace(self._pipeline.statistics)
+            self._before, self._began = replace(self._pipeline.statistics), perf_counter()
         if steps == VERDICT_STEPS:
-            latency = self._exchanger.probe(PROBE_BYTES[0])
-            rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
-            controller = self._pipeline.controller
-            chosen = (
-                f"; {controller.name}: {controller.reason}"
-                if controller is not None and controller.reason
-                else ""
-            )
-            self._log(self._verdict(rate) + chosen)
+            self._conclude(perf_counter() - self._began)
         if self._every and steps % self._every == 0:
             self._periodic()
 
@@ -160,25 +119,40 @@ class Reporter:
                 f"codec {1e3 * codec:.2f} ms, exposed communication {1e3 * exposed:.2f} ms"
             )
 
-    def _verdict(self, seconds_per_byte: float) -> str:
-        """What compression gains here against a bfloat16 wire.
+    def _conclude(self, seconds: float) -> None:
+        """The verdict on the steps since the warm-up, which took so many seconds; or the controller's own."""
+        latency = self._exchanger.probe(PROBE_BYTES[0])
+        rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
+        measured = self._measured(seconds, rate)
+        controller = self._pipeline.controller
+        reason = (
+            f"{controller.name}: {controller.reason}" if controller is not None and controller.reason else ""
+        )
+        said = [f"after {VERDICT_STEPS} steps: {measured.sent_bytes / 1e6:.3f} MB sent per step and rank"]
+        if not (self._by_times and reason):
+            compressors = compressors_of(self._pipeline.layers, self._pipeline.plan)
+            said.append(verdict(measured, compressed=not all(c.traits.exact for c in compressors)))
+        self._log("; ".join([*said, reason] if reason else said))
+
+    def _measured(self, seconds: float, seconds_per_byte: float) -> Measured:
+        """What was measured, and predicted for a bfloat16 wire.
 
         The other wire's exposed time is predicted from the measured rate: what is left of its bytes after the window in
         which this run's buckets became ready, but at least its last bucket.
         """
         now, before = self._pipeline.statistics, self._before
         steps = max(now.steps - before.steps, 1)
-        sent = (now.wire_bytes - before.wire_bytes) / steps
-        exposed = (now.exposed_seconds - before.exposed_seconds) / steps
         size = self._pipeline.transport.size
         half_bytes = [2 * 2 * bucket.elements * (size - 1) / size for bucket in self._pipeline.layout.buckets]
-        head = f"after {VERDICT_STEPS} steps: {sent / 1e6:.3f} MB sent per step and rank, a bfloat16 wire would send "
-        head += f"{sum(half_bytes) / 1e6:.3f} MB"
-        other = max(sum(half_bytes) * seconds_per_byte - self._window(), half_bytes[-1] * seconds_per_byte)
-        gain_ms = 1e3 * (other - exposed)
-        if sent >= sum(half_bytes) or gain_ms <= 0:
-            return f"{head}; compression gains nothing against it here (exposed {1e3 * exposed:.1f} ms)"
-        return f"{head}; about {gain_ms:.1f} ms per step are gained (estimate at {8e-9 / seconds_per_byte:.2f} Gbit/s)"
+        whole, last = sum(half_bytes) * seconds_per_byte, half_bytes[-1] * seconds_per_byte
+        return Measured(
+            step_seconds=seconds / steps,
+            sent_bytes=(now.wire_bytes - before.wire_bytes) / steps,
+            exposed_seconds=(now.exposed_seconds - before.exposed_seconds) / steps,
+            half_bytes=sum(half_bytes),
+            half_exposed_seconds=max(whole - self._window(), last),
+            seconds_per_byte=seconds_per_byte,
+        )
 
     def _window(self) -> float:
         """Median time between the first and the last bucket's becoming ready."""

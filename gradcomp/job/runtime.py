@@ -15,12 +15,13 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import AUTO
 from gradcomp.engine.background import finish_background
 from gradcomp.job import ending
+from gradcomp.job.banner import announce_job
 from gradcomp.job.farewell import describe, part
 from gradcomp.job.introduction import introduce, set_of
 from gradcomp.job.launch import Launch
+from gradcomp.job.logs import start_logging
 from gradcomp.job.network import Network, Ranks
 from gradcomp.job.state import Runtime
-from gradcomp.version import __version__
 
 logger = logging.getLogger("gradcomp")
 
@@ -40,10 +41,12 @@ def begin(
                 "gradcomp is already initialised; call shutdown() before init() with other settings"
             )
         return
+    ours = start_logging()
     config = Config.resolve(**settings)
-    _start_logging(config)
+    ours.level(config.log_level)
     _choose_kernels(config)
     launch, network = join(config)
+    ours.rank = network.rank
     if config.transport == AUTO and len(network.ranks) > 1:
         config = replace(config, transport=network.engine)
     _lives[network.ranks] = life = _lives.get(network.ranks, 0) + 1
@@ -61,7 +64,7 @@ def begin(
     _runtime = runtime
     ending.observe()
     atexit.register(shutdown)
-    _banner(runtime)
+    announce_job(runtime)
 
 
 def shutdown() -> None:
@@ -157,31 +160,3 @@ def _choose_kernels(config: Config) -> None:
             _native.set_isa(config.isa)
     except ValueError as error:
         raise ConfigError(f"kernels={config.kernels}, isa={config.isa}: {error}") from error
-
-
-def _start_logging(config: Config) -> None:
-    """Be heard: a program that has configured logging keeps its configuration."""
-    if logger.level == logging.NOTSET:
-        logger.setLevel(config.log_level.upper())
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("gradcomp: %(message)s"))
-        logger.addHandler(handler)
-
-
-def _banner(runtime: Runtime) -> None:
-    if runtime.rank == 0:
-        logger.info(
-            "%s: %d ranks on %d host%s by %s, transport %s, interface %s, %s, kernels %s",
-            __version__,
-            runtime.size,
-            len(runtime.topology.leaders),
-            "s" * (len(runtime.topology.leaders) > 1),
-            runtime.launch.launcher,
-            runtime.config.transport,
-            runtime.launch.interface or "chosen by the system",
-            runtime.network.describe(),
-            kernels.body(),
-        )
-        if runtime.size == 1:
-            logger.info("a world of one rank: nothing is exchanged, compression is bypassed")

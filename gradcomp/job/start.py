@@ -19,12 +19,13 @@ from gradcomp.core.scheme import parse
 from gradcomp.engine import Controlled, Exchanger, Terms
 from gradcomp.engine.agreement import agree
 from gradcomp.job.adapter import Adapter
+from gradcomp.job.banner import announce_compression
 from gradcomp.job.checkpoint_manager import CheckpointManager
 from gradcomp.job.learning import refusal as refusal_to_learn
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
-from gradcomp.job.report import Reporter, banner
+from gradcomp.job.report import Reporter
 from gradcomp.job.residuals import refusal
 from gradcomp.job.runtime import leave_first
 from gradcomp.job.state import Runtime
@@ -91,6 +92,11 @@ class Proposal:
         if self.controller is None:
             return None
         return Controlled(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
+
+    @property
+    def chooses_by_times(self) -> bool:
+        """Whether a controller chooses by measured times whether anything is compressed."""
+        return isinstance(self.controller, Auto)
 
 
 def propose(
@@ -180,11 +186,11 @@ def start(
                 or refusal_to_learn(config, proposal.policy, setup.device),
             ),
         )
-        exchanger.before_exchange = Reporter(exchanger, config).after_steps
+        exchanger.before_exchange = Reporter(exchanger, config, proposal.chooses_by_times).after_steps
         state.add(exchanger)
         if not exchanger.pipeline.role.all_train:
             leave_first()  # servers wait to hear of the end, and MPI's would be before it
-        banner(exchanger, proposal.policy)
+        announce_compression(exchanger, proposal)
     checkpoint_manager = CheckpointManager(
         proposal.layers,
         proposal.plan,

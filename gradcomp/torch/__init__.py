@@ -1,6 +1,7 @@
 """gradcomp for PyTorch: ``import gradcomp.torch as gc``."""
 
 import gradcomp
+import gradcomp.torch.requires
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.core.errors import GradcompError, HostsUpdatedInterrupt, MissingNameError
 from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set

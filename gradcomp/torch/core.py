@@ -90,6 +90,8 @@ def build(
         say_what_is_bypassed(proposal.policy)
     elif transport.rank == 0:
         check_momentum(optimizer, proposal.policy)
+        if named_parameters is None and proposal.policy.compresses:
+            _warn_of_positions(named)
     driver = start(
         state,
         ranks,
@@ -140,6 +142,14 @@ def _name_group(
     if len(names) != len(parameters):
         raise ConfigError(f"{len(names)} names for {len(parameters)} parameters")
     yield from zip(names, parameters, strict=True)
+
+
+def _warn_of_positions(named: Named) -> None:
+    runtime.logger.warning(
+        "named_parameters was not given, so layers are named by position (%s, ...): patterns of a policy cannot match "
+        "them, and a checkpoint fits only while their order stays. Give named_parameters=model.named_parameters()",
+        named[0][0],
+    )
 
 
 def check_momentum(optimizer: torch.optim.Optimizer, policy: Policy) -> None:

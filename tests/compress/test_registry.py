@@ -74,7 +74,7 @@ def test_string_form_is_understood(text: str):
 
 BAD = {
     "": "unknown compression ''",
-    "zip": "unknown compression 'zip'; known: ",
+    "zip": "unknown compression 'zip' (for example 'quantize:bits=4'); known: ",
     "Quantize": "unknown compression",
     "quantize:bits": "expected field=value",
     "quantize:bits=4,colour=red": "bits, bucket_size",
@@ -144,7 +144,7 @@ BAD = {
     "codebook:levels=0.5/1,scaling=minmax": "l2, linf",
     "codebook:levels=0.5/1,rounding=up": "stochastic, nearest",
     "codebook:levels=0.5/1,feedback=0": "true, false or none",
-    "none:bits=4": "expected field=value",
+    "none:bits=4": "it has no fields (did you mean 'none'?)",
     "fp16:feedback=true": "cast:dtype=float16",
 }
 
@@ -178,6 +178,27 @@ def test_every_quantizer_reads_back(**fields):
         return
     assert from_string(compressor.to_string()) == compressor
     assert at_level(compressor.family_string(), compressor.level) == compressor
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_the_short_form_reads_back(text: str):
+    compressor = from_string(text)
+    assert from_string(compressor.short_string()) == compressor
+    assert len(compressor.short_string()) <= len(compressor.to_string())
+
+
+@pytest.mark.parametrize(
+    ("compressor", "short"),
+    [
+        (Quantize(4), "quantize:bits=4"),
+        (Cast("bfloat16"), "cast:dtype=bfloat16"),
+        (gradcomp.TopK(0.01, values=Quantize(8)), None),
+        (gradcomp.ErrorFeedback(gradcomp.TopK(0.1)), "error_feedback[topk:density=0.1]"),
+    ],
+)
+def test_the_short_form_leaves_out_what_is_the_default(compressor, short):
+    assert short is None or compressor.short_string() == short
+    assert from_string(compressor.short_string()) == compressor
 
 
 @given(

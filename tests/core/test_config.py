@@ -141,5 +141,13 @@ def test_what_is_particular_to_a_rank_is_not_compared():
     assert not {"timeout_seconds", "stall_warning_seconds", "kernels", "isa", "trace_spans"} & shared
 
 
+def test_what_somebody_changed_is_told_apart():
+    assert Config().changed() == {}
+    config = Config(seed=3, overlap=False)
+    assert config.changed() == {"seed": 3, "overlap": False}
+    assert config.settings().keys() == FIELDS.keys()
+    assert Config(**config.settings()) == config
+
+
 def test_the_page_holds_the_table():
     assert f"\n{Config.table()}\n" in PAGE.read_text(), "put Config.table() into docs/configuration.md"

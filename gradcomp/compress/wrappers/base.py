@@ -126,6 +126,10 @@ class Wrapper(Compressor):
         """``name[inner]:field=value,...``."""
         return self._string(f"{self.name}[{self.inner.to_string()}]", "inner")
 
+    def short_string(self) -> str:
+        """That of the inner one within brackets."""
+        return self._string(f"{self.name}[{self.inner.short_string()}]", "inner", *self._defaults())
+
     def family_string(self) -> str:
         """The same, without the inner one's level."""
         return self._string(f"{self.name}[{self.inner.family_string()}]", "inner")

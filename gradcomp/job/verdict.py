@@ -1,0 +1,62 @@
+"""What compression gains here, and what to do about it: the line after 50 steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Exposed communication below this share of a step is not worth another setting.
+_WORTH = 0.05
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one step, on average: its seconds, what a rank sent, and how long it waited for the exchange.
+
+    ``half_bytes``, ``half_exposed_seconds``: the same for a bfloat16 wire, predicted at ``seconds_per_byte``.
+    """
+
+    step_seconds: float
+    sent_bytes: float
+    exposed_seconds: float
+    half_bytes: float
+    half_exposed_seconds: float
+    seconds_per_byte: float
+
+    @property
+    def exposed(self) -> str:
+        """In words."""
+        return f"{1e3 * self.exposed_seconds:.1f} of {1e3 * self.step_seconds:.1f} ms a step are exposed communication"
+
+    @property
+    def worth(self) -> bool:
+        """Whether fewer bytes could shorten the step by a share that is worth it."""
+        bytes_seconds = self.sent_bytes * self.seconds_per_byte
+        return min(self.exposed_seconds, bytes_seconds) > _WORTH * self.step_seconds
+
+
+def verdict(measured: Measured, compressed: bool) -> str:
+    """What was found, and what to do."""
+    if not compressed:
+        return f"uncompressed; {measured.exposed}: " + (
+            'compare with compression="quantize:bits=4", or let compression="auto" choose'
+            if measured.worth
+            else "fewer bytes would hardly shorten it, leave it so"
+        )
+    half = f"a bfloat16 wire would send {measured.half_bytes / 1e6:.3f} MB"
+    if measured.sent_bytes >= 0.95 * measured.half_bytes:
+        return f"{half}; {measured.exposed}: " + (
+            'compare with compression="quantize:bits=4"'
+            if measured.worth
+            else "fewer bytes would hardly shorten it, leave it so"
+        )
+    gain_ms = 1e3 * (measured.half_exposed_seconds - measured.exposed_seconds)
+    if gain_ms <= 0:
+        return (
+            f"{half}; compression gains nothing against it here; {measured.exposed}, but fewer bytes do not "
+            'shorten it: compare with compression="bf16" and "none"'
+        )
+    return (
+        f"{half}; about {gain_ms:.1f} ms a step are gained against it (estimate at "
+        f"{8e-9 / measured.seconds_per_byte:.2f} Gbit/s); {measured.exposed}: "
+        + ("a higher ratio may gain more" if measured.worth else "keep it")
+    )

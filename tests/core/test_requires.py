@@ -1,0 +1,33 @@
+"""A frontend without its framework says which extra to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gradcomp.core.requires import need
+
+
+@pytest.mark.parametrize(
+    ("frontend", "missing", "extra"),
+    [("torch", "torch", "torch"), ("tf", "tensorflow", "tf"), ("tf", "keras", "tf")],
+)
+def test_the_import_names_what_is_missing_and_the_extra(frontend: str, missing: str, extra: str):
+    source = f"import sys; sys.modules[{missing!r}] = None; import gradcomp.{frontend}"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: gradcomp.{frontend} needs {missing}, which is not installed: "
+        f"pip install 'gradcomp[{extra}]'"
+    )
+
+
+def test_what_is_there_is_not_complained_about():
+    need("gradcomp", "core", "sys", "numpy")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        need("gradcomp", "core", "numpy", "no_such_module")
+    assert caught.value.name == "no_such_module"
