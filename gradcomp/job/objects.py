@@ -1,6 +1,8 @@
-"""One rank's bytes on all ranks, where only that rank knows how many there are."""
+"""Bytes of one rank, or of every rank, on all ranks, where only their rank knows how many there are."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,3 +31,17 @@ def broadcast_payload(channel: Channel, payload: bytes, length: int, root: int) 
     buffer = np.frombuffer(held, dtype=np.uint8)
     channel.broadcast(buffer, root)
     return bytes(held)
+
+
+def gather_payloads(channel: Channel, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """Every rank's ``payload``, in rank order; ``lengths`` are what the ranks announced. On the channel's thread.
+
+    Raises WireFormatError, on every rank, for a length that no object has.
+    """
+    if not all(0 <= length <= MOST_OBJECT_BYTES for length in lengths):
+        raise WireFormatError(
+            f"objects of {list(lengths)} bytes were announced, at most {MOST_OBJECT_BYTES} are allowed"
+        )
+    whole = channel.allgather(np.frombuffer(payload, np.uint8), list(lengths))
+    ends = np.cumsum(lengths).tolist()
+    return [whole[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]

@@ -6,7 +6,7 @@ from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.job.recording import record_gradients
-from gradcomp.job.reduce_op import Average, Sum
+from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from gradcomp.job.runtime import (
     cross_rank,
     cross_size,
@@ -20,44 +20,64 @@ from gradcomp.job.runtime import (
 from gradcomp.job.timeline import start_timeline, stop_timeline
 from gradcomp.tf import callbacks
 from gradcomp.tf.bridge import typed_errors
-from gradcomp.tf.collectives import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
-from gradcomp.tf.objects import broadcast_object
+from gradcomp.tf.moves import allgather, alltoall, barrier, broadcast, grouped_allgather, join
+from gradcomp.tf.objects import allgather_object, broadcast_object, broadcast_object_fn
 from gradcomp.tf.optimizer import DistributedOptimizer
+from gradcomp.tf.questions import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
+from gradcomp.tf.reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
 from gradcomp.tf.runtime import init
 from gradcomp.tf.saving import CompressionState, load_model
 from gradcomp.tf.tape import DistributedGradientTape
-from gradcomp.tf.variables import broadcast_variables
+from gradcomp.tf.variables import broadcast_, broadcast_global_variables, broadcast_variables
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
+    "Adasum",
     "Average",
     "CompressionState",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Max",
+    "Min",
     "ProcessSet",
+    "Product",
+    "ReduceOp",
     "Sum",
     "allgather",
+    "allgather_object",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
     "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
     "callbacks",
     "cross_rank",
     "cross_size",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_initialized",
+    "join",
     "load",
     "load_model",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
+    "process_set_included_op",
     "rank",
+    "rank_op",
     "record_gradients",
     "reducescatter",
     "save",
     "shutdown",
     "size",
+    "size_op",
     "start_timeline",
     "stop_timeline",
     "typed_errors",

@@ -1,8 +1,10 @@
-"""The root's objects on every rank: JSON for their structure, and behind it the bytes of arrays. Never a pickle."""
+"""Objects on every rank: JSON for their structure, and behind it the bytes of arrays. Never a pickle."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +12,7 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.job.channel import alone, current_channel
-from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload
+from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
 from gradcomp.job.process_sets import Members, root_of
 from gradcomp.pipeline.calls import Call
 from gradcomp.tf.ordered import plain
@@ -27,27 +29,27 @@ _LENGTH_BYTES = 8
 
 @plain
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Members = None
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: Members = None,
 ) -> Any:
     """``root_rank``'s object on every rank; what the others pass is ignored.
 
     None, numbers, strings, bytes, NumPy arrays of numbers, and lists, tuples and dicts of them. Unlike Horovod's,
-    never a pickle: anything else is a ConfigError on every rank. Inside a tf.function it runs while the function is
-    traced. Wire: one broadcast of the object as JSON, with the bytes of arrays behind it.
+    never a pickle: anything else is a ConfigError on every rank, as is a ``session`` of TensorFlow 1. Inside a
+    tf.function it runs while the function is traced. Wire: one broadcast of the object as JSON, with the bytes of
+    arrays behind it.
     """
     root, problem = root_of(root_rank, process_set)
     channel = current_channel(process_set)
-    payload, number = b"", 0
+    payload = b""
     if channel is not None and channel.rank == root:
-        try:
-            payload = encode(obj)
-            number = len(payload)
-            if number > MOST_OBJECT_BYTES:
-                problem = problem or f"the object has {number} bytes, more than {MOST_OBJECT_BYTES}"
-        except ConfigError as error:
-            problem = problem or str(error)
+        payload, wrong = _encoded(obj)
+        problem = problem or wrong
     lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
-    call = Call("broadcast_object", lines, number, problem)
+    call = Call("broadcast_object", lines, len(payload), problem or _no_session(session), name)
     if channel is None:
         alone(call).result()
         return obj
@@ -57,6 +59,48 @@ def broadcast_object(
 
     received = channel.submit(call, work).result()
     return obj if channel.rank == root else decode(received)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Members = None
+) -> Callable[[Any], Any]:
+    """A function of an object that is :func:`broadcast_object` with these arguments."""
+    return partial(broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set)
+
+
+@plain
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: Members = None
+) -> list[Any]:
+    """Every rank's object, in rank order, on every rank.
+
+    What objects may be is said at :func:`broadcast_object`; one that cannot be sent is a ConfigError on every rank.
+    Wire: one all-to-all of the objects.
+    """
+    channel = current_channel(process_set)
+    payload, problem = (b"", None) if channel is None else _encoded(obj)
+    lines = [f"allgather_object(name={name!r})"]
+    call = Call("allgather_object", lines, len(payload), problem or _no_session(session), name)
+    if channel is None:
+        alone(call).result()
+        return [obj]
+    received = channel.submit(call, partial(gather_payloads, channel, payload)).result()
+    return [decode(data) for data in received]
+
+
+def _encoded(obj: Any) -> tuple[bytes, str | None]:
+    """The object's bytes, and why it cannot be sent."""
+    try:
+        payload = encode(obj)
+    except ConfigError as error:
+        return b"", str(error)
+    if len(payload) > MOST_OBJECT_BYTES:
+        return b"", f"the object has {len(payload)} bytes, more than {MOST_OBJECT_BYTES}"
+    return payload, None
+
+
+def _no_session(session: Any) -> str | None:
+    return None if session is None else "a session is of TensorFlow 1, whose graphs cannot communicate here"
 
 
 def encode(value: Any) -> bytes:
@@ -123,7 +167,7 @@ def _refusal(value: Any, where: str = "") -> ConfigError:
     advice = "; use its numpy()" if hasattr(value, "numpy") else ""
     return ConfigError(
         "only None, numbers, strings, bytes, NumPy arrays of numbers and lists, tuples and dicts of them can be "
-        f"broadcast, this has {kind}{where}{advice}"
+        f"sent, this has {kind}{where}{advice}"
     )
 
 

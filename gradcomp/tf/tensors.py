@@ -12,11 +12,11 @@ import tensorflow as tf
 Array = npt.NDArray[Any]
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.int64)
-#: What can be added up.
-NUMBERS = (*FLOATS, *INTEGERS)
+INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64)
+#: What can be reduced.
+REDUCIBLE = (*FLOATS, *INTEGERS, tf.bool)
 #: What can be moved.
-VALUES = (*NUMBERS, tf.bool, tf.uint64, tf.complex64, tf.complex128)
+VALUES = (*REDUCIBLE, tf.complex64, tf.complex128)
 
 
 def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:

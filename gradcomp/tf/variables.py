@@ -1,4 +1,4 @@
-"""The root's variables on every rank; what holds for all calls is in ``collectives``."""
+"""The root's variables on every rank; what holds for all calls is in ``reductions``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from gradcomp.core.errors import ConfigError
 from gradcomp.job.channel import Channel, channel_of, chunks
 from gradcomp.job.collectives import refuse
 from gradcomp.job.network import Ranks
@@ -19,39 +20,66 @@ from gradcomp.tf.tensors import VALUES, Array, bytes_of, name_of
 
 
 @plain
-def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_set: Members = None) -> None:
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: Members = None,
+    inplace: bool = False,  # noqa: ARG001
+) -> None:
     """Overwrite variables on every rank with those of ``root_rank``, in place, bit for bit.
 
     ``variables``: tf.Variables or Keras variables, such as ``model.variables`` or ``optimizer.variables``, once they
     are built. Names, shapes, dtypes and order must be the same on all ranks, which is looked at before anything moves.
-    ``root_rank`` is a number of the job, also where a process set takes part. Also inside a tf.function. Wire:
-    broadcasts of up to 64 MiB, d bytes in all.
+    ``root_rank`` is a number of the job, also where a process set takes part. ``inplace`` is Horovod's and changes
+    nothing. Also inside a tf.function. Wire: broadcasts of up to 64 MiB, d bytes in all.
     """
+    _broadcast(variables, root_rank, None, process_set)
+
+
+@plain
+def broadcast_(
+    variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: Members = None
+) -> list[Any]:
+    """As :func:`broadcast_variables`; returns the variables' new values. ``name`` tells calls apart."""
+    given = _broadcast(variables, root_rank, name, process_set)
+    return [tf.convert_to_tensor(variable) for variable in given]
+
+
+def broadcast_global_variables(root_rank: int) -> None:  # noqa: ARG001
+    """Refused with a ConfigError, as Horovod does in eager mode: TensorFlow 2 has no list of all variables."""
+    raise ConfigError(
+        "broadcast_global_variables: TensorFlow 2 has no list of all variables; give them to "
+        "broadcast_variables(model.variables), and those of the optimizer once it is built"
+    )
+
+
+def _broadcast(variables: Any, root_rank: int, name: str | None, process_set: Members) -> list[Any]:
     given, problem = _variables(variables)
     root, wrong_root = root_of(root_rank, process_set)
     ranks = members(process_set)
     if problem := problem or wrong_root:
-        refuse("broadcast_variables", ranks, problem)
+        refuse("broadcast_variables", ranks, problem, name)
     if len(ranks) == 1:
-        return
+        return given
     lines = [f"broadcast_variables(root_rank={root_rank})"]
     lines += [f"{name_of(v)}: {tf.as_dtype(v.dtype).name} {[int(n) for n in v.shape]}" for v in given]
 
     def compare() -> list[Array]:
-        _channel(ranks).submit(Call("broadcast_variables", lines), lambda _: None).result()
+        _channel(ranks).submit(Call("broadcast_variables", lines, key=name), lambda _: None).result()
         return []
 
     run("broadcast_variables", compare, [], [])
     for chunk in chunks(given, _size_bytes):
-        _broadcast_chunk(chunk, root, ranks)
+        _broadcast_chunk(chunk, root, ranks, name)
+    return given
 
 
-def _broadcast_chunk(variables: list[Any], root: int, ranks: Ranks) -> None:
+def _broadcast_chunk(variables: list[Any], root: int, ranks: Ranks, name: str | None) -> None:
     """One broadcast of the bytes of all these variables. The root's are read, the others' assigned."""
     sizes = [_size_bytes(variable) for variable in variables]
     ends = np.cumsum(sizes)
     dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
-    call = Call("broadcast_variables", [f"{sum(sizes)} bytes from rank {root}"])
+    call = Call("broadcast_variables", [f"{sum(sizes)} bytes from rank {root}"], key=name)
 
     def send(*values: Array) -> list[Array]:
         channel = _channel(ranks)

@@ -1,0 +1,32 @@
+"""``compression=`` of a collective: tensors in half precision, or in what the user's own functions make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from gradcomp.job import coding
+from gradcomp.job.coding import Coder
+
+
+def coder_of(compression: Any) -> tuple[Coder, str | None]:
+    """See :func:`gradcomp.job.coding.coder_of`; float32 and float64 travel in half precision."""
+    return coding.coder_of(compression, _to, (_keep, _restore))
+
+
+def _keep(tensor: Any) -> tuple[Any, Any]:
+    return tensor, None
+
+
+def _restore(tensor: Any, dtype: Any) -> Any:
+    return tensor if dtype is None else tf.cast(tensor, dtype)
+
+
+def _to(half: str) -> Coder:
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        if tensor.dtype in (tf.float32, tf.float64):
+            return tf.cast(tensor, half), tensor.dtype
+        return tensor, None
+
+    return compress, _restore

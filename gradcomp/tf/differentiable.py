@@ -1,0 +1,200 @@
+"""The collectives as ops of groups of tensors, with Horovod's gradients; the public functions say what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.job import collectives, runtime
+from gradcomp.job.collectives import splits_of
+from gradcomp.job.network import Ranks
+from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp
+from gradcomp.job.reducing import shares
+from gradcomp.tf.ordered import plain, run
+from gradcomp.tf.tensors import Array, bytes_of
+from gradcomp.tf.wire import descriptors
+
+Tensors = Sequence[Any]
+
+
+def reduce_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
+    """An allreduce. Its gradient is the same allreduce, with op and factors, of the gradients."""
+    if len(ranks) == 1 and not how.scales:
+        return [tf.identity(tensor) for tensor in tensors]
+
+    def reduce(*values: Array) -> list[Array]:
+        flats = [value.flatten() for value in values]
+        collectives.allreduce(descriptors("allreduce", values, name, ranks, how), flats).result()
+        return [flat.reshape(value.shape) for flat, value in zip(flats, values, strict=True)]
+
+    def backward(gradients: list[Any], _: Any) -> list[Any]:
+        return reduce_tensors(gradients, gradient_name(name), how, ranks)
+
+    outputs, _ = _op("allreduce", reduce, tensors, [tensor.shape for tensor in tensors], backward)
+    return outputs
+
+
+def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
+    """A reduce-scatter. The gradient is that of the rank that has the row, times the factors, and times N for a sum."""
+    if len(ranks) == 1 and not how.scales:
+        return [tf.identity(tensor) for tensor in tensors]
+    place, size = ranks.index(runtime.rank()), len(ranks)
+
+    def scatter(*values: Array) -> list[Array]:
+        called = descriptors("reducescatter", values, name, ranks, how)
+        flats = [np.ascontiguousarray(value).reshape(-1) for value in values]
+        parts = collectives.reducescatter(called, flats).result()
+        return [
+            part.reshape(shares(each.rows, size)[place], *each.shape[1:])
+            for part, each in zip(parts, called, strict=True)
+        ]
+
+    def backward(gradients: list[Any], _: Any) -> list[Any]:
+        if how.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ConfigError(f"reducescatter: op={how.op.name} has no gradient; use Average or Sum")
+        factor = how.prescale * how.postscale * (size if how.op is ReduceOp.SUM else 1)
+        scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+        return gather_tensors(scaled, gradient_name(name), ranks)
+
+    rows = [None if t.shape.rank is None or t.shape[0] is None else t.shape[0] for t in tensors]
+    shapes = [
+        _with_rows(tensor, None if count is None else shares(count, size)[place])
+        for tensor, count in zip(tensors, rows, strict=True)
+    ]
+    outputs, _ = _op("reducescatter", scatter, tensors, shapes, backward)
+    return outputs
+
+
+def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any]:
+    """An allgather. The gradient of a rank's rows is the mean over ranks of their gradients."""
+    if len(ranks) == 1:
+        return [tf.identity(tensor) for tensor in tensors]
+    place = ranks.index(runtime.rank())
+
+    def gather(*values: Array) -> list[Array]:
+        called = descriptors("allgather", values, name, ranks)
+        found = collectives.allgather(called, [bytes_of(value) for value in values]).result()
+        starts = np.asarray([sum(rows[:place]) for _, rows in found], np.int64)
+        return [
+            *(_rows_of(whole, value, sum(rows)) for (whole, rows), value in zip(found, values, strict=True)),
+            starts,
+        ]
+
+    def backward(gradients: list[Any], starts: Any) -> list[Any]:
+        means = _means(gradients, gradient_name(name), ranks)
+        places = [place for place, tensor in enumerate(tensors) if _has_gradient(tensor)]
+        lengths = [tf.shape(tensors[place], out_type=tf.int64)[0] for place in places]
+        return [
+            mean[starts[place] : starts[place] + length]
+            for mean, place, length in zip(means, places, lengths, strict=True)
+        ]
+
+    shapes = [_with_rows(tensor, None) for tensor in tensors]
+    outputs, _ = _op("allgather", gather, tensors, shapes, backward, tf.int64)
+    return outputs
+
+
+def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks) -> Any:
+    """A broadcast. The root's gradient is the mean over ranks of the gradients, the others' is zero."""
+    if len(ranks) == 1:
+        return tf.identity(tensor)
+
+    def send(value: Array) -> list[Array]:
+        buffer = bytes_of(value).copy()
+        (called,) = descriptors("broadcast", [value], name, ranks, root=root_rank)
+        collectives.broadcast(called, buffer).result()
+        return [buffer.view(value.dtype).reshape(value.shape)]
+
+    def backward(gradients: list[Any], _: Any) -> list[Any]:
+        (mean,) = _means(gradients, gradient_name(name), ranks)
+        return [mean if runtime.rank() == root_rank else tf.zeros_like(mean)]
+
+    (output,), _ = _op("broadcast", send, [tensor], [tensor.shape], backward)
+    return output
+
+
+def swap_rows(tensor: Any, splits: Any, name: str | None, ranks: Ranks) -> tuple[Any, Any]:
+    """An all-to-all: the rows, and how many came from each. The gradient of a row goes back to where it came from."""
+    if len(ranks) == 1 and splits is None:
+        return tf.identity(tensor), None
+
+    def swap(value: Array, *given: Array) -> list[Array]:
+        (called,) = descriptors("alltoall", [value], name, ranks)
+        parts, problem = splits_of(called, given[0] if given else None)
+        whole, counts = collectives.alltoall(called, bytes_of(value), parts, problem).result()
+        return [_rows_of(whole, value, sum(counts)), np.asarray(counts, np.int32)]
+
+    def backward(gradients: list[Any], received: Any) -> list[Any]:
+        return [swap_rows(gradients[0], received, gradient_name(name), ranks)[0]]
+
+    more = [] if splits is None else [splits]
+    (rows,), received = _op("alltoall", swap, [tensor], [_with_rows(tensor, None)], backward, tf.int32, more)
+    received.set_shape([len(ranks)])
+    return rows, received
+
+
+def gradient_name(name: str | None) -> str | None:
+    """What the exchange of gradients is called."""
+    return f"{name}.gradient" if isinstance(name, str) else None
+
+
+def _means(gradients: list[Any], name: str | None, ranks: Ranks) -> list[Any]:
+    """The means over ranks; of complex numbers, of both parts."""
+    parts = [tf.stack([tf.math.real(g), tf.math.imag(g)]) if g.dtype.is_complex else g for g in gradients]
+    means = reduce_tensors(parts, name, ScaledOp(Average), ranks)
+    return [
+        tf.complex(mean[0], mean[1]) if gradient.dtype.is_complex else mean
+        for mean, gradient in zip(means, gradients, strict=True)
+    ]
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _op(
+    kind: str,
+    function: Callable[..., list[Array]],
+    tensors: Tensors,
+    shapes: Sequence[Any],
+    backward: Callable[[list[Any], Any], list[Any]],
+    extra: Any = None,
+    more: Sequence[Any] = (),
+) -> tuple[list[Any], Any]:
+    """An op of the group with one output for each tensor, of its dtype and of these static shapes.
+
+    ``extra``: the dtype of one output more, without a gradient. ``more``: inputs without a gradient. ``backward``: the
+    gradients of the inputs that have one, from those of their outputs and from the extra output.
+    """
+    dtypes = [tensor.dtype for tensor in tensors] + ([] if extra is None else [extra])
+    places = [place for place, tensor in enumerate(tensors) if _has_gradient(tensor)]
+
+    def forward(*given: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
+        outputs = run(kind, function, [*given, *more], dtypes)
+        for output, shape in zip(outputs, shapes, strict=False):
+            output.set_shape(shape)
+
+        @plain
+        def grad(*gradients: Any) -> list[Any]:
+            # An output that nothing depends on may have a zero of another dtype.
+            dense = [tf.cast(tf.convert_to_tensor(gradients[place]), dtypes[place]) for place in places]
+            found = dict(zip(places, backward(dense, outputs[-1]) if places else [], strict=True))
+            return [found.get(place) for place in range(len(tensors))]
+
+        return outputs, grad
+
+    results = tf.custom_gradient(forward)(*tensors)
+    return (list(results), None) if extra is None else (list(results[:-1]), results[-1])
+
+
+def _rows_of(data: Array, like: Array, rows: int) -> Array:
+    return data.view(like.dtype).reshape(rows, *like.shape[1:])
+
+
+def _with_rows(tensor: Any, rows: int | None) -> Any:
+    """The static shape of so many rows of ``tensor``, as far as it is known."""
+    return tf.TensorShape(None) if tensor.shape.rank is None else tf.TensorShape([rows, *tensor.shape[1:]])

@@ -1,0 +1,112 @@
+"""Collectives that move the user's own tensors between ranks and change no value, with Horovod's meanings.
+
+What holds for all calls is in ``reductions``: the comparison, names, process sets, errors and tf.function. Tensors are
+dense, numbers of any dtype, complex ones too, and bool. Results are new tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradcomp.core.errors import ConfigError
+from gradcomp.job import collectives
+from gradcomp.job.process_sets import Members, members, root_of
+from gradcomp.tf.differentiable import broadcast_tensor, gather_tensors, swap_rows
+from gradcomp.tf.ordered import plain, run
+from gradcomp.tf.tensors import INTEGERS, Array, dense
+from gradcomp.tf.wire import agreed, given_tensors
+
+
+@plain
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    process_set: Members = None,
+) -> Any:
+    """Every rank's ``tensor`` in rank order, joined along the first dimension; differentiable.
+
+    At least one dimension; first dimensions may differ between ranks, the others may not. The gradient of a rank's part
+    is the mean over ranks of the gradients of these rows. Wire: one all-to-all, (N-1) d bytes per rank.
+    """
+    given, problem = given_tensors([tensor])
+    return gather_tensors(given, name, agreed("allgather", given, name, process_set, problem))[0]
+
+
+@plain
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    process_set: Members = None,
+) -> list[Any]:
+    """As :func:`allgather` of each tensor, in one message."""
+    given, problem = given_tensors(tensors)
+    ranks = agreed("allgather", given, name, process_set, problem)
+    return gather_tensors(given, name, ranks) if given else []
+
+
+@plain
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    process_set: Members = None,
+) -> Any:
+    """``root_rank``'s tensor on every rank, bit for bit, as a new tensor; differentiable.
+
+    Dtype and shape must be the same on all ranks. ``root_rank`` is a number of the job, also where a process set takes
+    part. The root's gradient is the mean over ranks of all gradients, the others' is zero. Wire: d bytes to every rank
+    but the root, along a binomial tree.
+    """
+    given, problem = given_tensors([tensor])
+    problem = problem or root_of(root_rank, process_set)[1]
+    return broadcast_tensor(given[0], root_rank, name, agreed("broadcast", given, name, process_set, problem))
+
+
+@plain
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    process_set: Members = None,
+) -> Any:
+    """To every rank its rows of ``tensor``; the rows that they sent, joined in rank order. Differentiable.
+
+    ``splits``: how many rows each rank gets, as integers in rank order; they add up to the first dimension. Then the
+    result is ``(rows, received)``, where ``received`` (int32) says how many came from each. Without it every rank gets
+    equally many and the rows alone are returned. Dimensions behind the first must be the same on all ranks. The
+    gradient of a row goes back to where the row came from. Wire: two all-to-alls, 8 (N-1) bytes and the rows for other
+    ranks.
+    """
+    given, problem = given_tensors([tensor])
+    counts = None
+    if splits is not None:
+        counts, wrong = dense(splits, INTEGERS)
+        problem = problem or (f"splits: {wrong}" if wrong else None)
+    rows, received = swap_rows(given[0], counts, name, agreed("alltoall", given, name, process_set, problem))
+    return rows if splits is None else (rows, received)
+
+
+@plain
+def barrier(process_set: Members = None) -> None:
+    """Return once every rank has called it. Wire: the round in which calls are compared, nothing else."""
+    ranks = members(process_set)
+
+    def meet() -> list[Array]:
+        collectives.barrier(ranks).result()
+        return []
+
+    if len(ranks) > 1:
+        run("barrier", meet, [], [])
+
+
+def join() -> Any:
+    """Refused with a ConfigError: ranks that are done cannot go on taking part."""
+    raise ConfigError(
+        "join() is not there: every rank takes the same number of steps; give each as many batches, or let those that "
+        "have fewer begin again"
+    )

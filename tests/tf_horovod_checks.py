@@ -1,0 +1,317 @@
+"""More of what every rank checks about TensorFlow's collectives: all of Horovod's operations, groups and gradients.
+
+See ``tf_collective_checks``, whose ``main`` runs these too. Expected values and gradients come from NumPy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy_reductions import DTYPES, SHAPES, UFUNCS, ops_of, reduced, values
+from tf_collective_checks import Mode, check, raises, same
+
+import gradcomp.tf as gc
+
+
+def close(result: Any, expected: np.ndarray) -> None:
+    """Equal but for the order of additions."""
+    assert result.dtype == expected.dtype, (result.dtype, expected.dtype)
+    assert result.shape == expected.shape, (result.shape, expected.shape)
+    if result.dtype.is_floating:
+        rtol = 1e-6 if result.dtype in (tf.float32, tf.float64) else 1e-2
+        np.testing.assert_allclose(
+            np.asarray(result, np.float64), np.asarray(expected, np.float64), rtol=rtol, atol=1e-6
+        )
+    else:
+        np.testing.assert_array_equal(result, expected)
+
+
+def gradients(function: Callable[[list[Any]], Sequence[Any]], tensors: Sequence[Any], rank: int) -> list[Any]:
+    """Of rank + 1 times the sum of all that the function returns."""
+    with tf.GradientTape() as tape:
+        tape.watch(tensors)
+        loss = tf.add_n([tf.cast(tf.reduce_sum(each), tf.float32) for each in function(list(tensors))])
+        loss = loss * (rank + 1.0)
+    return tape.gradient(loss, tensors)
+
+
+# ---------------------------------------------------------------------------------------------- reductions
+
+
+@check()
+def every_op_of_every_dtype_and_shape(rank: int, world: int, mode: Mode) -> None:
+    forms = list(itertools.product(DTYPES, SHAPES))
+    ours = [[values(dtype, shape, r) for r in range(world)] for dtype, shape in forms]
+    for op in UFUNCS:
+        chosen = [each for (dtype, _), each in zip(forms, ours, strict=True) if op in ops_of(dtype)]
+        given = [tf.constant(each[rank]) for each in chosen]
+        for result, each in zip(
+            mode(lambda g, o=op: gc.grouped_allreduce(g, op=o))(given), chosen, strict=True
+        ):
+            close(result, reduced(each, op))
+    for dtype in DTYPES:
+        for op in ops_of(dtype):
+            each = [values(dtype, (3, 4), r) for r in range(world)]
+            close(mode(lambda x, o=op: gc.allreduce(x, op=o))(tf.constant(each[rank])), reduced(each, op))
+
+
+@check()
+def every_op_scatters_its_rows(rank: int, world: int, mode: Mode) -> None:
+    for op in UFUNCS:
+        chosen = [
+            [values(dtype, (world + 1, 2), r) for r in range(world)]
+            for dtype in DTYPES
+            if op in ops_of(dtype)
+        ]
+        given = [tf.constant(each[rank]) for each in chosen]
+        results = mode(lambda g, o=op: gc.grouped_reducescatter(g, op=o))(given)
+        for result, each in zip(results, chosen, strict=True):
+            close(result, np.array_split(reduced(each, op), world)[rank])
+
+
+@check()
+def a_nan_of_any_rank_is_the_minimum_and_the_maximum(rank: int, world: int, mode: Mode) -> None:
+    mine = tf.constant([float("nan") if rank == world - 1 else 1.0, float(rank)])
+    for op, second in ((gc.Min, 0.0), (gc.Max, world - 1.0)):
+        np.testing.assert_array_equal(mode(lambda x, o=op: gc.allreduce(x, op=o))(mine), [np.nan, second])
+
+
+@check()
+def factors_are_applied_before_and_after(rank: int, world: int, mode: Mode) -> None:
+    mine = tf.fill([world], rank + 1.0)
+    expected = 8.0 * sum((0.5 * (r + 1)) for r in range(world))
+    factors = {"op": gc.Sum, "prescale_factor": 0.5, "postscale_factor": 8.0}
+    np.testing.assert_allclose(mode(lambda x: gc.allreduce(x, **factors))(mine), [expected] * world)
+    np.testing.assert_allclose(mode(lambda x: gc.reducescatter(x, **factors))(mine), [expected])
+    product = np.prod([2.0 * (r + 1) for r in range(world)])
+    scaled = mode(lambda x: gc.allreduce(x, op=gc.Product, prescale_factor=2.0))(mine)
+    np.testing.assert_allclose(scaled, [product] * world)
+    whole = mode(lambda x: gc.allreduce(x, op=gc.Sum, postscale_factor=0.5))(tf.constant([7 * (rank == 0)]))
+    same(whole, tf.constant([3]))
+
+
+@check()
+def adasum_adds_what_is_orthogonal_and_averages_what_is_parallel(rank: int, world: int, mode: Mode) -> None:
+    if world != 2:
+        return
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        axis = tf.cast(tf.constant([[1.0, 0.0], [0.0, 2.0]])[rank], dtype)
+        parallel = tf.cast(tf.constant([3.0, 3.0]), dtype)
+        total, mean = mode(lambda a, b: gc.grouped_allreduce([a, b], op=gc.Adasum))(axis, parallel)
+        close(total, np.array([1.0, 2.0]).astype(dtype.as_numpy_dtype))
+        close(mean, np.array([3.0, 3.0]).astype(dtype.as_numpy_dtype))
+
+
+@check()
+def halves_travel_and_the_dtype_comes_back(rank: int, world: int, mode: Mode) -> None:
+    third = tf.constant([1 / 3], tf.float32)
+    for compression, half in ((gc.Compression.fp16, tf.float16), (gc.Compression.bf16, tf.bfloat16)):
+        expected = tf.cast(tf.cast(third, half), tf.float32)
+        for given in (compression, compression.to_string()):
+            same(mode(lambda x, c=given: gc.allreduce(x, compression=c))(third), expected)
+        rows = tf.repeat(third, world)
+        same(mode(lambda x, c=compression: gc.reducescatter(x, compression=c))(rows), expected)
+    same(mode(lambda x: gc.allreduce(x, compression=gc.Compression.none))(third), third)
+    whole = tf.constant([rank], tf.int32)
+    same(mode(lambda x: gc.allreduce(x, op=gc.Max, compression="fp16"))(whole), tf.constant([world - 1]))
+
+
+class Doubling:
+    """A compressor as Horovod's users write them."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor * 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return tf.cast(tensor + 1, context)
+
+
+@check()
+def a_users_own_compressor_is_called(rank: int, world: int, mode: Mode) -> None:
+    same(mode(lambda x: gc.allreduce(x, compression=Doubling))(tf.ones(2)), tf.fill([2], 3.0))
+
+
+@check()
+def groups_may_hold_slices(rank: int, world: int, mode: Mode) -> None:
+    def reduce(dense: Any, rows: Any, index: Any) -> Any:
+        slices = tf.IndexedSlices(rows, index, tf.constant([5, 2]))
+        return gc.grouped_allreduce([dense, slices, dense], op=gc.Average, name="mixed")
+
+    first, slices, last = mode(reduce)(tf.fill([3], float(rank)), tf.ones([rank + 1, 2]), tf.range(rank + 1))
+    mean = np.full(3, sum(range(world)) / world, np.float32)
+    close(first, mean)
+    close(last, mean)
+    expected = np.zeros([5, 2], np.float32)
+    for r in range(world):
+        expected[: r + 1] += 1 / world
+    np.testing.assert_allclose(tf.convert_to_tensor(slices), expected, rtol=1e-6)
+
+
+@check()
+def groups_are_refused_for_one_member(rank: int, world: int, mode: Mode) -> None:
+    with raises(gc.ConfigError, "tensor 1: ", "string"):
+        mode(calling_group("text"))()
+    with raises(gc.ConfigError, "not a list of tensors"):
+        gc.grouped_allreduce(tf.ones(2))
+    with raises(gc.PlanMismatchError, "[3]", "[2]"):
+        mode(lambda: gc.grouped_allreduce([tf.ones(1), tf.ones(3 if rank else 2)]))()
+    assert gc.grouped_allreduce([]) == gc.grouped_allgather([]) == gc.grouped_reducescatter([]) == []
+
+
+def calling_group(wrong: str) -> Callable[[], Any]:
+    return lambda: gc.grouped_allreduce([tf.ones(1), tf.constant(wrong)])
+
+
+# --------------------------------------------------------------------------------------------------- moves
+
+
+@check()
+def groups_of_ragged_parts_are_joined(rank: int, world: int, mode: Mode) -> None:
+    parts = [[tf.cast(tf.fill([r + n, 2], r), dtype) for r in range(world)] for n, dtype in enumerate(
+        (tf.float32, tf.bool, tf.bfloat16, tf.complex64, tf.uint8)
+    )]  # fmt: skip
+    for result, each in zip(mode(gc.grouped_allgather)([p[rank] for p in parts]), parts, strict=True):
+        same(result, tf.concat(each, 0))
+
+
+@check()
+def variables_are_broadcast_under_a_name(rank: int, world: int, mode: Mode) -> None:
+    ours = [tf.Variable([float(rank)] * 2, name="a"), tf.Variable(rank, name="b")]
+    for name in ("first", "first", None):
+        values = mode(lambda n=name: gc.broadcast_(ours, world - 1, name=n))()
+        same(values[0], tf.fill([2], world - 1.0))
+        same(values[1], tf.constant(world - 1))
+        same(ours[1].read_value(), tf.constant(world - 1))
+        ours[0].assign([float(rank)] * 2)
+    gc.broadcast_variables(ours, 0, None, True)
+    same(ours[0].read_value(), tf.zeros(2))
+
+
+@check("eager")
+def objects_are_gathered(rank: int, world: int, mode: Mode) -> None:
+    mine = {"rank": rank, "rows": [np.full(rank, rank)], "text": "x" * rank}
+    for number, got in enumerate(gc.allgather_object(mine, name="states")):
+        assert got["rank"] == number
+        assert got["text"] == "x" * number
+        np.testing.assert_array_equal(got["rows"][0], np.full(number, number))
+    with raises(gc.ConfigError, f"rank {world - 1}", "object"):
+        gc.allgather_object(object() if rank == world - 1 else 1)
+    with raises(gc.ConfigError, "session"):
+        gc.allgather_object(1, session="tf1")
+    assert gc.broadcast_object_fn(1)(rank) == 1
+
+
+@check()
+def questions_are_answered_when_they_run(rank: int, world: int, mode: Mode) -> None:
+    def ask() -> Any:
+        some = gc.ProcessSet([0])
+        return (
+            gc.size_op(), gc.rank_op(), gc.local_rank_op(), gc.local_size_op(), gc.size_op(some),
+            gc.process_set_included_op(some), gc.process_set_included_op(),
+        )  # fmt: skip
+
+    answers = mode(ask)()
+    assert all(answer.dtype == tf.int32 and answer.shape == [] for answer in answers)
+    assert [int(answer) for answer in answers] == [world, rank, rank, world, 1, int(rank == 0), 1]
+    with raises(gc.ConfigError, "process_set_id"):
+        gc.size_op(3)
+
+
+@check("graph")
+def a_question_is_not_answered_while_a_function_is_traced(rank: int, world: int, mode: Mode) -> None:
+    some = gc.ProcessSet([0])
+    ask = tf.function(lambda: gc.process_set_included_op(some))
+    ask.get_concrete_function()
+    some._ranks = (0, 1)  # what a change of the job would do
+    assert int(ask()) == int(rank < 2)
+
+
+@check("eager")
+def what_is_refused_says_why(rank: int, world: int, mode: Mode) -> None:
+    with raises(gc.ConfigError, "as many batches"):
+        gc.join()
+    with raises(gc.ConfigError, "broadcast_variables"):
+        gc.broadcast_global_variables(0)
+
+
+@check()
+def names_find_each_other_in_any_order(rank: int, world: int, mode: Mode) -> None:
+    """In eager mode, from two threads; a function runs its calls one after the other."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    names = ["a", "b"] if rank == 0 else ["b", "a"]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            (name, pool.submit(gc.allreduce, tf.fill([2], float(ord(name))), name=name)) for name in names
+        ]
+        for name, job in jobs:
+            same(job.result(), tf.fill([2], float(ord(name))))
+
+
+# ----------------------------------------------------------------------------------------------- gradients
+
+
+@check()
+def gradients_of_reductions_are_the_same_reduction(rank: int, world: int, mode: Mode) -> None:
+    factors = [float(r + 1) for r in range(world)]
+    expected = {
+        gc.Average: np.mean(factors) * 6, gc.Sum: sum(factors) * 6, gc.Min: 6.0, gc.Max: world * 6.0,
+        gc.Product: np.prod([3 * each for each in factors]) * 2,
+    }  # fmt: skip
+    for op, value in expected.items():
+
+        def reduce(given: Any, op: Any = op) -> Any:
+            return gc.grouped_allreduce(given, op=op, prescale_factor=3.0, postscale_factor=2.0)
+
+        found = mode(lambda a, b, f=reduce: gradients(f, [a, b], rank))(tf.ones([2]), tf.ones([1, 3]))
+        for gradient, shape in zip(found, ([2], [1, 3]), strict=True):
+            np.testing.assert_allclose(gradient, np.full(shape, value, np.float32), rtol=1e-6)
+
+
+@check()
+def a_compressed_tensor_has_a_gradient_of_its_dtype(rank: int, world: int, mode: Mode) -> None:
+    (found,) = mode(lambda x: gradients(lambda g: [gc.allreduce(*g, compression="fp16")], [x], rank))(
+        tf.ones(2)
+    )
+    close(found, np.full(2, np.mean(range(1, world + 1)), np.float32))
+
+
+@check()
+def gradients_of_groups_of_many_dtypes(rank: int, world: int, mode: Mode) -> None:
+    """Integers have none; an output that nothing depends on has zeros; halves stay halves."""
+
+    def use(given: Any) -> Any:
+        parts = gc.grouped_allgather([*given, tf.ones([2], tf.int32)], name="group")
+        return [parts[0], parts[2]]  # of float64 and bfloat16, not of the float32 in between
+
+    given = [tf.ones([rank + 1], tf.float64), tf.ones([2, 2]), tf.ones([1], tf.bfloat16)]
+    found = mode(lambda *g: gradients(use, g, rank))(*given)
+    mean = np.mean(range(1, world + 1))
+    for gradient, tensor, value in zip(found, given, (mean, 0.0, mean), strict=True):
+        close(gradient, np.full(tensor.shape, value).astype(tensor.dtype.as_numpy_dtype))
+
+
+@check()
+def complex_parts_have_gradients(rank: int, world: int, mode: Mode) -> None:
+    def use(given: Any) -> Any:
+        return [tf.math.imag(gc.allgather(*given)) + tf.math.real(gc.broadcast(*given, 0)[:1])]
+
+    mine = tf.complex(tf.ones([2]), tf.ones([2]))
+    (found,) = mode(lambda x: gradients(use, [x], rank))(mine)
+    assert found.dtype == tf.complex64
+    mean = np.mean(range(1, world + 1))
+    np.testing.assert_allclose(tf.math.imag(found), [mean] * 2, rtol=1e-6)
+    rows = 2.0 * world  # of the allgather, to each of which the root's first number is added
+    np.testing.assert_allclose(tf.math.real(found), [mean * rows if rank == 0 else 0.0, 0.0], rtol=1e-6)
+
+
+@check()
+def a_scattered_minimum_has_no_gradient(rank: int, world: int, mode: Mode) -> None:
+    with raises(gc.ConfigError, "op=MIN has no gradient"):
+        mode(lambda x: gradients(lambda g: [gc.reducescatter(*g, op=gc.Min)], [x], rank))(tf.ones(world))
