@@ -22,6 +22,8 @@ from gradcomp.kernels.reference_memory import memory_at
 
 T = TypeVar("T")
 
+_INSTALL = "pip install 'gradcomp[cuda13]', or 'gradcomp[cuda12]' where CUDA is 12.x"
+
 
 @dataclass(frozen=True)
 class Device:
@@ -110,9 +112,7 @@ def cuda(index: int) -> Device:
 
         driver = CupyDriver(index)
     except ImportError as error:
-        raise ConfigError(
-            f"gradients on cuda:{index} need CuPy: pip install 'gradcomp[cuda]' ({error})"
-        ) from error
+        raise ConfigError(f"gradients on cuda:{index} need CuPy: {_INSTALL} ({error})") from error
     return on(f"cuda:{index}", driver)
 
 
@@ -121,7 +121,7 @@ def cuda_at(address: int) -> Device:
     try:
         from gradcomp.kernels.cuda.over_cupy import index_of
     except ImportError as error:
-        raise ConfigError(f"GPUs need CuPy: pip install 'gradcomp[cuda]' ({error})") from error
+        raise ConfigError(f"GPUs need CuPy: {_INSTALL} ({error})") from error
     return cuda(index_of(address))
 
 

@@ -218,7 +218,7 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_cupy")
 def test_without_cupy_the_error_says_what_to_install() -> None:
-    with pytest.raises(gc.ConfigError, match=r"cuda:7 need CuPy: pip install 'gradcomp\[cuda\]'"):
+    with pytest.raises(gc.ConfigError, match=r"cuda:7 need CuPy: pip install 'gradcomp\[cuda13\]'"):
         devices.cuda(7)
 
 
@@ -231,7 +231,7 @@ def test_without_cupy_gradients_of_a_gpu_go_through_the_host_with_one_warning(
     found = [device_of([("weight", parameter)]) for _ in range(3)]
     assert all(isinstance(device, staging.Staged) and device.name == "cuda:7" for device in found)
     [said] = [record.getMessage() for record in caplog.records]
-    assert "pip install 'gradcomp[cuda]'" in said
+    assert "pip install 'gradcomp[cuda13]'" in said
     assert "pinned memory" in said
 
 
