@@ -8,6 +8,8 @@
 #   make mutate N=40 SEED=1       changes of the package drawn by seed: the default tests must notice 38 of them
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
+#   make wheels                   wheels into dist/, repaired, and the demo from them without a compiler
+#   make test-versions            each supported version of PyTorch and TensorFlow: gigabytes; ARGS="--only tf-2.16-py3.12"
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
@@ -42,7 +44,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench $(BENCHES)
+.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench wheels test-versions $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -157,6 +159,18 @@ faults: $(STAMP)/package $(STAMP)/extra-test
 fuzz: sanitize-site
 	$(SANITIZED) $(BIN)/python tests/fuzz/run.py --payloads $(or $(N),100000) \
 	    --steps $(or $(STEPS),$(shell expr $(or $(N),100000) / 10)) --seed $(SEED) $(ARGS)
+
+# ------------------------------------------------------------------------------------------ wheels
+
+# With PyPI's ziglang, for glibc 2.28; make wheels ARGS="--compiler system" takes this machine's compiler and glibc. Each wheel
+# is then installed into an environment without a compiler, where the digits example runs: docs/testing.md.
+wheels:
+	$(PYTHON) scripts/wheels.py --out dist $(ARGS)
+	$(PYTHON) scripts/versions.py --wheels dist --no-tests --only torch-2.13-py3.11 tf-newest-py3.12
+
+test-versions:
+	@ls dist/gradcomp-*.whl >/dev/null 2>&1 || $(PYTHON) scripts/wheels.py --out dist
+	$(PYTHON) scripts/versions.py --wheels dist $(ARGS)
 
 # ------------------------------------------------------------------------------------------ with a GPU
 
@@ -296,13 +310,13 @@ bench-information: $(STAMP)/package $(STAMP)/extra-plot
 bench-learned: $(STAMP)/package $(STAMP)/extra-demo $(STAMP)/extra-plot
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/learned.py $(ARGS)
 
-bench-tf-ops: $(STAMP)/package $(STAMP)/extra-tf
+bench-tf-ops: $(STAMP)/package $(STAMP)/extra-tf-cpu
 	$(BIN)/python benchmarks/tf_ops.py $(ARGS)
 
-bench-tf-step: $(STAMP)/package $(STAMP)/extra-tf
+bench-tf-step: $(STAMP)/package $(STAMP)/extra-tf-cpu
 	$(BIN)/python benchmarks/tf_step.py $(ARGS)
 
-bench-tf-convergence: $(STAMP)/package $(STAMP)/extra-tf $(STAMP)/extra-demo
+bench-tf-convergence: $(STAMP)/package $(STAMP)/extra-tf-cpu $(STAMP)/extra-demo
 	$(BIN)/python benchmarks/tf_convergence.py $(ARGS)
 
 clean:

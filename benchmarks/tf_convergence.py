@@ -135,7 +135,7 @@ def launch(keys: Sequence[str], seeds: int, ranks: int) -> list[list[dict[str, A
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise SystemExit("there is no mpiexec: pip install gradcomp[tf]")
+        raise SystemExit("there is no mpiexec: pip install gradcomp[tf-cpu]")
     with tempfile.TemporaryDirectory(prefix="gradcomp-task-") as directory:
         out = Path(directory) / "out"
         own = [sys.executable, __file__, "--rows", ",".join(keys), "--seeds", str(seeds), "--out", str(out)]

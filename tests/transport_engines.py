@@ -268,7 +268,7 @@ def fewer_gpus_than(world: int) -> str:
 
     here = int(cupy.cuda.runtime.getDeviceCount())
     if not cupy.cuda.nccl.available:
-        return "CuPy finds no NCCL: pip install gradcomp[nccl]"
+        return "CuPy finds no NCCL: pip install gradcomp[nccl13]"
     return "" if here >= world else f"needs {world} GPUs, {here} are here"
 
 

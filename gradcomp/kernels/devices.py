@@ -22,6 +22,8 @@ from gradcomp.kernels.reference_memory import memory_at
 
 T = TypeVar("T")
 
+_INSTALL = "pip install 'gradcomp[cuda13]', or 'gradcomp[cuda12]' where CUDA is 12.x"
+
 
 @dataclass(frozen=True)
 class Device:
@@ -121,9 +123,7 @@ def _package(who: str) -> Any:
         try:
             from gradcomp.kernels.cuda import over_bindings
         except ImportError:
-            raise ConfigError(
-                f"{who} need CuPy or cuda-bindings: pip install 'gradcomp[cuda]' ({error})"
-            ) from error
+            raise ConfigError(f"{who} need CuPy or cuda-bindings: {_INSTALL} ({error})") from error
         return over_bindings
     return over_cupy
 

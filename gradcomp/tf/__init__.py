@@ -1,7 +1,9 @@
 """gradcomp for TensorFlow and Keras 3: ``import gradcomp.tf as gc``."""
 
 import gradcomp
-import gradcomp.tf.requires
+import gradcomp.tf.requires  # the first of what imports TensorFlow
+
+# isort: split
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet

@@ -20,6 +20,7 @@ from gradcomp.transport.nccl import NcclTransport
 Meet = Callable[[bytes], Sequence[bytes]]
 
 _IN_PROGRESS = 7  # of ncclResult_t
+_INSTALL = "pip install 'gradcomp[nccl13]', or 'gradcomp[nccl12]' where CUDA is 12.x"
 
 
 def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> NcclTransport:
@@ -68,13 +69,9 @@ def _engine() -> tuple[Any, Any, str]:
 
         from gradcomp.kernels.cuda.over_cupy import driver
     except ImportError as error:
-        raise ConfigError(
-            f"the nccl transport needs CuPy and NCCL: pip install 'gradcomp[nccl]' ({error})"
-        ) from error
+        raise ConfigError(f"the nccl transport needs CuPy and NCCL: {_INSTALL} ({error})") from error
     if not nccl.available:
-        raise ConfigError(
-            "the nccl transport needs NCCL, which CuPy does not find: pip install 'gradcomp[nccl]'"
-        )
+        raise ConfigError(f"the nccl transport needs NCCL, which CuPy does not find: {_INSTALL}")
     try:
         device = cupy.cuda.Device()
         # Hosts may have one name; each start of one has a number of its own, which containers on it share.

@@ -12,7 +12,7 @@ from launching import Finished, run_command
 from transport_engines import mpich, no_mpi
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow: pip install gradcomp[tf]"
+    importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow: pip install gradcomp[tf-cpu]"
 )
 needs_mpi = pytest.mark.skipif(bool(no_mpi()), reason=no_mpi() or "MPI is here")
 needs_torch = pytest.mark.skipif(

@@ -108,7 +108,7 @@ def test_a_resnet_trains_on_images_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(no_mpi()), reason=no_mpi() or "MPI is here")
 @pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow: pip install gradcomp[tf]"
+    importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow: pip install gradcomp[tf-cpu]"
 )
 def test_keras_fit_warms_up_and_keeps_its_best_model(tmp_path: Path) -> None:
     best = tmp_path / "best.keras"

@@ -18,7 +18,7 @@ import pytest
 from launching import run_command, run_ranks
 from transport_engines import mpich, no_mpi
 
-pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 
 import numpy as np
 import tensorflow as tf

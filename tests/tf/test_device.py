@@ -22,7 +22,7 @@ from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER
 from tiers import every_value
 
-tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 
 from gradcomp import Filter, Policy
@@ -355,7 +355,7 @@ def test_variables_on_several_devices_are_exchanged_on_the_host() -> None:
 def test_without_cupy_gradients_are_exchanged_on_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'gradcomp\[cuda\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'gradcomp\[cuda13\]'"):
         kernel_devices.cuda_at(1)
     given = variables(where="CPU:0")
     assert place_of(given) is None
@@ -367,7 +367,9 @@ def test_without_cupy_gradients_are_exchanged_on_the_host(
     for _ in range(2):
         assert place_of(given) is None
     (text,) = caplog.messages
-    assert text.startswith("gradients are exchanged on the CPU: GPUs need CuPy: pip install 'gradcomp[cuda]'")
+    assert text.startswith(
+        "gradients are exchanged on the CPU: GPUs need CuPy: pip install 'gradcomp[cuda13]'"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])

@@ -23,7 +23,7 @@ from batch import on_ranks
 from launching import run_ranks
 from transport_engines import no_mpi, under_mpiexec
 
-tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 
 from gradcomp import LGC, PowerSGD, Quantize, TopK

@@ -9,7 +9,7 @@ import pytest
 from launching import plain_variables, run_ranks
 from transport_engines import no_mpi, under_mpiexec
 
-pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.tf.runtime import choose, init

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from batch import on_ranks
 
-tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf]")
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 
 import keras

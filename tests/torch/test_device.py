@@ -223,7 +223,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_cuda")
 def test_without_cupy_and_bindings_the_error_says_what_to_install() -> None:
     with pytest.raises(
-        gc.ConfigError, match=r"cuda:7 need CuPy or cuda-bindings: pip install 'gradcomp\[cuda\]'"
+        gc.ConfigError, match=r"cuda:7 need CuPy or cuda-bindings: pip install 'gradcomp\[cuda13\]'"
     ):
         devices.cuda(7)
 
@@ -250,7 +250,7 @@ def test_without_cupy_and_bindings_gradients_of_a_gpu_go_through_the_host_with_o
     found = [device_of([("weight", parameter)]) for _ in range(3)]
     assert all(isinstance(device, staging.Staged) and device.name == "cuda:7" for device in found)
     [said] = [record.getMessage() for record in caplog.records]
-    assert "pip install 'gradcomp[cuda]'" in said
+    assert "pip install 'gradcomp[cuda13]'" in said
     assert "pinned memory" in said
 
 

@@ -246,13 +246,13 @@ def test_nccl_or_cupy_that_is_not_there(machine: Machine, monkeypatch: pytest.Mo
     machine.nccl.available = False
     for found in joined(machine, [0, 1]):
         with pytest.raises(
-            ConfigError, match=r"rank 0: .* CuPy does not find: pip install 'gradcomp\[nccl\]'"
+            ConfigError, match=r"rank 0: .* CuPy does not find: pip install 'gradcomp\[nccl13\]'"
         ):
             raise found
     monkeypatch.setitem(sys.modules, "cupy", None)
     for found in joined(machine, [0, 1]):
         with pytest.raises(
-            ConfigError, match=r"rank 0: .* needs CuPy and NCCL: pip install 'gradcomp\[nccl\]'"
+            ConfigError, match=r"rank 0: .* needs CuPy and NCCL: pip install 'gradcomp\[nccl13\]'"
         ):
             raise found
 
