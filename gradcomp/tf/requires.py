@@ -19,11 +19,12 @@ try:
     import keras  # noqa: F401
     import tensorflow as tf
 except ModuleNotFoundError as error:
-    if error.name not in ("keras", "tensorflow"):
+    missing = (error.name or "").partition(".")[0]
+    if missing not in ("keras", "tensorflow"):
         raise
     raise ModuleNotFoundError(
-        f"gradcomp.tf needs TensorFlow 2.16 or newer with Keras 3, and {error.name} is not installed: {_INSTALL}",
-        name=error.name,
+        f"gradcomp.tf needs TensorFlow 2.16 or newer with Keras 3, and {missing} is not installed: {_INSTALL}",
+        name=missing,
     ) from error
 if not new_enough(tf.__version__):
     raise ImportError(f"gradcomp.tf needs TensorFlow 2.16 or newer, and this is {tf.__version__}: {_INSTALL}")
