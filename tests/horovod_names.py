@@ -90,7 +90,8 @@ ROWS = (
     Row("grouped_reducescatter_async", "better", "Min, Max and Product too", f"tensors {_SCATTER}"),
     Row("poll", "same", "", "handle"),
     Row("synchronize", "better", "a second call returns the same result", "handle"),
-    Row("join", "missing", "not there: all ranks take the same number of steps; give each as many batches"),
+    Row("join", "better", "also with compressors, whose residuals go on being sent; what the others call beside "
+        "allreduce is a `ConfigError` there", "device"),
     Row("init", "differs", "`comm=` of some ranks only where torch.distributed is initialised; else `process_set=`"),
     Row("shutdown", "same", "`init` may follow"),
     Row("is_initialized", "same", ""),

@@ -12,6 +12,7 @@ key                                     value                                   
 ``at/<rank>``                           an :class:`Answer`                        who asked
 ``<scope>/outcome/<step>/<member>``     what became of a step                     all, where headers differ about it
 ``meeting/<ranks>-<number>/<rank>``     "here"                                    who makes a communicator
+``joined/<ranks>-<n>/<time>/<rank>``    the step from which it stands in          who has joined, after each step
 ======================================  ========================================  ====================================
 """
 
@@ -55,6 +56,11 @@ def left_of(scope: str) -> str:
 def answer_of(rank: int) -> str:
     """Where a rank is."""
     return f"at/{rank}"
+
+
+def joined_of(scope: str, rank: int) -> str:
+    """From which step on a rank stands in, since it has joined."""
+    return f"joined/{scope}/{rank}"
 
 
 def outcome_of(scope: str, step: int, member: int) -> str:

@@ -42,6 +42,8 @@ class Wait:
         self.since: float | None = None
         self.verdict: BaseException | None = None
         self._warned = False
+        #: Whether there is no deadline, for the others may take as long as they like.
+        self.endless = False
 
     # What others hear of it when they ask.
 
@@ -116,6 +118,8 @@ class Wait:
         self.heard()
 
     def _late(self, waited: float, since: float | None) -> TransportError | None:
+        if self.endless:
+            return None
         if waited >= self.config.timeout_seconds:
             error = TransportError(self.overdue(waited))
             return error if self.since == since else None  # it may have ended while the others were asked
@@ -324,6 +328,6 @@ class Watchdog:
         left = [
             wait.config.timeout_seconds - wait.waited
             for wait in self._waits
-            if wait.since is not None and wait.verdict is None
+            if wait.since is not None and wait.verdict is None and not wait.endless
         ]
         return min(LOOK_SECONDS, max(0.01, min(left, default=LOOK_SECONDS)))

@@ -237,17 +237,29 @@ class Channel:
                 raise self._failure
             self._watch.name = self._pending[0].call.name
             self._watch.calls += 1
+            self._watch.endless = all(item.call.stand_in is not None for item in self._pending)
             matches = self._match()
         except BaseException as error:  # noqa: BLE001 - the callers and the other ranks must hear of it
             items, self._pending = self._pending, []
             for item in items:
                 item.reply.set_exception(self._fail(error))
             return
-        items = [self._pending[found.place] for found in matches]
-        taken = {found.place for found in matches}
-        self._pending = [item for place, item in enumerate(self._pending) if place not in taken]
-        for item, found in zip(items, matches, strict=True):
-            self._make(item, found)
+        before, taken = self._pending, {found.place for found in matches}
+        self._pending = [item for place, item in enumerate(before) if place not in taken]
+        for found in matches:
+            if found.place is not None:
+                self._make(before[found.place], found)
+            elif found.error is None and self._failure is None:
+                self._stand_in(found.zeros)
+
+    def _stand_in(self, zeros: Any) -> None:
+        """Take part in a call that the others make, since this rank has joined."""
+        try:
+            for item in self._pending:
+                if item.call.stand_in is not None:
+                    item.call.stand_in(zeros)
+        except BaseException as error:  # noqa: BLE001 - join() and the other ranks must hear of it
+            self._fail(error)
 
     def _match(self) -> list[Match]:
         """The calls to make next. Empty if ranks have called different things so far."""

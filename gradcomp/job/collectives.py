@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import WireFormatError
+from gradcomp.job.arithmetic import dtype_of
 from gradcomp.job.channel import Channel, alone, channel_of
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import ReduceOp, ScaledOp
@@ -133,22 +134,45 @@ def allreduce(
     """
     how = called[0].how or ScaledOp()
 
-    def work(channel: Channel, _: list[int]) -> None:
-        for places in _by_dtype(values):
-            lengths = [len(values[place]) for place in places]
-            if len(places) == 1:
-                reduce_all(channel, values[places[0]], how, lengths)
-                continue
-            flat = np.concatenate([values[place] for place in places])
-            reduce_all(channel, flat, how, lengths)
-            for place, part in zip(places, _split(flat, lengths), strict=True):
-                values[place][:] = part
-
     def among_one() -> None:
         for value in values:
             reduce_alone(value, how)
 
-    return _submit(called, work, among_one, problem=problem)
+    return _submit(
+        called,
+        lambda channel, _: _reduce_values(channel, values, how),
+        among_one,
+        problem=problem,
+        zeros=lambda: [
+            how.op.name,
+            how.prescale,
+            how.postscale,
+            [(each.dtype, math.prod(each.shape)) for each in called],
+        ],
+    )
+
+
+def stand_in(channel: Channel, zeros: Any) -> None:
+    """Take part in an allreduce of others with zeros, on the channel's thread. WireFormatError for anything else."""
+    try:
+        op, prescale, postscale, forms = zeros
+        how = ScaledOp(ReduceOp[op], float(prescale), float(postscale))
+        values = [np.zeros(count, dtype_of(dtype)) for dtype, count in forms]
+    except (ValueError, TypeError, KeyError) as error:
+        raise WireFormatError(f"an allreduce was called with {zeros!r:.80}") from error
+    _reduce_values(channel, values, how)
+
+
+def _reduce_values(channel: Channel, values: Sequence[Array], how: ScaledOp) -> None:
+    for places in _by_dtype(values):
+        lengths = [len(values[place]) for place in places]
+        if len(places) == 1:
+            reduce_all(channel, values[places[0]], how, lengths)
+            continue
+        flat = np.concatenate([values[place] for place in places])
+        reduce_all(channel, flat, how, lengths)
+        for place, part in zip(places, _split(flat, lengths), strict=True):
+            values[place][:] = part
 
 
 def allgather(
@@ -290,6 +314,7 @@ def _submit(
     among_one: Callable[[], T],
     number: int = 0,
     problem: str | None = None,
+    zeros: Callable[[], Any] | None = None,
 ) -> Reply[T]:
     """``work`` on the channel's thread, with every rank's ``number``; among one rank the result of ``among_one``."""
     first = called[0]
@@ -314,6 +339,7 @@ def _submit(
         number,
         problem,
         key,
+        zeros,
     )
     if channel is not None:
         return channel.submit(call, lambda numbers: work(channel, numbers), release)

@@ -3,7 +3,8 @@
 Every round begins with 56 bytes per rank: a digest of the call that each has pending longest. Where all are the same,
 that call is made. Else the ranks send each other lists of all that they have pending, and make every call that is
 on all lists. A named call is matched by its name, wherever it stands in the list. Calls without one are matched in
-order, the first of each list with the first of the others.
+order, the first of each list with the first of the others. A rank whose list has a ``join()`` stands in for what is on
+the lists of all that have not joined.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +31,15 @@ _Key = tuple[str | None, int]
 
 @dataclass(frozen=True)
 class Match:
-    """A call that all ranks have pending: its place in this rank's list, and every rank's number or what is wrong."""
+    """A call that all ranks have pending: its place in this rank's list, and every rank's number or what is wrong.
 
-    place: int
+    ``place``: None where this rank has joined and stands in for a call of the others; ``zeros`` then says for which.
+    """
+
+    place: int | None
     numbers: list[int]
     error: GradcompError | None = None
+    zeros: Any = None
 
 
 def match(
@@ -58,8 +64,12 @@ def match(
         return [Match(0, [int(number) for number in headers[:, 1]])]
     text = json.dumps(
         {
-            "calls": [[call.key, _description(call), call.number, call.problem] for call in pending],
+            "calls": [
+                [call.key, _description(call), call.number, call.problem, call.zeros and call.zeros()]
+                for call in pending
+            ],
             "waits": list(waited_for),
+            "joined": any(call.stand_in is not None for call in pending),
         }
     ).encode()
     lengths = np.zeros(size, dtype=np.int64)
@@ -82,6 +92,7 @@ class _Listed:
     description: str
     number: int
     problem: str | None
+    zeros: Any
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,7 @@ class _List:
 
     calls: dict[_Key, _Listed]
     waits: list[_Key]
+    joined: bool
 
     @staticmethod
     def of(text: bytes) -> _List:
@@ -97,15 +109,15 @@ class _List:
         try:
             data = json.loads(text)
             calls: dict[_Key, _Listed] = {}
-            for key, (name, description, number, problem) in zip(
+            for key, (name, description, number, problem, zeros) in zip(
                 _keys([call[0] for call in data["calls"]]), data["calls"], strict=True
             ):
                 told = None if problem is None else str(problem)
-                calls[key] = _Listed(str(description), int(number), told)
+                calls[key] = _Listed(str(description), int(number), told, zeros)
                 if name is not None and not isinstance(name, str):
                     raise TypeError("a name is not a string")
             keys = list(calls)
-            return _List(calls, [keys[int(place)] for place in data["waits"]])
+            return _List(calls, [keys[int(place)] for place in data["waits"]], bool(data["joined"]))
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise WireFormatError(f"a rank's list of calls is malformed: {error!r}") from error
 
@@ -125,15 +137,20 @@ def _keys(names: Sequence[str | None]) -> list[_Key]:
 
 
 def _common(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[Match]:
-    """What is on every list, in the order of rank 0's."""
+    """What is on every list but those of ranks that have joined, in the order of the first of these lists."""
     places = {key: place for place, key in enumerate(lists[rank].calls)}
+    lacking = [] if all(one.joined for one in lists) else [r for r, one in enumerate(lists) if one.joined]
+    deciding = [one for r, one in enumerate(lists) if r not in lacking]
     found: list[Match] = []
-    for key in lists[0].calls:
-        if all(key in one.calls for one in lists):
-            listed = [one.calls[key] for one in lists]
-            place = places[key]
-            error = _wrong(pending[place].name, listed)
-            found.append(Match(place, [one.number for one in listed], error))
+    for key in deciding[0].calls:
+        if all(key in one.calls for one in deciding):
+            listed = [one.calls[key] for one in lists if key in one.calls]
+            place, zeros = places.get(key), listed[0].zeros
+            error = _wrong("" if place is None else pending[place].name, listed)
+            if error is None and len(listed) < len(lists) and zeros is None:
+                name = "" if place is None else pending[place].name
+                error = ConfigError(f"{name}: rank {lacking[0]} has joined, and only takes part in allreduce")
+            found.append(Match(place, [one.number for one in listed], error, zeros))
     return found
 
 

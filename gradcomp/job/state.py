@@ -46,6 +46,8 @@ class Runtime:
     channels: dict[Ranks, _Channel] = field(default_factory=dict)
     #: The user's calls that have a name and are not over, by their ranks.
     in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
+    #: How often this rank has joined.
+    joins: int = 0
     topology: Topology = field(init=False)
     #: The ranks' hosts, by name.
     hosts: tuple[str, ...] = ()

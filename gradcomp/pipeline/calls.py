@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,10 @@ class Call:
     number: int = 0
     problem: str | None = None
     key: str | None = None
+    #: What a rank that has joined must know to take part with zeros, as JSON has it; None: it cannot.
+    zeros: Callable[[], Any] | None = None
+    #: Of ``join()``: take part in a call of others, of which this is given what :attr:`zeros` says there.
+    stand_in: Callable[[Any], None] | None = None
 
 
 def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list[int]]:

@@ -33,6 +33,7 @@ from gradcomp.torch.engines import (
     rocm_built,
 )
 from gradcomp.torch.handles import Handle, poll, synchronize
+from gradcomp.torch.joining import join
 from gradcomp.torch.moves import (
     allgather,
     allgather_async,
@@ -146,6 +147,7 @@ __all__ = [  # noqa: PLE0604
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "load",
     "local_rank",
     "local_size",

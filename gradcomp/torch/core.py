@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.network import Ranks
 from gradcomp.job.start import Proposal, Setup, say_what_is_bypassed, start, validate_together
@@ -26,6 +28,17 @@ from gradcomp.torch.start import propose
 from gradcomp.torch.timing import Timing
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+#: Of this process's optimizers.
+_EXCHANGES: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
+
+
+def exchange_of(exchanger: Exchanger) -> GradientExchange | None:
+    """What has the exchanger, if an optimizer does."""
+    for exchange in _EXCHANGES:
+        if exchange.driver.attached and exchange.exchanger is exchanger:
+            return exchange
+    return None
 
 
 class Core:
@@ -117,6 +130,7 @@ def build(
         ),
     )
     exchange.attach(driver)
+    _EXCHANGES.add(exchange)
     return Core(ranks, arguments, named, frozen, exchange)
 
 

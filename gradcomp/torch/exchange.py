@@ -19,7 +19,7 @@ from gradcomp.job.adapter import Words
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.step_phases import Phase
 from gradcomp.pipeline import Number, Submission
-from gradcomp.pipeline.digests import Digests
+from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.torch.ddp_check import DdpCheck
 from gradcomp.torch.gradients import Gradients
 from gradcomp.torch.layers import Named
@@ -82,6 +82,7 @@ class GradientExchange:
         self._passes = 0
         self._in_backward = False
         self._suspended = False
+        self._stands_in = False
         self._means: dict[int, torch.Tensor] = {}  # gradients as the step that is done left them
         self._hooks: list[Any] = []
 
@@ -235,6 +236,18 @@ class GradientExchange:
         self.finish()
         return True
 
+    def stand_in(self) -> None:
+        """Take part in one exchange without a gradient; this rank's gradients and parameters stay as they are."""
+        self._stands_in = True
+        try:
+            self._open()
+            self.driver.flush()
+            self.driver.wait()
+            self._gradients.forget_means()
+            self.driver.commit()
+        finally:
+            self._stands_in = False
+
     def drain(self) -> None:
         """Gradients are about to be zeroed: end what is under way, and let it not count."""
         driver = self.driver
@@ -262,14 +275,16 @@ class GradientExchange:
 
     def allocate(self, layer: int) -> int:
         """Memory for the mean of a layer that only other ranks had (engine's thread)."""
-        return self._gradients.allocate(layer)
+        return self._gradients.allocate(layer, apart=self._stands_in)
 
     def digests(self) -> Digests:
         """What the parameters hold."""
         return digests_of(self._named)
 
     def begin_digests(self) -> Future[Digests]:
-        """In the background, behind what computes the parameters."""
+        """In the background, behind what computes the parameters; a rank that has joined has no say."""
+        if self._stands_in:
+            return in_background(lambda: NO_SAY)
         return in_background(digests_behind(self._named))
 
     def means_complete(self) -> None:

@@ -61,11 +61,11 @@ class Gradients:
         handed = self._handed[layer] = self._staging.hand_in(gradient)
         return handed
 
-    def allocate(self, layer: int) -> int:
-        """Memory for the mean of a layer that only other ranks had (engine's thread)."""
+    def allocate(self, layer: int, *, apart: bool = False) -> int:
+        """Memory for the mean of a layer that only other ranks had (engine's thread); ``apart``: not the gradient's."""
         parameter, form = self.parameters[layer], self._forms[layer]
         gradient = parameter.grad
-        if gradient is not None and (gradient.is_sparse or gradient.stride() != form.strides):
+        if gradient is not None and (apart or gradient.is_sparse or gradient.stride() != form.strides):
             gradient = None
         if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
             raise self._became_another(layer, parameter)
@@ -83,6 +83,10 @@ class Gradients:
         made, self._made = self._made, {}
         for layer, mean in made.items():
             self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
+
+    def forget_means(self) -> None:
+        """The means of layers that this rank did not have are of no use."""
+        self._made = {}
 
     def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
         kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "

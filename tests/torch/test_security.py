@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import time
@@ -94,7 +95,8 @@ print(json.dumps(said), flush=True)
 def spoil(port: int, wrong: Callable[[str], str]) -> None:
     """What a stranger does who knows every key: stop the job, ask nonsense, lie about positions."""
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), wait_for_workers=False)
-    store = PrefixStore("gradcomp/0/1/0-2", store)
+    ranks = hashlib.sha256(repr((0, 1)).encode()).hexdigest()[:16]
+    store = PrefixStore(f"gradcomp/0/1/{ranks}", store)
     for key, value in {
         "exchanger/all-0/abort": "\x1b[2Jstranger",
         "abort": "\x1b[2Jstranger",

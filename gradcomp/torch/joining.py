@@ -1,0 +1,142 @@
+"""``join``: a rank that is out of data lets the others go on.
+
+A rank that has joined takes part in every exchange of its optimizers without a gradient, and in every allreduce with
+zeros. Nobody else needs to know: who has not joined does nothing for it. That all have joined is known at the end of an
+exchange: each rank publishes the step from which it stands in, before that step. After a step that no rank took as a
+trainer, every rank finds all of these numbers, and none above the step's; after any other step none does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from time import monotonic
+
+from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.engine.keys import joined_of
+from gradcomp.job.channel import channel_of
+from gradcomp.job.collectives import stand_in
+from gradcomp.job.network import Ranks
+from gradcomp.job.runtime import current
+from gradcomp.job.state import Runtime
+from gradcomp.pipeline.calls import Call
+from gradcomp.torch.core import exchange_of
+from gradcomp.torch.exchange import GradientExchange
+from gradcomp.transport.control import StoreSilentError, numbers_of
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
+    """Say that this rank is out of data, and wait until all ranks have; the rank that has made most steps by then.
+
+    Until then the others' steps and allreduces go on: this rank adds no gradient and zeros, and means are still divided
+    by N. Its parameters and gradients stay what they are, so broadcast from the rank that is returned. Any other
+    collective of the others is a ConfigError there. ``device`` is Horovod's, and of no use here. ConfigError beside
+    ``ddp_comm_hook``, sharded training and dedicated servers, StateError before ``init``, TransportError if a rank
+    fails. Wire: as the others' exchanges, and for each optimizer a small value in the job's store.
+    """
+    state = current()
+    channel = channel_of(state.everyone)
+    if channel is None:
+        return 0
+    exchanges = _exchanges(state)
+    state.joins += 1
+    steps = 0
+    for exchange in exchanges:
+        exchange.drain()
+        steps += exchange.exchanger.pipeline.step
+    call = Call("join", ["join()"], steps, key="\0join", stand_in=lambda zeros: stand_in(channel, zeros))
+    reply = channel.submit(call, lambda numbers: numbers)
+    keys = _keys(state, exchanges)
+    _together([_Standing(state, exchange, key) for exchange, key in zip(exchanges, keys, strict=True)])
+    numbers = reply.result()
+    return max(range(state.size), key=lambda rank: (numbers[rank], rank))
+
+
+def _exchanges(state: Runtime) -> list[GradientExchange]:
+    found = []
+    for exchanger in state.exchangers:
+        exchange = exchange_of(exchanger)
+        if exchange is None:
+            raise ConfigError(
+                "join() is for DistributedOptimizer, and this process exchanges gradients otherwise too"
+            )
+        exchanger.pipeline.role.needs_all("join()")
+        found.append(exchange)
+    return found
+
+
+def _keys(state: Runtime, exchanges: list[GradientExchange]) -> list[str]:
+    """Where the ranks of each optimizer say that they have joined: the same on all of them."""
+    counts: Counter[str] = Counter()
+    keys = []
+    for exchange in exchanges:
+        among = state.key(exchange.driver.checkpoint_manager.ranks)
+        keys.append(f"{among}-{counts[among]}")
+        counts[among] += 1
+    return keys
+
+
+def _together(standing: list[_Standing]) -> None:
+    """Run all at once: optimizers of several sets of ranks, or of a GAN, step in any order. An error ends them all."""
+    errors: list[BaseException] = []
+
+    def run(one: _Standing) -> None:
+        try:
+            one.run()
+        except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
+            errors.append(error)
+            for other in standing:
+                other.fail(errors[0])
+
+    threads = [threading.Thread(target=run, args=(one,), name="gradcomp-join") for one in standing[1:]]
+    for thread in threads:
+        thread.start()
+    for one in standing[:1]:
+        run(one)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class _Standing:
+    """This rank's part in one optimizer's steps since it joined."""
+
+    def __init__(self, state: Runtime, exchange: GradientExchange, key: str) -> None:
+        self._state = state
+        self._exchange = exchange
+        self._ranks: Ranks = exchange.driver.checkpoint_manager.ranks
+        self._scope = f"{key}/{state.joins}"
+
+    def run(self) -> None:
+        """Exchange until all ranks of the optimizer have joined."""
+        pipeline = self._exchange.exchanger.pipeline
+        control = self._state.watchdog.control
+        control.publish(self._key(self._state.rank), f"[{pipeline.step}]".encode())
+        self._since(self._state.rank)  # the store has it before any rank can look for it
+        waited_for = [rank for rank in self._ranks if rank != self._state.rank]
+        while waited_for:
+            step = pipeline.step
+            self._exchange.stand_in()
+            while waited_for and (since := self._since(waited_for[0])) is not None and since <= step:
+                del waited_for[0]
+
+    def fail(self, error: BaseException) -> None:
+        """Another optimizer's exchange has failed: end this one, on all ranks."""
+        self._exchange.driver.fail(
+            error if isinstance(error, Exception) else StateError("join() was interrupted")
+        )
+
+    def _since(self, rank: int) -> int | None:
+        """The step from which a rank stands in; None if it does not. Asks until the store answers."""
+        begin = monotonic()
+        while True:
+            try:
+                numbers = numbers_of(self._state.watchdog.control.lookup(self._key(rank)), 1)
+                return None if numbers is None else numbers[0]
+            except StoreSilentError as error:
+                if monotonic() - begin > self._state.config.timeout_seconds:
+                    raise TransportError(f"join: {error}") from error
+
+    def _key(self, rank: int) -> str:
+        return joined_of(self._scope, rank)

@@ -1,0 +1,221 @@
+"""``join``: ranks with unequal numbers of batches; the others' steps and allreduces go on."""
+
+from __future__ import annotations
+
+import preloaded
+import pytest
+import torch
+from batch import on_ranks
+from launching import run_ranks
+from small_torch import bits_of, data, net, wrap
+
+import gradcomp.torch as gc
+
+
+def batches(rank: int) -> int:
+    """Rank 0 has the fewest."""
+    return 2 + 2 * rank
+
+
+def loss_of(model, step, rank=None):
+    return model(data(step, rank)).square().mean()
+
+
+def train(model, optimizer, steps: int, metric: bool = False) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        if metric:
+            gc.allreduce(loss.detach(), name="loss")
+
+
+def one_process(world: int) -> list[torch.Tensor]:
+    """What the rank with most batches comes to: a rank that has joined adds zeros, and N stays N."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(batches(world - 1)):
+        optimizer.zero_grad()
+        losses = [loss_of(model, step, rank) for rank in range(world) if step < batches(rank)]
+        (sum(losses) / world).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def check_training(metric: bool, compression: str = "none", epochs: int = 2) -> None:
+    model = net()
+    optimizer = wrap(model, compression, options={"momentum": 0.9})
+    for epoch in range(epochs):
+        train(model, optimizer, batches(gc.rank()), metric)
+        mine = bits_of(model.parameters())
+        gradients = bits_of(p.grad for p in model.parameters())
+        last = gc.join()
+        assert last == gc.size() - 1
+        assert mine == bits_of(model.parameters()), "a rank that has joined keeps its parameters"
+        assert gradients == bits_of(p.grad for p in model.parameters())
+        if compression == "none" and epoch == 0 and gc.rank() == last:
+            for p, e in zip(model.parameters(), one_process(gc.size()), strict=True):
+                torch.testing.assert_close(p.detach(), e.detach())
+        gc.broadcast_parameters(model.state_dict(), root_rank=last)
+        gc.broadcast_optimizer_state(optimizer, last, model)
+    train(model, optimizer, 2)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None]
+    gathered = gc.allgather(flat)
+    assert all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+@on_ranks(2)
+def test_the_others_train_on_until_all_have_joined():
+    check_training(metric=False)
+
+
+@on_ranks(3)
+def test_three_ranks_join_one_after_the_other():
+    check_training(metric=True)
+
+
+@pytest.mark.parametrize(
+    "compression", ["quantize:bits=4,bucket_size=32", "topk:density=0.2", "powersgd:rank=2"]
+)
+@on_ranks(2)
+def test_compression_goes_on_too(compression):
+    check_training(metric=True, compression=compression)
+
+
+@on_ranks(2)
+def test_all_may_join_at_once_again_and_again():
+    model = net()
+    optimizer = wrap(model)
+    for epoch in range(3):
+        train(model, optimizer, epoch)
+        assert gc.join() == 1
+    same = gc.allgather(torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None])
+    assert torch.equal(same[0], same[1])
+
+
+@on_ranks(3)
+def test_allreduces_go_on_with_zeros():
+    rank, last = gc.rank(), gc.size() - 1
+    for number in range(3 * rank):
+        working = [r for r in range(3) if number < 3 * r]
+        total = sum(10 * r for r in working)
+        for op, wanted in (
+            (gc.Sum, total),
+            (gc.Average, total / 3),
+            (gc.Min, 0),
+            (gc.Max, 10 * max(working)),
+        ):
+            assert gc.allreduce(torch.tensor([10.0 * rank]), op=op, name=f"{number} {op}") == wanted
+        both = gc.grouped_allreduce([torch.tensor([rank]), torch.ones(2, dtype=torch.bfloat16)], op=gc.Sum)
+        assert both[0] == sum(working)
+        assert (both[1] == len(working)).all()
+        handles = [gc.allreduce_async(torch.tensor(rank), op=gc.Sum, name=name) for name in ("a", "b")]
+        assert [int(gc.synchronize(handle)) for handle in reversed(handles)] == [sum(working)] * 2
+    assert gc.join() == last
+    assert gc.allreduce(torch.tensor(rank), op=gc.Sum) == 3
+
+
+@on_ranks(2)
+def test_what_cannot_go_on_without_a_rank_is_an_error_that_says_so():
+    if gc.rank() == 1:
+        for call in (
+            lambda: gc.allgather(torch.ones(1), name="gathered"), lambda: gc.broadcast(torch.ones(1), 0),
+            lambda: gc.alltoall(torch.ones(2)), lambda: gc.reducescatter(torch.ones(2)), gc.barrier,
+            lambda: gc.broadcast_object(1), lambda: gc.broadcast_parameters(net().state_dict()),
+        ):  # fmt: skip
+            with pytest.raises(gc.ConfigError, match="rank 0 has joined, and only takes part in allreduce"):
+                call()
+        assert gc.allreduce(torch.ones(1)) == 0.5
+    gc.join()
+    gc.barrier()
+
+
+@on_ranks(3)
+def test_optimizers_of_two_models_and_of_some_ranks_step_in_any_order():
+    first, second = net(1), net(2)
+    one, two = wrap(first), wrap(second)
+    pair = gc.ProcessSet([0, 2])
+    third = net(3)
+    three = wrap(third, process_set=pair) if pair.included() else None
+    for step in range(gc.rank() + 1):
+        train(second, two, 2)
+        if step % 2:
+            train(first, one, 1)
+    if three is not None:
+        train(third, three, gc.rank())
+    assert gc.join() == 2
+    gc.barrier()
+
+
+@on_ranks(2)
+def test_votes_and_sparse_gradients_go_on_too():
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    torch.nn.init.ones_(table.weight)
+    optimizer = gc.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), on_skip="agree"
+    )
+    for step in range(2 + 3 * gc.rank()):
+        optimizer.zero_grad()
+        table(torch.tensor([step])).sum().backward()
+        if step != 3:  # of rank 1 alone, which skips it
+            optimizer.step()
+    assert gc.join() == 1
+    if gc.rank() == 1:
+        expected = torch.tensor([0.0, 0.0, 0.5, 1.0, 0.5])[:, None].expand(5, 2)
+        assert torch.equal(table.weight.detach(), expected)
+
+
+@on_ranks(2, "broken")
+def test_a_step_that_the_others_throw_away_without_a_vote_is_an_error_of_all():
+    model = net()
+    optimizer = wrap(model)
+    train(model, optimizer, 1)
+    if gc.rank() == 1:
+        loss_of(model, 1).backward()
+        optimizer.zero_grad()
+    with pytest.raises(gc.StateError, match="went different ways"):
+        gc.join() if gc.rank() == 0 else train(model, optimizer, 1)
+
+
+def _end_without_joining() -> None:
+    import sys
+    import time
+
+    import torch
+
+    import gradcomp.torch as hvd
+
+    hvd.init(timeout_seconds=60)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(1 + hvd.rank()):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    if hvd.rank() == 1:
+        sys.exit()
+    begin = time.monotonic()
+    try:
+        hvd.join()
+    except hvd.TransportError as error:
+        print(error)
+    assert time.monotonic() - begin < 50, "it need not wait for the deadline"
+
+
+@pytest.mark.full
+def test_a_rank_that_ends_without_joining_ends_the_wait_of_those_that_have() -> None:
+    first, second = run_ranks(_end_without_joining, 2, imported=preloaded.TORCH)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr
+    assert "rank 1" in first.stdout
+    assert "shutdown()" in first.stdout
+
+
+def test_a_world_of_one_has_joined_at_once() -> None:
+    with pytest.raises(gc.StateError, match="init"):
+        gc.join()
+    gc.init()
+    try:
+        assert gc.join() == 0
+    finally:
+        gc.shutdown()
