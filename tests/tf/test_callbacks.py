@@ -373,6 +373,7 @@ def test_callbacks_under_horovods_names() -> None:
     ours.compile(optimizer=optimizer, loss="mse")
     own = ours.layers[1].bias
     own.assign([float(hvd.rank())] * 3)
+    optimizer.register_local_var(own)
     seen = []
 
     class Look(keras.callbacks.Callback):
