@@ -168,7 +168,7 @@ def tensorflow_rows(initial: Any, text: Any, rank: int) -> list[Row]:
         )
         opt: Any = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
         if name is not None:
-            opt = gc.DistributedOptimizer(opt, COMPRESSIONS[name], sparse_as_dense=True)
+            opt = gc.DistributedOptimizer(opt, compression=COMPRESSIONS[name], sparse_as_dense=True)
         loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         batches = text.batches(rank, BATCH, LENGTH, 0)
 

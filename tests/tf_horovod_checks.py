@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from numpy_reductions import DTYPES, SHAPES, UFUNCS, ops_of, reduced, values
 from tf_collective_checks import Mode, check, raises, same
@@ -315,3 +317,133 @@ def complex_parts_have_gradients(rank: int, world: int, mode: Mode) -> None:
 def a_scattered_minimum_has_no_gradient(rank: int, world: int, mode: Mode) -> None:
     with raises(gc.ConfigError, "op=MIN has no gradient"):
         mode(lambda x: gradients(lambda g: [gc.reducescatter(*g, op=gc.Min)], [x], rank))(tf.ones(world))
+
+
+# ---------------------------------------------------------------------------------------- local gradients
+
+
+def built(layer: Any, *shape: int) -> Any:
+    layer.build((None, *shape))
+    return layer
+
+
+@check()
+def a_tape_reduces_by_any_operation(rank: int, world: int, mode: Mode) -> None:
+    weight, rows = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 1]))
+
+    def gradient(**arguments: Any) -> Callable[[], Any]:
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * tf.constant([rank + 1.0, -rank]))
+                loss += tf.reduce_sum(tf.gather(rows, [rank, rank]))
+            return gc.DistributedGradientTape(tape, **arguments).gradient(loss, [weight, rows])
+
+        return step
+
+    dense, as_dense = mode(gradient(op=gc.Max, sparse_as_dense=True))()
+    np.testing.assert_array_equal(dense, [world, 0.0])
+    np.testing.assert_array_equal(as_dense[:, 0], [2.0] * world + [0.0] * (4 - world))
+    with raises(gc.ConfigError, "tf.IndexedSlices take Average and Sum"):
+        mode(gradient(op=gc.Max))()
+    if world == 2:
+        dense, _ = mode(gradient(op=gc.Adasum, sparse_as_dense=True, compression="fp16"))()
+        a, b = np.array([1.0, 0.0]), np.array([2.0, -1.0])
+        expected = (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+        np.testing.assert_allclose(dense, expected, rtol=1e-3)
+
+
+@check()
+def gradients_of_local_layers_stay(rank: int, world: int, mode: Mode) -> None:
+    ours, shared = (built(keras.layers.Dense(1, use_bias=False, name=name), 2) for name in ("own", "shared"))
+    extra = tf.Variable(1.0)
+    sources = [ours.kernel, shared.kernel.value, extra]
+
+    def step(scales: bool, both: bool) -> Any:
+        with tf.GradientTape() as tape:
+            x = tf.fill([1, 2], rank + 1.0)
+            loss = tf.reduce_sum(ours(x) + shared(x)) + extra * (rank + 1.0)
+        tape = gc.PartialDistributedGradientTape(tape, local_layers=[ours], scale_local_gradients=scales)
+        tape.register_local_source(extra)
+        if both:
+            local, other = tape.get_local_and_global_gradients(loss, sources)
+            assert [pair[0] is source for pair, source in zip(local, [sources[0], extra], strict=True)]
+            return local[0][1], other[0][1], local[1][1]
+        return tape.gradient(loss, sources, None, True)
+
+    mean = np.mean(range(1, world + 1))
+    for scales, own in ((True, (rank + 1) / world), (False, rank + 1)):
+        found = mode(lambda s=scales: step(s, both=s))()
+        for gradient, shape, value in zip(found, ([2, 1], [2, 1], []), (own, mean, own), strict=True):
+            np.testing.assert_allclose(gradient, np.full(shape, value), rtol=1e-6)
+    with raises(gc.ConfigError, "local_layers must be layers"):
+        gc.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[extra])
+
+
+# ------------------------------------------------------------------------------------ batch normalisation
+
+
+@check()
+def statistics_are_those_of_all_batches(rank: int, world: int, mode: Mode) -> None:
+    sizes, generator = [3, 0, 2][:world], np.random.default_rng(3)
+    x, w = (generator.standard_normal((sum(sizes), 5, 3)).astype(np.float32) + 100 for _ in range(2))
+    mask = generator.integers(0, 2, (sum(sizes), 5)).astype(bool)
+    mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    for given in (None, mask):
+        layer, plain = (
+            built(gc.SyncBatchNormalization(), 5, 3),
+            built(keras.layers.BatchNormalization(), 5, 3),
+        )
+
+        def train(one: Any, x: Any, w: Any, mask: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = one(x, training=True, mask=mask)
+                loss = tf.reduce_sum(y * (w - 100.0))
+            return y, *tape.gradient(loss, [x, one.gamma.value, one.beta.value])
+
+        own = None if given is None else tf.constant(given[mine])
+        ours = mode(lambda x, w, o=own, f=train, i=layer: f(i, x, w, o))(
+            tf.constant(x[mine]), tf.constant(w[mine])
+        )
+        theirs = train(plain, tf.constant(x), tf.constant(w), None if given is None else tf.constant(given))
+        for found, expected in zip(ours[:2], theirs[:2], strict=True):
+            np.testing.assert_allclose(found, expected[mine], rtol=1e-3, atol=1e-4)
+        for found, expected in zip(ours[2:], theirs[2:], strict=True):
+            np.testing.assert_allclose(gc.allreduce(found, op=gc.Sum), expected, rtol=1e-3, atol=1e-3)
+        for found, expected in zip(layer.non_trainable_variables, plain.non_trainable_variables, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4)
+            everyone = gc.allgather(tf.convert_to_tensor(found)[tf.newaxis])
+            for each in everyone:
+                same(each, everyone[0])
+        if rank == 0:  # alone: nothing is exchanged
+            np.testing.assert_allclose(layer(x[:1]), plain(x[:1]), rtol=1e-4, atol=1e-4)
+
+
+@check()
+def empty_batches_alone_have_no_statistics(rank: int, world: int, mode: Mode) -> None:
+    layer = built(gc.SyncBatchNormalization(), 5, 3)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no rank has a value"):
+        mode(lambda x: layer(x, training=True))(tf.zeros([0, 5, 3]))
+    gc.barrier()
+    with raises(gc.ConfigError, "fused"):
+        gc.SyncBatchNormalization(fused=True)
+    again = keras.layers.deserialize(keras.layers.serialize(gc.SyncBatchNormalization(momentum=0.5)))
+    assert type(again) is gc.SyncBatchNormalization
+    assert again.momentum == 0.5
+
+
+# ---------------------------------------------------------------------------------------- horovod.keras
+
+
+@check("eager")
+def values_are_exchanged_under_horovods_keras_names(rank: int, world: int, mode: Mode) -> None:
+    import gradcomp.tf.keras as hvd
+
+    total = float(sum(range(world)))
+    np.testing.assert_allclose(hvd.allreduce(float(rank), "value"), total / world, rtol=1e-6)
+    np.testing.assert_allclose(hvd.allreduce([float(rank)], None, False), [total])
+    np.testing.assert_allclose(hvd.allreduce([1.0], op=hvd.Sum, postscale_factor=2.0), [2.0 * world])
+    np.testing.assert_allclose(hvd.allreduce([rank], op=hvd.Max, compression="none"), [world - 1])
+    np.testing.assert_array_equal(hvd.allgather([rank]), range(world))
+    np.testing.assert_array_equal(hvd.broadcast([rank], 1), [1])
+    np.testing.assert_array_equal(hvd.reducescatter(np.ones([world, 2]), op=hvd.Sum), [[world] * 2])

@@ -6,7 +6,20 @@ import gradcomp.tf.requires  # the first of what imports TensorFlow
 # isort: split
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.checkpoint import load, save
-from gradcomp.job.process_sets import ProcessSet
+from gradcomp.job.engines import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from gradcomp.job.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
+from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from gradcomp.job.runtime import (
@@ -20,8 +33,9 @@ from gradcomp.job.runtime import (
     size,
 )
 from gradcomp.job.timeline import start_timeline, stop_timeline
-from gradcomp.tf import callbacks
+from gradcomp.tf import callbacks, refused
 from gradcomp.tf.bridge import typed_errors
+from gradcomp.tf.engines import gloo_built
 from gradcomp.tf.moves import allgather, alltoall, barrier, broadcast, grouped_allgather, join
 from gradcomp.tf.objects import allgather_object, broadcast_object, broadcast_object_fn
 from gradcomp.tf.optimizer import DistributedOptimizer
@@ -29,8 +43,11 @@ from gradcomp.tf.questions import local_rank_op, local_size_op, process_set_incl
 from gradcomp.tf.reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
 from gradcomp.tf.runtime import init
 from gradcomp.tf.saving import CompressionState, load_model
-from gradcomp.tf.tape import DistributedGradientTape
+from gradcomp.tf.sync_batch_norm import SyncBatchNormalization
+from gradcomp.tf.tape import DistributedGradientTape, PartialDistributedGradientTape
 from gradcomp.tf.variables import broadcast_, broadcast_global_variables, broadcast_variables
+
+__getattr__ = refused.refusing(__name__, refused.TF)
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),
@@ -39,12 +56,17 @@ __all__ = [  # noqa: PLE0604
     "CompressionState",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -57,12 +79,19 @@ __all__ = [  # noqa: PLE0604
     "broadcast_object_fn",
     "broadcast_variables",
     "callbacks",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "load",
@@ -71,11 +100,17 @@ __all__ = [  # noqa: PLE0604
     "local_rank_op",
     "local_size",
     "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "process_set_included_op",
     "rank",
     "rank_op",
     "record_gradients",
     "reducescatter",
+    "remove_process_set",
+    "rocm_built",
     "save",
     "shutdown",
     "size",

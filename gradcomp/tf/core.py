@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.start import check_arguments
 from gradcomp.tf import keras_model
 from gradcomp.tf.exchange import Exchange
+from gradcomp.tf.local import Local
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Arguments:
     controller: Controller | str | None = None
     names: Sequence[str] | None = None
     residuals: str | None = None
+    average_aggregated_gradients: bool = False
+    local: Local = field(default_factory=Local)
 
     def check(self) -> None:
         """Raise ConfigError for what cannot work with any variables."""
@@ -64,8 +67,9 @@ class Core:
         self.applying: list[Any] | None = None
         #: The tensors of their means.
         self.arrived: list[Any] = []
-        self._count = 0
+        #: Those that exchange, by their key, and those that are local.
         self._rows: dict[Any, int] = {}
+        self._own: set[Any] = set()
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
@@ -85,10 +89,11 @@ class Core:
                 "would differ between ranks"
             )
         given = self.arguments
-        named = given.names is not None and len(given.names) == len(variables)
+        exchanged = [variable for variable in variables if variable not in given.local]
+        named = given.names is not None and len(given.names) == len(exchanged)
         with tf.init_scope():
             self.exchange = Exchange(
-                list(variables),
+                exchanged,
                 given.compression,
                 op=given.op,
                 predivide=given.gradient_predivide_factor,
@@ -99,8 +104,8 @@ class Core:
                 names=given.names if named else None,
                 residuals=given.residuals,
             )
-        self._count = len(variables)
-        self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(variables)}
+        self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(exchanged)}
+        self._own = {self.owner._var_key(variable) for variable in variables} - set(self._rows)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Go over to another compression; before there is an exchange, begin with it."""
@@ -114,20 +119,38 @@ class Core:
         return [
             getattr(variable, "path", variable.name)
             for variable in variables
-            if self.owner._var_key(variable) not in self._rows
+            if self.owner._var_key(variable) not in self._rows.keys() | self._own
         ]
+
+    def add_local(self, variable: Any) -> None:
+        """Keep the gradient of this variable on this rank; StateError once there is an exchange."""
+        if self.exchange is not None:
+            raise StateError("the optimizer is built: register local variables before")
+        self.arguments.local.add(variable)
 
     def means(
         self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None, learning_rate: Any = None
     ) -> list[Any]:
-        """The means of the gradients of these variables; of None comes None. Variables left out have no gradient."""
+        """The means of the gradients of these variables, of local ones their own; of None comes None.
+
+        Variables left out have no gradient.
+        """
         assert self.exchange is not None, "an optimizer is built before it applies"
-        rows = [self._rows[self.owner._var_key(variable)] for variable in variables]
-        own: list[Any] = [None] * self._count
-        for row, gradient in zip(rows, gradients, strict=True):
-            own[row] = _times(gradient, self.arguments.backward_passes_per_step)
+        given = self.arguments
+        factor = 1 if given.average_aggregated_gradients else given.backward_passes_per_step
+        keys = [self.owner._var_key(variable) for variable in variables]
+        own: list[Any] = [None] * len(self._rows)
+        results = [_times(gradient, factor) for gradient in gradients]
+        for key, gradient in zip(keys, results, strict=True):
+            if key in self._rows:
+                own[self._rows[key]] = gradient
         means = self.exchange.exchange(own, scale, learning_rate)
-        return [means[row] for row in rows]
+        for place, key in enumerate(keys):
+            if key in self._rows:
+                results[place] = means[self._rows[key]]
+            else:
+                results[place] = given.local.gradient(results[place], len(self.ranks))
+        return results
 
 
 def core_of(optimizer: Any) -> Core | None:

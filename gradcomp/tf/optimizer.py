@@ -19,19 +19,30 @@ from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers
 from gradcomp.tf import keras_model
 from gradcomp.tf.core import Arguments, Core, accumulate, check_optimizer, core_of
+from gradcomp.tf.horovod_arguments import check_ignored
+from gradcomp.tf.local import Local
 
 Optimizer = TypeVar("Optimizer", bound="keras.optimizers.Optimizer")
 
 
 def DistributedOptimizer(
     optimizer: Optimizer,
+    name: str | None = None,
+    use_locking: bool = False,  # noqa: ARG001
+    device_dense: str = "",
+    device_sparse: str = "",
     compression: Policy | Compressor | str = Compression.none,
+    sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
-    sparse_as_dense: bool = False,
-    *,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
     process_set: Members = None,
+    scale_local_gradients: bool = True,
+    *,
+    local_layers: Any = None,
     reduction: str | None = None,
     controller: Controller | str | None = None,
     residuals: str | None = None,
@@ -47,15 +58,24 @@ def DistributedOptimizer(
         optimizer: any ``keras.optimizers.Optimizer``, built or not; changed in place. Dynamic loss scaling:
             ``DistributedOptimizer(LossScaleOptimizer(inner))``. Where ``compile`` adds a ``LossScaleOptimizer`` around
             a distributed one, it becomes the one that exchanges, before it looks for overflows.
+        name: Horovod's; changes nothing, as do ``use_locking`` and the devices: only buckets have names here.
+        use_locking: see ``name``.
+        device_dense: see ``name``.
+        device_sparse: see ``name``.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
             least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
         backward_passes_per_step: gradients are summed over so many passes before they are exchanged. It sets the
             optimizer's ``gradient_accumulation_steps``, whose mean over the passes is multiplied by their number. A
             ``LossScaleOptimizer`` looks at every pass, so every pass is exchanged.
+        average_aggregated_gradients: leave it at the mean over the passes.
         op: ``Average`` or ``Sum`` over ranks.
         gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
         sparse_as_dense: exchange ``IndexedSlices`` as dense gradients; else their rows are gathered, uncompressed.
+        num_groups: Horovod's older spelling of ``groups``.
+        groups: Horovod's; changes nothing: buckets form by themselves, and no value depends on them.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`. Only they call this.
+        local_layers: layers whose gradients are not exchanged, each rank's own; ``register_local_var`` adds variables.
+        scale_local_gradients: divide those by the number of ranks.
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
@@ -68,6 +88,7 @@ def DistributedOptimizer(
     Raises ConfigError for bad arguments and other backends of Keras, PlanMismatchError on every rank if the ranks
     differ, StateError before ``init()`` and for an optimizer that is distributed already.
     """
+    check_ignored(num_groups, groups, name=name, device_dense=device_dense, device_sparse=device_sparse)
     arguments = Arguments(
         compression,
         backward_passes_per_step,
@@ -78,6 +99,8 @@ def DistributedOptimizer(
         reduction=reduction,
         controller=controller,
         residuals=residuals,
+        average_aggregated_gradients=average_aggregated_gradients,
+        local=Local(local_layers, scale_local_gradients),
     )
     distribute(optimizer, arguments)
     return optimizer
@@ -117,6 +140,10 @@ class Distributed(Readers):
         super().build(variables)  # type: ignore[misc]
         if core.owner is self and core.exchange is None:
             core.start(self._trainable_variables)
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not exchange the gradient of this variable. StateError once the optimizer is built."""
+        self._gradcomp.add_local(var)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Go over to another compression in mid-run, in a callback between two steps or two calls of ``fit``.

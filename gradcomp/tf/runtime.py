@@ -19,18 +19,25 @@ MPI, TORCH = "mpi", "torch"
 _NEEDS = {"mpi": MPI, "torch": TORCH, "horovod": TORCH}
 
 
-def init(*, process_sets: Iterable[Any] = (), **settings: Any) -> None:
+def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **settings: Any) -> None:
     """Join the job. Collective; a second call is allowed and changes nothing.
 
     Under mpirun, mpiexec or srun the ranks meet through MPI, which mpi4py and a PyPI wheel bring; under torchrun and
     horovodrun through torch.distributed, which needs torch. ``transport="mpi"`` and ``"torch"`` say otherwise. A plain
     ``python`` is a world of one.
 
-    ``process_sets``: those that will have optimizers of their own; see :func:`gradcomp.torch.init`. ``settings``: the
-    fields of :class:`gradcomp.Config`. Raises ConfigError for a bad setting, a half-set launch environment and a
-    missing engine, TransportError if the ranks do not meet in time.
+    ``comm``: Horovod's; only None is taken: all ranks that the launcher started. ``process_sets``: those that will have
+    optimizers of their own; see :func:`gradcomp.torch.init`. ``settings``: the fields of :class:`gradcomp.Config`.
+    Raises ConfigError for a bad setting, a ``comm``, a half-set launch environment and a missing engine, TransportError
+    if the ranks do not meet in time.
     """
-    runtime.begin(_join, process_sets, settings)
+    if comm is not None:
+        raise ConfigError(
+            "init takes no comm: a job has all ranks that the launcher started; give process_set=ProcessSet([...]) to "
+            "what only some of them do"
+        )
+    # "dynamic" is Horovod's word for sets that come later, which need no word here.
+    runtime.begin(_join, () if process_sets in (None, "dynamic") else process_sets, settings)
 
 
 def _join(config: Config) -> tuple[Launch, Network]:
@@ -48,10 +55,11 @@ def _join(config: Config) -> tuple[Launch, Network]:
 
 
 def _installed() -> set[str]:
-    return {engine for engine, module in ((MPI, "mpi4py"), (TORCH, "torch")) if _is_there(module)}
+    return {engine for engine, module in ((MPI, "mpi4py"), (TORCH, "torch")) if is_there(module)}
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
+    """Whether a module is installed; it is not imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # hidden, or half imported

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -13,11 +13,14 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.state import Runtime
 from gradcomp.tf.exchange import Exchange
+from gradcomp.tf.horovod_arguments import check_ignored
 from gradcomp.tf.layers import specs
+from gradcomp.tf.local import Local
 from gradcomp.tf.ordered import plain
+from gradcomp.tf.reductions import grouped_allreduce
 
 Tape = TypeVar("Tape", bound="tf.GradientTape")
 
@@ -26,31 +29,43 @@ MOST_EXCHANGES = 32
 
 
 def DistributedGradientTape(
-    tape: Tape,
+    gradtape: Tape,
+    device_dense: str = "",
+    device_sparse: str = "",
     compression: Policy | Compressor | str = Compression.none,
+    sparse_as_dense: bool = False,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
-    sparse_as_dense: bool = False,
-    *,
+    num_groups: int = 0,
+    groups: Any = None,
     process_set: Members = None,
+    scale_local_gradients: bool = True,
+    *,
     reduction: str | None = None,
     controller: Controller | str | None = None,
     residuals: str | None = None,
 ) -> Tape:
-    """Make ``tape.gradient(loss, variables)`` return gradients averaged over ranks; returns the same tape.
+    """Make ``gradtape.gradient(loss, variables)`` return gradients averaged over ranks; returns the same tape.
 
     g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. A tape is made anew in every
     step; what lasts, residuals and plans, belongs to the variables: all calls with the same variables and arguments
     share one :class:`Exchange`, which the first of them makes. In eager mode and inside tf.function, there traced once.
 
     Args:
-        tape: a ``tf.GradientTape``; changed in place.
+        gradtape: a ``tf.GradientTape``; changed in place.
+        device_dense: Horovod's; changes nothing.
+        device_sparse: Horovod's; changes nothing.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
             least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
-        op: ``Average`` or ``Sum`` over ranks.
+        op: ``Average`` or ``Sum`` over ranks; any other is an allreduce of the gradients, see
+            :func:`gradcomp.tf.allreduce`, whose compressions it takes.
         gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
         sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients; else their rows are gathered, uncompressed.
+        num_groups: Horovod's older spelling of ``groups``.
+        groups: Horovod's; changes nothing: buckets form by themselves, and no value depends on them.
         process_set: the ranks to average over, if not all. Only they call this.
+        scale_local_gradients: divide gradients of variables that ``register_local_source`` named by the number of
+            ranks; they are not exchanged.
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
@@ -64,13 +79,14 @@ def DistributedGradientTape(
     PlanMismatchError on every rank if the ranks differ, StateError before ``init()``, for a variable of which only
     other ranks have a gradient, and where every step has new variables. Horovod's meaning of the arguments.
     """
-    if not isinstance(tape, tf.GradientTape):
-        raise ConfigError(f"expected a tf.GradientTape, got {type(tape).__name__}")
-    if isinstance(tape, _Distributed):
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ConfigError(f"expected a tf.GradientTape, got {type(gradtape).__name__}")
+    if isinstance(gradtape, _Distributed):
         raise StateError("this tape is already a DistributedGradientTape")
+    check_ignored(num_groups, groups, device_dense=device_dense, device_sparse=device_sparse)
     ranks = members(process_set)
     given = _Arguments(
-        as_policy(compression),
+        as_policy(compression) if op in (Average, Sum) else compression,
         op,
         gradient_predivide_factor,
         sparse_as_dense,
@@ -79,18 +95,47 @@ def DistributedGradientTape(
         controller,
         residuals,
         process_set,
+        Local(None, scale_local_gradients),
     )
-    kind = type(tape)
-    tape.__dict__["_gradcomp"] = given
-    tape.__class__ = type(
+    kind = type(gradtape)
+    gradtape.__dict__["_gradcomp"] = given
+    gradtape.__class__ = type(
         kind.__name__, (_Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
+    return gradtape
+
+
+def PartialDistributedGradientTape(
+    gradtape: Tape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Policy | Compressor | str = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Members = None,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+    **arguments: Any,
+) -> Tape:
+    """As :func:`DistributedGradientTape`, but for the variables of ``local_layers``: those gradients stay each rank's.
+
+    ``local_layers``: a layer of Keras or a list of them. ``arguments``: gradcomp's own, by keyword.
+    """
+    local = Local(local_layers, scale_local_gradients)
+    tape = DistributedGradientTape(
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
+        num_groups, groups, process_set, scale_local_gradients, **arguments,
+    )  # fmt: skip
+    tape.__dict__["_gradcomp"] = replace(tape.__dict__["_gradcomp"], local=local)
     return tape
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    compression: Policy
+    compression: Any
     op: ReduceOp
     predivide: float
     sparse_as_dense: bool
@@ -99,6 +144,27 @@ class _Arguments:
     controller: Controller | str | None
     residuals: str | None
     process_set: Members = field(compare=False)
+    local: Local = field(compare=False)
+
+    def means(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """What the ranks' gradients of these variables become together."""
+        if self.op in (Average, Sum):
+            return exchange_of(variables, self).exchange(gradients)
+        if self.predivide != 1.0:
+            raise ConfigError("gradient_predivide_factor needs op=Average if it is not 1")
+        given = [
+            tf.convert_to_tensor(each) if self.sparse_as_dense and each is not None else each
+            for each in gradients
+        ]
+        reduced = iter(
+            grouped_allreduce(
+                [each for each in given if each is not None],
+                compression=self.compression,
+                op=self.op,
+                process_set=self.process_set,
+            )
+        )
+        return [None if each is None else next(reduced) for each in given]
 
     def exchange(self, variables: Sequence[Any]) -> Exchange:
         with tf.init_scope():
@@ -116,7 +182,7 @@ class _Arguments:
 
 
 class _Distributed:
-    """The method that a distributed tape has instead of its class's."""
+    """The methods that a distributed tape has instead of its class's, or beside them."""
 
     _gradcomp: _Arguments
 
@@ -127,12 +193,40 @@ class _Distributed:
         sources: Any,
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
     ) -> Any:
-        """The means over ranks of the gradients of ``target`` with respect to ``sources``, which are variables."""
+        """The means over ranks of the gradients of ``target`` with respect to ``sources``, which are variables.
+
+        ``use_generic_names`` is Horovod's and changes nothing.
+        """
+        if isinstance(unconnected_gradients, bool):  # Horovod's place for use_generic_names
+            unconnected_gradients = tf.UnconnectedGradients.NONE
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
-        variables = tf.nest.flatten(sources)
-        exchange = exchange_of(variables, self._gradcomp)
-        return tf.nest.pack_sequence_as(sources, exchange.exchange(tf.nest.flatten(own)))
+        given, variables, gradients = self._gradcomp, tf.nest.flatten(sources), tf.nest.flatten(own)
+        shared = [place for place, variable in enumerate(variables) if variable not in given.local]
+        results = list(gradients)
+        for place in set(range(len(variables))) - set(shared):
+            results[place] = given.local.gradient(gradients[place], len(given.ranks))
+        if shared:
+            means = given.means(
+                [variables[place] for place in shared], [gradients[place] for place in shared]
+            )
+            for place, mean in zip(shared, means, strict=True):
+                results[place] = mean
+        return tf.nest.pack_sequence_as(sources, results)
+
+    def register_local_source(self, source: Any) -> None:
+        """Do not exchange the gradient of this variable."""
+        self._gradcomp.local.add(source)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """Pairs of variables and their gradients: those that are local, and those that were exchanged."""
+        found = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True))
+        local = self._gradcomp.local
+        return [each for each in pairs if each[0] in local], [each for each in pairs if each[0] not in local]
 
 
 class _Known:

@@ -184,7 +184,9 @@ def test_progress_says_what_is_saved() -> None:
 
     x, y, _, _ = data(batches=6)
     ours = model()
-    ours.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1), compression()), loss="mse")
+    ours.compile(
+        optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression()), loss="mse"
+    )
     with logged() as lines:
         fit(ours, x, y, epochs=2, callbacks=[callbacks.Progress(every_steps=4)])
     said = [line for line in lines if "steps/s" in line]
@@ -222,7 +224,7 @@ def _train(directory: str, epochs: int, after: Any = (), save_freq: Any = "epoch
             keras.layers.Dense(3),
         ]
     )
-    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.01), compression())
+    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression())
     ours.compile(optimizer=optimizer, loss="mse")
     backup = callbacks.BackupAndRestore(directory, save_freq=save_freq)
     history = ours.fit(
@@ -355,3 +357,40 @@ def test_bad_backups() -> None:
     unbuilt.compile(optimizer=DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
     with pytest.raises(ConfigError, match="built before fit"):
         fit(unbuilt, x, y, callbacks=[BackupAndRestore(shared_directory())])
+
+
+@on_ranks(2, env=ENV)
+def test_callbacks_under_horovods_names() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit, model
+
+    import gradcomp.tf.keras as hvd
+    from gradcomp.core.errors import ConfigError
+
+    x, y, _, _ = data(batches=2)
+    ours = model(seed=hvd.rank())
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.4))
+    ours.compile(optimizer=optimizer, loss="mse")
+    own = ours.layers[1].bias
+    own.assign([float(hvd.rank())] * 3)
+    optimizer.register_local_var(own)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            seen.append(np.asarray(own).tolist())
+
+    called = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(1, "", [own]),
+        Look(),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(0.4, 2),
+        hvd.callbacks.LearningRateScheduleCallback(0.4, 0.5, start_epoch=2, momentum_correction=False),
+    ]
+    history = fit(ours, x, y, epochs=4, callbacks=called).history
+    assert seen == [[float(hvd.rank())] * 3]
+    assert_alike([v for v in ours.weights if v is not own], optimizer.variables)
+    np.testing.assert_allclose(history["lr"], [0.3, 0.4, 0.4, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(history["loss"], hvd.allreduce(history["loss"]), rtol=1e-6)
+    with pytest.raises(ConfigError, match="local_variables"):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[1.0])

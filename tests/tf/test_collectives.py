@@ -97,6 +97,35 @@ class TestWorldOfOne:
             result = tf.reduce_sum(collective(value) * 2.0)
         np.testing.assert_array_equal(tape.gradient(result, value), [2.0] * 3)
 
+    @pytest.mark.parametrize("mode", [lambda function: function, tf.function], ids=["eager", "graph"])
+    def test_factors_count(self, mode) -> None:
+        for op in (gc.Sum, gc.Average, gc.Min, gc.Max, gc.Product, gc.Adasum):
+
+            def scaled(x, op=op):
+                return gc.allreduce(x, op=op, prescale_factor=3.0, postscale_factor=0.5)
+
+            np.testing.assert_array_equal(mode(scaled)(tf.constant([1.0, 2.0])), [1.5, 3.0])
+        halved = mode(lambda x: gc.reducescatter(x, op=gc.Sum, postscale_factor=0.5))
+        np.testing.assert_array_equal(halved(tf.constant([7, -7])), [3, -3])
+
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(gc.allreduce(x, prescale_factor=3.0, postscale_factor=0.5))
+            return tape.gradient(y, x)
+
+        np.testing.assert_array_equal(mode(gradient)(tf.ones(2)), [1.5, 1.5])
+
+    def test_groups_are_their_members(self) -> None:
+        group = [tf.ones([2]), tf.constant([[3]])]
+        for collective in (gc.grouped_allreduce, gc.grouped_allgather, gc.grouped_reducescatter):
+            for result, value in zip(collective(group), group, strict=True):
+                np.testing.assert_array_equal(result, value)
+
+    def test_objects_are_a_list_of_one(self) -> None:
+        anything = object()
+        assert gc.allgather_object(anything) == [anything]
+
     def test_slices_stay_slices(self) -> None:
         slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([3]), tf.constant([5, 2]))
         result = gc.allreduce(slices)
@@ -144,7 +173,12 @@ class TestWorldOfOne:
         lambda: gc.alltoall(tf.ones(1)),
         lambda: gc.broadcast_object(1),
         lambda: gc.broadcast_variables([]),
+        lambda: gc.broadcast_([], 0),
+        lambda: gc.grouped_allreduce([tf.ones(1)]),
+        lambda: gc.allgather_object(1),
         gc.barrier,
+        gc.size_op,
+        gc.rank_op,
     ],
 )
 def test_before_init(call) -> None:

@@ -317,7 +317,9 @@ def test_fit() -> None:
     for here in (False, True):
         with on_device(here) as driver, tf.device("CPU:1"):
             ours = model()
-            optimizer = DistributedOptimizer(keras.optimizers.SGD(0.125, momentum=0.5), compression())
+            optimizer = DistributedOptimizer(
+                keras.optimizers.SGD(0.125, momentum=0.5), compression=compression()
+            )
             ours.compile(optimizer=optimizer, loss="mse")
             fit(ours, *data()[:2])
             assert optimizer.statistics().steps == 8

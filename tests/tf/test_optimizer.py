@@ -150,7 +150,7 @@ def test_mixed_precision_with_compression(policy: str) -> None:
 
     x, y, _, _ = data()
     ours = model(policy=policy)
-    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.02), compression())
+    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.02), compression=compression())
     ours.compile(optimizer=optimizer, loss="mse")
     losses = fit(ours, x, y, epochs=3).history["loss"]
     assert isinstance(ours.optimizer, Distributed)
@@ -257,7 +257,7 @@ def test_loops_of_ones_own() -> None:
     results = []
     for traced in (False, True):
         ours = model()
-        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression())
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=compression())
 
         def step(a: Any, b: Any, ours: Any = ours, optimizer: Any = optimizer) -> None:
             with tf.GradientTape() as tape:
@@ -441,7 +441,7 @@ def test_a_world_of_one(tmp_path: Any) -> None:
             optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
             called = []
             if distributed:
-                gc.DistributedOptimizer(optimizer, compression())
+                gc.DistributedOptimizer(optimizer, compression=compression())
                 called = [
                     gc.callbacks.BroadcastGlobalVariables(0),
                     gc.callbacks.MetricAverage(),
@@ -479,7 +479,7 @@ def test_gradients_are_recorded_before_compression() -> None:
     x, y, _, _ = data()
     ours = model()
     policy = gc.Policy("topk:density=0.1", filter=gc.Filter(min_elements=1))
-    optimizer = gc.DistributedOptimizer(_optimizer("SGD", {}), policy)
+    optimizer = gc.DistributedOptimizer(_optimizer("SGD", {}), compression=policy)
     ours.compile(optimizer=optimizer, loss="mse")
     optimizer.build(ours.trainable_variables)
     made = tempfile.mkdtemp(prefix="gradcomp-recording-") if gc.rank() == 0 else ""
@@ -496,3 +496,104 @@ def test_gradients_are_recorded_before_compression() -> None:
         assert np.isfinite(recording.values).all()
         assert (recording.values != 0).all()
         assert not np.array_equal(recording.of(0, 0), recording.of(0, 1))
+
+
+@on_ranks(2, env=ENV)
+def test_passes_are_averaged_if_so_asked() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit, model
+
+    import gradcomp.tf.keras as hvd
+
+    x, y, whole_x, whole_y = data()
+    ours, alone = model(), model()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1),
+        "Distributed",
+        backward_passes_per_step=2,
+        average_aggregated_gradients=True,
+    )
+    ours.compile(optimizer=optimizer, loss="mse")
+    fit(ours, x, y)
+    assert_alike(ours.weights)
+    if hvd.rank() == 0:
+        alone.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), loss="mse")
+        fit(alone, whole_x, whole_y, batch=8)
+        for mine, other in zip(ours.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-6)
+
+
+@on_ranks(2, env=ENV)
+@pytest.mark.parametrize("scales", [True, False])
+def test_local_layers_learn_from_their_own_rank(scales: bool) -> None:
+    import keras
+    import tensorflow as tf
+    from keras_checks import assert_alike, data, fit, model
+
+    import gradcomp.tf.keras as hvd
+    from gradcomp.core.errors import StateError
+
+    x, y, _, _ = data(batches=1)
+    ours = model()
+    first, last = ours.layers
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=last, scale_local_gradients=scales
+    )
+    optimizer.register_local_var(first.bias)
+    before = [np.asarray(v) for v in ours.trainable_variables]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(ours(x) - y))
+    gradients = tape.gradient(loss, [v.value for v in ours.trainable_variables])
+    ours.compile(optimizer=optimizer, loss="mse")
+    fit(ours, x, y)
+    assert_alike([first.kernel])
+    for variable, start, gradient in zip(ours.trainable_variables, before, gradients, strict=True):
+        if variable is not first.kernel:
+            step = 0.1 * np.asarray(gradient) / (2 if scales else 1)
+            np.testing.assert_allclose(variable, start - step, rtol=1e-4, atol=1e-6)
+    others = hvd.allgather(last.kernel.value[tf.newaxis])
+    assert not np.array_equal(others[0], others[1])
+    with pytest.raises(StateError, match="before"):
+        optimizer.register_local_var(first.kernel)
+
+
+def test_arguments_of_horovod_are_looked_at() -> None:
+    import keras
+
+    import gradcomp.tf as gc
+    from gradcomp.tf.keras import PartialDistributedOptimizer
+
+    gc.init(log_level="warning")
+    try:
+        for wrong, said in (
+            *(
+                ({"name": gc.TopK(density=0.5)}, "name must be a string"),
+                ({"name": "topk:density=0.5"}, "compression="),
+            ),
+            *(({"device_dense": "fp16"}, "compression="), ({"groups": 0}, "groups must be")),
+            *(({"groups": "all"}, "groups must be"), ({"num_groups": -1}, "num_groups must be")),
+            ({"op": gc.Adasum}, "op must be"),
+        ):
+            with pytest.raises(gc.ConfigError, match=said):
+                gc.DistributedOptimizer(keras.optimizers.SGD(0.1), **wrong)
+        with pytest.raises(gc.ConfigError, match="local_layers"):
+            PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=["dense"])
+        sgd = keras.optimizers.SGD(0.1)
+        given = (
+            sgd,
+            "name",
+            True,
+            "/gpu:0",
+            "/cpu:0",
+            gc.Compression.fp16,
+            True,
+            2,
+            gc.Sum,
+            1.0,
+            True,
+            2,
+            [[]],
+        )
+        assert gc.DistributedOptimizer(*given) is sgd
+    finally:
+        gc.shutdown()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def _trained() -> tuple[Any, Any]:
 
     x, y, _, _ = data()
     ours = model()
-    opt = DistributedOptimizer(keras.optimizers.Adam(0.01), compression())
+    opt = DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression())
     ours.compile(optimizer=opt, loss="mse", metrics=["mae"])
     fit(ours, x, y)
     return ours, opt
@@ -81,7 +82,7 @@ def test_it_serialises_as_the_plain_optimizer() -> None:
     ):
         optimizer = make()
         before, config = keras.saving.serialize_keras_object(optimizer), optimizer.get_config()
-        DistributedOptimizer(optimizer, "quantize:bits=4")
+        DistributedOptimizer(optimizer, compression="quantize:bits=4")
         assert isinstance(optimizer, Distributed)
         assert keras.saving.serialize_keras_object(optimizer) == before
         assert optimizer.get_config() == config
@@ -174,7 +175,7 @@ def test_a_loaded_model_trains_on() -> None:
 
     scaled = model()
     inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    scaled.compile(optimizer=DistributedOptimizer(inner, compression()), loss="mse")
+    scaled.compile(optimizer=DistributedOptimizer(inner, compression=compression()), loss="mse")
     scaled.optimizer.build(scaled.trainable_variables)
     if runtime.rank() == 0:
         scaled.save(directory / "scaled.keras")
@@ -203,7 +204,7 @@ def test_compression_state_in_a_checkpoint_of_tensorflow() -> None:
     saved = tf.train.Checkpoint(model=ours, optimizer=optimizer, compression=CompressionState(optimizer))
     where = saved.write(path)
     again = model(seed=9)
-    other = DistributedOptimizer(keras.optimizers.Adam(0.5), compression())
+    other = DistributedOptimizer(keras.optimizers.Adam(0.5), compression=compression())
     with pytest.raises(StateError, match="not built"):
         CompressionState(other).serialize()
     other.build(again.trainable_variables)
@@ -224,3 +225,28 @@ def test_compression_state_in_a_checkpoint_of_tensorflow() -> None:
         CompressionState(keras.optimizers.SGD(0.1))
     with pytest.raises(StateError):
         other.load_compression_state({"residuals": {}})
+
+
+def test_horovods_load_model_knows_optimizers_of_ones_own(tmp_path: Path) -> None:
+    import keras
+    from keras_checks import model
+
+    import gradcomp.tf.keras as hvd
+    from gradcomp.tf.optimizer import Distributed
+
+    class Own(keras.optimizers.SGD):
+        pass
+
+    hvd.init(log_level="warning")
+    try:
+        ours = model()
+        ours.compile(optimizer=Own(0.25), loss="mse")
+        ours.save(tmp_path / "model.keras")
+        found = hvd.load_model(tmp_path / "model.keras", custom_optimizers=[Own], compression="fp16")
+        assert isinstance(found.optimizer, Distributed)
+        assert isinstance(found.optimizer, Own)
+        assert float(found.optimizer.learning_rate) == 0.25
+        with pytest.raises(hvd.ConfigError, match="legacy"):
+            hvd.load_model(tmp_path / "model.keras", legacy_opts=True)
+    finally:
+        hvd.shutdown()

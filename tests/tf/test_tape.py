@@ -145,7 +145,12 @@ def test_compressed_training_is_the_same_on_all_ranks_and_learns() -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     before = float(loss(y, model(x)))
     traces = train(
-        model, "graph", False, lambda tape: DistributedGradientTape(tape, TopK(density=0.1)), mine(), steps=60
+        model,
+        "graph",
+        False,
+        lambda tape: DistributedGradientTape(tape, compression=TopK(density=0.1)),
+        mine(),
+        steps=60,
     )
     assert traces == 1
     assert float(loss(y, model(x))) < before
@@ -214,7 +219,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(StateError, match="already a DistributedGradientTape"):
         DistributedGradientTape(DistributedGradientTape(tf.GradientTape()))
     with pytest.raises(ConfigError):
-        DistributedGradientTape(tf.GradientTape(), "no such compressor")
+        DistributedGradientTape(tf.GradientTape(), compression="no such compressor")
     weight = tf.Variable(tf.ones([3]))
     with pytest.raises(ConfigError, match="op must be"):
         gradients(weight, op="average")

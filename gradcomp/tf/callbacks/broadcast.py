@@ -10,6 +10,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf.callbacks.common import build_optimizer, ranks_of, require_distributed, variables_of
+from gradcomp.tf.local import Local
 from gradcomp.tf.variables import broadcast_variables
 
 
@@ -17,14 +18,20 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
     """Give all ranks the weights and the optimizer's variables of ``root_rank`` when training begins.
 
     With a model that is not built yet, at the end of its first batch, for there is nothing to send before. States of
-    random layers stay each rank's own. Wire: all variables once.
+    random layers stay each rank's own, as do ``local_variables``, a variable or a list. Wire: all other variables once.
     Collective. Raises ConfigError if the model's optimizer is not distributed, and for a model that is not built with
     ``steps_per_execution`` of more than 1: its ranks would take several steps from different weights.
     """
 
-    def __init__(self, root_rank: int = 0) -> None:
+    def __init__(self, root_rank: int = 0, local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
+        self._local = Local()
+        single = hasattr(local_variables, "assign")
+        for variable in [local_variables] if single else list(local_variables or []):
+            if not hasattr(variable, "assign"):
+                raise ConfigError(f"local_variables must be variables, got {type(variable).__name__}")
+            self._local.add(variable)
         self._due = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -46,6 +53,5 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        broadcast_variables(
-            variables_of(self.model), self.root_rank, process_set=ProcessSet(ranks_of(self.model))
-        )
+        shared = [variable for variable in variables_of(self.model) if variable not in self._local]
+        broadcast_variables(shared, self.root_rank, process_set=ProcessSet(ranks_of(self.model)))
