@@ -9,6 +9,7 @@
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
+#   make integrations             Transformers, Accelerate, Lightning and Ray, for the tests of gradcomp.integrations
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
 # changed source file reinstalls it (the CMake build in build/ is kept, so this takes seconds).
@@ -42,7 +43,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench $(BENCHES)
+.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium integrations site-check bench $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -115,6 +116,13 @@ horovod: $(STAMP)/horovod
 openmpi: $(STAMP)/openmpi
 slurm: $(STAMP)/slurm
 chromium: $(STAMP)/chromium
+
+# The libraries whose trainers gradcomp.integrations serves, for tests/integrations. The pin keeps torch as it is.
+integrations: $(STAMP)/integrations
+
+$(STAMP)/integrations: pyproject.toml | $(STAMP)/package
+	$(PIP) "gradcomp[accelerate,lightning,ray,transformers]" "$(TORCH)"
+	@touch $@
 
 $(STAMP)/horovod: scripts/install_horovod.sh | $(STAMP)/package $(STAMP)/extra-test
 	scripts/install_horovod.sh --mpi $(BIN)/python
