@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from launching import Finished, run_ranks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/integrations.md"
@@ -20,6 +22,12 @@ flat = torch.cat([p.detach().flatten() for p in model.parameters()])
 print("result", json.dumps([hashlib.sha256(flat.numpy().tobytes()).hexdigest(), metrics]))
 gc.shutdown()
 """
+
+
+def needs(module: str, extra: str = "") -> pytest.MarkDecorator:
+    """Skip where a library is not installed. It is not imported here: that takes seconds."""
+    missing = importlib.util.find_spec(module) is None
+    return pytest.mark.skipif(missing, reason=f"needs {module}: pip install gradcomp[{extra or module}]")
 
 
 class Result(NamedTuple):

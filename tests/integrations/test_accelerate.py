@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from integration_pages import block, results, train
+from integration_pages import block, needs, results, train
 
-pytest.importorskip("accelerate", reason="needs Accelerate: pip install gradcomp[accelerate]")
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, needs("accelerate")]
 
 PROLOGUE = """
 import torch
@@ -46,6 +45,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     resumed = results(train(tmp_path, PROLOGUE, page(True, 2), IMPORTED))
     assert resumed[0].metrics["gradcomp/steps"] == 3
     assert resumed[0].weights == whole[0].weights
+
+
+def test_the_accelerators_scaler_is_found_and_changes_no_bit(tmp_path: Path) -> None:
+    scaled = PROLOGUE + 'accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)\n'
+    said = "\nassert accelerator.scaler.get_scale() == 256.0 and optimizer.scaler is accelerator.scaler"
+    with_scaler = results(train(tmp_path, scaled, page(False, 1) + said, IMPORTED))
+    without = results(train(tmp_path, PROLOGUE, page(False, 1), IMPORTED))
+    assert with_scaler[0].weights == without[0].weights
 
 
 def test_two_models_have_a_directory_each(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration_pages import EPILOGUE, Result, block, results, train
+from integration_pages import EPILOGUE, Result, block, needs, results, train
 from launching import Finished, run_command
 
-pytest.importorskip("lightning", reason="needs Lightning: pip install gradcomp[lightning]")
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, needs("lightning")]
 
 PROLOGUE = """
 import torch

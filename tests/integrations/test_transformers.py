@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from integration_pages import block, results, train
+from integration_pages import block, needs, results, train
 
-pytest.importorskip("transformers", reason="needs Transformers: pip install gradcomp[transformers]")
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, needs("transformers")]
 
 PROLOGUE = """
 import torch, transformers
