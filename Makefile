@@ -11,6 +11,7 @@
 #   make wheels                   wheels into dist/, repaired, and the demo from them without a compiler
 #   make test-versions            each supported version of PyTorch and TensorFlow: gigabytes; ARGS="--only tf-2.16-py3.12"
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
+#   make integrations             Transformers, Accelerate, Lightning and Ray, for the tests of gradcomp.integrations
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
 # changed source file reinstalls it (the CMake build in build/ is kept, so this takes seconds).
@@ -44,7 +45,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench wheels test-versions $(BENCHES)
+.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench integrations wheels test-versions $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -117,6 +118,13 @@ horovod: $(STAMP)/horovod
 openmpi: $(STAMP)/openmpi
 slurm: $(STAMP)/slurm
 chromium: $(STAMP)/chromium
+
+# The libraries whose trainers gradcomp.integrations serves, for tests/integrations. The pin keeps torch as it is.
+integrations: $(STAMP)/integrations
+
+$(STAMP)/integrations: pyproject.toml | $(STAMP)/package
+	$(PIP) "gradcomp[accelerate,lightning,ray,transformers]" "$(TORCH)"
+	@touch $@
 
 $(STAMP)/horovod: scripts/install_horovod.sh | $(STAMP)/package $(STAMP)/extra-test
 	scripts/install_horovod.sh --mpi $(BIN)/python

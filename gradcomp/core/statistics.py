@@ -44,3 +44,18 @@ class Statistics:
     def ratio(self) -> float:
         """Dense bytes over sent bytes; 1.0 before the first step."""
         return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """A flat dictionary for TensorBoard, Weights and Biases and others: ``gradcomp/steps``, ``gradcomp/ratio``, ...
+
+        Bytes and seconds are means over the steps since the start: ``gradcomp/wire_bytes_per_step``.
+        """
+        steps = max(self.steps, 1)
+        values: dict[str, float] = {"ratio": self.ratio}
+        for name in self.FIELDS:
+            total = getattr(self, name)
+            if name.endswith("steps"):
+                values[name] = total
+            else:
+                values[f"{name}_per_step"] = total / steps
+        return {f"gradcomp/{name}": value for name, value in values.items()}

@@ -36,6 +36,10 @@ class Readers:
         exchanger = self._exchanger_or_none()
         return Statistics() if exchanger is None else exchanger.pipeline.statistics
 
+    def metrics(self) -> dict[str, float]:
+        """This rank's counters as a flat dictionary for a logger: ``{"gradcomp/ratio": 7.6, ...}``."""
+        return self.statistics().metrics()
+
     def reduced_statistics(self) -> Statistics | None:
         """The mean of all ranks' counters at the last multiple of ``statistics_every_steps``."""
         exchanger = self._exchanger_or_none()

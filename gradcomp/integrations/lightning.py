@@ -1,0 +1,111 @@
+"""Compression under Lightning's ``Trainer``: a strategy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from gradcomp.compress import Compression, Compressor, Policy
+from gradcomp.control import Controller
+from gradcomp.core.errors import ConfigError
+from gradcomp.integrations.hooks import DIRECTORY, load_state, register, save_state
+from gradcomp.torch.ddp import HookState
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """``Trainer(strategy=CompressedDDPStrategy("quantize:bits=4"))``: DDPStrategy with compressed gradients.
+
+    Registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel, with the GradScaler of
+    ``precision="16-mixed"``. Whatever saves a checkpoint ``FILE.ckpt`` (``ModelCheckpoint``,
+    ``trainer.save_checkpoint``) writes each rank's compression state to the directory ``FILE.ckpt.gradcomp`` first;
+    what removes the one removes the other. ``trainer.fit(ckpt_path=...)`` goes on from both, bit for bit on as many
+    ranks.
+
+    Args:
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
+        controller: as for ``ddp_comm_hook``.
+        missing_ok: resume from checkpoints without compression state too; residuals then start from zero.
+        arguments: those of DDPStrategy.
+
+    Collective. Calls ``gc.init()`` if nobody has. Wire: see the compressor. Raises as ``ddp_comm_hook``; saving and
+    resuming raise as :func:`gradcomp.torch.save` and :func:`gradcomp.torch.load`, and ConfigError for a checkpoint at a
+    URL: the directory must be on storage that all ranks share.
+    """
+
+    def __init__(
+        self,
+        compression: Policy | Compressor | str = Compression.none,
+        *,
+        controller: Controller | str | None = None,
+        missing_ok: bool = False,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**arguments)
+        self._compression = compression, controller
+        self._missing_ok = missing_ok
+        self._loaded_from: Path | None = None
+        #: What ``ddp_comm_hook`` returned; None before ``fit``.
+        self.compression_state: HookState | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """The counters of this rank as a flat dictionary for ``log_dict``; empty before ``fit``."""
+        return {} if self.compression_state is None else self.compression_state.metrics()
+
+    # -- what the trainer calls -----------------------------------------------------------------------------------
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, and register the hook."""
+        super().configure_ddp()
+        compression, controller = self._compression
+        self.compression_state = register(
+            self.model,
+            compression,
+            "Lightning",
+            grad_scaler=getattr(self.precision_plugin, "scaler", None),
+            controller=controller,
+        )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """The model has what the checkpoint held, if there is one; the compression state follows."""
+        loaded_from, self._loaded_from = self._loaded_from, None
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and loaded_from is not None:
+            assert self.compression_state is not None
+            directory = _beside(loaded_from)
+            load_state(directory, self.compression_state, self.model, missing_ok=self._missing_ok)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Called before :meth:`setup`, when there is no hook yet."""
+        self._loaded_from = Path(checkpoint_path)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return loaded
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """The compression state goes first: a file that is there has its directory."""
+        if self.compression_state is not None and "optimizer_states" in checkpoint:
+            # Rank 0's name counts: other ranks may have made theirs from other metrics.
+            save_state(_beside(self.broadcast(str(filepath))), self.compression_state)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """The file, then the directory."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero and "://" not in str(filepath):
+            shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+
+def _beside(filepath: str | Path) -> Path:
+    """The directory of the compression state of a checkpoint, which may be a link to another."""
+    if "://" in str(filepath):
+        raise ConfigError(
+            f"{filepath}: compression state is saved to storage that all ranks share, not to a URL"
+        )
+    path = Path(filepath).resolve()
+    return path.with_name(f"{path.name}.{DIRECTORY}")

@@ -1,0 +1,103 @@
+"""Compression under Ray Train: a prepared model, Keras' workers that meet, checkpoints through Ray's own report."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import ray.train
+from ray.train.collective import broadcast_from_rank_zero
+
+from gradcomp.compress import Compression, Compressor, Policy
+from gradcomp.control import Controller
+
+if TYPE_CHECKING:
+    from gradcomp.torch.ddp import HookState
+
+# The frontends are imported when they are asked for: a worker of one framework need not have the other.
+
+
+def compress(
+    model: Any,
+    compression: Policy | Compressor | str = Compression.none,
+    *,
+    controller: Controller | str | None = None,
+) -> HookState:
+    """Compress the gradients of the model that ``ray.train.torch.prepare_model`` returned, in a ``TorchTrainer``.
+
+    Registers a :func:`gradcomp.torch.ddp_comm_hook` and returns its state. The other arguments are its own.
+    Collective over the workers. Calls ``gc.init()``, which takes the process group that Ray has made, if nobody has.
+    Wire: see the compressor. Raises as ``ddp_comm_hook``, and ConfigError for a model that Ray has not wrapped in
+    DistributedDataParallel.
+    """
+    from gradcomp.integrations.hooks import register
+
+    return register(model, compression, "Ray", controller=controller)
+
+
+def report(metrics: dict[str, Any], opt: Any, **arguments: Any) -> None:
+    """``ray.train.report`` with a checkpoint of :func:`gradcomp.torch.save`, and with gradcomp's metrics.
+
+    Every worker writes its part to a directory of its own, and Ray merges them in its storage: no worker needs to see
+    the others' disks. Collective over the workers, between two steps; raises as ``save``.
+
+    Args:
+        metrics: those of the script; ``opt.metrics()`` joins them.
+        opt: what :func:`compress` or :func:`gradcomp.torch.DistributedOptimizer` returned.
+        arguments: ``model``, ``optimizer`` and ``extra``, as for ``save``.
+    """
+    from gradcomp.torch.saving import save
+
+    with tempfile.TemporaryDirectory(prefix="gradcomp-") as directory:
+        save(directory, opt, **arguments)
+        checkpoint = ray.train.Checkpoint.from_directory(directory)
+        ray.train.report({**metrics, **opt.metrics()}, checkpoint=checkpoint)
+
+
+def load(opt: Any, **arguments: Any) -> dict[str, Any] | None:
+    """Go on from the last checkpoint that :func:`report` gave to Ray: its ``extra``; None if there is none yet.
+
+    After a failure Ray starts the workers anew with that checkpoint. With as many workers training continues bit for
+    bit. ``arguments``: ``model`` and ``optimizer``, as for :func:`gradcomp.torch.load`. Collective over the workers;
+    raises as ``load``.
+    """
+    from gradcomp.torch.saving import load as load_from
+
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as directory:
+        return load_from(directory, opt, **arguments)
+
+
+def init_tensorflow(**settings: Any) -> None:
+    """:func:`gradcomp.tf.init` for the workers of a ``TensorflowTrainer``, which meet through torch.distributed.
+
+    The first worker offers a free port of its host; the launch environment (``RANK``, ``MASTER_ADDR`` and so on) is set
+    on every worker. Needs torch beside TensorFlow. ``settings``: those of ``init``. Collective over the workers; raises
+    as ``init``, and ConfigError if torch is missing.
+    """
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    address, port = broadcast_from_rank_zero(None if rank else (ray.util.get_node_ip_address(), _free_port()))
+    environment = {
+        "RANK": rank,
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    from gradcomp.tf.runtime import init
+
+    init(**settings)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port

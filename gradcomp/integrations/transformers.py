@@ -1,0 +1,114 @@
+"""Compression under Hugging Face Transformers' ``Trainer``: a callback."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from gradcomp.compress import Compression, Compressor, Policy
+from gradcomp.control import Controller
+from gradcomp.core.errors import ConfigError
+from gradcomp.integrations.hooks import DIRECTORY, load_state, register, save_state
+from gradcomp.torch.ddp import HookState
+from gradcomp.torch.live import live
+from gradcomp.torch.modules import bare
+
+
+class CompressionCallback(TrainerCallback):
+    """``Trainer(..., callbacks=[CompressionCallback("quantize:bits=4")])``: compressed gradients, saved and resumed.
+
+    When training begins, it registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel that the
+    trainer has wrapped around its model; the hook finds the GradScaler. With every checkpoint each rank's compression
+    state is written to ``checkpoint-N/gradcomp``. ``trainer.train(resume_from_checkpoint=...)`` goes on from there, bit
+    for bit on as many ranks. What the trainer logs gets :meth:`metrics` too, for callbacks behind this one.
+
+    Args:
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
+        controller: as for ``ddp_comm_hook``.
+        resume_from: the checkpoint, where ``resume_from_checkpoint`` is a path outside of ``output_dir``.
+        missing_ok: resume from checkpoints without compression state too; residuals then start from zero.
+
+    Collective. Calls ``gc.init()`` if nobody has. Wire: see the compressor. Raises as ``ddp_comm_hook``, and
+    ConfigError if the trainer uses no DistributedDataParallel or searches hyperparameters; saving and resuming
+    raise as :func:`gradcomp.torch.save` and :func:`gradcomp.torch.load`.
+    """
+
+    def __init__(
+        self,
+        compression: Policy | Compressor | str = Compression.none,
+        *,
+        controller: Controller | str | None = None,
+        resume_from: str | Path | None = None,
+        missing_ok: bool = False,
+    ) -> None:
+        self._arguments = compression, controller
+        self._resume_from = resume_from
+        self._missing_ok = missing_ok
+        self._wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        #: What ``ddp_comm_hook`` returned; None before training begins.
+        self.compression_state: HookState | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """The counters of this rank as a flat dictionary, ``{"gradcomp/ratio": 7.6, ...}``; empty before training."""
+        return {} if self.compression_state is None else self.compression_state.metrics()
+
+    # -- what the trainer calls -----------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """The model is wrapped, and the checkpoint loaded, if there is one."""
+        if state.is_hyper_param_search:
+            raise ConfigError("CompressionCallback does not take part in a search of hyperparameters")
+        assert model is not None
+        found = [ddp for ddp in live(DistributedDataParallel) if bare(ddp) is bare(model)]
+        new = [ddp for ddp in found if ddp not in self._wrapped]
+        if len(new) > 1:
+            raise ConfigError(f"the model is in {len(new)} DistributedDataParallels, of which one trains it")
+        if new or self.compression_state is None:
+            compression, controller = self._arguments
+            wrapped = new[0] if new else model
+            self.compression_state = register(wrapped, compression, "Trainer", controller=controller)
+            self._wrapped.add(wrapped)
+        if state.global_step > 0:
+            directory = self._directory(self._resume_from, args, state)
+            load_state(
+                directory,
+                self.compression_state,
+                model,
+                missing_ok=self._missing_ok,
+                hint="; if resume_from_checkpoint is a path elsewhere, give it to the callback as resume_from=",
+            )
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The trainer has written a checkpoint."""
+        if self.compression_state is not None and not args.save_only_model:
+            save_state(self._directory(None, args, state), self.compression_state)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Callbacks behind this one log the metrics too."""
+        if logs is not None:
+            logs.update(self.metrics())
+
+    def _directory(self, given: str | Path | None, args: TrainingArguments, state: TrainerState) -> Path:
+        assert args.output_dir is not None
+        return Path(given or Path(args.output_dir) / f"checkpoint-{state.global_step}") / DIRECTORY
