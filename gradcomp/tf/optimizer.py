@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import keras
 import tensorflow as tf
@@ -20,11 +20,9 @@ from gradcomp.job.report import Readers
 from gradcomp.tf import keras_model
 from gradcomp.tf.core import Arguments, Core, accumulate, check_optimizer, core_of
 
-Optimizer = TypeVar("Optimizer", bound="keras.optimizers.Optimizer")
-
 
 def DistributedOptimizer(
-    optimizer: Optimizer,
+    optimizer: keras.optimizers.Optimizer,
     compression: Policy | Compressor | str = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
@@ -35,7 +33,7 @@ def DistributedOptimizer(
     reduction: str | None = None,
     controller: Controller | str | None = None,
     residuals: str | None = None,
-) -> Optimizer:
+) -> DistributedKerasOptimizer:
     """Make a Keras ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
     g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. The exchange comes after Keras
@@ -80,7 +78,7 @@ def DistributedOptimizer(
         residuals=residuals,
     )
     distribute(optimizer, arguments)
-    return optimizer
+    return cast("DistributedKerasOptimizer", optimizer)
 
 
 def distribute(optimizer: Any, arguments: Arguments) -> None:
@@ -211,6 +209,12 @@ class Distributed(Readers):
         Local. StateError, with nothing changed, if anything does not fit (the error lists it all).
         """
         self._gradcomp.checkpoint_manager.restore(from_plain(state))
+
+
+if TYPE_CHECKING:
+
+    class DistributedKerasOptimizer(Distributed, keras.optimizers.Optimizer, Any):
+        """For type checkers: see :class:`gradcomp.torch.optimizer.DistributedTorchOptimizer`."""
 
 
 def adopt(optimizer: Any, core: Core) -> None:

@@ -6,7 +6,7 @@ import copy
 import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,11 +27,9 @@ from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
 from gradcomp.torch.timing import Finish, OnSkip
 
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
 
 def DistributedOptimizer(
-    optimizer: Optimizer,
+    optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None = None,
     compression: Policy | Compressor | str = Compression.none,
     backward_passes_per_step: int = 1,
@@ -46,7 +44,7 @@ def DistributedOptimizer(
     controller: Controller | str | None = None,
     on_skip: OnSkip = "raise",
     residuals: str | None = None,
-) -> Optimizer:
+) -> DistributedTorchOptimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
     g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. Gradients are exchanged while
@@ -101,7 +99,7 @@ def DistributedOptimizer(
     )
     core = build(state, members(process_set), optimizer, named_parameters, arguments)
     _adopt(optimizer, core)
-    return optimizer
+    return cast("DistributedTorchOptimizer", optimizer)
 
 
 class Distributed(Serving, Readers):
@@ -250,6 +248,15 @@ class Distributed(Serving, Readers):
         memo[id(self)] = plain
         plain.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return plain
+
+
+if TYPE_CHECKING:
+
+    class DistributedTorchOptimizer(Distributed, torch.optim.Optimizer, Any):  # type: ignore[misc]
+        """For type checkers: an optimizer of any class with the methods of both; the wrapped class alone adds ``Any``.
+
+        Because of ``Any`` it may be assigned to a variable of the wrapped class.
+        """
 
 
 def _base(kind: type) -> type:
