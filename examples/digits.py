@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -73,7 +74,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     optimizer = gc.DistributedOptimizer(  # (gradcomp)
         optimizer, named_parameters=model.named_parameters(), compression=options.compression
     )
-    seconds = []
+    seconds, loss = [], torch.tensor(0.0)
     with Progress(options.epochs, options.compression, visible=gc.rank() == 0) as progress:
         for epoch in range(options.epochs):
             for part in shard(len(images), options.batch, epoch, gc.rank(), gc.size()):
@@ -116,7 +117,7 @@ class Progress:
             self._lines.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._bar is not None:
             self._bar.close()
             self._lines.__exit__(*error)

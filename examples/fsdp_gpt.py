@@ -35,8 +35,10 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.attention(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        queries, keys, values = (
+            self.attention(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        )
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
         return x + self.contract(functional.gelu(self.expand(self.norm2(x))))
 

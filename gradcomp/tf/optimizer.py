@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import keras
 import tensorflow as tf
@@ -22,11 +22,9 @@ from gradcomp.tf.core import Arguments, Core, accumulate, check_optimizer, core_
 from gradcomp.tf.horovod_arguments import check_ignored
 from gradcomp.tf.local import Local
 
-Optimizer = TypeVar("Optimizer", bound="keras.optimizers.Optimizer")
-
 
 def DistributedOptimizer(
-    optimizer: Optimizer,
+    optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
     use_locking: bool = False,  # noqa: ARG001
     device_dense: str = "",
@@ -46,7 +44,7 @@ def DistributedOptimizer(
     reduction: str | None = None,
     controller: Controller | str | None = None,
     residuals: str | None = None,
-) -> Optimizer:
+) -> DistributedKerasOptimizer:
     """Make a Keras ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
     g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. The exchange comes after Keras
@@ -103,7 +101,7 @@ def DistributedOptimizer(
         local=Local(local_layers, scale_local_gradients),
     )
     distribute(optimizer, arguments)
-    return optimizer
+    return cast("DistributedKerasOptimizer", optimizer)
 
 
 def distribute(optimizer: Any, arguments: Arguments) -> None:
@@ -238,6 +236,12 @@ class Distributed(Readers):
         Local. StateError, with nothing changed, if anything does not fit (the error lists it all).
         """
         self._gradcomp.checkpoint_manager.restore(from_plain(state))
+
+
+if TYPE_CHECKING:
+
+    class DistributedKerasOptimizer(Distributed, keras.optimizers.Optimizer, Any):
+        """For type checkers: see :class:`gradcomp.torch.optimizer.DistributedTorchOptimizer`."""
 
 
 def adopt(optimizer: Any, core: Core) -> None:

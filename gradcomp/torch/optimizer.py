@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -29,11 +29,9 @@ from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
 from gradcomp.torch.timing import Finish, OnSkip
 
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-
 
 def DistributedOptimizer(
-    optimizer: Optimizer,
+    optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None = None,
     compression: Policy | Compressor | str = Compression.none,
     backward_passes_per_step: int = 1,
@@ -50,7 +48,7 @@ def DistributedOptimizer(
     controller: Controller | str | None = None,
     on_skip: OnSkip = "raise",
     residuals: str | None = None,
-) -> Optimizer:
+) -> DistributedTorchOptimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
     g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. Gradients are exchanged while
@@ -115,7 +113,7 @@ def DistributedOptimizer(
         begin_adasum_steps(optimizer, named_parameters, process_set, arguments)
     else:
         adopt(optimizer, Distributed, build(state, ranks, optimizer, named_parameters, arguments))
-    return optimizer
+    return cast("DistributedTorchOptimizer", optimizer)
 
 
 class Distributed(Serving, Readers, Adopted):
@@ -258,3 +256,12 @@ class Distributed(Serving, Readers, Adopted):
         Local. StateError, with nothing changed, if anything does not fit (the error lists it all) or a step is open.
         """
         load_state(self._gradcomp.checkpoint_manager, state)
+
+
+if TYPE_CHECKING:
+
+    class DistributedTorchOptimizer(Distributed, torch.optim.Optimizer, Any):  # type: ignore[misc]
+        """For type checkers: an optimizer of any class with the methods of both; the wrapped class alone adds ``Any``.
+
+        Because of ``Any`` it may be assigned to a variable of the wrapped class.
+        """

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import preloaded
+from documented import RECIPES, blocks
 from launching import run_ranks
-
-PAGE = Path(__file__).resolve().parents[2] / "docs/recipes.md"
 
 RUN = """
 import json, sys
@@ -30,19 +28,8 @@ for title, block in blocks:
 """
 
 
-def blocks() -> list[tuple[str, str]]:
-    """Heading and code of each block, in order."""
-    sections = re.split(r"^##? ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return [
-        (section.splitlines()[0], code)
-        for section in sections
-        for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    ]
-
-
 def test_every_recipe_runs_on_two_ranks(tmp_path: Path):
-    page = blocks()
-    assert len(page) == PAGE.read_text(encoding="utf-8").count("```python")
+    page = blocks(RECIPES)
     source = f"import os; os.chdir({str(tmp_path)!r})\n" + RUN
     done = run_ranks(source, 2, arguments=(json.dumps(page),), imported=preloaded.TORCH)
     for rank in done:

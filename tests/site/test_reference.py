@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,3 +27,17 @@ def test_every_public_name_is_in_the_reference(module):
     there = documented("torch.md", "compressors.md", "controllers.md", "errors.md")
     assert set(module.__all__) - WITHOUT <= there
     assert all(hasattr(gradcomp.torch, name) for name in there)
+
+
+@pytest.mark.parametrize("module", ["gradcomp", "gradcomp.torch", "gradcomp.tf"])
+def test_type_checkers_see_every_public_name(module: str):
+    """They read the list ``__all__`` as it is written, and nothing that is added to it."""
+    folder = Path(gradcomp.__file__).parent / module.removeprefix("gradcomp").strip(".")
+    tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+    written = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert set(written) >= set(gradcomp.__all__) - {"__version__"}
+    assert len(set(written)) == len(written)
