@@ -170,8 +170,8 @@ fuzz: sanitize-site
 
 # ------------------------------------------------------------------------------------------ wheels
 
-# With PyPI's ziglang, for glibc 2.28; make wheels ARGS="--compiler system" takes this machine's compiler and glibc. Each wheel
-# is then installed into an environment without a compiler, where the digits example runs: docs/testing.md.
+# With this machine's compiler and glibc, or, untested yet, PyPI's ziglang for glibc 2.28: make wheels ARGS="--compiler zig". Each
+# wheel is then installed into an environment without a compiler, where the digits example runs: docs/testing.md.
 wheels:
 	$(PYTHON) scripts/wheels.py --out dist $(ARGS)
 	$(PYTHON) scripts/versions.py --wheels dist --no-tests --only torch-2.13-py3.11 tf-newest-py3.12

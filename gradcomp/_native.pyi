@@ -51,6 +51,9 @@ def shm_process() -> tuple[int, int]:
 def shm_bytes(size: int, ring_bytes: int) -> int:
     """Bytes of memory that a segment takes."""
 
+def sources_digest() -> str:
+    """What `gradcomp.kernels.compiled.digest` gave of the sources that this was built from."""
+
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""
 

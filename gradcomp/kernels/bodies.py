@@ -7,7 +7,6 @@ other body has the same names and arguments (`tests/kernels/test_signatures.py`)
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from itertools import chain
@@ -17,6 +16,7 @@ from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 
 from gradcomp.kernels import (
+    compiled,
     reference,
     reference_adacomp,
     reference_checksum,
@@ -155,14 +155,12 @@ def _drawn(draw: Draw | None) -> dict[str, int]:
 
 def _installed() -> dict[str, Body]:
     found = {"reference": Body(*DEFINITIONS)}
-    # Absent is a choice of the build; present but broken must not pass for absent.
-    if importlib.util.find_spec("gradcomp._native") is not None:
-        from gradcomp import _native
-
+    if _native is not None:
         found["native"] = _Compiled(_native)
     return found
 
 
+_native, _why_not = compiled.load()
 _bodies = _installed()
 _routed = _Routed()
 _active: BodyName = "native" if "native" in _bodies else "reference"
@@ -171,7 +169,8 @@ _active: BodyName = "native" if "native" in _bodies else "reference"
 def named(name: str) -> Body:
     """The body of that name; ValueError if it is not installed."""
     if name not in _bodies:
-        raise ValueError(f"kernel body {name!r} is not installed; available: {', '.join(_bodies)}")
+        reason = f"; {_why_not}" if _why_not and name == "native" else ""
+        raise ValueError(f"kernel body {name!r} is not installed; available: {', '.join(_bodies)}{reason}")
     return _bodies[name]
 
 

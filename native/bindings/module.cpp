@@ -59,6 +59,7 @@ NB_MODULE(_native, module) {
     module.def("cheapest", &cheapest, array("steps"), array("costs"), array("chosen"), nb::kw_only(),
                "budget"_a);
 
+    module.def("sources_digest", [] { return GRADCOMP_SOURCES_DIGEST; });
     module.def("isa", [] { return gradcomp::active_kernels().isa; });
     module.def("set_isa", &gradcomp::select_kernels, "name"_a);
     module.def("available_isas", &available_isas);
