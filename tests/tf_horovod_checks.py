@@ -354,7 +354,10 @@ def a_tape_reduces_by_any_operation(rank: int, world: int, mode: Mode) -> None:
 
 @check()
 def gradients_of_local_layers_stay(rank: int, world: int, mode: Mode) -> None:
-    ours, shared = (built(keras.layers.Dense(1, use_bias=False, name=name), 2) for name in ("own", "shared"))
+    ours, shared = (
+        built(keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name=name), 2)
+        for name in ("own", "shared")
+    )
     extra = tf.Variable(1.0)
     sources = [ours.kernel, shared.kernel.value, extra]
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from gradcomp.core.errors import ConfigError
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Sum
+from gradcomp.tf.ordered import plain
 from gradcomp.tf.reductions import allreduce
 
 
@@ -43,6 +44,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**kwargs)
         self.process_set = process_set
 
+    @plain
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Mean and variance by channel over all ranks; where Keras asks for those of the batch."""
         if len(members(self.process_set)) == 1:
