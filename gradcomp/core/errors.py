@@ -28,6 +28,10 @@ class DeviceError(GradcompError, RuntimeError):
     """A GPU failed, or its memory is full; the exchanger is unusable."""
 
 
+#: What ``except hvd.HorovodInternalError`` catches: every error that gradcomp raises on purpose.
+HorovodInternalError = GradcompError
+
+
 class HostsUpdatedInterrupt(GradcompError, RuntimeError):  # noqa: N818 - Horovod's name
     """The hosts of an elastic job have changed: Horovod's name, for scripts that catch it. gradcomp raises none."""
 

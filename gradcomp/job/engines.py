@@ -40,8 +40,6 @@ def gloo_enabled() -> bool:
 
 def nccl_built() -> int:
     """The version of the NCCL that CuPy has, which the nccl transport needs, such as 22203; 0 if there is none."""
-    if not cuda_built():
-        return 0
     try:
         from cupy.cuda import nccl
     except ImportError:
@@ -50,8 +48,13 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether CuPy is installed, by which gradcomp's kernels run on CUDA devices."""
-    return find_spec("cupy") is not None
+    """Whether CuPy or cuda-bindings is installed, by which gradcomp's kernels run on CUDA devices."""
+    if find_spec("cupy") is not None:
+        return True
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def rocm_built() -> bool:

@@ -5,6 +5,7 @@ import gradcomp.tf.requires  # noqa: F401 - the first of what imports TensorFlow
 
 # isort: split
 from gradcomp import *  # noqa: F403 - its public names are public here too
+from gradcomp.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.engines import (
     ccl_built,
@@ -18,7 +19,6 @@ from gradcomp.job.engines import (
     nccl_built,
     rocm_built,
 )
-from gradcomp.job.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from gradcomp.core.errors import ConfigError
+from gradcomp.core.errors import MissingNameError
 
 ELASTIC = (
     "a job that loses a rank ends, and goes on from a checkpoint: BackupAndRestore, or save() and load()"
@@ -45,10 +45,6 @@ CALLBACKS: Mapping[str, str] = {
 }
 
 
-class RefusedNameError(ConfigError, AttributeError):
-    """A name of Horovod's that is refused."""
-
-
 def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], NoReturn]:
     """A module's ``__getattr__``, which says why a name is not there."""
 
@@ -56,6 +52,6 @@ def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], NoRetur
         reason = reasons.get(name)
         if reason is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise RefusedNameError(f"{module} has no {name!r}: {reason}")
+        raise MissingNameError(f"{module} has no {name!r}: {reason}")
 
     return refuse

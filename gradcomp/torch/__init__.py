@@ -3,7 +3,19 @@
 import gradcomp
 import gradcomp.torch.requires  # noqa: F401 - the first of what imports torch
 from gradcomp import *  # noqa: F403 - its public names are public here too
-from gradcomp.core.errors import GradcompError, HostsUpdatedInterrupt, MissingNameError
+from gradcomp.core.errors import HorovodInternalError, HostsUpdatedInterrupt, MissingNameError
+from gradcomp.job.engines import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -19,19 +31,7 @@ from gradcomp.job.runtime import (
 )
 from gradcomp.job.timeline import start_timeline, stop_timeline
 from gradcomp.torch.ddp import ddp_comm_hook
-from gradcomp.torch.engines import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from gradcomp.torch.engines import gloo_built
 from gradcomp.torch.handles import Handle, poll, synchronize
 from gradcomp.torch.joining import join
 from gradcomp.torch.moves import (
@@ -74,9 +74,6 @@ from gradcomp.torch.states import (
     broadcast_parameters,
 )
 from gradcomp.torch.sync_batch_norm import SyncBatchNorm
-
-#: What ``except hvd.HorovodInternalError`` catches: every error that gradcomp raises on purpose.
-HorovodInternalError = GradcompError
 
 #: Names of Horovod's that are not here, and what there is instead.
 _INSTEAD = {

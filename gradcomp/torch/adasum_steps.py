@@ -39,7 +39,7 @@ class _Core:
     def __init__(self, name: str, process_set: Members, compression: Any) -> None:
         self._name = name
         self._process_set = process_set
-        self._compress, self._decompress, _ = coder_of(compression)
+        (self._compress, self._decompress), _ = coder_of(compression)
 
     @torch.no_grad()
     def combine(self, parameters: list[torch.Tensor], starts: list[torch.Tensor]) -> None:
@@ -100,7 +100,7 @@ def begin_adasum_steps(
         check_plain(optimizer)
         arguments.check_adasum()
         named, _ = name_parameters(optimizer, named_parameters)
-        compress, _, wrong = coder_of(arguments.compression)
+        (compress, _), wrong = coder_of(arguments.compression)
         if wrong is not None:
             raise ConfigError(
                 f"{wrong}: Adasum weighs the ranks' steps by their angles, so each travels as a whole vector"

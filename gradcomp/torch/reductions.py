@@ -235,7 +235,7 @@ def _compressed(
     scatters: bool = False,
 ) -> list[torch.Tensor]:
     """The blocking reduction of what ``compression`` makes of the tensors."""
-    compress, decompress, wrong = coder_of(compression)
+    (compress, decompress), wrong = coder_of(compression)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         coded = [(tensors, None)]
         problem = problem or f"not a list of tensors but {type(tensors).__name__}"

@@ -9,14 +9,13 @@ import io
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.text import printable
 from gradcomp.job.channel import Channel, alone, chunks, current_channel
 from gradcomp.job.checkpoint_manager import not_from_checkpoint
-from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload
+from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
 from gradcomp.job.process_sets import Members, root_of
 from gradcomp.pipeline.calls import Call
 from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
@@ -147,17 +146,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Members = N
         return [obj]
 
     def work(numbers: list[int]) -> list[tuple[bytes, bool]]:
-        counts = [abs(count) for count in numbers]
-        if max(counts) > MOST_OBJECT_BYTES:
-            raise WireFormatError(
-                f"objects of {counts} bytes were announced, at most {MOST_OBJECT_BYTES} are allowed"
-            )
-        whole = channel.allgather(np.frombuffer(payload, np.uint8), counts)
-        ends = np.cumsum(counts).tolist()
-        return [
-            (whole[end - abs(count) : end].tobytes(), count > 0)
-            for end, count in zip(ends, numbers, strict=True)
-        ]
+        payloads = gather_payloads(channel, payload, [abs(number) for number in numbers])
+        return [(data, number > 0) for data, number in zip(payloads, numbers, strict=True)]
 
     received = channel.submit(call, work).result()
     for rank, (data, encoded) in enumerate(received):

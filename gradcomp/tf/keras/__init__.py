@@ -2,6 +2,7 @@
 
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
+from gradcomp.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from gradcomp.job.engines import (
     ccl_built,
     cuda_built,
@@ -13,7 +14,6 @@ from gradcomp.job.engines import (
     nccl_built,
     rocm_built,
 )
-from gradcomp.job.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from gradcomp.job.runtime import (
