@@ -21,7 +21,7 @@ _OBJECTS = (
 _OBJECTS += "rank runs another's code; no `session`"
 _ELASTIC = "a job that loses a rank ends, and goes on from a [checkpoint](checkpoints.md)"
 _HELPER = "a helper of Horovod's own modules"
-_WRAPS = "compresses, with error feedback; `op` is Average or Sum; the same object, changed in place; `name`, devices, "
+_WRAPS = "compresses, if `compression=` says so; `op` is Average or Sum; the same object, changed in place; `name`, devices, "
 _WRAPS += "`num_groups` and `groups` change nothing"
 
 #: Of all three modules.
@@ -50,7 +50,7 @@ _COMMON = (
     Row("gloo_built", "same", "whether PyTorch is installed and has Gloo"),
     Row("gloo_enabled", "same", "whether the ranks met through torch.distributed"),
     Row("nccl_built", "same", "the version of CuPy's NCCL, or 0"),
-    Row("cuda_built", "same", "whether CuPy is installed"),
+    Row("cuda_built", "same", "whether CuPy or cuda-bindings is installed"),
     Row("rocm_built", "same", "False"),
     Row("ccl_built", "same", "False"),
     Row("ddl_built", "same", "False"),
@@ -100,7 +100,7 @@ TF_ROWS = (
     Row("DistributedOptimizer", "differs", f"{_WRAPS}; optimizers of Keras 3, as TensorFlow 2.16 and later have them",
         "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op "
         "gradient_predivide_factor average_aggregated_gradients num_groups groups process_set scale_local_gradients"),
-    Row("DistributedGradientTape", "differs", "compresses, with error feedback; the same object, changed in place; "
+    Row("DistributedGradientTape", "differs", "compresses, if `compression=` says so; the same object, changed in place; "
         "devices, `num_groups` and `groups` change nothing", "gradtape device_dense device_sparse compression "
         "sparse_as_dense op gradient_predivide_factor num_groups groups process_set scale_local_gradients"),
     Row("PartialDistributedGradientTape", "differs", "as `DistributedGradientTape`", "gradtape device_dense "
