@@ -44,8 +44,8 @@ ROWS = (
     Row("Max", "same", "a NaN of any rank is the result"),
     Row("Product", "same", "of bool: and"),
     Row("Compression", "better", "`none`, `fp16`, `bf16`, and for optimizers all [compressors](compressors/index.md)"),
-    Row("DistributedOptimizer", "differs", "compresses, if `compression=` says so; the mean is in `.grad` when `backward()` "
-        "returns; `groups` is checked and has no effect; Adasum without MPI, also in process sets",
+    Row("DistributedOptimizer", "differs", "compresses, if `compression=` says so; the mean is in `.grad` when "
+        "`backward()` returns; `groups` is checked and has no effect; Adasum without MPI, also in process sets",
         "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups "
         "groups sparse_as_dense process_set"),
     Row("HorovodInternalError", "same", "another name of `GradcompError`, from which all errors derive"),

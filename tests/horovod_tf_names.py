@@ -21,8 +21,8 @@ _OBJECTS = (
 _OBJECTS += "rank runs another's code; no `session`"
 _ELASTIC = "a job that loses a rank ends, and goes on from a [checkpoint](checkpoints.md)"
 _HELPER = "a helper of Horovod's own modules"
-_WRAPS = "compresses, if `compression=` says so; `op` is Average or Sum; the same object, changed in place; `name`, devices, "
-_WRAPS += "`num_groups` and `groups` change nothing"
+_WRAPS = "compresses, if `compression=` says so; `op` is Average or Sum; the same object, changed in place; "
+_WRAPS += "`name`, devices, `num_groups` and `groups` change nothing"
 
 #: Of all three modules.
 _COMMON = (
@@ -100,8 +100,8 @@ TF_ROWS = (
     Row("DistributedOptimizer", "differs", f"{_WRAPS}; optimizers of Keras 3, as TensorFlow 2.16 and later have them",
         "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op "
         "gradient_predivide_factor average_aggregated_gradients num_groups groups process_set scale_local_gradients"),
-    Row("DistributedGradientTape", "differs", "compresses, if `compression=` says so; the same object, changed in place; "
-        "devices, `num_groups` and `groups` change nothing", "gradtape device_dense device_sparse compression "
+    Row("DistributedGradientTape", "differs", "compresses, if `compression=` says so; the same object, changed in "
+        "place; devices, `num_groups` and `groups` change nothing", "gradtape device_dense device_sparse compression "
         "sparse_as_dense op gradient_predivide_factor num_groups groups process_set scale_local_gradients"),
     Row("PartialDistributedGradientTape", "differs", "as `DistributedGradientTape`", "gradtape device_dense "
         "device_sparse compression sparse_as_dense op gradient_predivide_factor num_groups groups process_set "

@@ -99,7 +99,7 @@ def _explain(exchanger: Exchanger) -> None:
         len(pipeline.layout.buckets),
     )
     if pipeline.role.remark:
-        logger.debug(pipeline.role.remark)
+        logger.info(pipeline.role.remark)
     compressors = compressors_of(pipeline.layers, pipeline.plan)
     for layer, compressor in zip(pipeline.layers, compressors, strict=True):
         if remark := compressor.remark(layer):

@@ -42,6 +42,6 @@ def gather_payloads(channel: Channel, payload: bytes, lengths: Sequence[int]) ->
         raise WireFormatError(
             f"objects of {list(lengths)} bytes were announced, at most {MOST_OBJECT_BYTES} are allowed"
         )
-    whole = channel.allgather(np.frombuffer(payload, np.uint8), list(lengths))
+    whole = channel.allgather(np.frombuffer(bytearray(payload), np.uint8), list(lengths))
     ends = np.cumsum(lengths).tolist()
     return [whole[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]

@@ -28,6 +28,7 @@ Tape = TypeVar("Tape", bound="tf.GradientTape")
 MOST_EXCHANGES = 32
 
 
+@plain
 def DistributedGradientTape(
     gradtape: Tape,
     device_dense: str = "",
@@ -105,6 +106,7 @@ def DistributedGradientTape(
     return gradtape
 
 
+@plain
 def PartialDistributedGradientTape(
     gradtape: Tape,
     device_dense: str = "",

@@ -7,10 +7,10 @@ TensorFlow shares memory between the two and does not copy. What a test sees of 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +25,7 @@ from tiers import every_value
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 
+import gradcomp.kernels.cuda
 from gradcomp import Filter, Policy
 from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.job import runtime
@@ -353,10 +354,12 @@ def test_variables_on_several_devices_are_exchanged_on_the_host() -> None:
     assert "CPU:0, " in one
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed here")
-def test_without_cupy_gradients_are_exchanged_on_the_host(
+def test_without_cupy_and_bindings_gradients_are_exchanged_on_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for name in ("over_cupy", "over_bindings"):
+        monkeypatch.setitem(sys.modules, f"gradcomp.kernels.cuda.{name}", None)
+        monkeypatch.delattr(gradcomp.kernels.cuda, name, raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'gradcomp\[cuda13\]'"):
         kernel_devices.cuda_at(1)
     given = variables(where="CPU:0")
@@ -370,7 +373,7 @@ def test_without_cupy_gradients_are_exchanged_on_the_host(
         assert place_of(given) is None
     (text,) = caplog.messages
     assert text.startswith(
-        "gradients are exchanged on the CPU: GPUs need CuPy: pip install 'gradcomp[cuda13]'"
+        "gradients are exchanged on the CPU: GPUs need CuPy or cuda-bindings: pip install 'gradcomp[cuda13]'"
     )
 
 

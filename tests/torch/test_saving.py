@@ -109,7 +109,8 @@ for before in (True, False):
     started = {name: value.clone() for name, value in model.named_parameters()}
     for _ in range(2):
         text = fails(gc.StateError, lambda: train(model, opt, 4, 1))
-        assert "parameter '0.weight' (and 5 more)" in text and "at step 4" in text, text
+        # A bias in front of batch normalisation has a gradient of rounding errors, and of zeros on some processors.
+        assert any(f"parameter '0.weight' (and {n} more)" in text for n in (4, 5)) and "at step 4" in text, text
     assert all(torch.equal(value, started[name]) for name, value in model.named_parameters())
     opt.zero_grad()
 
