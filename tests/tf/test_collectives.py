@@ -44,13 +44,13 @@ def outcomes(meet: str, world: int) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as directory:
         if meet == "mpi":
             launcher = [mpich(), "-n", str(world), sys.executable, "-c", PROGRAM, directory, "0"]
-            ended = [run_command(launcher, timeout=110)]
+            ended = [run_command(launcher, timeout=240)]
         else:
             ended = run_ranks(
                 PROGRAM,
                 world,
                 env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
-                timeout=110,
+                timeout=240,
                 arguments=(directory, "1"),
                 imported=preloaded.TENSORFLOW,
             )
