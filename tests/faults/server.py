@@ -140,6 +140,7 @@ def run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["pyarrow"] = None  # type: ignore[assignment]  # TensorFlow imports it where it is, and it starts a thread
     for module in sys.argv[2:]:
         importlib.import_module(module)
     rank = serve(sys.argv[1])
