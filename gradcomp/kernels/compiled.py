@@ -37,7 +37,11 @@ def load(root: Path = _ROOT) -> tuple[ModuleType | None, str]:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[NAME]  # what is broken must not be found by the next import
+        raise
     if getattr(module, "sources_digest", str)() == digest(root):
         return module, ""
     del sys.modules[NAME]

@@ -116,7 +116,7 @@ def cuda_at(address: int) -> Device:
 
 
 def _package(who: str) -> Any:
-    """What CUDA is called by: CuPy where it is installed, else NVIDIA's bindings; ConfigError without either."""
+    """The module that calls CUDA: over CuPy if that is installed, else over NVIDIA's bindings; ConfigError without."""
     try:
         from gradcomp.kernels.cuda import over_cupy
     except ImportError as error:
