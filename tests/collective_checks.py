@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from without_inline import nothing_inline_among
 
 import gradcomp.torch as gc
 
@@ -125,6 +126,19 @@ def shapes_from_scalar_to_4d_and_empty(rank: int, world: int) -> None:
             gc.allreduce(torch.full(shape, float(rank)), op=gc.Sum),
             torch.full(shape, float(sum(range(world)))),
         )
+
+
+@check
+def around_the_size_that_travels_with_the_comparison(rank: int, world: int) -> None:
+    for count in (0, 1, 1023, 1024, 1025):
+        values = [torch.arange(float(count)) * (r + 1) for r in range(world)]
+        same(gc.allreduce(values[rank], op=gc.Sum, name="sized"), torch.stack(values).sum(0))
+    odd = [torch.full((3,), rank, dtype=torch.uint8), torch.ones(5), torch.ones(1, dtype=torch.bfloat16)]
+    odd += [torch.tensor([rank == 0] * 3), torch.ones(2, dtype=torch.float64)]
+    for value, result in zip(odd, gc.grouped_allreduce(odd, op=gc.Sum), strict=True):
+        one = value.new_ones(len(value))
+        total = one if value.dtype == torch.bool else one * (sum(range(world)) if len(value) == 3 else world)
+        same(result, total)
 
 
 @check
@@ -631,6 +645,7 @@ def forked_child_is_not_a_rank(rank: int, world: int) -> None:
 
 def main(checks: dict[str, Callable[[int, int], None]] | None = None) -> None:
     gc.init(timeout_seconds=60)
+    nothing_inline_among(3, gc.size())
     outcome = {}
     for name, function in (checks or CHECKS).items():
         try:

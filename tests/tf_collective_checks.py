@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from without_inline import nothing_inline_among
 
 import gradcomp.tf as gc
 from gradcomp.tf import ordered
@@ -766,6 +767,7 @@ def main(directory: str, inter_op_threads: str) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(int(inter_op_threads))
     tf.config.threading.set_intra_op_parallelism_threads(1)
     gc.init(timeout_seconds=60, log_level="warning")
+    nothing_inline_among(3, gc.size())
     outcome = {}
     for name, (function, modes) in CHECKS.items():
         # In the larger world what is the same in both modes is looked at in one.

@@ -26,6 +26,8 @@ LONGEST_LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 #: A rank that waits for one that has left gives up after this time: its last message may still be on the way.
 LEFT_GRACE_SECONDS = 2.0
+#: Between looks at the verdict of a wait that does not poll.
+_LONGEST_BLOCK_SECONDS = 0.1
 
 
 class Wait:
@@ -130,14 +132,22 @@ class Wait:
             logger.warning("%s", self.stalled(waited))
         return None
 
-    def hold(self, done: Callable[[], bool], longest_pause: float) -> None:
-        """Poll until ``done``, from now on; raises the verdict."""
+    def hold(
+        self,
+        done: Callable[[], bool],
+        longest_pause: float,
+        block: Callable[[float], None] | None = None,
+    ) -> None:
+        """Poll until ``done``, from now on; raises the verdict. ``block``: returns then, or after so many seconds."""
         self.since = monotonic()
         pause = 20e-6
         try:
             while not done():
                 if self.verdict is not None:
                     raise self.verdict
+                if block is not None:
+                    block(_LONGEST_BLOCK_SECONDS)
+                    continue
                 sleep(pause)
                 pause = min(2 * pause, longest_pause)
         finally:

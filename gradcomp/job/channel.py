@@ -1,9 +1,9 @@
 """The user's own collectives: one thread, one call after the other, and no data move before all ranks agree on it.
 
-On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of 56
-bytes per rank: a digest of what this rank calls. Ranks that call in another order find the same calls by name
-(:mod:`gradcomp.job.matching`). Waiting ends at a deadline, or within a second of another rank's failure, which the
-:class:`Watchdog` finds out. A store that does not answer ends no call: the deadline does.
+On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of one
+size: a digest of what this rank calls, and room for its data if they are small. Ranks that call in another order find
+the same calls by name (:mod:`gradcomp.job.matching`). Waiting ends at a deadline, or within a second of another rank's
+failure, which the :class:`Watchdog` finds out. A store that does not answer ends no call: the deadline does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reply import Reply
 from gradcomp.job.runtime import current
 from gradcomp.pipeline.calls import Call
-from gradcomp.transport.base import Bytes, Handle, Transport
+from gradcomp.transport.base import BlockingHandle, Bytes, Handle, Transport
 
 T = TypeVar("T")
 
@@ -303,15 +303,21 @@ class Channel:
                 raise self._failure
             if found.error is not None:
                 raise found.error
-            item.reply.set_result(item.work(found.numbers))
+            if found.inline is not None and item.call.inline is not None:
+                item.call.inline.finish(found.inline)
+                item.reply.set_result(None)
+            else:
+                item.reply.set_result(item.work(found.numbers))
         except (ConfigError, PlanMismatchError) as error:
             item.reply.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
             item.reply.set_exception(self._fail(error))
 
     def _wait(self, issue: Callable[[], Handle]) -> None:
-        """Issue a collective and poll it until it is done, or the watchdog ends the wait."""
-        self._watch.hold(issue().poll, _LONGEST_PAUSE_SECONDS)
+        """Issue a collective and wait until it is done, or the watchdog ends the wait."""
+        handle = issue()
+        block = handle.block if isinstance(handle, BlockingHandle) else None
+        self._watch.hold(handle.poll, _LONGEST_PAUSE_SECONDS, block)
 
     def _fail(self, error: BaseException) -> GradcompError:
         """Give the channel up and tell the others. Raises nothing."""

@@ -1,10 +1,10 @@
 """The user's collectives over arrays: what each is called with, checks, sends and returns.
 
 Frontends turn their tensors into arrays, and add views and gradients. Every call costs one small round in which the
-ranks compare their descriptors (56 bytes per rank), then the data move. A call takes one tensor, or a group of them
-that travel together. d is the size of the data in bytes, N the number of ranks; in a world of one nothing moves. The
-futures raise ConfigError if any rank has a problem and PlanMismatchError if descriptors differ, both on every rank, and
-TransportError if a rank is dead or stays away.
+ranks compare their descriptors (see :func:`gradcomp.job.matching.match`), then the data move. A call takes one tensor,
+or a group of them that travel together. d is the size of the data in bytes, N the number of ranks; in a world of one
+nothing moves. The futures raise ConfigError if any rank has a problem and PlanMismatchError if descriptors differ, both
+on every rank, and TransportError if a rank is dead or stays away.
 
 A call with a name finds the same call of other ranks in whatever order they call; one without a name is matched in
 order. A name belongs to one call from its start until the caller has its result or has dropped it.
@@ -23,14 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import WireFormatError
-from gradcomp.job.arithmetic import dtype_of
+from gradcomp.job.arithmetic import combine, dtype_of
 from gradcomp.job.channel import Channel, alone, channel_of
+from gradcomp.job.matching import inline_bytes
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import ReduceOp, ScaledOp
 from gradcomp.job.reducing import reduce_all, reduce_alone, reduce_parts, shares
 from gradcomp.job.reply import Reply
 from gradcomp.job.runtime import current
-from gradcomp.pipeline.calls import Call
+from gradcomp.pipeline.calls import Call, Inline
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -130,9 +131,12 @@ def allreduce(
 ) -> Reply[None]:
     """The reduction over ranks of each tensor, in place: ``values`` are flat, of the tensors' own dtypes.
 
-    Wire: 2 d (N-1)/N bytes per rank, in one collective or two for each dtype; see :func:`reducing.reduce_all`.
+    Wire: 2 d (N-1)/N bytes per rank, in one collective or two for each dtype; see :func:`reducing.reduce_all`. What is
+    at most :func:`matching.inline_bytes` travels with the comparison, in no collective of its own, and is combined in
+    rank order; of Adasum nothing does.
     """
     how = called[0].how or ScaledOp()
+    little = sum(value.nbytes for value in values) <= inline_bytes(len(called[0].ranks))
 
     def among_one() -> None:
         for value in values:
@@ -149,7 +153,18 @@ def allreduce(
             how.postscale,
             [(each.dtype, math.prod(each.shape)) for each in called],
         ],
+        inline=Inline([value.view(np.uint8) for value in values], partial(_combine_inline, values, how))
+        if little and problem is None and how.op is not ReduceOp.ADASUM
+        else None,
     )
+
+
+def _combine_inline(values: Sequence[Array], how: ScaledOp, of_ranks: Sequence[Bytes]) -> None:
+    """Overwrite ``values``, which lie one behind the other in every rank's bytes, by their reduction."""
+    lengths = [value.nbytes for value in values]
+    parts = zip(*(_split(data, lengths) for data in of_ranks), strict=True)
+    for value, of_value in zip(values, parts, strict=True):
+        value[:] = combine([part.view(value.dtype) for part in of_value], how)
 
 
 def stand_in(channel: Channel, zeros: Any) -> None:
@@ -315,6 +330,7 @@ def _submit(
     number: int = 0,
     problem: str | None = None,
     zeros: Callable[[], Any] | None = None,
+    inline: Inline | None = None,
 ) -> Reply[T]:
     """``work`` on the channel's thread, with every rank's ``number``; among one rank the result of ``among_one``."""
     first = called[0]
@@ -340,6 +356,7 @@ def _submit(
         problem,
         key,
         zeros,
+        inline=inline,
     )
     if channel is not None:
         return channel.submit(call, lambda numbers: work(channel, numbers), release)

@@ -1,16 +1,17 @@
 """Which of a rank's pending calls belongs to which of another's: by name, or else in the order of the calls.
 
-Every round begins with 56 bytes per rank: a digest of the call that each has pending longest. Where all are the same,
-that call is made. Else the ranks send each other lists of all that they have pending, and make every call that is
-on all lists. A named call is matched by its name, wherever it stands in the list. Calls without one are matched in
-order, the first of each list with the first of the others. A rank whose list has a ``join()`` stands in for what is on
-the lists of all that have not joined.
+Every round begins with a header and room for small arrays, from each rank: a digest of the call that it has pending
+longest, and the call's arrays if they fit. Where all digests are the same, that call is made. Else the ranks send each
+other lists of all that they have pending, and make every call that is on all lists. A named call is matched by its
+name, wherever it stands in the list. Calls without one are matched in order, the first of each list with the first of
+the others. A rank whose list has a ``join()`` stands in for what is on the lists of all that have not joined.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,13 @@ import numpy as np
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, WireFormatError
 from gradcomp.core.text import printable
 from gradcomp.pipeline.calls import Call, difference
-from gradcomp.transport.base import AllGather
+from gradcomp.transport.base import AllGather, Bytes
 
 _MOST_LIST_BYTES = 1 << 28
+#: Whether the call has a problem, its number, the digest of its description.
+_HEADER = struct.Struct("<qq32s")
+#: For small arrays: of a rank at most, and of all ranks together.
+_MOST_INLINE_BYTES, _ALL_INLINE_BYTES = 1 << 12, 1 << 14
 
 #: A name, or None for calls without one, and how many calls before it have the same.
 _Key = tuple[str | None, int]
@@ -40,6 +45,13 @@ class Match:
     numbers: list[int]
     error: GradcompError | None = None
     zeros: Any = None
+    #: Every rank's inline arrays, if they came with the comparison.
+    inline: list[Bytes] | None = None
+
+
+def inline_bytes(size: int) -> int:
+    """How much of a call travels with the comparison among ``size`` ranks: 4,096 bytes, less from 5 ranks on."""
+    return min(_MOST_INLINE_BYTES, _ALL_INLINE_BYTES // size // 8 * 8)
 
 
 def match(
@@ -51,17 +63,21 @@ def match(
     waited so long that it will not call anything else meanwhile; empty if it may. If no call is on all lists and that
     holds for every rank, each rank's calls that it waits for are returned with a PlanMismatchError.
 
-    Wire: 56 bytes per rank, and where these differ 8 bytes and the lists.
+    Wire: 48 + :func:`inline_bytes` to every rank, and where digests differ 8 bytes and the lists.
     """
     first = pending[0]
-    header = np.zeros(7, dtype=np.int64)
-    header[:2] = first.problem is not None, first.number
-    header[3:] = np.frombuffer(hashlib.sha256(_description(first).encode()).digest(), dtype=np.int64)
-    headers = np.zeros((size, len(header)), dtype=np.int64)
-    headers[rank] = header
-    yield AllGather(headers.reshape(-1).view(np.uint8), [header.nbytes] * size)
-    if not headers[:, 0].any() and (headers[:, 3:] == headers[0, 3:]).all():
-        return [Match(0, [int(number) for number in headers[:, 1]])]
+    digest = hashlib.sha256(_description(first).encode()).digest()
+    rows = np.zeros((size, _HEADER.size + inline_bytes(size)), dtype=np.uint8)
+    own, end = rows[rank], _HEADER.size
+    _HEADER.pack_into(own, 0, first.problem is not None, first.number, digest)
+    for array in first.inline.arrays if first.inline else ():
+        own[end : end + len(array)] = array
+        end += len(array)
+    yield AllGather(rows.reshape(-1), [len(own)] * size)
+    headers = [_HEADER.unpack_from(row.data) for row in rows]
+    if all(not has_problem and told == digest for has_problem, _, told in headers):
+        inline = [row[_HEADER.size : end] for row in rows] if first.inline else None
+        return [Match(0, [number for _, number, _ in headers], inline=inline)]
     text = json.dumps(
         {
             "calls": [

@@ -63,9 +63,9 @@ def record_gradients(
             it. Else a file that exists is an error.
         limit_bytes: of the values, in rank 0's memory and in the file.
 
-    Collective over the ranks of ``opt``, between two steps; so is each recorded step. Wire: 56 bytes of comparison and
-    4 bytes for each recorded element, from every rank to rank 0. State: 4 bytes for each recorded element; the
-    recording on rank 0. A layer without a dense gradient in a step is NaN there. ``add_param_group`` ends a recording.
+    Collective over the ranks of ``opt``, between two steps; so is each recorded step. Wire: a comparison of calls and 4
+    bytes for each recorded element, from every rank to rank 0. State: 4 bytes for each recorded element; the recording
+    on rank 0. A layer without a dense gradient in a step is NaN there. ``add_param_group`` ends a recording.
     Raises, on every rank, ConfigError for bad arguments, a world of one, dedicated servers and a file that cannot be
     written or continued, PlanMismatchError if the ranks differ, StateError if ``opt`` is being recorded or a step is
     open. A file that cannot be written later, because the disk is full, ends the recording with a warning.

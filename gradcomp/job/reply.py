@@ -1,42 +1,68 @@
-"""The future of a user's call: it knows whether somebody waits for it, and when its caller is done with it."""
+"""The reply to a user's call: it knows whether somebody waits for it, and when its caller is done with it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
 
-class Reply(Future[T]):
-    """``release``: called once, as soon as a caller has the result or the error, or has dropped the future."""
+class Reply(Generic[T]):
+    """What a call returns or raises, once it has ended. A future with one lock, since a small call makes several.
+
+    ``release``: called once, as soon as a caller has the result or the error, or has dropped the reply.
+    """
 
     def __init__(self, release: Callable[[], None] | None = None) -> None:
-        super().__init__()
         self._release = release
         self._waiting = 0
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._pending = threading.Lock()  # held until then
+        self._pending.acquire()
 
     @property
     def waited_for(self) -> bool:
         """Whether a thread is inside :meth:`result`."""
         return self._waiting > 0
 
+    def set_result(self, result: T) -> None:
+        """The call has ended."""
+        self._result = result
+        self._end()
+
+    def set_exception(self, error: BaseException) -> None:
+        """The call has failed."""
+        self._error = error
+        self._end()
+
     def result(self, timeout: float | None = None) -> T:
-        """See ``Future``."""
+        """Wait for the end; TimeoutError after so many seconds. Any number of threads may wait, any number of times."""
         self._waiting += 1
         try:
-            return super().result(timeout)
+            if not self._ended:
+                if not self._pending.acquire(timeout=-1 if timeout is None else timeout):
+                    raise TimeoutError
+                self._pending.release()  # for the next thread that waits
+            if self._error is not None:
+                raise self._error
+            return cast("T", self._result)
         finally:
             self._waiting -= 1
             self._settle()
 
     def done(self) -> bool:
-        """See ``Future``."""
-        ended = super().done()
-        if ended:
+        """Whether the call has ended."""
+        if self._ended:
             self._settle()
-        return ended
+        return self._ended
+
+    def _end(self) -> None:
+        self._ended = True
+        self._pending.release()
 
     def _settle(self) -> None:
         release, self._release = self._release, None

@@ -11,9 +11,20 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, PlanMismatchError, WireFormatError
 from gradcomp.core.text import printable
-from gradcomp.transport.base import AllGather
+from gradcomp.transport.base import AllGather, Bytes
 
 _MOST_DESCRIPTION_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Arrays so small that they travel with the comparison of a call, in place of a collective of their own.
+
+    ``finish``: takes the arrays' bytes of every rank, one array behind the other, in rank order.
+    """
+
+    arrays: Sequence[Bytes]
+    finish: Callable[[Sequence[Bytes]], None]
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,8 @@ class Call:
     zeros: Callable[[], Any] | None = None
     #: Of ``join()``: take part in a call of others, of which this is given what :attr:`zeros` says there.
     stand_in: Callable[[Any], None] | None = None
+    #: At most :func:`gradcomp.job.matching.inline_bytes`; whether there is any follows from the lines.
+    inline: Inline | None = None
 
 
 def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list[int]]:

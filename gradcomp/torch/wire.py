@@ -27,7 +27,10 @@ REDUCIBLE = (
 
 def host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     """The values in host memory, flat: the tensor's own memory if they lie there so and no copy is asked for."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = tensor.detach()
+    if not flat.is_cpu or flat.is_conj() or flat.is_neg():
+        flat = flat.cpu().resolve_conj().resolve_neg()
+    flat = flat.contiguous().view(-1)
     return flat.clone() if copy and shares_memory(flat, tensor) else flat
 
 

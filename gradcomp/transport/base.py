@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,15 @@ class Handle(Protocol):
 
     def poll(self) -> bool:
         """True once the collective is complete here; raises TransportError if it failed. Never blocks."""
+        ...
+
+
+@runtime_checkable
+class BlockingHandle(Handle, Protocol):
+    """A collective for which a thread can wait without polling: on few cores polls take time from those who send."""
+
+    def block(self, seconds: float) -> None:
+        """Return once it is complete or has failed, at the latest after so many seconds. Raises nothing."""
         ...
 
 

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -52,6 +53,12 @@ class _Handle:
             except RuntimeError as error:
                 raise TransportError(f"collective failed: {_reason(error)}") from error
         return not self.works
+
+    def block(self, seconds: float) -> None:
+        """See :class:`BlockingHandle`."""
+        if self.works:
+            with suppress(RuntimeError):  # not complete yet, or what poll() raises
+                self.works[-1].wait(timedelta(seconds=seconds))
 
 
 def _reason(error: RuntimeError) -> str:

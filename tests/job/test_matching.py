@@ -13,8 +13,8 @@ from tiers import examples
 
 from gradcomp.core.errors import ConfigError, PlanMismatchError, WireFormatError
 from gradcomp.job import matching
-from gradcomp.job.matching import Match, match
-from gradcomp.pipeline.calls import Call
+from gradcomp.job.matching import Match, inline_bytes, match
+from gradcomp.pipeline.calls import Call, Inline
 
 
 def together(
@@ -50,11 +50,33 @@ def named(name: str | None, text: str = "", number: int = 0, problem: str | None
     return Call("test", [text or f"test({name})"], number, problem, name)
 
 
-def test_calls_in_one_order_cost_56_bytes_a_rank():
+@pytest.mark.parametrize(("world", "room"), [(2, 4096), (3, 4096), (7, 2336), (1000, 16)])
+def test_calls_in_one_order_cost_a_header_and_room_for_small_arrays(world: int, room: int):
     calls = [named("a"), named("b"), named(None)]
-    found, nbytes = together([calls, calls[:1], calls[:2]])
-    assert found == [[Match(0, [0, 0, 0])]] * 3
-    assert nbytes == 3 * 56
+    found, nbytes = together([calls, calls[:1], *[calls[:2]] * (world - 2)])
+    assert found == [[Match(0, [0] * world)]] * world
+    assert inline_bytes(world) == room
+    assert nbytes == world * (48 + room)
+
+
+def test_inline_arrays_of_every_rank_come_with_the_comparison():
+    def call(name: str, rank: int, lengths: Sequence[int]) -> Call:
+        arrays = [np.full(length, 10 * rank + place, np.uint8) for place, length in enumerate(lengths)]
+        return Call("test", [name], key=name, inline=Inline(arrays, lambda _: None))
+
+    for lengths in ((), (0,), (3, 0, 5), (inline_bytes(2) - 1, 1)):
+        found, _ = together([[call("a", rank, lengths), named("b")] for rank in range(2)])
+        expected = [
+            b"".join(bytes([10 * rank + place]) * length for place, length in enumerate(lengths))
+            for rank in range(2)
+        ]
+        for (one,) in found:
+            assert one.inline is not None
+            assert [bytes(data) for data in one.inline] == expected
+    # By name, out of order, a call makes a collective of its own.
+    a, b = call("a", 0, [1]), call("b", 0, [1])
+    found, _ = together([[a, b], [b, a]])
+    assert [each.inline for one in found for each in one] == [None] * 4
 
 
 @given(st.permutations(list(range(6))), st.permutations(list(range(6))), st.integers(0, 6))
@@ -133,7 +155,7 @@ def test_what_is_no_list_is_a_wire_format_error(text: bytes):
 def test_lists_of_impossible_lengths_are_refused():
     rounds = match([named("x")], (), 0, 2)
     headers = next(rounds)
-    headers.buffer[56:] = 1
+    headers.buffer[-48:] = 1
     lengths = next(rounds)
     lengths.buffer.view(np.int64)[1] = 1 << 40
     with pytest.raises(WireFormatError, match="lists of calls"):
