@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.meant import closest
 
 _names: list[str] = []
 
 #: The name that stands for the cheapest of them.
 AUTO = "auto"
+
+#: What others call them.
+_WORDS = {"ps": "parameter_server", "allreduce": "ring", "allgather": "gather", "scatter_reduce_allgather": "sra"}
 
 
 def register(name: str) -> None:
@@ -57,7 +61,9 @@ def parse(text: str) -> Scheme:
     """Read a string form; ConfigError if there is no such reduction or option."""
     name, _, options = text.partition(":")
     if name not in (*_names, AUTO):
-        raise ConfigError(f"no reduction is named {name!r}; there are {', '.join(_names)} and {AUTO}")
+        meant = closest(name, [*_names, AUTO, *_WORDS])
+        said = f" (did you mean {_WORDS.get(meant, meant)!r}?)" if meant else ""
+        raise ConfigError(f"no reduction is named {name!r}{said}; there are {', '.join(_names)} and {AUTO}")
     given: dict[str, str] = {}
     for option in options.split(",") if options or text.endswith(":") else ():
         key, _, value = option.partition("=")

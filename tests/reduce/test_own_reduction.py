@@ -87,3 +87,21 @@ def test_a_setting_names_it_and_it_has_a_price():
 def test_a_name_is_given_once(name: str):
     with pytest.raises(ConfigError, match=f"named '{name}' already"):
         register(name)(Rotation)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("SRA", "sra"),
+        ("hierachical", "hierarchical"),
+        ("all-to-all", "all_to_all"),
+        ("ps:servers=2", "parameter_server"),
+        ("allreduce", "ring"),
+        ("nccl", None),
+    ],
+)
+def test_a_name_that_is_nearly_one_is_shown(text: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError, match="there are sra, ring") as caught:
+        schemes.parse(text)
+    assert ("did you mean" in str(caught.value)) == (meant is not None)
+    assert meant is None or f"(did you mean {meant!r}?)" in str(caught.value)
