@@ -13,7 +13,12 @@ _names: list[str] = []
 AUTO = "auto"
 
 #: What others call them.
-_WORDS = {"ps": "parameter_server", "allreduce": "ring", "allgather": "gather", "scatter_reduce_allgather": "sra"}
+_WORDS = {
+    "ps": "parameter_server",
+    "allreduce": "ring",
+    "allgather": "gather",
+    "scatter_reduce_allgather": "sra",
+}
 
 
 def register(name: str) -> None:

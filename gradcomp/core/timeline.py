@@ -19,6 +19,7 @@ _HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 _TAIL = b"\n]}\n"
 _WRITE_SECONDS = 0.5
 _MOST_ROWS = 1 << 16  # of one exchanger
+_FIRST_CHANNEL_ROW = 1 << 30  # behind all exchangers
 
 
 class Timeline:
@@ -35,6 +36,7 @@ class Timeline:
         self._events: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._traces: list[Trace] = []
         self._rows: set[int] = set()
+        self._channels: dict[str, int] = {}
         self._marked: dict[int, int] = {}  # by exchanger, the last step that has its mark
         self._end = 0
         self._stopping = threading.Event()
@@ -66,6 +68,17 @@ class Timeline:
             self._events.put(span_event(self._rank, row, name, step, begin - self._epoch, end - begin))
 
         trace.listener = add
+
+    def add_call(self, channel: str, name: str, called: float, begin: float, end: float) -> None:
+        """Record one of the user's collectives, in its channel's row: until all ranks made the call, and its work."""
+        row = self._channels.get(channel)
+        if row is None:
+            row = self._channels[channel] = _FIRST_CHANNEL_ROW + len(self._channels)
+            self._events.put(row_event(self._rank, row, channel))
+        called = max(called, self._epoch)  # it may have been called before this timeline began
+        for span, since, until in (("negotiate", called, begin), (name, begin, end)):
+            event = {"ph": "X", "pid": self._rank, "tid": row, "name": span, "args": {"call": name}}
+            self._events.put({**event, "ts": (since - self._epoch) * 1e6, "dur": (until - since) * 1e6})
 
     def close(self) -> None:
         """Write what is left, and end. May be called again."""

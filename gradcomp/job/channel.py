@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, TransportError
+from gradcomp.core.timeline import Timeline
 from gradcomp.engine.engine import sleep_precisely
 from gradcomp.engine.keys import ABORT, LEFT, Position
 from gradcomp.engine.watch import Roster, Watch
@@ -89,12 +90,14 @@ class _Item:
     call: Call
     work: Callable[[list[int]], Any]
     reply: Reply[Any]
+    called: float  # when, by perf_counter
 
 
 class Channel:
     """One process group's queue of calls and the thread that makes them.
 
-    ``aborts``: keys of the control channel that end every call, beside the channel's own.
+    ``aborts``: keys of the control channel that end every call, beside the channel's own. ``timeline``: what records
+    the calls at that moment, if anything does.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Channel:
         name: str,
         roster: Roster | None = None,
         aborts: Sequence[str] = (),
+        timeline: Callable[[], Timeline | None] = lambda: None,
     ) -> None:
         self.rank = group.rank
         self.size = group.size
@@ -112,6 +116,8 @@ class Channel:
         roster = roster or Roster.of_size(group.size)
         self._watch = _CallWatch(watchdog, config, f"user/{name}", group.rank, roster, aborts)
         watchdog.add(self._watch)
+        self._timeline = timeline
+        self._row = "collectives" if name == "all" else f"collectives of ranks {list(roster.ranks)}"
         self._timeout_seconds = config.timeout_seconds
         self._stall_seconds = config.stall_warning_seconds
         self._process = os.getpid()
@@ -149,7 +155,7 @@ class Channel:
             raise StateError(f"{call.name}: gradcomp was shut down")
         reply: Reply[T] = Reply(release)
         self._callers.add(threading.get_ident())
-        self._queue.put(_Item(call, work, reply))
+        self._queue.put(_Item(call, work, reply, perf_counter()))
         return reply
 
     def close(self, reason: str | None = None) -> None:
@@ -298,16 +304,21 @@ class Channel:
 
     def _make(self, item: _Item, found: Match) -> None:
         self._watch.name = item.call.name
+        timeline, began = self._timeline(), perf_counter()
         try:
             if self._failure is not None:
                 raise self._failure
             if found.error is not None:
                 raise found.error
+            result = None
             if found.inline is not None and item.call.inline is not None:
                 item.call.inline.finish(found.inline)
-                item.reply.set_result(None)
             else:
-                item.reply.set_result(item.work(found.numbers))
+                result = item.work(found.numbers)
+            if timeline is not None:
+                name = item.call.name if item.call.key is None else f"{item.call.name} {item.call.key}"
+                timeline.add_call(self._row, name, item.called, began, perf_counter())
+            item.reply.set_result(result)
         except (ConfigError, PlanMismatchError) as error:
             item.reply.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - the caller and the other ranks must hear of it
@@ -358,6 +369,7 @@ def channel_of(ranks: Ranks) -> Channel | None:
             state.key(ranks),
             state.roster(ranks),
             (ABORT,) if ranks == state.everyone else (),
+            lambda: state.timeline,
         )
     channel = state.channels[ranks]
     assert isinstance(channel, Channel)

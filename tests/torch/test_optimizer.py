@@ -717,10 +717,17 @@ def test_a_timeline_records_all_phases_and_profilers_see_them():
         ) as profile:
             step()
             step()
+        gc.allreduce(torch.ones(3), name="loss")
+        gc.allgather(torch.ones(2000))
         gc.stop_timeline()
         for path in [alone] * (gc.rank() == 0) + [Path(directory, f"{gc.rank()}.json")]:
             events = json.loads(path.read_text())["traceEvents"]
-            spans = [e for e in events if e["ph"] == "X"]
+            rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+            calls = [e for e in events if rows.get(e["tid"]) == "collectives" and e["ph"] == "X"]
+            called = [e["name"] for e in calls]
+            assert called[-4:] == ["negotiate", "allreduce loss", "negotiate", "allgather"] or path == alone
+            assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in calls)
+            spans = [e for e in events if e["ph"] == "X" and e not in calls]
             phases = {"ready", "queue", "compress", "send", "reduce", "decompress", "feedback"}
             assert {e["name"] for e in spans} == phases
             assert {e["pid"] for e in events} == {gc.rank()}
