@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 
 _BEFORE = "[project.scripts]\n"
+_PICTURES = (".png", ".svg")
 _LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
 
@@ -25,7 +26,12 @@ def absolute_links(text: str, root: Path, repository: str, ref: str) -> str:
     missing = sorted({target for target in targets if not (root / target).exists()})
     if missing:
         raise ValueError(f"README.md links to files that are not there: {', '.join(missing)}")
-    return _LINK.sub(lambda link: f"]({repository}/blob/{ref}/{link[1]})", text)
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[1].endswith(_PICTURES) else "blob"
+        return f"]({repository}/{kind}/{ref}/{link[1]})"
+
+    return _LINK.sub(absolute, text)
 
 
 def with_urls(text: str, repository: str, ref: str) -> str:

@@ -5,8 +5,9 @@
         assert ...
 
 The tests of a module with the same world (and batch) share a launch: each rank runs their bodies in order, inside one
-``gradcomp.torch.init()``. A body that fails on some ranks only ends the launch, for the ranks no longer agree where
-they are; the tests behind it then fail too and name it.
+``gradcomp.torch.init()``. Where PyTorch is not installed they meet through MPI, under TensorFlow alone. A body that
+fails on some ranks only ends the launch, for the ranks no longer agree where they are; the tests behind it then fail
+too and name it.
 """
 
 from __future__ import annotations
@@ -88,7 +89,12 @@ def _launch(
         work = json.dumps({"path": path, "calls": calls, "directory": directory, "settings": settings})
         source = f"import batch\nbatch.work({work!r})\n"
         variables = (lambda _: env) if world == 1 else env
-        finished = run_ranks(source, world, env=variables, timeout=280, imported=_imported(Path(path)))
+        if preloaded.HAS_TORCH:
+            finished = run_ranks(source, world, env=variables, timeout=280, imported=_imported(Path(path)))
+        else:
+            from transport_engines import under_mpiexec
+
+            finished = [under_mpiexec(source, world, env, imported=preloaded.TENSORFLOW_ONLY)] * world
         verdicts = {}
         before = ""
         for number, (name, _, _) in enumerate(calls):
@@ -125,8 +131,7 @@ def _imported(path: Path) -> tuple[str, ...]:
 
 def work(text: str) -> None:
     """What a rank does."""
-    import gradcomp.torch as gc
-
+    gc: Any = importlib.import_module("gradcomp.torch" if preloaded.HAS_TORCH else "gradcomp.tf")
     task = json.loads(text)
     spec = importlib.util.spec_from_file_location("bodies", task["path"])
     assert spec is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.metadata
 import json
 import os
 import socket
@@ -20,10 +21,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+#: By its distribution: this folder's tests/torch looks like a package without files.
+HAS_TORCH = any(importlib.metadata.distributions(name="torch"))
+
 PLAIN = ("batch", "contract", "gradcomp.transport.shm")
 TORCH = ("batch", "torch._dynamo", "gradcomp.torch")
 TENSORFLOW = ("batch", "tensorflow", "keras", "gradcomp.torch", "gradcomp.tf")
 HOROVOD = ("batch", "horovod.torch", "gradcomp.torch")
+#: Where PyTorch is not installed.
+TENSORFLOW_ONLY = ("batch", "tensorflow", "keras", "gradcomp.tf")
 TENSORFLOW_ALONE = ("without_torch", "tensorflow", "keras", "gradcomp.tf")
 _starting = threading.Lock()
 _SERVER = Path(__file__).parent / "faults/server.py"

@@ -48,10 +48,10 @@ def test_links_and_addresses_of_a_release(checkout: Path) -> None:
     assert stamp(checkout).returncode == 0
     after = links((checkout / "README.md").read_text())
     relative = [link for link in before if not link.startswith("http")]
-    assert "docs/index.md" in relative
+    assert {"docs/index.md", "docs/step-links.png"} <= set(relative)
     assert [link for link in after if not link.startswith("https://")] == []
     assert [link for link in after if link.startswith(ADDRESS)] == [
-        f"{ADDRESS}/blob/v1.2.3/{each}" for each in relative
+        f"{ADDRESS}/{'raw' if each.endswith('.png') else 'blob'}/v1.2.3/{each}" for each in relative
     ]
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -7,7 +7,6 @@ with one thread for ops, and two through MPI. Three check in tf.function only wh
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import sys
 import tempfile
@@ -63,7 +62,7 @@ def outcomes(meet: str, world: int) -> list[dict[str, str]]:
 def test_in_a_world(name: str, meet: str, world: int) -> None:
     if meet == "mpi" and (missing := no_mpi()):
         pytest.skip(missing)
-    if meet == "torch" and importlib.util.find_spec("torch") is None:
+    if meet == "torch" and not preloaded.HAS_TORCH:
         pytest.skip("needs torch: pip install gradcomp[torch]")
     found = enumerate(outcomes(meet, world))
     wrong = [f"rank {rank}: {outcome[name]}" for rank, outcome in found if outcome[name]]
