@@ -170,7 +170,7 @@ fuzz: sanitize-site
 
 # ------------------------------------------------------------------------------------------ wheels
 
-# With this machine's compiler and glibc, or, untested yet, PyPI's ziglang for glibc 2.28: make wheels ARGS="--compiler zig". Each
+# With this machine's compiler and glibc, or PyPI's ziglang for glibc 2.28: make wheels ARGS="--compiler zig". Each
 # wheel is then installed into an environment without a compiler, where the digits example runs: docs/testing.md.
 wheels:
 	$(PYTHON) scripts/wheels.py --out dist $(ARGS)

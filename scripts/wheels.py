@@ -5,7 +5,7 @@
 One wheel is built for CPython 3.11 and one, with the stable ABI, for 3.12 and newer. An interpreter that this machine
 lacks is reported, and its wheel is left out. The compiler is $CXX or c++, and the wheel has the tag that auditwheel
 finds for it, which says how old a glibc may be. ``--compiler zig`` takes the compiler from PyPI's ziglang, for glibc
-2.28; it is untested: no wheel has been built to the end with it. The exit status is 1 if a wheel is missing.
+2.28 or older. The exit status is 1 if a wheel is missing.
 """
 
 from __future__ import annotations
