@@ -20,7 +20,7 @@ def checkout(tmp_path: Path) -> Path:
     """As much of one as the script reads."""
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.svg", "*.png"))
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     return tmp_path
 
 
