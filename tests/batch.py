@@ -94,7 +94,7 @@ def _launch(
         else:
             from transport_engines import under_mpiexec
 
-            finished = [under_mpiexec(source, world, env, imported=preloaded.TENSORFLOW_ONLY)] * world
+            finished = [under_mpiexec(source, world, env, imported=_imported(Path(path)))] * world
         verdicts = {}
         before = ""
         for number, (name, _, _) in enumerate(calls):

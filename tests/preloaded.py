@@ -26,10 +26,8 @@ HAS_TORCH = any(importlib.metadata.distributions(name="torch"))
 
 PLAIN = ("batch", "contract", "gradcomp.transport.shm")
 TORCH = ("batch", "torch._dynamo", "gradcomp.torch")
-TENSORFLOW = ("batch", "tensorflow", "keras", "gradcomp.torch", "gradcomp.tf")
+TENSORFLOW = ("batch", "tensorflow", "keras", *["gradcomp.torch"] * HAS_TORCH, "gradcomp.tf")
 HOROVOD = ("batch", "horovod.torch", "gradcomp.torch")
-#: Where PyTorch is not installed.
-TENSORFLOW_ONLY = ("batch", "tensorflow", "keras", "gradcomp.tf")
 TENSORFLOW_ALONE = ("without_torch", "tensorflow", "keras", "gradcomp.tf")
 _starting = threading.Lock()
 _SERVER = Path(__file__).parent / "faults/server.py"

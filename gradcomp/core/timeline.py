@@ -65,7 +65,7 @@ class Timeline:
                 self._marked[number] = step
                 mark = {"ph": "i", "s": "p", "pid": self._rank, "tid": first, "name": f"step {step}"}
                 self._events.put({**mark, "ts": (begin - self._epoch) * 1e6})
-            self._events.put(span_event(self._rank, row, name, step, begin - self._epoch, end - begin))
+            self._events.put(span_event(self._rank, row, name, begin - self._epoch, end - begin, step=step))
 
         trace.listener = add
 
@@ -77,8 +77,7 @@ class Timeline:
             self._events.put(row_event(self._rank, row, channel))
         called = max(called, self._epoch)  # it may have been called before this timeline began
         for span, since, until in (("negotiate", called, begin), (name, begin, end)):
-            event = {"ph": "X", "pid": self._rank, "tid": row, "name": span, "args": {"call": name}}
-            self._events.put({**event, "ts": (since - self._epoch) * 1e6, "dur": (until - since) * 1e6})
+            self._events.put(span_event(self._rank, row, span, since - self._epoch, until - since, call=name))
 
     def close(self) -> None:
         """Write what is left, and end. May be called again."""

@@ -78,7 +78,9 @@ class Trace:
         spans = self.spans()  # others may go on adding
         events = [row_event(self._rank, row_of(b), title(b)) for b in sorted({span.bucket for span in spans})]
         events += [
-            span_event(self._rank, row_of(s.bucket), s.name, s.step, s.begin - self._epoch, s.end - s.begin)
+            span_event(
+                self._rank, row_of(s.bucket), s.name, s.begin - self._epoch, s.end - s.begin, step=s.step
+            )
             for s in spans
         ]
         target = Path(path)
@@ -102,7 +104,7 @@ def row_event(rank: int, row: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": {"name": name}}
 
 
-def span_event(rank: int, row: int, name: str, step: int, begin: float, seconds: float) -> dict[str, Any]:
-    """The event of one interval, ``begin`` seconds after the first."""
+def span_event(rank: int, row: int, name: str, begin: float, seconds: float, **args: Any) -> dict[str, Any]:
+    """The event of one interval, ``begin`` seconds after the first; ``args`` are shown with it."""
     times = {"ts": begin * 1e6, "dur": seconds * 1e6}
-    return {"ph": "X", "pid": rank, "tid": row, "name": name, **times, "args": {"step": step}}
+    return {"ph": "X", "pid": rank, "tid": row, "name": name, **times, "args": args}

@@ -1,8 +1,8 @@
 """Reductions of the user's own tensors over ranks, with Horovod's meanings.
 
 Each call costs one small round in which the ranks compare what they call; then the data move. An allreduce of up to
-4,096 bytes (16,384 / N from 5 ranks on) needs the small round alone, of 48 + 4,096 bytes to every rank. d is
-the size of the tensors in bytes, N the number of ranks. In a world of one nothing moves.
+4,096 bytes (16,384 / N from 5 ranks on) needs the small round alone, of 48 + 4,096 bytes to every rank. d is the size
+of the tensors in bytes, N the number of ranks. In a world of one nothing moves.
 
 ``op``: Average (default), Sum, Min, Max, Product, or Adasum. ``prescale_factor`` is applied before it,
 ``postscale_factor`` after it. Dense tensors of any shape, of float16, bfloat16, float32, float64, bool and all integer

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 from launching import Finished, run_command
 from transport_engines import mpich, no_mpi
@@ -15,9 +16,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow: pip install gradcomp[tf-cpu]"
 )
 needs_mpi = pytest.mark.skipif(bool(no_mpi()), reason=no_mpi() or "MPI is here")
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="needs torch: pip install gradcomp[torch]"
-)
+needs_torch = pytest.mark.skipif(not preloaded.HAS_TORCH, reason="needs torch: pip install gradcomp[torch]")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 from launching import Finished, run_command
 from transport_engines import mpich, no_mpi
 
 pytestmark = pytest.mark.full
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="needs torch: pip install gradcomp[torch]"
-)
+needs_torch = pytest.mark.skipif(not preloaded.HAS_TORCH, reason="needs torch: pip install gradcomp[torch]")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
