@@ -17,8 +17,9 @@ import re
 import subprocess
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ class CpuDriver:
         self.events: list[tuple[str, Any]] = []
         self._folder = folder
         self._reached: dict[int, int] = {}  # memory of the device: where it begins and ends
+        # What of it was freed: a finalizer that removed it may run inside a copy of the dict, which is broken then.
+        self._freed: deque[int] = deque()
         self.gaps: list[tuple[int, int]] = []  # addresses and sizes, of what no kernel may touch
 
     def make_current(self) -> None:
@@ -95,16 +98,24 @@ class CpuDriver:
 
     def allocate(self, nbytes: int) -> Block:
         block = Block(nbytes)
-        self._reached[block.address] = block.address + nbytes
-        weakref.finalize(block, self._reached.pop, block.address)
+        self._note(block, block.address, nbytes)
         return block
+
+    def _note(self, owner: object, address: int, nbytes: int) -> None:
+        self._forget_freed()  # what was there before
+        self._reached[address] = address + nbytes
+        weakref.finalize(owner, self._freed.append, address)
+
+    def _forget_freed(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._reached.pop(self._freed.popleft(), None)
 
     def shared(self, nbytes: int) -> np.ndarray:
         """Zeros of a framework's on the device, which tests read and write as well."""
         whole = np.zeros(nbytes + 256, dtype=np.uint8)
         key = whole.ctypes.data
-        self._reached[key] = key + whole.nbytes
-        weakref.finalize(whole, self._reached.pop, key)
+        self._note(whole, key, whole.nbytes)
         return whole[-key % 256 :][:nbytes]
 
     def pinned(self, nbytes: int) -> np.ndarray:
@@ -150,6 +161,7 @@ class CpuDriver:
             self._downloaded += 1
 
     def reaches(self, address: int) -> bool:
+        self._forget_freed()
         return any(begin <= address < end for begin, end in self._reached.copy().items())
 
     def mark(self, stream: int) -> Any:
