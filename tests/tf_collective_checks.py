@@ -661,6 +661,81 @@ def anything_else_is_refused_on_every_rank(rank: int, world: int, mode: Mode) ->
 
 
 @check("graph")
+def calls_with_names_in_another_order_on_each_rank(rank: int, world: int, mode: Mode) -> None:
+    """More calls than threads, Python between them, results that nobody needs, and in a loop."""
+    collectives = {
+        "sum": lambda x, name: gc.allreduce(x, op=gc.Sum, name=name)[0],
+        "mean": lambda x, name: gc.grouped_allreduce([x, x], name=name)[1][0],
+        "rows": lambda x, name: tf.reduce_sum(gc.allgather(x, name=name)) / len(x),
+        "root": lambda x, name: gc.broadcast(x, 1, name=name)[0],
+        "part": lambda x, name: (
+            tf.reduce_sum(gc.reducescatter(x, op=gc.Sum, name=name))
+            / tf.cast(len(gc.reducescatter(x, name=f"{name} again")), tf.float32)
+        ),
+        "swap": lambda x, name: tf.reduce_sum(gc.alltoall(x, name=name)) * world / len(x),
+        "slices": lambda x, name: tf.reduce_sum(
+            tf.convert_to_tensor(
+                gc.allreduce(
+                    tf.IndexedSlices(x[:, None], tf.range(len(x)), [len(x), 1]), op=gc.Sum, name=name
+                )
+            )[0]
+        ),
+    }
+    total = float(sum(range(1, world + 1)))
+    expected = dict.fromkeys(collectives, total) | {"mean": total / world, "root": 2.0}
+    order = list(collectives)[:: 1 if rank == 0 else -1]
+
+    @tf.function
+    def step(x: Any) -> Any:
+        results = []
+        for name in order:
+            results.append(collectives[name](x, name))
+            tf.numpy_function(np.copy, [results[0]], tf.float32)
+        for name in order[::-1]:
+            gc.allreduce(x, name=f"{name}, for nobody")
+        for _ in tf.range(3):
+            again = [
+                collectives[name](result * 0.0 + x, f"{name} in a loop")
+                for name, result in zip(order, results, strict=True)
+            ]
+            results = [tf.add(*pair) for pair in zip(results, again, strict=True)]
+        return {name: result / 4.0 for name, result in zip(order, results, strict=True)}
+
+    for _ in range(2):
+        found = step(tf.fill([6], rank + 1.0))
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, err_msg=name)
+
+
+@check("graph")
+def gradients_of_calls_in_another_order(rank: int, world: int, mode: Mode) -> None:
+    weight = tf.Variable(tf.ones(3))
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            names = ["a", "b", "c", "d"][:: 1 if rank == 0 else -1]
+            loss = tf.add_n([tf.reduce_sum(gc.allreduce(weight, op=gc.Sum, name=name)) for name in names])
+        return tape.gradient(loss, weight)
+
+    for _ in range(2):
+        same(step(), tf.fill([3], 4.0 * world))
+
+
+@check("graph")
+def a_name_used_twice_in_a_function(rank: int, world: int, mode: Mode) -> None:
+    def twice(x: Any) -> Any:
+        return gc.allreduce(x, op=gc.Sum, name="twice"), gc.allreduce(x * 2.0, op=gc.Sum, name="twice")
+
+    once, doubled = mode(twice)(tf.ones(3))
+    same(doubled, once * 2.0)
+    slices = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([rank]), tf.constant([world, 3]))
+    dense, rows = mode(lambda x: gc.grouped_allreduce([x, slices], op=gc.Sum, name="both"))(tf.ones(3))
+    same(dense, once)
+    same(tf.convert_to_tensor(rows), tf.ones([world, 3]))
+
+
+@check("graph")
 def calls_run_in_program_order(rank: int, world: int, mode: Mode) -> None:
     """Results that nobody uses, calls without data between them, on ranks that are slow in different places."""
 
@@ -766,7 +841,7 @@ def main(directory: str, inter_op_threads: str) -> None:
     """Run all; ``inter_op_threads``: 0 for as many as TensorFlow wants."""
     tf.config.threading.set_inter_op_parallelism_threads(int(inter_op_threads))
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    gc.init(timeout_seconds=60, log_level="warning")
+    gc.init(timeout_seconds=60, stall_warning_seconds=2, log_level="warning")
     nothing_inline_among(3, gc.size())
     outcome = {}
     for name, (function, modes) in CHECKS.items():

@@ -294,7 +294,7 @@ class Channel:
         if self._closing:
             return list(range(len(self._pending)))
         self._callers &= {thread.ident for thread in threading.enumerate()}
-        alone = len(self._callers) <= 1
+        alone = len(self._callers) <= 1 and not any(item.reply.graph_waits for item in self._pending)
         patience = _STUCK_SECONDS if alone else self._stall_seconds
         if monotonic() - self._fruitless_since < patience:
             return []

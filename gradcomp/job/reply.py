@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
@@ -21,13 +22,19 @@ class Reply(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._ended = False
+        self._told_of_end: deque[Callable[[], None]] | None = None
         self._pending = threading.Lock()  # held until then
         self._pending.acquire()
 
     @property
     def waited_for(self) -> bool:
-        """Whether a thread is inside :meth:`result`."""
-        return self._waiting > 0
+        """Whether a thread is inside :meth:`result`, or a graph waits (:meth:`when_ended`)."""
+        return self._waiting > 0 or self.graph_waits
+
+    @property
+    def graph_waits(self) -> bool:
+        """Whether something waits without a thread, so that its threads may still call something else."""
+        return self._told_of_end is not None
 
     def set_result(self, result: T) -> None:
         """The call has ended."""
@@ -54,6 +61,12 @@ class Reply(Generic[T]):
             self._waiting -= 1
             self._settle()
 
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` once the call has ended: on the thread that ends it, or now. Once for each reply."""
+        self._told_of_end = deque([tell])
+        if self._ended:
+            self._tell()
+
     def done(self) -> bool:
         """Whether the call has ended."""
         if self._ended:
@@ -63,6 +76,16 @@ class Reply(Generic[T]):
     def _end(self) -> None:
         self._ended = True
         self._pending.release()
+        if self._told_of_end is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        assert self._told_of_end is not None
+        try:
+            tell = self._told_of_end.pop()
+        except IndexError:
+            return  # the other thread came first
+        tell()
 
     def _settle(self) -> None:
         release, self._release = self._release, None

@@ -14,7 +14,8 @@ from gradcomp.job.collectives import splits_of
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp
 from gradcomp.job.reducing import shares
-from gradcomp.tf.ordered import plain, run
+from gradcomp.tf.begun import Begun, Called, call
+from gradcomp.tf.ordered import plain
 from gradcomp.tf.tensors import Array, bytes_of
 from gradcomp.tf.wire import descriptors
 
@@ -26,15 +27,19 @@ def reduce_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ran
     if len(ranks) == 1 and not how.scales:
         return [tf.identity(tensor) for tensor in tensors]
 
-    def reduce(*values: Array) -> list[Array]:
+    def reduce(*values: Array) -> Begun:
         flats = [value.flatten() for value in values]
-        collectives.allreduce(descriptors("allreduce", values, name, ranks, how), flats).result()
-        return [flat.reshape(value.shape) for flat, value in zip(flats, values, strict=True)]
+        return Begun(
+            collectives.allreduce(descriptors("allreduce", values, name, ranks, how), flats),
+            lambda _: [flat.reshape(value.shape) for flat, value in zip(flats, values, strict=True)],
+        )
 
     def backward(gradients: list[Any], _: Any) -> list[Any]:
         return reduce_tensors(gradients, gradient_name(name), how, ranks)
 
-    outputs, _ = _op("allreduce", reduce, tensors, [tensor.shape for tensor in tensors], backward)
+    outputs, _ = _op(
+        Called("allreduce", name, ranks), reduce, tensors, [tensor.shape for tensor in tensors], backward
+    )
     return outputs
 
 
@@ -44,14 +49,16 @@ def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ran
         return [tf.identity(tensor) for tensor in tensors]
     place, size = ranks.index(runtime.rank()), len(ranks)
 
-    def scatter(*values: Array) -> list[Array]:
+    def scatter(*values: Array) -> Begun:
         called = descriptors("reducescatter", values, name, ranks, how)
         flats = [np.ascontiguousarray(value).reshape(-1) for value in values]
-        parts = collectives.reducescatter(called, flats).result()
-        return [
-            part.reshape(shares(each.rows, size)[place], *each.shape[1:])
-            for part, each in zip(parts, called, strict=True)
-        ]
+        return Begun(
+            collectives.reducescatter(called, flats),
+            lambda parts: [
+                part.reshape(shares(each.rows, size)[place], *each.shape[1:])
+                for part, each in zip(parts, called, strict=True)
+            ],
+        )
 
     def backward(gradients: list[Any], _: Any) -> list[Any]:
         if how.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -65,7 +72,7 @@ def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ran
         _with_rows(tensor, None if count is None else shares(count, size)[place])
         for tensor, count in zip(tensors, rows, strict=True)
     ]
-    outputs, _ = _op("reducescatter", scatter, tensors, shapes, backward)
+    outputs, _ = _op(Called("reducescatter", name, ranks), scatter, tensors, shapes, backward)
     return outputs
 
 
@@ -75,14 +82,18 @@ def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any
         return [tf.identity(tensor) for tensor in tensors]
     place = ranks.index(runtime.rank())
 
-    def gather(*values: Array) -> list[Array]:
+    def gather(*values: Array) -> Begun:
         called = descriptors("allgather", values, name, ranks)
-        found = collectives.allgather(called, [bytes_of(value) for value in values]).result()
-        starts = np.asarray([sum(rows[:place]) for _, rows in found], np.int64)
-        return [
-            *(_rows_of(whole, value, sum(rows)) for (whole, rows), value in zip(found, values, strict=True)),
-            starts,
-        ]
+        return Begun(
+            collectives.allgather(called, [bytes_of(value) for value in values]),
+            lambda found: [
+                *(
+                    _rows_of(whole, value, sum(rows))
+                    for (whole, rows), value in zip(found, values, strict=True)
+                ),
+                np.asarray([sum(rows[:place]) for _, rows in found], np.int64),
+            ],
+        )
 
     def backward(gradients: list[Any], starts: Any) -> list[Any]:
         means = _means(gradients, gradient_name(name), ranks)
@@ -94,7 +105,7 @@ def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any
         ]
 
     shapes = [_with_rows(tensor, None) for tensor in tensors]
-    outputs, _ = _op("allgather", gather, tensors, shapes, backward, tf.int64)
+    outputs, _ = _op(Called("allgather", name, ranks), gather, tensors, shapes, backward, tf.int64)
     return outputs
 
 
@@ -103,17 +114,19 @@ def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks
     if len(ranks) == 1:
         return tf.identity(tensor)
 
-    def send(value: Array) -> list[Array]:
+    def send(value: Array) -> Begun:
         buffer = bytes_of(value).copy()
         (called,) = descriptors("broadcast", [value], name, ranks, root=root_rank)
-        collectives.broadcast(called, buffer).result()
-        return [buffer.view(value.dtype).reshape(value.shape)]
+        return Begun(
+            collectives.broadcast(called, buffer),
+            lambda _: [buffer.view(value.dtype).reshape(value.shape)],
+        )
 
     def backward(gradients: list[Any], _: Any) -> list[Any]:
         (mean,) = _means(gradients, gradient_name(name), ranks)
         return [mean if runtime.rank() == root_rank else tf.zeros_like(mean)]
 
-    (output,), _ = _op("broadcast", send, [tensor], [tensor.shape], backward)
+    (output,), _ = _op(Called("broadcast", name, ranks), send, [tensor], [tensor.shape], backward)
     return output
 
 
@@ -122,17 +135,23 @@ def swap_rows(tensor: Any, splits: Any, name: str | None, ranks: Ranks) -> tuple
     if len(ranks) == 1 and splits is None:
         return tf.identity(tensor), None
 
-    def swap(value: Array, *given: Array) -> list[Array]:
+    def swap(value: Array, *given: Array) -> Begun:
         (called,) = descriptors("alltoall", [value], name, ranks)
         parts, problem = splits_of(called, given[0] if given else None)
-        whole, counts = collectives.alltoall(called, bytes_of(value), parts, problem).result()
-        return [_rows_of(whole, value, sum(counts)), np.asarray(counts, np.int32)]
+
+        def rows(found: tuple[Array, list[int]]) -> list[Array]:
+            whole, counts = found
+            return [_rows_of(whole, value, sum(counts)), np.asarray(counts, np.int32)]
+
+        return Begun(collectives.alltoall(called, bytes_of(value), parts, problem), rows)
 
     def backward(gradients: list[Any], received: Any) -> list[Any]:
         return [swap_rows(gradients[0], received, gradient_name(name), ranks)[0]]
 
     more = [] if splits is None else [splits]
-    (rows,), received = _op("alltoall", swap, [tensor], [_with_rows(tensor, None)], backward, tf.int32, more)
+    (rows,), received = _op(
+        Called("alltoall", name, ranks), swap, [tensor], [_with_rows(tensor, None)], backward, tf.int32, more
+    )
     received.set_shape([len(ranks)])
     return rows, received
 
@@ -157,15 +176,15 @@ def _has_gradient(tensor: Any) -> bool:
 
 
 def _op(
-    kind: str,
-    function: Callable[..., list[Array]],
+    called: Called,
+    begin: Callable[..., Begun],
     tensors: Tensors,
     shapes: Sequence[Any],
     backward: Callable[[list[Any], Any], list[Any]],
     extra: Any = None,
     more: Sequence[Any] = (),
 ) -> tuple[list[Any], Any]:
-    """An op of the group with one output for each tensor, of its dtype and of these static shapes.
+    """A call with one output for each tensor of the group, of its dtype and of these static shapes.
 
     ``extra``: the dtype of one output more, without a gradient. ``more``: inputs without a gradient. ``backward``: the
     gradients of the inputs that have one, from those of their outputs and from the extra output.
@@ -174,7 +193,7 @@ def _op(
     places = [place for place, tensor in enumerate(tensors) if _has_gradient(tensor)]
 
     def forward(*given: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
-        outputs = run(kind, function, [*given, *more], dtypes)
+        outputs = call(called, begin, [*given, *more], dtypes)
         for output, shape in zip(outputs, shapes, strict=False):
             output.set_shape(shape)
 

@@ -1,9 +1,9 @@
 """Calls from TensorFlow into Python: at once in eager mode, as ops in program order inside tf.function.
 
-Ranks compare what they call, so they must call in the same order. TensorFlow orders the stateful ops of one function
-among each other, but an op that uses variables (a ``tf.cond`` or an inner ``tf.function`` that reads a weight) only
-among those with the same variables. Every call therefore reads and then writes one variable, the turn: whatever
-contains a call uses it too, at any depth, and is put in its place.
+Calls without a name are matched by their order, so every rank must begin them in the same one. TensorFlow orders the
+stateful ops of one function among each other, but an op that uses variables (a ``tf.cond`` or an inner ``tf.function``
+that reads a weight) only among those with the same variables. Every call therefore reads and then writes one variable,
+the turn: whatever contains a call uses it too, at any depth, and is put in its place.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ data are exchanged in host memory, and names have no scope.
 All of them raise StateError before ``init``, ConfigError for an argument that cannot be exchanged or a name that is in
 flight and PlanMismatchError if shape, dtype, op or factors differ, both on every rank, and TransportError if a rank is
 dead or stays away. What goes wrong while a tf.function runs arrives as an error of TensorFlow's, in whose text these
-stand. Inside a tf.function the calls run in program order, also those in branches, loops and inner functions. A branch
-that holds one must be taken by all ranks.
+stand. Inside a tf.function calls begin in program order and wait for nothing but their tensors, so ranks may make
+those that have names in any order there, too. A branch, a loop or an inner function that holds calls ends before the
+next call begins. A branch that holds one must be taken by all ranks.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def allreduce(
     ``average`` is Horovod's older spelling of ``op``; give one of them. The gradient is the same allreduce of the
     gradients. Of a ``tf.IndexedSlices`` all ranks' rows and indices are gathered, divided by N for the average: the
     result is one too, in which an index may stand more than once; it takes Average and Sum, no factors, and is not
-    compressed. Wire: 2 d (N-1)/N bytes per rank, in one allreduce or two rounds; Adasum d log2(N); slices two
-    allgathers.
+    compressed. Wire: 2 d (N-1)/N bytes per rank, in one allreduce or two rounds; Adasum d log2(N); slices one
+    allgather.
     """
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return _allreduce([tensor], name, compression, how, problem, process_set)[0]
@@ -79,7 +80,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,  # noqa: ARG001
     name: str | None = None,
 ) -> list[Any]:
-    """As :func:`allreduce` of each tensor, in one message for each dtype; slices in two allgathers for all."""
+    """As :func:`allreduce` of each tensor, in one message for each dtype; slices in one allgather for all."""
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return _allreduce(tensors, name, compression, how, problem, process_set)
 
@@ -148,8 +149,10 @@ def _allreduce(
         for place, tensor, context in zip(places, reduced, contexts, strict=True):
             results[place] = decompress(tensor, context)
     if slices:
-        rows = gather_tensors([given[place] for place in slices], name, ranks)
-        indices = gather_tensors([each.indices for each in slices.values()], name, ranks)
+        parts = [*(given[place] for place in slices), *(each.indices for each in slices.values())]
+        # A name is that of one call at a time.
+        gathered = gather_tensors(parts, f"{name}.slices" if places and name else name, ranks)
+        rows, indices = gathered[: len(slices)], gathered[len(slices) :]
         for (place, each), values, index in zip(slices.items(), rows, indices, strict=True):
             averages = how.op is Average and len(ranks) > 1
             scaled = values / tf.cast(len(ranks), values.dtype) if averages else values
