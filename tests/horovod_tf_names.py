@@ -35,7 +35,7 @@ _COMMON = (
     Row("global_process_set", "same", ""),
     Row("add_process_set", "better", "local; needs no setting", "process_set"),
     Row("remove_process_set", "same", "connections stay until `shutdown`", "process_set"),
-    Row("init", "differs", "`init(comm=None, process_sets=None, **settings)`; only None is taken as `comm`"),
+    Row("init", "differs", "`init(comm=None, process_sets=None, **settings)`; `comm` must be all ranks"),
     Row("shutdown", "same", "`init` may follow"),
     Row("is_initialized", "same", ""),
     Row("rank", "same", ""),
@@ -90,7 +90,8 @@ TF_ROWS = (
     Row("broadcast_object_fn", "differs", "as `broadcast_object`; works in TensorFlow 2",
         "root_rank session name process_set"),
     Row("allgather_object", "differs", "as `broadcast_object`", "obj session name process_set"),
-    Row("join", "differs", "an error: all ranks take the same number of steps; give each as many batches"),
+    Row("join", "better", "also with compressors, whose residuals go on being sent; an integer in eager mode; what the "
+        "others call beside allreduce is a `ConfigError` there"),
     Row("size_op", "differs", "takes a ProcessSet where Horovod has its number", "process_set_id name"),
     Row("process_set_included_op", "differs", "as `size_op`; an error before `init`, and no code of one",
         "process_set_id name"),

@@ -236,8 +236,6 @@ def a_question_is_not_answered_while_a_function_is_traced(rank: int, world: int,
 
 @check("eager")
 def what_is_refused_says_why(rank: int, world: int, mode: Mode) -> None:
-    with raises(gc.ConfigError, "as many batches"):
-        gc.join()
     with raises(gc.ConfigError, "broadcast_variables"):
         gc.broadcast_global_variables(0)
 

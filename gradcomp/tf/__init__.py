@@ -36,7 +36,8 @@ from gradcomp.job.timeline import start_timeline, stop_timeline
 from gradcomp.tf import callbacks, refused
 from gradcomp.tf.bridge import typed_errors
 from gradcomp.tf.engines import gloo_built
-from gradcomp.tf.moves import allgather, alltoall, barrier, broadcast, grouped_allgather, join
+from gradcomp.tf.joining import join
+from gradcomp.tf.moves import allgather, alltoall, barrier, broadcast, grouped_allgather
 from gradcomp.tf.objects import allgather_object, broadcast_object, broadcast_object_fn
 from gradcomp.tf.optimizer import DistributedOptimizer
 from gradcomp.tf.questions import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op

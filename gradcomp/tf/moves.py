@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradcomp.core.errors import ConfigError
 from gradcomp.job import collectives
 from gradcomp.job.process_sets import Members, members, root_of
 from gradcomp.tf.differentiable import broadcast_tensor, gather_tensors, swap_rows
@@ -102,11 +101,3 @@ def barrier(process_set: Members = None) -> None:
 
     if len(ranks) > 1:
         run("barrier", meet, [], [])
-
-
-def join() -> Any:
-    """Refused with a ConfigError: ranks that are done cannot go on taking part."""
-    raise ConfigError(
-        "join() is not there: every rank takes the same number of steps; give each as many batches, or let those that "
-        "have fewer begin again"
-    )

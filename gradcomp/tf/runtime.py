@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import AUTO
 from gradcomp.job import runtime
+from gradcomp.job.communicator import ranks_of
 from gradcomp.job.launch import Launch, discover
-from gradcomp.job.network import Alone, Network
+from gradcomp.job.network import Alone, Network, Ranks
 
 MPI, TORCH = "mpi", "torch"
 
@@ -26,22 +28,25 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **se
     horovodrun through torch.distributed, which needs torch. ``transport="mpi"`` and ``"torch"`` say otherwise. A plain
     ``python`` is a world of one.
 
-    ``comm``: Horovod's; only None is taken: all ranks that the launcher started. ``process_sets``: those that will have
-    optimizers of their own; see :func:`gradcomp.torch.init`. ``settings``: the fields of :class:`gradcomp.Config`.
-    Raises ConfigError for a bad setting, a ``comm``, a half-set launch environment and a missing engine, TransportError
-    if the ranks do not meet in time.
+    ``comm``: all ranks that the launcher started, as a list, a communicator of mpi4py or None. ``process_sets``: those
+    that will have optimizers of their own; see :func:`gradcomp.torch.init`. ``settings``: the fields of
+    :class:`gradcomp.Config`. Raises ConfigError for a bad setting, a ``comm`` of some ranks only, a half-set launch
+    environment and a missing engine, TransportError if the ranks do not meet in time.
     """
-    if comm is not None:
-        raise ConfigError(
-            "init takes no comm: a job has all ranks that the launcher started; give process_set=ProcessSet([...]) to "
-            "what only some of them do"
-        )
+    chosen = ranks_of(comm)
     # "dynamic" is Horovod's word for sets that come later, which need no word here.
-    runtime.begin(_join, () if process_sets in (None, "dynamic") else process_sets, settings)
+    runtime.begin(
+        partial(_join, chosen=chosen), () if process_sets in (None, "dynamic") else process_sets, settings
+    )
 
 
-def _join(config: Config) -> tuple[Launch, Network]:
+def _join(config: Config, chosen: Ranks | None) -> tuple[Launch, Network]:
     launch = discover()
+    if chosen not in (None, tuple(range(launch.size))):
+        raise ConfigError(
+            f"comm={list(chosen)}: a job has all {launch.size} ranks that the launcher started; give "
+            f"process_set=ProcessSet({list(chosen)}) to what only these do"
+        )
     if launch.size == 1:
         return launch, Alone()
     engine = choose(launch.launcher, config.transport, _installed())

@@ -15,7 +15,7 @@ from gradcomp.core.errors import StateError
 from gradcomp.job.adapter import Words
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.pipeline import Submission
-from gradcomp.pipeline.digests import CRC32C, Digests
+from gradcomp.pipeline.digests import CRC32C, NO_SAY, Digests
 from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
 from gradcomp.tf.landing import Landing
@@ -24,9 +24,9 @@ from gradcomp.tf.tensors import bytes_of
 
 
 class _Step:
-    """A step that is open: who called it, what has been handed in, and where the means go."""
+    """A step that is open: who called it (nobody in ``join()``), what has been handed in, and where the means go."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site | None) -> None:
         self.site = site
         self.submitted: set[int] = set()  # numbers of groups
         self.means: dict[int, Any] = {}  # values of the memory's
@@ -60,6 +60,9 @@ class Steps:
         self.listener = self.landing
         self._lock = threading.RLock()
         self._step: _Step | None = None
+        #: The last step's scale and learning rate.
+        self._last = predivide, 0.0
+        self._stands_in = False
 
     def attach(self, driver: StepDriver) -> None:
         """What takes the steps."""
@@ -85,14 +88,34 @@ class Steps:
     def _opened(self, site: Site, number: int, scale: float, learning_rate: float) -> _Step:
         step = self._step
         if step is None:
-            self._driver.open(scale * self._predivide, learning_rate)
-            self.landing.open(self._driver.exchanger.pipeline.layout)
-            step = self._step = _Step(site)
+            self._last = scale * self._predivide, learning_rate
+            step = self._open(site)
         if step.site is not site or number in step.submitted:
             raise StateError(
                 "the last exchange did not come to its end: after a step that failed there is no other"
             )
         return step
+
+    def _open(self, site: Site | None) -> _Step:
+        self._driver.open(*self._last)
+        self.landing.open(self._driver.exchanger.pipeline.layout)
+        self._step = _Step(site)
+        return self._step
+
+    def stand_in(self) -> None:
+        """Take part in a step without a gradient, and forget its means."""
+        with self._lock:
+            self._driver.check()
+            self._stands_in = True
+            try:
+                with self._driver.telling():
+                    self._open(None)
+                    self._driver.flush()
+                    self._driver.wait()
+                    self._step = None
+                    self._driver.commit()
+            finally:
+                self._stands_in = False
 
     def _hand_in(self, step: _Step, layer: int, parts: Sequence[Any]) -> None:
         driver, memory = self._driver, self._memory
@@ -157,9 +180,12 @@ class Steps:
         return Digests(CRC32C, dict(zip(self._names, values, strict=True)))
 
     def begin_digests(self) -> Future[Digests]:
-        """They are taken at once: TensorFlow updates a variable as soon as its own mean is there."""
+        """They are taken at once: TensorFlow updates a variable as soon as its own mean is there.
+
+        A rank that has joined has no say.
+        """
         future: Future[Digests] = Future()
-        future.set_result(self.digests())
+        future.set_result(NO_SAY if self._stands_in else self.digests())
         return future
 
     def means_complete(self) -> None:

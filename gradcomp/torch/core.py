@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 
 from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.engine import Exchanger
-from gradcomp.job import runtime
+from gradcomp.job import joining, runtime
 from gradcomp.job.network import Ranks
 from gradcomp.job.start import Proposal, Setup, say_what_is_bypassed, start, validate_together
 from gradcomp.job.state import Runtime
@@ -28,17 +26,6 @@ from gradcomp.torch.start import propose
 from gradcomp.torch.timing import Timing
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
-
-#: Of this process's optimizers.
-_EXCHANGES: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
-
-
-def exchange_of(exchanger: Exchanger) -> GradientExchange | None:
-    """What has the exchanger, if an optimizer does."""
-    for exchange in _EXCHANGES:
-        if exchange.driver.attached and exchange.exchanger is exchanger:
-            return exchange
-    return None
 
 
 class Core:
@@ -130,7 +117,7 @@ def build(
         ),
     )
     exchange.attach(driver)
-    _EXCHANGES.add(exchange)
+    joining.register(exchange)
     return Core(ranks, arguments, named, frozen, exchange)
 
 

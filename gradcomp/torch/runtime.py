@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
+from gradcomp.job.communicator import ranks_of
 from gradcomp.job.over_torch import join
 from gradcomp.torch import profiler
-from gradcomp.torch.communicator import ranks_of
 
 
 def init(

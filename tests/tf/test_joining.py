@@ -1,0 +1,159 @@
+"""``join`` under TensorFlow: ranks with unequal numbers of batches; the others' steps and allreduces go on."""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from batch import on_ranks
+
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
+
+import keras
+
+import gradcomp.tf as gc
+
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "ONE_INTER_OP_THREAD": "1"}
+if "ONE_INTER_OP_THREAD" in os.environ:
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+
+def model_of(words: bool = False) -> Any:
+    """Its layers are called the same on all ranks, whatever models those have made before."""
+    keras.utils.set_random_seed(1)
+    keras.backend.clear_session()
+    first = keras.layers.Embedding(11, 6) if words else keras.layers.Dense(6, activation="tanh")
+    return keras.Sequential([keras.Input((4,)), first, keras.layers.Flatten(), keras.layers.Dense(3)])
+
+
+def data(rank: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(100 * rank + step)
+    return generator.integers(0, 11, (8, 4)).astype(np.float32), generator.standard_normal((8, 3)).astype(
+        np.float32
+    )
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    return tf.reduce_mean(tf.square(model(x, training=True) - y))
+
+
+def batches(rank: int) -> int:
+    return 2 + 2 * rank
+
+
+def bits(model: Any) -> bytes:
+    return b"".join(variable.numpy().tobytes() for variable in model.variables)
+
+
+def one_process(words: bool, world: int) -> list[np.ndarray]:
+    """What the rank with most batches comes to: a rank that has joined adds zeros, and N stays N."""
+    model = model_of(words)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    for step in range(batches(world - 1)):
+        with tf.GradientTape() as tape:
+            losses = [loss_of(model, *data(r, step)) for r in range(world) if step < batches(r)]
+            loss = tf.add_n(losses) / world
+        gradients = tape.gradient(loss, model.trainable_variables)
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        optimizer.apply_gradients(zip(dense, model.trainable_variables, strict=True))
+    return [variable.numpy() for variable in model.trainable_variables]
+
+
+def check_training(words: bool, compression: str, mode: Any) -> None:
+    """Two epochs by a tape, with an allreduce in every step, and one more after all ranks are equal again."""
+    model = model_of(words)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+
+    @mode
+    def step(x, y):
+        with gc.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+            loss = loss_of(model, x, y)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return gc.allreduce(loss, name="loss")
+
+    for epoch in range(2):
+        for number in range(batches(gc.rank())):
+            step(*map(tf.constant, data(gc.rank(), number)))
+        mine = bits(model)
+        last = gc.join()
+        assert last == gc.size() - 1
+        assert bits(model) == mine, "a rank that has joined keeps its variables"
+        if compression == "none" and epoch == 0 and gc.rank() == last:
+            for variable, wanted in zip(
+                model.trainable_variables, one_process(words, gc.size()), strict=True
+            ):
+                np.testing.assert_allclose(variable, wanted, rtol=1e-5, atol=1e-6)
+        gc.broadcast_variables(model.variables, root_rank=last)
+        gc.broadcast_variables(optimizer.variables, root_rank=last)
+    step(*map(tf.constant, data(gc.rank(), 0)))
+    assert len(set(gc.allgather_object(bits(model)))) == 1
+
+
+@on_ranks(2, env=ENV)
+def test_the_others_train_on_until_all_have_joined():
+    check_training(False, "none", tf.function)
+
+
+@on_ranks(3, env=ENV)
+def test_three_ranks_with_sparse_gradients_join_one_after_the_other():
+    check_training(True, "none", tf.function)
+
+
+@pytest.mark.parametrize("compression", ["quantize:bits=4,bucket_size=32", "topk:density=0.2"])
+@on_ranks(2, env=ENV)
+def test_compression_goes_on_too(compression):
+    check_training(False, compression, lambda function: function)
+
+
+@on_ranks(2, env=ENV)
+def test_keras_fit_on_unequal_numbers_of_batches():
+    model = model_of()
+    model.compile(
+        optimizer=gc.DistributedOptimizer(
+            keras.optimizers.Adam(0.01), compression="quantize:bits=8,bucket_size=32"
+        ),
+        loss="mse",
+    )
+    count = batches(gc.rank())
+    x, y = (np.concatenate(parts) for parts in zip(*(data(gc.rank(), i) for i in range(count)), strict=True))
+    for _ in range(2):
+        model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+        last = gc.join()
+        assert last == 1
+        gc.broadcast_variables(model.variables + model.optimizer.variables, root_rank=last)
+    assert len(set(gc.allgather_object(bits(model)))) == 1
+    assert int(model.optimizer.iterations) == 2 * batches(1)
+
+
+@on_ranks(2, env=ENV)
+def test_join_is_an_op_inside_a_function():
+    for number in range(2 * gc.rank()):
+        assert gc.allreduce(tf.constant(1.0), op=gc.Sum, name=str(number)) == 1.0
+    assert int(tf.function(gc.join)()) == 1
+    gc.barrier()
+
+
+@on_ranks(2, env=ENV)
+def test_what_cannot_go_on_without_a_rank_is_an_error_that_says_so():
+    if gc.rank() == 1:
+        for call in (lambda: gc.allgather(tf.ones(1)), lambda: gc.broadcast(tf.ones(1), 0), gc.barrier):
+            with pytest.raises(gc.ConfigError, match="rank 0 has joined, and only takes part in allreduce"):
+                call()
+    gc.join()
+
+
+def test_a_world_of_one_has_joined_at_once() -> None:
+    with pytest.raises(gc.StateError, match="init"):
+        gc.join()
+    gc.init()
+    try:
+        assert gc.join() == 0
+        assert tf.function(gc.join)() == 0
+    finally:
+        gc.shutdown()
