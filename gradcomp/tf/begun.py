@@ -64,12 +64,13 @@ def call(
     refuse_xla(called.kind)
     site = _Site(begin, None if called.name is None else (called.ranks, called.name))
     turn = the_turn()
-    # Given the turn's value as an input, the op also waits inside a while loop, where there are no control edges.
-    (number,) = op(site.begin, [turn.read_value(), *tensors], [tf.int64])
-    with tf.control_dependencies([number]):
-        turn.assign_add(1)
-        token = site.tokens.dequeue()
-    outputs = op(site.end, [number, token], dtypes)
+    with tf.device("CPU:0"):
+        # Given the turn's value as an input, the op also waits inside a while loop, where there are no control edges.
+        (number,) = op(site.begin, [turn.read_value(), *tensors], [tf.int64])
+        with tf.control_dependencies([number]):
+            turn.assign_add(1)
+            token = site.tokens.dequeue()
+        outputs = op(site.end, [number, token], dtypes)
     manager = getattr(outputs[0].graph, "experimental_acd_manager", None)
     if manager is not None:
         # They run even if nobody needs the outputs, and do not wait for what else the function does in Python.
