@@ -841,7 +841,7 @@ def main(directory: str, inter_op_threads: str) -> None:
     """Run all; ``inter_op_threads``: 0 for as many as TensorFlow wants."""
     tf.config.threading.set_inter_op_parallelism_threads(int(inter_op_threads))
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    gc.init(timeout_seconds=60, stall_warning_seconds=2, log_level="warning")
+    gc.init(timeout_seconds=60, stall_warning_seconds=1, log_level="warning")
     nothing_inline_among(3, gc.size())
     outcome = {}
     for name, (function, modes) in CHECKS.items():

@@ -100,6 +100,7 @@ def test_the_others_train_on_until_all_have_joined():
     check_training(False, "none", tf.function)
 
 
+@pytest.mark.full
 @on_ranks(3, env=ENV)
 def test_three_ranks_with_sparse_gradients_join_one_after_the_other():
     check_training(True, "none", tf.function)
