@@ -84,8 +84,7 @@ class Exchange:
             say_what_is_bypassed(proposal.policy)
         else:
             the_turn()  # made in the midst of a trace, it would cost a second trace
-        #: What takes the steps.
-        self.driver = start(
+        self._driver = start(
             state,
             self.ranks,
             transport,
@@ -102,14 +101,14 @@ class Exchange:
                 device=self._memory.device,
             ),
         )
-        self._steps.attach(self.driver)
+        self._steps.attach(self._driver)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
-        self.exchanger: Exchanger | None = self.driver.exchanger if self.driver.attached else None
+        self.exchanger: Exchanger | None = self._driver.exchanger if self._driver.attached else None
         #: Where :func:`gradcomp.tf.save` finds the compression state.
-        self.checkpoint_manager = self.driver.checkpoint_manager
+        self.checkpoint_manager = self._driver.checkpoint_manager
         # A world of one has no groups.
         self._group_elements = self.exchanger.pipeline.config.slice_elements if self.exchanger else 0
-        joining.register(self)
+        joining.register(self._steps)
 
     def _memory_of_gradients(self, dtypes: Sequence[Any]) -> Memory:
         """A GPU's if all variables are there and there is something to exchange, else the host's."""
@@ -121,14 +120,6 @@ class Exchange:
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Go over to another compression in mid-run: see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
         set_compression(self.checkpoint_manager, self.exchanger, self._layers, as_policy(compression))
-
-    def stand_in(self) -> None:
-        """Take part in one exchange without a gradient; variables stay as they are."""
-        self._steps.stand_in()
-
-    def drain(self) -> None:
-        """Raise the error of a step that failed; none is under way where no op runs."""
-        self.driver.rest()
 
     @plain
     def exchange(self, gradients: Sequence[Any], scale: Any = None, learning_rate: Any = None) -> list[Any]:
@@ -151,8 +142,8 @@ class Exchange:
         if self.exchanger is None:
             return list(gradients)
         refuse_xla("the exchange of gradients")
-        self.driver.check()
-        with self.driver.telling():
+        self._driver.check()
+        with self._driver.telling():
             given: Gradients = [self._checked(layer, gradient) for layer, gradient in enumerate(gradients)]
         if tf.executing_eagerly():
             return self._now(given, scale, learning_rate)

@@ -35,8 +35,8 @@ class _Step:
 class Steps:
     """One step after the other: groups of gradients are submitted, then groups of means collected, then it is finished.
 
-    An :class:`gradcomp.job.adapter.Adapter`. Submits may come from any threads, in any order; so may collects.
-    :meth:`attach` comes first.
+    An :class:`gradcomp.job.adapter.Adapter`, and a :class:`gradcomp.job.joining.Joinable`. Submits may come from any
+    threads, in any order; so may collects. :meth:`attach` comes first.
     """
 
     words = Words("a step is open: save and load between steps")
@@ -65,8 +65,8 @@ class Steps:
         self._stands_in = False
 
     def attach(self, driver: StepDriver) -> None:
-        """What takes the steps."""
-        self._driver = driver
+        """``driver``: what takes the steps."""
+        self.driver = driver
 
     # -- what ops do ----------------------------------------------------------------------------------------------
 
@@ -76,14 +76,14 @@ class Steps:
         The step's first group opens it, its last one flushes it.
         """
         with self._lock:
-            self._driver.check()
-            with self._driver.telling():
+            self.driver.check()
+            with self.driver.telling():
                 step = self._opened(site, number, scale, learning_rate)
                 for layer, parts in site.take(number, values):
                     self._hand_in(step, layer, parts)
                 step.submitted.add(number)
                 if len(step.submitted) == len(site.groups):
-                    self._driver.flush()
+                    self.driver.flush()
 
     def _opened(self, site: Site, number: int, scale: float, learning_rate: float) -> _Step:
         step = self._step
@@ -97,28 +97,32 @@ class Steps:
         return step
 
     def _open(self, site: Site | None) -> _Step:
-        self._driver.open(*self._last)
-        self.landing.open(self._driver.exchanger.pipeline.layout)
+        self.driver.open(*self._last)
+        self.landing.open(self.driver.exchanger.pipeline.layout)
         self._step = _Step(site)
         return self._step
+
+    def drain(self) -> None:
+        """Raise the error of a step that failed; none is under way where no op runs."""
+        self.driver.rest()
 
     def stand_in(self) -> None:
         """Take part in a step without a gradient, and forget its means."""
         with self._lock:
-            self._driver.check()
+            self.driver.check()
             self._stands_in = True
             try:
-                with self._driver.telling():
+                with self.driver.telling():
                     self._open(None)
-                    self._driver.flush()
-                    self._driver.wait()
+                    self.driver.flush()
+                    self.driver.wait()
                     self._step = None
-                    self._driver.commit()
+                    self.driver.commit()
             finally:
                 self._stands_in = False
 
     def _hand_in(self, step: _Step, layer: int, parts: Sequence[Any]) -> None:
-        driver, memory = self._driver, self._memory
+        driver, memory = self.driver, self._memory
         if len(parts) == 2:
             rows = lent(parts[0]), lent(parts[1])
             driver.submit_rows(layer, lambda: rows)
@@ -144,9 +148,9 @@ class Steps:
 
         Row numbers and values of every sparse layer, and one number more, for an op must have an output.
         """
-        with self._lock, self._driver.telling():
-            self._driver.exchanger.pipeline.statistics.exposed_seconds += self.landing.waited_seconds
-            means = self._driver.wait()
+        with self._lock, self.driver.telling():
+            self.driver.exchanger.pipeline.statistics.exposed_seconds += self.landing.waited_seconds
+            means = self.driver.wait()
             self._step = None
             there = {layer for layer, rows in means.rows.items() if rows is not None} | set(
                 np.flatnonzero(means.result.present).tolist()
@@ -156,7 +160,7 @@ class Steps:
                     f"another rank has a gradient of {self._names[missing[0]]!r}, and this one has none: all ranks "
                     "must have gradients of the same variables"
                 )
-            self._driver.commit()
+            self.driver.commit()
             rows = [
                 array
                 for layer in site.sparse

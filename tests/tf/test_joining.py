@@ -114,22 +114,20 @@ def test_compression_goes_on_too(compression):
 
 @on_ranks(2, env=ENV)
 def test_keras_fit_on_unequal_numbers_of_batches():
+    """The second time with another optimizer: the first one's exchange has ended on no rank."""
     model = model_of()
-    model.compile(
-        optimizer=gc.DistributedOptimizer(
-            keras.optimizers.Adam(0.01), compression="quantize:bits=8,bucket_size=32"
-        ),
-        loss="mse",
-    )
     count = batches(gc.rank())
     x, y = (np.concatenate(parts) for parts in zip(*(data(gc.rank(), i) for i in range(count)), strict=True))
     for _ in range(2):
+        adam = keras.optimizers.Adam(0.01)
+        optimizer = gc.DistributedOptimizer(adam, compression="quantize:bits=8,bucket_size=32")
+        model.compile(optimizer=optimizer, loss="mse")
         model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
         last = gc.join()
         assert last == 1
         gc.broadcast_variables(model.variables + model.optimizer.variables, root_rank=last)
     assert len(set(gc.allgather_object(bits(model)))) == 1
-    assert int(model.optimizer.iterations) == 2 * batches(1)
+    assert int(model.optimizer.iterations) == batches(1)
 
 
 @on_ranks(2, env=ENV)
