@@ -240,9 +240,9 @@ def what_is_refused_says_why(rank: int, world: int, mode: Mode) -> None:
         gc.broadcast_global_variables(0)
 
 
-@check()
+@check("eager")
 def names_find_each_other_in_any_order(rank: int, world: int, mode: Mode) -> None:
-    """In eager mode, from two threads; a function runs its calls one after the other."""
+    """From two threads; ``calls_with_names_in_another_order_on_each_rank`` looks at tf.function."""
     from concurrent.futures import ThreadPoolExecutor
 
     names = ["a", "b"] if rank == 0 else ["b", "a"]

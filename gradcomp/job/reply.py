@@ -22,6 +22,7 @@ class Reply(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._ended = False
+        #: What is to be called at the end; of two threads that come, the one that takes it calls it.
         self._told_of_end: deque[Callable[[], None]] | None = None
         self._pending = threading.Lock()  # held until then
         self._pending.acquire()

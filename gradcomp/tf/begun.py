@@ -24,6 +24,7 @@ from gradcomp.tf.bridge import lent, op
 from gradcomp.tf.ordered import refuse_xla, the_turn
 from gradcomp.tf.tensors import Array
 
+#: Of a queue, which must have a bound: more than there will ever be.
 _MOST_TOKENS = 1 << 30
 
 #: The latest call from a tf.function by its ranks and name.

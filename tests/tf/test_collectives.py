@@ -145,6 +145,10 @@ class TestWorldOfOne:
         anything = object()
         assert gc.broadcast_object(anything) is anything
 
+    def test_this_rank_is_the_last_to_join(self) -> None:
+        assert gc.join() == 0
+        assert tf.function(gc.join)() == 0
+
     def test_a_barrier_calls_nobody(self) -> None:
         assert gc.barrier() is None
         graph = tf.function(gc.barrier).get_concrete_function().graph
@@ -176,6 +180,7 @@ class TestWorldOfOne:
         lambda: gc.grouped_allreduce([tf.ones(1)]),
         lambda: gc.allgather_object(1),
         gc.barrier,
+        gc.join,
         gc.size_op,
         gc.rank_op,
     ],

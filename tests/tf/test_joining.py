@@ -32,9 +32,8 @@ def model_of(words: bool = False) -> Any:
 
 def data(rank: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(100 * rank + step)
-    return generator.integers(0, 11, (8, 4)).astype(np.float32), generator.standard_normal((8, 3)).astype(
-        np.float32
-    )
+    x, y = generator.integers(0, 11, (8, 4)), generator.standard_normal((8, 3))
+    return x.astype(np.float32), y.astype(np.float32)
 
 
 def loss_of(model: Any, x: Any, y: Any) -> Any:
@@ -145,14 +144,3 @@ def test_what_cannot_go_on_without_a_rank_is_an_error_that_says_so():
             with pytest.raises(gc.ConfigError, match="rank 0 has joined, and only takes part in allreduce"):
                 call()
     gc.join()
-
-
-def test_a_world_of_one_has_joined_at_once() -> None:
-    with pytest.raises(gc.StateError, match="init"):
-        gc.join()
-    gc.init()
-    try:
-        assert gc.join() == 0
-        assert tf.function(gc.join)() == 0
-    finally:
-        gc.shutdown()
