@@ -244,7 +244,7 @@ def main() -> None:
 
     state = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
     digest = hashlib.sha256(state).hexdigest()[:16]
-    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest}\n", end="", flush=True)
+    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest}", flush=True)
     gc.shutdown()
 
 

@@ -106,11 +106,7 @@ def main() -> None:
 
     weights = b"".join(weight.numpy().tobytes() for weight in model.trainable_variables)
     digest = hashlib.sha256(weights).hexdigest()[:16]
-    print(
-        f"rank {gc.rank()}: accuracy {history['val_accuracy'][-1]:.4f}, weights {digest}\n",
-        end="",
-        flush=True,
-    )
+    print(f"rank {gc.rank()}: accuracy {history['val_accuracy'][-1]:.4f}, weights {digest}", flush=True)
     gc.shutdown()
 
 

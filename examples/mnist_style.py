@@ -114,7 +114,7 @@ def main() -> None:
 
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     digest = hashlib.sha256(weights).hexdigest()[:16]
-    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest}\n", end="", flush=True)
+    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest}", flush=True)
     gc.shutdown()
 
 

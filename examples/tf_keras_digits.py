@@ -75,7 +75,7 @@ def main() -> None:
 
     accuracy = model.evaluate(test_images, test_labels, verbose=0)[1]
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.weights)).hexdigest()
-    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest[:16]}\n", end="", flush=True)
+    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest[:16]}", flush=True)
     gc.shutdown()
 
 

@@ -74,7 +74,7 @@ def main() -> None:
     hits = tf.argmax(network(test_images), axis=1, output_type=tf.int32) == test_labels
     accuracy = float(tf.reduce_mean(tf.cast(hits, tf.float32)))
     digest = hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in variables)).hexdigest()
-    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest[:16]}\n", end="", flush=True)
+    print(f"rank {gc.rank()}: accuracy {accuracy:.4f}, weights {digest[:16]}", flush=True)
     gc.shutdown()
 
 

@@ -86,7 +86,7 @@ def main() -> None:
 
     bits = model.evaluate(test_inputs, test_targets, verbose=0) / np.log(2)
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.weights)).hexdigest()
-    print(f"rank {gc.rank()}: {bits:.3f} bits a character, weights {digest[:16]}\n", end="", flush=True)
+    print(f"rank {gc.rank()}: {bits:.3f} bits a character, weights {digest[:16]}", flush=True)
     gc.shutdown()
 
 

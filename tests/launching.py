@@ -32,6 +32,11 @@ _LAUNCHERS = (
 #: Variables that Python reads when it starts, or frameworks when they are imported: a fork does neither again.
 _READ_BY_IMPORTS = ("PYTHON", "TF_", "CUDA_", "OMP_", "KERAS_")
 
+#: torchrun of two ranks of this host. A whole command follows; without it torchrun adds Python's ``-u``.
+TORCHRUN = (
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
+)  # fmt: skip
+
 _GRACE_SECONDS = 5.0
 
 
@@ -107,9 +112,15 @@ def run_torchrun(
 def run_command(
     command: list[str], *, env: Mapping[str, str] | None = None, timeout: float = 100.0
 ) -> Finished:
-    """Run a launcher. One that takes too long may end its ranks by itself before it is killed."""
+    """Run a launcher. One that takes too long may end its ranks by itself before it is killed.
+
+    Its ranks share one output, so Python buffers theirs: unbuffered, a line and its end are two writes, and a line of
+    another rank may come between them. What a rank wants to be seen in time it prints with ``flush=True``. torchrun
+    starts Python unbuffered itself, see ``TORCHRUN``.
+    """
+    variables = {"PYTHONUNBUFFERED": "", **(env or {})}
     with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
-        started = _start(command, env or {}, Path(directory), "launcher")
+        started = _start(command, variables, Path(directory), "launcher")
         try:
             started.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import preloaded
 import pytest
-from launching import Finished, run_command
+from launching import TORCHRUN, Finished, run_command
 from transport_engines import mpich, no_mpi
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def start(launcher: list[str], name: str, *arguments: str) -> Finished:
+def start(launcher: Sequence[str], name: str, *arguments: str) -> Finished:
     command = [*launcher, sys.executable, str(EXAMPLES / name), *arguments]
     return run_command(command, env=QUIET, timeout=80)
 
@@ -61,9 +62,7 @@ def test_keras_fit_alone_is_a_world_of_one() -> None:
 @pytest.mark.full
 @needs_torch
 def test_a_loop_of_ones_own_learns_digits_under_torchrun() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = run_command([*launcher, str(EXAMPLES / "tf_tape.py")], env=QUIET, timeout=80)
-    accuracy, _ = results(ended)
+    accuracy, _ = results(start(TORCHRUN, "tf_tape.py"))
     assert accuracy > 0.9
 
 

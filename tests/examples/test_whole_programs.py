@@ -5,26 +5,24 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import preloaded
 import pytest
-from launching import Finished, run_command
+from launching import TORCHRUN, Finished, run_command
 from transport_engines import mpich, no_mpi
 
 pytestmark = pytest.mark.full
 needs_torch = pytest.mark.skipif(not preloaded.HAS_TORCH, reason="needs torch: pip install gradcomp[torch]")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def run(launcher: list[str], name: str, *arguments: str) -> str:
-    command = [*launcher, sys.executable] if launcher != TORCHRUN else launcher
-    ended: Finished = run_command(
-        [*command, str(EXAMPLES / name), *arguments], env={"TF_CPP_MIN_LOG_LEVEL": "3"}, timeout=120
-    )
+def run(launcher: Sequence[str], name: str, *arguments: str) -> str:
+    command = [*launcher, sys.executable, str(EXAMPLES / name), *arguments]
+    ended: Finished = run_command(command, env={"TF_CPP_MIN_LOG_LEVEL": "3"}, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
