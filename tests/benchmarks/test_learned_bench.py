@@ -205,7 +205,7 @@ def test_what_the_papers_figures_say_of_each_other():
 
 
 def test_the_docs_have_the_papers_table():
-    text = (DOCS / "benchmarks" / "convergence.md").read_text(encoding="utf-8")
+    text = (DOCS / "benchmarks" / "learned.md").read_text(encoding="utf-8")
     assert paper.show() in text
 
 
