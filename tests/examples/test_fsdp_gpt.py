@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import run_command
+from launching import TORCHRUN, run_command
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "fsdp_gpt.py"
 
 
 def run(*arguments: str) -> tuple[float, float, int]:
     """Bits a character, with quantised and with exact weights, and bytes a step."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    ended = run_command([*torchrun, str(SCRIPT), "--steps=25", "--blocks=1", *arguments], timeout=120)
+    command = [*TORCHRUN, sys.executable, str(SCRIPT), "--steps=25", "--blocks=1", *arguments]
+    ended = run_command(command, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = re.search(r"([\d.]+) bits.*weights, ([\d.]+) with.*\n([\d,]+) bytes", ended.stdout)
     assert found is not None, ended.stdout
