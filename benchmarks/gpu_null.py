@@ -51,6 +51,7 @@ class NullTransport(Transport):
         recv[:begin] = send[:begin]
         mine = _fixed(recv)
         mine["chunk"], mine["payload_bytes"] = self.rank, self._payload_bytes[int(header["bucket"])]
+        mine["sender"] = 1 - self.rank
         return _Done()
 
     def allgatherv(self, buffer: Any, counts: Sequence[int]) -> _Done:
@@ -58,7 +59,7 @@ class NullTransport(Transport):
         parts = buffer[: counts[0]], buffer[counts[0] :]
         theirs, mine = parts[1 - self.rank], parts[self.rank]
         theirs[:] = self._sent.popleft()
-        _fixed(theirs)["round"] = _fixed(mine)["round"]
+        _fixed(theirs)["round"], _fixed(theirs)["sender"] = _fixed(mine)["round"], 1 - self.rank
         return _Done()
 
     def close(self) -> None:

@@ -134,4 +134,4 @@ def gathered(rank: int, buffer: Bytes, header: ByteHeader) -> Move:
         for r, (end, size) in enumerate(zip(ends, header.message_bytes, strict=True))
     ]
     arrivals = [(r, message) for r, message in enumerate(messages) if r != rank]
-    return Move(AllGather(buffer[: ends[-1]], header.message_bytes), [messages[rank]], arrivals)
+    return Move(AllGather(buffer[: ends[-1]], header.message_bytes), [messages[rank]], arrivals, common=True)

@@ -111,7 +111,7 @@ class FusedSum:
                 fill(view, np.nan)  # no flags travel in later rounds: the sum itself says it
         sent = at.flags.states.copy()
         if self._header:
-            self._header.write(self._counts, at.header_id, sent)
+            self._header.write(self._counts, at.header_id, at.flags)
         yield [AllReduce(self._buffer)]
         if self._header:
             states = self._header.read(self._counts, at.header_id, at.ranks)

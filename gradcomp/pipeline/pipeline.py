@@ -37,6 +37,12 @@ from gradcomp.pipeline.conclusions import (
 )
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.discards import Discards
+from gradcomp.pipeline.fingerprint import (
+    NOTHING,
+    Fingerprints,
+    SoonFingerprint,
+    exchange_fingerprints,
+)
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import Waiting
 from gradcomp.pipeline.layout import Layout
@@ -49,7 +55,7 @@ from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.step_exchange import StepExchange, Workplace
 from gradcomp.pipeline.succession import Succession
-from gradcomp.reduce.header import APPLIED, DISCARDED, READY, WAITING, HeaderId
+from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, READY, WAITING, HeaderId
 from gradcomp.transport.base import AllReduce, Transport
 
 #: What kernels of a bucket take is far below it.
@@ -99,6 +105,12 @@ class Pipeline:
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
         #: What became of this rank's last exchange, for the next one to tell the others; 0: there was none.
         self.outcome = 0
+        #: Further bits for the others, LATE and EDITED of the last exchange.
+        self.notices = 0
+        #: Of the last exchange; 0: there was none.
+        self.results = 0
+        #: Those of all ranks, where the last exchange found that some differ.
+        self.fingerprints: Fingerprints | None = None
         self._digests: Future[Digests] | None = None
         #: Digests of the parameters that were last compared, one row per rank.
         self.digest_table: npt.NDArray[np.uint32] | None = None
@@ -161,14 +173,18 @@ class Pipeline:
         return self._laid_out.predicted
 
     def open(
-        self, scale: Number = 1.0, learning_rate: Number = 0.0, digests: Future[Digests] | None = None
+        self,
+        scale: Number = 1.0,
+        learning_rate: Number = 0.0,
+        digests: Future[Digests] | None = None,
+        fingerprint: SoonFingerprint = NOTHING,
     ) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
         ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
         ``learning_rate``: for residuals that follow it; 0 if it is not known. The first bucket waits until
         both have come. ``digests``: of the layers' parameters, to be compared over the ranks at the end of the
-        exchange; on all ranks or on none.
+        exchange; on all ranks or on none. ``fingerprint``: what every header says of them; it may come as late.
         """
         if self.is_open:
             raise StateError("an exchange is already open")
@@ -184,6 +200,7 @@ class Pipeline:
             self.residuals,
             (scale, learning_rate),
             self.learning_rate,
+            fingerprint,
         )
         self._running = self._run(self._exchange)
 
@@ -287,7 +304,7 @@ class Pipeline:
             self.learning_rate = state.learning_rate
         self.result = None
         self._exchange = None
-        self.outcome = 0
+        self.outcome = self.notices = self.results = 0
         self.layout = self._relayout()
 
     # -- the step, inside ---------------------------------------------------------------------------------------
@@ -297,7 +314,10 @@ class Pipeline:
         while self._steering.overdue:
             yield Waiting.BACKGROUND
         ready = self.plans.next is not None or self._steering.ready
-        own_state = self.outcome | (READY if ready else WAITING) if self.role.trains else 0
+        own_state = 0
+        if self.role.trains:
+            own_state = self.outcome | self.notices | (READY if ready else WAITING)
+        self.notices = 0
         if self._moved:
             layers, owned = np.flatnonzero(self._keeps_residual), [p.owned_layers for p in self._programs]
             yield from hand_over(self.transport, self.role, self.residuals, layers, owned)
@@ -317,6 +337,11 @@ class Pipeline:
     def _finish(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
         """Draw the conclusions that every rank draws from the same flags."""
         result, all_ready = exchange.result()
+        self.results = result.results
+        if result.notices & DIFFERENT:
+            self.fingerprints = yield from exchange_fingerprints(
+                self.transport, len(self.layers), exchange.fingerprint
+            )
         if self.plans.switch is not None and self._programs:
             self.plans.switch.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:

@@ -268,7 +268,7 @@ class PreparedRequest:
     def _flags_of(self, of_rank: int) -> BucketFlags:
         states = np.full(len(self.request.layers) + 1, PRESENT, dtype=np.uint8)
         states[-1] = of_rank
-        return BucketFlags(states)
+        return BucketFlags(states, self._rank)
 
     def _framed(
         self, program: Rounds, flags: BucketFlags, binding: Arrays, *, ahead: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,7 @@ from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.arrangement import Arrangement
 from gradcomp.pipeline.bucket import BucketProgram
+from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.layout import Bucket
@@ -53,7 +55,7 @@ class StepExchange:
 
     ``residuals``, and the fields in ``context``, are those of the step. The loss scale and the learning rate may come
     later than the exchange opens: the first bucket waits for ``numbers``. ``last_rate``: the learning rate of the last
-    accepted step, 0 if it is not known.
+    accepted step, 0 if it is not known. ``fingerprint``: what headers say of parameters and optimizer.
     """
 
     def __init__(
@@ -65,16 +67,20 @@ class StepExchange:
         residuals: Residuals,
         numbers: tuple[Number, Number],
         last_rate: float,
+        fingerprint: SoonFingerprint,
     ) -> None:
         self._workplace, self._transport, self._laid_out = workplace, transport, laid_out
         self._context, self._residuals = context, residuals
         self._numbers: tuple[Number, Number] | None = numbers  # until they are known
         self._last_rate = last_rate
+        self._fingerprint = fingerprint
         self._header_id = HeaderId(0, 0, 0)
         self._own_state = 0
         self._flags: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
         self.scale = 1.0
         self.learning_rate = 0.0
+        #: This rank's, once the first bucket has begun.
+        self.fingerprint = NOTHING
         self.opened_at = perf_counter()
         registry = workplace.registry
         registry.open(laid_out.layout)
@@ -87,7 +93,7 @@ class StepExchange:
             transport,
             self._start,
             workplace.on_complete,
-            numbers,
+            [*numbers, fingerprint],
         )
 
     @property
@@ -107,15 +113,20 @@ class StepExchange:
     def result(self) -> tuple[StepResult, bool]:
         """When it is through, what all ranks know of it, and whether all that train are ready for the next plan."""
         states = np.zeros(len(self._laid_out.position), dtype=np.uint8)
-        outcomes = 0
+        outcomes = notices = results = 0
         for layers, flags in self._flags:
             states[layers] |= flags.states[:-1]
             outcomes |= flags.outcomes
+            notices |= flags.notices
+            results = zlib.crc32(np.array(sorted(flags.results), dtype="<u4").tobytes(), results)
         present = (states & PRESENT) != 0
         sparse = (states & SPARSE) != 0
         nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0
         ready = bool(self._flags) and self._flags[0][1].ready
-        return StepResult(self._context.number, present, sparse, nonfinite, outcomes), ready
+        return (
+            StepResult(self._context.number, present, sparse, nonfinite, outcomes, notices, results),
+            ready,
+        )
 
     def _start(self, program: BucketProgram) -> InFlight:
         """A bucket that can be encoded begins."""
@@ -126,7 +137,8 @@ class StepExchange:
         complete = registry.completed[bucket.number]
         trace.add("ready", step, bucket.number, self.opened_at, complete)
         trace.add("queue", step, bucket.number, complete, perf_counter())
-        flags = BucketFlags(np.append(registry.states[bucket.layers], np.uint8(self._own_state)))
+        states = np.append(registry.states[bucket.layers], np.uint8(self._own_state))
+        flags = BucketFlags(states, self._transport.rank, self.fingerprint.value)
         self._flags.append((bucket.layers, flags))
         return InFlight(bucket.number, self._exchange(program, flags), self._completed)
 
@@ -145,6 +157,7 @@ class StepExchange:
         if self._numbers is None:
             return
         self.scale, self.learning_rate = map(_known, self._numbers)
+        self.fingerprint = self._fingerprint.result()
         self._numbers = None
         last, rate = self._last_rate, self.learning_rate
         self._context = replace(

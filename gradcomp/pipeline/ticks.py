@@ -7,6 +7,7 @@ from typing import Any
 
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline.bucket import BucketProgram
+from gradcomp.pipeline.fingerprint import SoonFingerprint
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.layout import Bucket
@@ -33,7 +34,7 @@ class Ticks:
         transport: Transport,
         start: Callable[[BucketProgram], InFlight],
         completed: Callable[[Bucket], None] | None,
-        numbers: Sequence[Number],
+        numbers: Sequence[Number | SoonFingerprint],
     ) -> None:
         self.position = (0, -1)
         self._programs = programs

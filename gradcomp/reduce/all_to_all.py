@@ -44,7 +44,9 @@ class AllToAllBroadcast(Reduction):
         self._messages = [Message(buffer, header, r) for r, buffer in enumerate(buffers)]
         self._own = own = self._messages[rank]
         others = [(r, message) for r, message in enumerate(self._messages) if r != rank]
-        self._gather = Move(AllGather(buffers.reshape(-1), [codes.sizes[0]] * world), [own], others)
+        self._gather = Move(
+            AllGather(buffers.reshape(-1), [codes.sizes[0]] * world), [own], others, common=True
+        )
         self.rounds = 1 if world > 1 else 0
         self.bytes_sent = (world - 1) * codes.sizes[0]
 

@@ -41,8 +41,9 @@ class Message:
 class Move:
     """One round of messages, as a reduction asks for it: headers are no matter of its own.
 
-    ``sends``: what leaves by the operation. ``arrivals``: what comes by it, and from whom. ``whole``: what comes speaks
-    for all ranks. ``framed_in``: the round in which what comes got its headers, if it was handed on as it is.
+    ``sends``: what leaves by the operation. ``arrivals``: what comes by it, and from whom. ``whole``: what travels
+    speaks for all ranks, and all of them get it. ``common``: all ranks get it, and it speaks for its sender.
+    ``framed_in``: the round in which what comes got its headers, if it was handed on as it is.
     """
 
     operation: Operation
@@ -50,6 +51,7 @@ class Move:
     arrivals: Sequence[tuple[int, Message]] = ()
     whole: bool = False
     framed_in: int | None = None
+    common: bool = False
 
 
 def exchange(

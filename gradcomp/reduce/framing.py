@@ -74,7 +74,9 @@ class _Frames:
             if message.header is not header:
                 header = message.header
                 header.identify(self._header_id, self._round)
-            header.write(message.buffer, message.chunk, states)
+            payload = header.write(message.buffer, message.chunk, self._flags)
+            if move.common or move.whole:
+                self._flags.results.add(payload)
         if move.sends and self._sent is None:
             self._sent = states.copy()
         if move.sends and move.whole:
@@ -87,10 +89,13 @@ class _Frames:
             if message.header is not header:
                 header = message.header
                 header.identify(self._header_id, self._round if move.framed_in is None else move.framed_in)
-            states = header.read(message.buffer, message.chunk, sender)
+            states, fingerprint, payload = header.read(message.buffer, message.chunk, sender)
             if move.whole:
                 self._check_whole(states, sender)
+            if move.common or move.whole:
+                self._flags.results.add(payload)
             self._flags.states |= states
+            self._flags.compare(fingerprint)
         self._round += 1
 
     def _check_whole(self, states: Bytes, sender: int) -> None:

@@ -81,5 +81,5 @@ class GatherAndSum(Reduction):
                 with binding.span("reduce"):
                     fetch(self._whole.sum, self._sum.buffer)
             if self.rounds:
-                yield exchange([(r, self._sum) for r in self._others])
+                yield exchange([(r, self._sum) for r in self._others], whole=True)
         return (yield from self._whole.decode(self._sum.buffer, context, binding, flags))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from gradcomp.kernels import crc32c
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAGIC = 0x6347
 
 #: State of a layer on one rank in one step: bits of one byte.
@@ -32,12 +32,18 @@ APPLIED, DISCARDED, KEPT = 1, 2, 4
 #: Further bits of that byte, of ranks that train: this one holds the next plan; it does not.
 READY, WAITING = 8, 16
 
-#: In messages that leave before the ranks have compared what they run between steps: this rank runs something else, so
-#: no rank may use the message; its inputs are not those of the last run.
+#: Of a step: this rank's last exchange was ended by ``step()``, since no gradient of its own came; its means were
+#: changed between the exchange and ``step()``; some rank's fingerprint is not that of another.
+LATE, EDITED, DIFFERENT = 32, 64, 128
+
+#: The same bits in messages that leave before the ranks have compared what they run between steps: this rank runs
+#: something else, so no rank may use the message; its inputs are not those of the last run.
 DECLINED, CHANGED = 32, 64
 
 _OF_A_LAYER = PRESENT | NONFINITE | SPARSE
-_OF_RANKS = APPLIED | DISCARDED | KEPT | READY | WAITING
+_OUTCOMES = APPLIED | DISCARDED | KEPT
+_OF_STEPS = _OUTCOMES | READY | WAITING | LATE | EDITED | DIFFERENT
+_OF_REQUESTS = _OUTCOMES | READY | WAITING
 
 #: Payloads, and messages, begin at multiples of this many bytes, as loads of vectors want.
 ALIGNMENT = 16
@@ -53,13 +59,13 @@ FIXED = np.dtype(
         ("chunk", "<u2"),
         ("payload_bytes", "<u4"),
         ("layers", "<u2"),
-        ("zero", "<u2"),
-        ("zero_too", "<u4"),
-        # Up to here all ranks expect the same bytes.
+        ("sender", "<u2"),
+        # Up to here a receiver knows what to expect.
+        ("fingerprint", "<u4"),
         ("checksum", "<u4"),
     ]
 )
-_COMPARED_BYTES = _CHECKSUM_AT = 28
+_COMPARED_BYTES, _CHECKSUM_AT = 24, 28
 
 
 Numbers = TypeVar("Numbers", int, npt.NDArray[np.int64], npt.NDArray[np.float64])
@@ -75,16 +81,33 @@ class BucketFlags:
 
     ``states``: a byte per layer, and one for the ranks themselves; bits are only ever added. ``present``,
     ``nonfinite``: one boolean per layer, true if any rank said so. ``ready``: whether all that train hold the next
-    plan.
+    plan. ``rank``: this one, the sender of what it sends. ``fingerprint``: 32 bits that all ranks should have in
+    common; 0 of a rank that has nothing to compare, which passes on what it hears. ``results``: checksums of the
+    payloads that all ranks decode.
     """
 
-    def __init__(self, states: Bytes) -> None:
+    def __init__(self, states: Bytes, rank: int = 0, fingerprint: int = 0) -> None:
         self.states = states
+        self.rank = rank
+        self.fingerprint = fingerprint
+        self.results: set[int] = set()
+
+    def compare(self, fingerprint: int) -> None:
+        """Another rank has this fingerprint."""
+        if not self.fingerprint:
+            self.fingerprint = fingerprint
+        elif fingerprint and fingerprint != self.fingerprint:
+            self.states[-1] |= DIFFERENT
 
     @property
     def outcomes(self) -> int:
         """What became of the last exchange: the union of all ranks' bits."""
-        return int(self.states[-1]) & (APPLIED | DISCARDED | KEPT)
+        return int(self.states[-1]) & _OUTCOMES
+
+    @property
+    def notices(self) -> int:
+        """Which of LATE, EDITED and DIFFERENT some rank has said."""
+        return int(self.states[-1]) & (LATE | EDITED | DIFFERENT)
 
     @property
     def ready(self) -> bool:
@@ -134,12 +157,22 @@ class HeaderId:
     checksums: bool = False
 
 
+class Received(NamedTuple):
+    """What a header says beside where it belongs. ``payload``: its checksum; 0 where there are none."""
+
+    states: Bytes
+    fingerprint: int
+    payload: int
+
+
 class ByteHeader:
     """Headers of ``len(payload_bytes)`` messages about ``layers`` layers.
 
     32 bytes, a state byte per layer and one for the ranks themselves, zeros up to a multiple of 16. The
     payload follows, and bytes without meaning up to a multiple of 16: ``message_bytes`` says how long each message is.
-    The checksum is the CRC-32C of the whole message without the checksum's own four bytes, or 0 where there are none.
+    The checksum is the CRC-32C of the payload, up to the message's end, followed by the header without the checksum's
+    own four bytes; 0 where there are none. So what it says of the payload alone comes with it, and does not change
+    where the payload is handed on behind another header.
     """
 
     @staticmethod
@@ -152,7 +185,7 @@ class ByteHeader:
         self._states = slice(FIXED.itemsize, FIXED.itemsize + layers + 1)
         self.message_bytes: list[int] = (self.nbytes + padded(payload_bytes)).tolist()
         self._checksums = False
-        self._known = np.array([_OF_A_LAYER] * layers + [_OF_RANKS], dtype=np.uint8)
+        self._known = np.array([_OF_A_LAYER] * layers + [_OF_STEPS], dtype=np.uint8)
         self._fixed = np.zeros(len(payload_bytes), dtype=FIXED)
         self._fixed["magic"] = MAGIC
         self._fixed["protocol"] = PROTOCOL
@@ -162,8 +195,8 @@ class ByteHeader:
         self._rows = self._fixed.view(np.uint8).reshape(len(self._fixed), FIXED.itemsize)
 
     def allow(self, bits: int) -> None:
-        """Take so many further bits of the last state, and no others."""
-        self._known[-1] = _OF_RANKS | bits
+        """Between steps: take so many further bits of the last state, and no others."""
+        self._known[-1] = _OF_REQUESTS | bits
 
     def identify(self, header_id: HeaderId, round_number: int) -> None:
         """Set the fields that change with every message."""
@@ -173,43 +206,57 @@ class ByteHeader:
         self._fixed["round"] = round_number & 0xFF
         self._checksums = header_id.checksums
 
-    def write(self, target: Bytes, chunk: int, states: Bytes) -> None:
-        """Put the header of ``chunk`` at the start of ``target``, where its payload is already."""
-        target = target.view(np.ndarray)  # of a device mirror the header is the host's
-        target[: FIXED.itemsize] = self._rows[chunk]
-        target[self._states] = states
-        target[self._states.stop : self.nbytes] = 0
-        if self._checksums:
-            length = self.message_bytes[chunk]
-            checksum = _checksum(target[:length])
-            target[_CHECKSUM_AT : FIXED.itemsize] = np.array([checksum], dtype="<u4").view(np.uint8)
+    def write(self, target: Bytes, chunk: int, flags: BucketFlags) -> int:
+        """Put the header of ``chunk`` at the start of ``target``, where its payload is already.
 
-    def read(self, source: Bytes, chunk: int, sender: int) -> Bytes:
-        """Check the message ``chunk`` from ``sender``; return its states."""
+        Returns the payload's checksum; 0 where there are none.
+        """
+        target = target.view(np.ndarray)  # of a device mirror the header is the host's
+        fixed = self._fixed[chunk]
+        fixed["sender"], fixed["fingerprint"] = flags.rank, flags.fingerprint
+        target[: FIXED.itemsize] = self._rows[chunk]
+        target[self._states] = flags.states
+        target[self._states.stop : self.nbytes] = 0
+        if not self._checksums:
+            return 0
+        payload, whole = self._checksum(target, chunk)
+        target[_CHECKSUM_AT : FIXED.itemsize] = np.array([whole], dtype="<u4").view(np.uint8)
+        return payload
+
+    def read(self, source: Bytes, chunk: int, sender: int) -> Received:
+        """Check the message ``chunk`` from ``sender``."""
         length = self.message_bytes[chunk]
         if len(source) < length:
             raise WireFormatError(f"rank {sender} sent {len(source)} bytes, the message has {length}")
         source = source.view(np.ndarray)  # of a device mirror the header is the host's
+        self._fixed[chunk]["sender"] = sender
         if source[:_COMPARED_BYTES].tobytes() != self._rows[chunk, :_COMPARED_BYTES].tobytes():
             self._explain(source, chunk, sender)
+        payload = 0
+        fingerprint, stated = source[_COMPARED_BYTES : FIXED.itemsize].copy().view("<u4").tolist()
         if self._checksums:
-            stated = int(source[_CHECKSUM_AT : FIXED.itemsize].copy().view("<u4")[0])
-            if stated != _checksum(source[:length]):
+            payload, whole = self._checksum(source, chunk)
+            if stated != whole:
                 raise WireFormatError(
                     f"a message of {length} bytes from rank {sender} does not match its checksum: it was damaged on "
                     "its way"
                 )
         states = source[self._states]
-        unknown = states > self._known
+        unknown = states & ~self._known
         if np.count_nonzero(unknown):
-            raise WireFormatError(f"rank {sender} sent an unknown state {states[unknown][0]}")
-        return states
+            raise WireFormatError(f"rank {sender} sent an unknown state {states[unknown != 0][0]}")
+        return Received(states, fingerprint, payload)
+
+    def _checksum(self, message: Bytes, chunk: int) -> tuple[int, int]:
+        """Of the payload, and of the whole message."""
+        payload = crc32c(message[self.nbytes : self.message_bytes[chunk]])
+        return payload, crc32c(message[FIXED.itemsize : self.nbytes], crc32c(message[:_CHECKSUM_AT], payload))
 
     def _explain(self, source: Bytes, chunk: int, sender: int) -> None:
         got = source[: FIXED.itemsize].copy().view(FIXED)[0]
         want = self._fixed[chunk]
         names = FIXED.names or ()
-        compared = names[: names.index("checksum")]
+        compared = names[: names.index("fingerprint")]
         wrong = [f"{n} {got[n]} instead of {want[n]}" for n in compared if got[n] != want[n]]
         text = f"rank {sender} sent a header with {', '.join(wrong)}"
         if got["magic"] == MAGIC and (got["protocol"] != PROTOCOL or got["check"] != want["check"]):
@@ -218,59 +265,63 @@ class ByteHeader:
 
 
 class CountHeader:
-    """The same fields but the checksum, as float32 counts that survive a sum over up to 65,536 ranks.
+    """The same fields but sender and checksum, as float32 counts that survive a sum over up to 65,536 ranks.
 
     The check value travels as 8 nibbles and their squares: sum(v) = N v0 and sum(v^2) = N v0^2 hold together only if
-    every rank's v is v0.
+    every rank's v is v0. So does the fingerprint, of the M ranks that have one: M sum(v^2) = sum(v)^2 only if all v
+    are equal.
     """
+
+    _OF_RANKS = (READY, WAITING, LATE, EDITED)
 
     def __init__(self, layers: int) -> None:
         self._rows = layers + 1  # the ranks themselves have one, too
-        self.length = 18 + 3 * self._rows
+        self.length = 16 + 17 + len(self._OF_RANKS) + 3 * self._rows
 
-    def write(self, target: npt.NDArray[np.floating], header_id: HeaderId, states: Bytes) -> None:
+    def write(self, target: npt.NDArray[np.floating], header_id: HeaderId, flags: BucketFlags) -> None:
         """Fill ``target`` (``length`` elements) with this rank's counts."""
-        nibbles = _nibbles(header_id)
-        target[0:8] = nibbles
-        target[8:16] = nibbles * nibbles
-        target[16] = (states[-1] & READY) != 0
-        target[17] = (states[-1] & WAITING) != 0
-        counts = target[18 : self.length].reshape(3, self._rows)
+        for at, value in ((0, _check_of(header_id)), (16, flags.fingerprint)):
+            nibbles = _nibbles(value)
+            target[at : at + 8] = nibbles
+            target[at + 8 : at + 16] = nibbles * nibbles
+        target[32] = flags.fingerprint != 0
+        target[33:37] = [(int(flags.states[-1]) & bit) != 0 for bit in self._OF_RANKS]
+        counts = target[37 : self.length].reshape(3, self._rows)
         for row, bit in enumerate((PRESENT, NONFINITE, SPARSE)):
-            counts[row] = (states & bit) != 0
+            counts[row] = (flags.states & bit) != 0
 
     def read(self, source: npt.NDArray[np.floating], header_id: HeaderId, world: int) -> Bytes:
         """Check the summed counts; return the states."""
-        nibbles = _nibbles(header_id)
+        where = f"step {header_id.step}, bucket {header_id.bucket}"
+        nibbles = _nibbles(_check_of(header_id))
         if not (
             np.array_equal(source[0:8], world * nibbles)
             and np.array_equal(source[8:16], world * nibbles * nibbles)
         ):
-            raise PlanMismatchError(
-                f"step {header_id.step}, bucket {header_id.bucket}: the ranks are not at the same step, bucket and plan"
-            )
-        counts = source[16 : self.length]
-        if not (np.all(counts >= 0) and np.all(counts <= world)):
-            raise WireFormatError(
-                f"step {header_id.step}, bucket {header_id.bucket}: counts outside 0..{world}"
-            )
-        if not np.array_equal(counts, np.floor(counts)):
-            raise WireFormatError(
-                f"step {header_id.step}, bucket {header_id.bucket}: counts that are not whole"
-            )
-        rows = counts[2:].reshape(3, self._rows) > 0
+            raise PlanMismatchError(f"{where}: the ranks are not at the same step, bucket and plan")
+        numbers = source[16 : self.length].astype(np.float64)
+        sums, squares, counts = numbers[:8], numbers[8:16], numbers[16:]
+        if not all(
+            np.all(each >= 0) and np.all(each <= most * world)
+            for each, most in ((counts, 1), (sums, 15), (squares, 225))
+        ):
+            raise WireFormatError(f"{where}: counts outside 0..{world}")
+        if not np.array_equal(numbers, np.floor(numbers)):
+            raise WireFormatError(f"{where}: counts that are not whole")
+        rows = counts[5:].reshape(3, self._rows) > 0
         states: Bytes = (
             rows[0] * np.uint8(PRESENT) | rows[1] * np.uint8(NONFINITE) | rows[2] * np.uint8(SPARSE)
         )
-        states[-1] |= READY * int(counts[0] > 0) | WAITING * int(counts[1] > 0)
+        for count, bit in zip(counts[1:5].tolist(), self._OF_RANKS, strict=True):
+            states[-1] |= bit * (count > 0)
+        if np.any(counts[0] * squares != sums * sums):
+            states[-1] |= DIFFERENT
         return states
 
 
-def _nibbles(header_id: HeaderId) -> Floats:
-    text = f"{PROTOCOL},{header_id.check},{header_id.step},{header_id.bucket}"
-    value = zlib.crc32(text.encode())
+def _check_of(header_id: HeaderId) -> int:
+    return zlib.crc32(f"{PROTOCOL},{header_id.check},{header_id.step},{header_id.bucket}".encode())
+
+
+def _nibbles(value: int) -> Floats:
     return np.array([(value >> shift) & 0xF for shift in range(0, 32, 4)], dtype=np.float32)
-
-
-def _checksum(message: Bytes) -> int:
-    return crc32c(message[FIXED.itemsize :], crc32c(message[:_CHECKSUM_AT]))

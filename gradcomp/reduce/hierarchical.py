@@ -162,7 +162,7 @@ class Hierarchical(Reduction):
         yield from inner.gather_means(context, binding, flags)
         if self._several:
             operation = Exchange([(member, self._mean.buffer) for member in self._others], [])
-            yield Move(operation, [] if self._between else self._mean.messages)
+            yield Move(operation, [] if self._between else self._mean.messages, whole=True)
 
     def _add(self, context: StepContext, binding: Binding, flags: BucketFlags) -> None:
         """sum <- the contributions of the host's ranks, in rank order."""

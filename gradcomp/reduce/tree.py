@@ -90,7 +90,7 @@ class Tree(Reduction):
         for level in reversed(range(self._levels)):
             child, parent = me + (1 << level), me - (1 << level)
             if child in arriving:
-                yield exchange([(child, own)])
+                yield exchange([(child, own)], whole=True)
             elif me & -me == 1 << level:
                 above = Message(self._mean.buffer, self._header, parent)
                 yield exchange(arrivals=[(parent, above)], whole=True)

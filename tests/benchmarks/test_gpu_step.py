@@ -11,7 +11,7 @@ import pytest
 from gpu_null import NullTransport
 from gpu_ranks import RanksError, launch
 
-from gradcomp.reduce.header import FIXED, ByteHeader, HeaderId
+from gradcomp.reduce.header import FIXED, BucketFlags, ByteHeader, HeaderId
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "words": 64, "length": 8, "batch": 2}
 
@@ -64,7 +64,7 @@ def test_over_the_null_transport_the_other_rank_sends_the_same(rank):
     header = ByteHeader(1, np.array([32, 32], np.int64))
     header.identify(HeaderId(5, 6, bucket=1), 0)
     travels, own = np.full(size + 32, 1, np.uint8), np.full(size + 32, 2, np.uint8)
-    header.write(travels, 1 - rank, np.array([1, 8], np.uint8))
+    header.write(travels, 1 - rank, BucketFlags(np.array([1, 8], np.uint8), rank))
     counts = [0, 0]
     counts[1 - rank] = len(travels)
     received = np.zeros(len(own), np.uint8)
@@ -72,12 +72,14 @@ def test_over_the_null_transport_the_other_rank_sends_the_same(rank):
     assert received[size:].tobytes() == own[size:].tobytes()
     fixed = received[: FIXED.itemsize].view(FIXED)[0]
     assert [int(fixed[name]) for name in ("step", "bucket", "chunk", "payload_bytes")] == [6, 1, rank, 30]
+    assert fixed["sender"] == 1 - rank
     mean = np.full(2 * len(own), 7, np.uint8)  # of which the number of the round holds for both parts
     transport.allgatherv(mean, [len(own)] * 2)
     parts = mean[: len(own)], mean[len(own) :]
     changed = np.flatnonzero(parts[1 - rank] != travels)
-    assert changed.tolist() == [3]
+    assert changed.tolist() == [3, 22]
     assert parts[1 - rank][3] == 7
+    assert parts[1 - rank][22] == 1 - rank
     assert (parts[rank] == 7).all()
     assert transport.bytes_sent == 8 + 2 * len(own)
 

@@ -251,7 +251,7 @@ def test_a_message_of_another_length_is_refused(kind: str, change):
 @pytest.mark.parametrize("kind", ["fixed", "varying", "turns", "rounds"])
 @pytest.mark.parametrize(("at", "error"), [(0, WireFormatError), (3, WireFormatError), (4, PlanMismatchError),
                                            (8, WireFormatError), (14, WireFormatError), (16, WireFormatError),
-                                           (22, WireFormatError), (24, WireFormatError)])  # fmt: skip
+                                           (22, WireFormatError)])  # fmt: skip
 def test_a_wrong_header_is_refused(kind: str, at: int, error: type[Exception]):
     def change(message):
         message[at] ^= 0x40

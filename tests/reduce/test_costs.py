@@ -22,7 +22,7 @@ from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Reduction, make
 from gradcomp.reduce.costs import cheapest, cost, load_of, predict
 from gradcomp.reduce.framing import framed
-from gradcomp.reduce.header import APPLIED, PRESENT, READY, BucketFlags, ByteHeader, HeaderId
+from gradcomp.reduce.header import APPLIED, PRESENT, READY, BucketFlags, ByteHeader, HeaderId, Received
 from gradcomp.reduce.model import Cost, Load, Network
 from gradcomp.testing.simulation import Simulation, plan_for
 from gradcomp.transport.base import AllGather, AllToAll, Exchange
@@ -292,7 +292,7 @@ class _Span:
 
 
 def started(reduction: Reduction, rank: int, world: int):
-    flags = BucketFlags(np.array([PRESENT] * len(LARGE) + [APPLIED | READY], np.uint8))
+    flags = BucketFlags(np.array([PRESENT] * len(LARGE) + [APPLIED | READY], np.uint8), rank)
     context, binding = StepContext(Draw(0, 0, rank), world), Nothing()
     return framed(reduction.run(context, binding, flags), HeaderId(1, 2, 0), flags, binding), flags
 
@@ -385,7 +385,7 @@ def test_large_worlds_exchange_what_the_formulas_say(reduction: str, world: int)
 def test_one_of_1024_ranks_sends_what_the_formula_says(reduction: str, step: int, monkeypatch):
     """Some ranks alone, on messages that nobody sent: headers are not looked at."""
     world = 1024
-    none = np.array([7] * len(LARGE) + [APPLIED | READY], np.uint8)
+    none = Received(np.array([7] * len(LARGE) + [APPLIED | READY], np.uint8), 0, 0)
     monkeypatch.setattr(ByteHeader, "read", lambda *_: none)
     parts = one_bucket(LARGE, plan_for(LARGE, Quantize(2, 32)))
     formula = cost(parse(reduction), load_of(parse(reduction), parts, len(LARGE)), flat(world))

@@ -13,6 +13,7 @@ from tiers import examples
 from gradcomp import PlanMismatchError, WireFormatError
 from gradcomp.reduce.header import (
     APPLIED,
+    DIFFERENT,
     DISCARDED,
     FIXED,
     NONFINITE,
@@ -33,7 +34,7 @@ LAYERS = 5
 STATES = np.array(
     [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED | READY], dtype=np.uint8
 )
-CHUNK = 1
+CHUNK, SENDER, FINGERPRINT = 1, 2, 0x89ABCDEF
 
 
 def header(header_id: HeaderId = HEADER_ID, round_number: int = 0, layers: int = LAYERS) -> ByteHeader:
@@ -45,13 +46,14 @@ def header(header_id: HeaderId = HEADER_ID, round_number: int = 0, layers: int =
 def message(states: np.ndarray = STATES, **options) -> np.ndarray:
     made = header(**options)
     buffer = np.full(made.message_bytes[CHUNK], 0xAA, dtype=np.uint8)
-    made.write(buffer, CHUNK, states)
+    made.write(buffer, CHUNK, BucketFlags(states, SENDER, FINGERPRINT))
     return buffer
 
 
 class TestByteHeader:
     def test_states_arrive(self):
-        assert header().read(message(), CHUNK, sender=2).tolist() == STATES.tolist()
+        states, fingerprint, payload = header().read(message(), CHUNK, SENDER)
+        assert (states.tolist(), fingerprint, payload) == (STATES.tolist(), FINGERPRINT, 0)
 
     @pytest.mark.parametrize(("layers", "size"), [(0, 48), (5, 48), (15, 48), (16, 64)])
     def test_it_is_32_bytes_and_one_per_layer_and_one_and_padded(self, layers: int, size: int):
@@ -75,8 +77,7 @@ class TestByteHeader:
         "chunk": (0, WireFormatError),
         "payload_bytes": (21, WireFormatError),
         "layers": (4, WireFormatError),
-        "zero": (1, WireFormatError),
-        "zero_too": (1, WireFormatError),
+        "sender": (1, WireFormatError),
     }
 
     @pytest.mark.parametrize("name", WRONG)
@@ -88,7 +89,7 @@ class TestByteHeader:
             header().read(buffer, CHUNK, sender=2)
         assert f"{name} {value} instead of" in str(caught.value)
 
-    @pytest.mark.parametrize(("at", "state"), [(2, 8), (LAYERS, 32)])
+    @pytest.mark.parametrize(("at", "state"), [(2, 8), (LAYERS - 1, 128)])
     def test_an_unknown_state_is_refused(self, at: int, state: int):
         buffer = message()
         buffer[FIXED.itemsize + at] = state
@@ -96,7 +97,7 @@ class TestByteHeader:
             header().read(buffer, CHUNK, sender=2)
 
     def test_steps_are_compared_modulo_two_to_the_32(self):
-        header(HeaderId(1, 2**32 + 5, 0)).read(message(header_id=HeaderId(1, 2**32 + 5, 0)), CHUNK, sender=0)
+        header(HeaderId(1, 2**32 + 5, 0)).read(message(header_id=HeaderId(1, 2**32 + 5, 0)), CHUNK, SENDER)
 
     @given(st.binary(max_size=40))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
@@ -118,26 +119,26 @@ class TestByteHeader:
         buffer = message()
         buffer[at] = value
         try:
-            states = header().read(buffer, CHUNK, sender=2)
+            states = header().read(buffer, CHUNK, sender=2).states
         except (WireFormatError, PlanMismatchError):
             return
         assert (states[:-1] < 8).all()
-        assert states[-1] < 32
 
 
-def summed(header_ids: list[HeaderId], states: list[np.ndarray]) -> np.ndarray:
+def summed(header_ids: list[HeaderId], states: list[np.ndarray], fingerprints=()) -> np.ndarray:
     """What an allreduce makes of the ranks' counts."""
     counts = CountHeader(len(states[0]) - 1)
     total = np.zeros(counts.length, np.float32)
-    for header_id, mine in zip(header_ids, states, strict=True):
+    fingerprints = fingerprints or [FINGERPRINT] * len(states)
+    for header_id, mine, fingerprint in zip(header_ids, states, fingerprints, strict=True):
         one = np.full(counts.length, np.nan, np.float32)
-        counts.write(one, header_id, mine)
+        counts.write(one, header_id, BucketFlags(mine, 0, fingerprint))
         total += one
     return total
 
 
 ranks_states = st.lists(
-    st.tuples(st.integers(0, 31), st.lists(st.integers(0, 7), min_size=LAYERS, max_size=LAYERS)),
+    st.tuples(st.integers(0, 127), st.lists(st.integers(0, 7), min_size=LAYERS, max_size=LAYERS)),
     min_size=1,
     max_size=7,
 )
@@ -151,6 +152,13 @@ class TestCountHeader:
         total = summed([header_id] * len(ranks), states)
         found = CountHeader(LAYERS).read(total, header_id, len(ranks))
         assert found.tolist() == np.bitwise_or.reduce(states).tolist()
+
+    @given(st.lists(st.integers(0, 3).map(lambda n: n * 0x01010101), min_size=1, max_size=7))
+    def test_a_fingerprint_that_differs_is_noticed_and_one_that_is_missing_is_not(self, fingerprints):
+        total = summed([HEADER_ID] * len(fingerprints), [STATES] * len(fingerprints), fingerprints)
+        found = CountHeader(LAYERS).read(total, HEADER_ID, len(fingerprints))
+        differ = len({*fingerprints} - {0}) > 1
+        assert found.tolist() == [*STATES[:-1], STATES[-1] | DIFFERENT * differ]
 
     @given(
         st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=7)
@@ -179,12 +187,12 @@ class TestCountHeader:
     def test_the_largest_world_is_counted_exactly(self):
         world = 65_536
         one = np.zeros(CountHeader(LAYERS).length, np.float32)
-        CountHeader(LAYERS).write(one, HEADER_ID, STATES)
+        CountHeader(LAYERS).write(one, HEADER_ID, BucketFlags(STATES, 0, 0xFFFFFFFF))
         found = CountHeader(LAYERS).read(one * np.float32(world), HEADER_ID, world)
         assert found.tolist() == STATES.tolist()
 
-    @pytest.mark.parametrize("at", [16, 17, 18, -1])
-    @pytest.mark.parametrize("value", [-1.0, 4.0, 0.5, np.nan, np.inf])
+    @pytest.mark.parametrize("at", [16, 24, 32, 33, 36, 37, -1])
+    @pytest.mark.parametrize("value", [-1.0, 676.0, 0.5, np.nan, np.inf])
     def test_an_impossible_count_is_refused(self, at: int, value: float):
         total = summed([HEADER_ID] * 3, [STATES] * 3)
         total[at] = value
@@ -192,7 +200,7 @@ class TestCountHeader:
             CountHeader(LAYERS).read(total, HEADER_ID, 3)
 
     @examples(50)
-    @given(st.binary(min_size=4 * 36, max_size=4 * 36))
+    @given(st.binary(min_size=4 * 55, max_size=4 * 55))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
         with pytest.raises((WireFormatError, PlanMismatchError)):
             CountHeader(LAYERS).read(np.frombuffer(data, np.float32), HEADER_ID, 3)
@@ -203,6 +211,17 @@ def test_flags_tell_dense_from_sparse():
     assert flags.present.tolist() == [False, True, True, False, True]
     assert flags.nonfinite.tolist() == [False, False, True, False, True]
     assert flags.outcomes == APPLIED
+
+
+@given(st.permutations([0, 0, 5, 5, 7]))
+def test_a_chain_of_ranks_notices_a_difference_across_those_without_a_fingerprint(chain):
+    """Each compares what it hears with its own, and passes on what it heard where it has none."""
+    passed = BucketFlags(np.zeros(1, np.uint8), 0, chain[0])
+    for own in chain[1:]:
+        here = BucketFlags(passed.states.copy(), 0, own)
+        here.compare(passed.fingerprint)
+        passed = here
+    assert passed.notices == DIFFERENT
 
 
 def test_flags_hold_the_outcomes_of_all_ranks():
