@@ -110,11 +110,14 @@ class Config:
         "not negative", shared=True,
     )  # fmt: skip
     fingerprint_steps: int = _setting(
-        5, "First steps after which parameters are compared across ranks; 0 for none.", _not_negative,
+        5, "First steps after which all parameters are compared across ranks; 0 for none.", _not_negative,
         "not negative", shared=True,
     )  # fmt: skip
     fingerprint_every_steps: int = _setting(
-        500, "Further comparisons of parameters, every so many steps; 0 for none.", _not_negative, "not negative",
+        500,
+        "Further comparisons of all parameters, every so many steps; 0 for none, and for none of a sample in every step.",
+        _not_negative,
+        "not negative",
         shared=True,
     )  # fmt: skip
     checksums: bool = _setting(

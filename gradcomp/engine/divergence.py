@@ -1,16 +1,20 @@
-"""Ranks that no longer do the same: what became of the last exchange, and parameters that differ."""
+"""Ranks that no longer do the same: what became of the last exchange, parameters and optimizers that differ."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from time import monotonic, sleep
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import StateError, TransportError
+from gradcomp.core.text import printable
 from gradcomp.engine.keys import outcome_of
+from gradcomp.pipeline.fingerprint import Fingerprints
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.transport.control import ControlChannel
 
@@ -51,6 +55,62 @@ def different_parameters(
         f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
         "parameters (broadcast them) or do not apply the same update"
     )
+
+
+def different_fingerprints(found: Fingerprints, names: Sequence[str], steps: int) -> StateError:
+    """What is raised when the fingerprints of some ranks differ; it names what differs, on which ranks."""
+    first = int(np.argmax(found.has_say))
+    others = [rank for rank in np.flatnonzero(found.has_say).tolist() if rank != first]
+    parts = _different_scalars({rank: found.scalars[rank] for rank in (first, *others)}, first)
+    layers = (found.layers != found.layers[first]) & found.has_say[:, None]
+    if layers.any():
+        layer = int(np.argmax(layers.any(axis=0)))
+        ranks = ", ".join(map(str, np.flatnonzero(layers[:, layer]).tolist()))
+        parts.append(f"the parameter of layer {names[layer]!r} differs between rank {first} and rank {ranks}")
+    if changed := [rank for rank in others if found.results[rank] != found.results[first]]:
+        parts.append(
+            f"the means that rank {', '.join(map(str, changed))} decoded in the last exchange are not those of rank "
+            f"{first}: a message was changed on a rank or between ranks"
+        )
+    what = "; ".join(parts) or "the fingerprints of the ranks differ"
+    return StateError(
+        f"after step {steps} {what}. Ranks must start from the same parameters (broadcast them) and apply the same "
+        "update: the same learning rate, and no change of gradients on one rank alone"
+    )
+
+
+def _different_scalars(texts: Mapping[int, str], first: int) -> list[str]:
+    """The first of the optimizer's scalars that some rank has otherwise than rank ``first``, in words."""
+    if len(set(texts.values())) == 1:
+        return []
+    groups = {rank: _groups_of(text) for rank, text in texts.items()}
+    for number, group in enumerate(groups[first]):
+        for name, value in group.items():
+            values = {
+                rank: those[number].get(name) if number < len(those) else None
+                for rank, those in groups.items()
+            }
+            if different := [rank for rank, theirs in values.items() if theirs != value]:
+                where = f" of group {number}" if len(groups[first]) > 1 else ""
+                said = ", ".join(
+                    f"{printable(json.dumps(values[rank]), 80)} on rank {rank}" for rank in different
+                )
+                own = printable(json.dumps(value), 80)
+                title = "learning rate" if name == "lr" else printable(name.replace("_", " "), 80)
+                return [f"the optimizers differ: {title}{where} {said}, {own} on rank {first}"]
+    ranks = [rank for rank, text in texts.items() if text != texts[first]]
+    return [
+        f"the optimizer of rank {', '.join(map(str, ranks))} has other settings than that of rank {first}"
+    ]
+
+
+def _groups_of(text: str) -> list[dict[str, Any]]:
+    """What a rank says of its optimizer; nothing if it says no such thing."""
+    try:
+        groups = json.loads(text)
+    except ValueError:
+        return []
+    return [g for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
 
 
 def different_outcomes(

@@ -26,6 +26,7 @@ from gradcomp.engine.terms import Recorder, Terms, agree_on_terms
 from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Number, Options, Pipeline, StepResult, Submission
+from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
 from gradcomp.pipeline.memory import Allocate
 from gradcomp.pipeline.request_arrays import Array, SharedMemory
 from gradcomp.pipeline.request_group import RequestGroup, Run
@@ -82,6 +83,7 @@ class Exchanger:
         self._engine = engine
         self._transport = transport
         self._digests = terms.digests
+        self._fingerprint = terms.fingerprint if config.fingerprint_every_steps else None
         #: Whether the others may wait for a vote about the exchange that was waited for.
         self.owes_vote = False
         self._exchanges = 0  # begun so far; the same on all ranks, whatever became of their steps
@@ -134,7 +136,12 @@ class Exchanger:
         if self._exchanges and self.before_exchange is not None:
             self.before_exchange(self._exchanges)
         due = comparison_is_due(self._config, self._exchanges)
-        self._pipeline.open(scale, learning_rate, self._digests() if self._digests and due else None)
+        fingerprint: SoonFingerprint = NOTHING
+        if self._fingerprint is not None and self._exchanges:
+            fingerprint = self._fingerprint(self._pipeline.step)
+        self._pipeline.open(
+            scale, learning_rate, self._digests() if self._digests and due else None, fingerprint
+        )
         self._exchanges += 1
         self._progress.collectives = 0
         if self.recorder is not None:

@@ -9,7 +9,7 @@ from time import monotonic
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, StateError, TransportError
-from gradcomp.engine.divergence import different_outcomes, different_parameters
+from gradcomp.engine.divergence import different_fingerprints, different_outcomes, different_parameters
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.keys import Position
 from gradcomp.engine.terms import Terms
@@ -201,10 +201,11 @@ class Progress(StepWatch):
             control, outcome = self.watchdog.control, self._pipeline.outcome
             error = different_outcomes(control, self.scope, rank, size, result.step, outcome)
             return StateError(f"{error}{self._advice}")
+        names = [layer.name for layer in self._pipeline.layers]
         table, self._pipeline.digest_table = self._pipeline.digest_table, None
-        if table is None:
-            return None
-        return different_parameters(table, [layer.name for layer in self._pipeline.layers], result.step)
+        if self._pipeline.fingerprints is not None:
+            return different_fingerprints(self._pipeline.fingerprints, names, result.step)
+        return None if table is None else different_parameters(table, names, result.step)
 
     def stop_with(self, error: GradcompError) -> None:
         """It goes on no further, and nothing else will."""

@@ -25,6 +25,7 @@ from gradcomp.engine.watch import Roster
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Bucket, Submission
 from gradcomp.pipeline.digests import Digests
+from gradcomp.pipeline.fingerprint import SoonFingerprint
 from gradcomp.transport.base import Handle, Transport
 
 #: Name of the job's first exchanger among all ranks.
@@ -77,9 +78,9 @@ class Terms:
     """What may differ between exchangers.
 
     ``arguments``: the frontend's, which the ranks compare. ``needs_all``: what of them needs all ranks to train; may be
-    empty. ``digests``: begins those of the parameters. ``advice``: ends the error where some ranks applied the means of
-    a step and others did not. ``problem``: why this rank cannot take part; it raises this, and the others a
-    PlanMismatchError that quotes it.
+    empty. ``digests``: begins those of the parameters; ``fingerprint``: begins that of a turn. ``advice``: ends the
+    error where some ranks applied the means of a step and others did not. ``problem``: why this rank cannot take part;
+    it raises this, and the others a PlanMismatchError that quotes it.
     """
 
     name: str = FIRST
@@ -94,6 +95,7 @@ class Terms:
     compression: str = ""
     device: Device = HOST
     digests: Callable[[], Future[Digests]] | None = None
+    fingerprint: Callable[[int], SoonFingerprint] | None = None
     roster: Roster | None = None
     advice: str = ""
     problem: GradcompError | None = None

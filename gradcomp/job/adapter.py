@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gradcomp.engine import Listener
 from gradcomp.pipeline.digests import Digests
+from gradcomp.pipeline.fingerprint import SoonFingerprint
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class Adapter(Protocol):
 
     def begin_digests(self) -> Future[Digests]:
         """The same, where training goes on meanwhile: the parameters stay as they are until the step is done."""
+        ...
+
+    def fingerprint(self, turn: int) -> SoonFingerprint:
+        """Of the parameters and the optimizer as they are now, for the exchange that opens: a sample by ``turn``."""
         ...
 
     def means_complete(self) -> None:

@@ -179,6 +179,7 @@ def start(
                 compression=proposal.policy.title,
                 device=setup.device,
                 digests=adapter.begin_digests,
+                fingerprint=adapter.fingerprint,
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
                 needs_all=setup.needs_all,

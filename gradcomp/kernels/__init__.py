@@ -99,6 +99,7 @@ __all__ = [
     "nonzero",
     "reduce",
     "restore",
+    "sample",
     "together",
     "use",
     "wire_bytes",
@@ -112,6 +113,7 @@ decode_add = bodies.kernel(reference.decode_add)
 reduce = bodies.kernel(reference.reduce)
 nonzero = bodies.kernel(reference.nonzero)
 crc32c = bodies.kernel(reference_checksum.crc32c)
+sample = bodies.kernel(reference_checksum.sample)
 compact = bodies.kernel(reference_compact.compact)
 restore = bodies.kernel(reference_compact.restore)
 

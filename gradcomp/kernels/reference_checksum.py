@@ -1,11 +1,14 @@
-"""The checksum of messages, as NumPy defines it."""
+"""The checksum of messages, and that of a sample of parameters, as NumPy defines them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.segments import Bytes, check_array
+from gradcomp.kernels.reference_memory import memory_at
+from gradcomp.kernels.segments import DTYPES, SEGMENT, Bytes, SegmentTable, check_array, check_elements
 
 Words = npt.NDArray[np.uint32]
 
@@ -43,6 +46,57 @@ def crc32c(data: Bytes, value: int = 0) -> int:
     for byte in data[rows * _LANES :].tolist():
         state = (state >> 8) ^ int(_TABLE[(state ^ byte) & 0xFF])
     return ~state & 0xFFFFFFFF
+
+
+def sample(table: SegmentTable, values: Words, *, turn: int) -> None:
+    """values[row] <- a check value of 1/256 of the elements at ``gradient``, and of at least 256 of them.
+
+    A row's elements are cut into blocks of ``stride`` runs, see :func:`sample_of`; of block k the run number
+    (641 (turn mod stride) + floor(stride h / 2^32)) mod stride is taken, with h = k 0x9E3779B1 mod 2^32, so that
+    ``stride`` turns take each element once, and columns of matrices are not in step with it. The value is the sum of
+    mix(bits, position) modulo 2^32 over what is taken: over the words of 32 bits of an element, or its 16 bits. mix is
+    one to one in the bits, so that a change of one element changes the sum.
+
+    Args:
+        table: ``gradient``, ``length`` and ``dtype`` are read.
+        values: uint32, one for each row.
+        turn: below 2^32.
+
+    Raises:
+        TypeError, ValueError: an argument is something else.
+    """
+    check_array("table", table, SEGMENT)
+    check_array("values", values, np.uint32, len(table), writable=True)
+    check_elements(table)
+    for row, segment in enumerate(table):
+        length = int(segment["length"])
+        run, stride, count = (int(each) for each in sample_of(np.int64(length)))
+        blocks = np.arange(count, dtype=np.uint64)
+        shift = (blocks * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)) * np.uint64(stride) >> np.uint64(32)
+        runs = blocks * np.uint64(stride) + (np.uint64(turn % stride * 641) + shift) % np.uint64(stride)
+        elements = (runs[:, None] * np.uint64(run) + np.arange(run, dtype=np.uint64)).reshape(-1)
+        size = DTYPES[segment["dtype"]].itemsize
+        words = max(1, size // 4)
+        at = (
+            elements[elements < length][:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)
+        ).ravel()
+        bits = memory_at(segment["gradient"], words * length, np.dtype(f"<u{min(size, 4)}"))
+        values[row] = _mixed(bits[at].astype(np.uint32), at.astype(np.uint32)).sum(dtype=np.uint32)
+
+
+def sample_of(lengths: Any) -> tuple[Any, Any, Any]:
+    """Elements of a run, runs of a block, and blocks, of rows of these lengths."""
+    run = np.clip(lengths // 65536, 1, 16)
+    stride = np.clip(lengths // 256, 1, 256)
+    return run, stride, -(-lengths // (run * stride))
+
+
+def _mixed(bits: Words, positions: Words) -> Words:
+    x = bits ^ positions * np.uint32(0x9E3779B1)
+    x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
+    mixed: Words = x ^ x >> np.uint32(16)
+    return mixed
 
 
 def _next(states: Words, data: Bytes | int) -> Words:

@@ -26,6 +26,7 @@ from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.pipeline import Options, Pipeline, StepResult, Submission
+from gradcomp.pipeline.fingerprint import NOTHING
 from gradcomp.reduce.model import Network
 from gradcomp.testing.device_memory import shared
 from gradcomp.testing.recording import RecordingTransport
@@ -162,7 +163,7 @@ class Simulation:
     sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes
     its choice from. ``controller`` changes levels, and works in ``background``. ``devices``: of each
     rank, else the host. ``transports``: instead of the simulated ones. ``settings`` go to :class:`Config`.
-    Attribute ``rate``: that of the steps to come, 0 if it is not known.
+    Attribute ``rate``: that of the steps to come, 0 if it is not known; ``fingerprints``: those of the ranks.
     """
 
     def __init__(
@@ -237,6 +238,7 @@ class Simulation:
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
         self.rate = 0.0
+        self.fingerprints = [NOTHING] * world
         self.drawn = 0
 
     # -- stepping -----------------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ class Simulation:
         # A layer without gradient may say so, or be noticed at the flush only.
         silent = [i for i in order if gradients[i] is None and self.random.random() < 0.5]
         return [
-            lambda: rank.pipeline.open(scale, self.rate),
+            lambda: rank.pipeline.open(scale, self.rate, fingerprint=self.fingerprints[r]),
             *[submit(i) for i in order if i not in silent],
             rank.pipeline.registry.flush,
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -103,6 +104,7 @@ class Core:
                 controller=given.controller,
                 names=given.names if named else None,
                 residuals=given.residuals,
+                scalars=partial(scalars_of, self.owner),
             )
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(exchanged)}
         self._own = {self.owner._var_key(variable) for variable in variables} - set(self._rows)
@@ -157,6 +159,20 @@ def core_of(optimizer: Any) -> Core | None:
     """What :func:`DistributedOptimizer` added to an optimizer; None for a plain one."""
     core = getattr(optimizer, "_gradcomp", None)
     return core if isinstance(core, Core) else None
+
+
+#: The settings of Keras's optimizers that are numbers; the learning rate may be a schedule, whose value is given.
+_SCALARS = (
+    *("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "clipvalue"),
+    *("global_clipnorm", "amsgrad", "centered", "initial_accumulator_value", "learning_rate_power"),
+)
+
+
+def scalars_of(optimizer: Any) -> dict[str, float]:
+    """The optimizer's settings that are numbers, without its learning rate."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    found = {name: getattr(inner, name, None) for name in _SCALARS}
+    return {name: value for name, value in found.items() if isinstance(value, float | int)}
 
 
 def check_optimizer(optimizer: Any) -> None:

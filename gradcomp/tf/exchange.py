@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,9 @@ class Exchange:
 
     Construction is collective over the ranks of ``process_set``: see :func:`gradcomp.tf.DistributedGradientTape` for
     the arguments and the errors. ``predivide``: gradients are divided by it before the exchange, the mean multiplied
-    after. ``names``: of the layers, if variables are called otherwise than when a compression state was saved. If all
-    variables lie on one GPU, gradients are exchanged there, else on the host: see :func:`gradcomp.tf.devices.place_of`.
+    after. ``scalars``: the optimizer's, beside its learning rate; ranks compare them. ``names``: of the layers, if
+    variables are called otherwise than when a compression state was saved. If all variables lie on one GPU, gradients
+    are exchanged there, else on the host: see :func:`gradcomp.tf.devices.place_of`.
 
     Every exchange commits when its means are handed out, for they are applied right away; one with a value that is not
     finite does not. At the beginning of the next one the ranks compare the variables, in the steps in which it is due.
@@ -60,6 +61,7 @@ class Exchange:
         controller: Controller | str | None = None,
         names: Sequence[str] | None = None,
         residuals: str | None = None,
+        scalars: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         state = runtime.current()
         #: Numbers, in the job, of the ranks that exchange.
@@ -79,7 +81,7 @@ class Exchange:
         self._layers = proposal.layers
         self._names = [layer.name for layer in proposal.layers]
         self._dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
-        self._steps = Steps(self._variables, self._names, self._dtypes, predivide, self._memory)
+        self._steps = Steps(self._variables, self._names, self._dtypes, predivide, self._memory, scalars)
         if transport is None:
             say_what_is_bypassed(proposal.policy)
         else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,8 +16,10 @@ from gradcomp import kernels
 from gradcomp.core.errors import StateError
 from gradcomp.job.adapter import Words
 from gradcomp.job.step_driver import StepDriver
+from gradcomp.kernels.segments import DTYPE_NUMBERS
 from gradcomp.pipeline import Submission
 from gradcomp.pipeline.digests import CRC32C, NO_SAY, Digests
+from gradcomp.pipeline.fingerprint import NOTHING, Fingerprint, SoonFingerprint
 from gradcomp.tf.bridge import Array, lent
 from gradcomp.tf.call import Site
 from gradcomp.tf.landing import Landing
@@ -48,6 +52,7 @@ class Steps:
         dtypes: Sequence[Any],
         predivide: float,
         memory: Memory,
+        scalars: Callable[[], Mapping[str, float]],
     ) -> None:
         self._variables = variables
         self._names = names
@@ -55,6 +60,10 @@ class Steps:
         self._dtypes = [np.dtype(dtype.as_numpy_dtype) for dtype in dtypes]
         self._predivide = predivide
         self._memory = memory
+        self._scalars = scalars
+        self._table = np.zeros(len(variables), dtype=kernels.SEGMENT)
+        self._table["dtype"] = [DTYPE_NUMBERS[dtype.name] for dtype in self._dtypes]
+        self._table["length"] = [math.prod(shape) for shape in self._shapes]
         self.landing = Landing()
         #: Hears of means.
         self.listener = self.landing
@@ -191,6 +200,17 @@ class Steps:
         future: Future[Digests] = Future()
         future.set_result(NO_SAY if self._stands_in else self.digests())
         return future
+
+    def fingerprint(self, turn: int) -> SoonFingerprint:
+        """Taken at once, as digests are; a rank that has joined has no say."""
+        if self._stands_in:
+            return NOTHING
+        values = np.zeros(len(self._table), dtype=np.uint32)
+        with tf.init_scope():
+            held = [self._memory.value(tf.convert_to_tensor(variable)) for variable in self._variables]
+            self._table["gradient"] = [self._memory.address(value) for value in held]
+            kernels.sample(self._table, values, turn=turn & 0xFFFFFFFF)
+        return Fingerprint(values, json.dumps([{"learning rate": self._last[1], **self._scalars()}]))
 
     def means_complete(self) -> None:
         """Nothing is left to do: the engine's thread has woken the ops that wait for means."""

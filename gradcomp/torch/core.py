@@ -20,6 +20,7 @@ from gradcomp.torch.adoption import check_plain
 from gradcomp.torch.arguments import Arguments
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.exchange import GradientExchange
+from gradcomp.torch.fingerprint import scalars_of
 from gradcomp.torch.layers import Named, name_parameters
 from gradcomp.torch.soon import number_of
 from gradcomp.torch.start import propose
@@ -85,6 +86,7 @@ def build(
         predivide=arguments.predivide,
         loss_scale=arguments.loss_scale,
         learning_rate=lambda: number_of(optimizer.param_groups[0].get("lr", 0.0)),
+        scalars=lambda: scalars_of([optimizer]),
     )
     if transport is None:
         say_what_is_bypassed(proposal.policy)

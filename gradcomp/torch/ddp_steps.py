@@ -20,8 +20,10 @@ from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
+from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
 from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.ddp_futures import BucketFutures
+from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.staging import staging_for
@@ -52,6 +54,7 @@ class BucketSteps:
         self._futures = BucketFutures(len(layers), self._staging)
         #: Hears of means.
         self.listener = self._futures
+        self._samples = ParameterSamples(named, device)
         self._optimizers = StepWatch(parameter for _, parameter in named)
         self._joining = False  # in the last exchange this rank had run out of data: it was in join()
 
@@ -119,6 +122,12 @@ class BucketSteps:
         """In the background. A rank in ``join()`` does not step: its parameters are not compared."""
         joining = self._joining
         return in_background((lambda: NO_SAY) if joining else digests_behind(self._named))
+
+    def fingerprint(self, turn: int) -> SoonFingerprint:
+        """Of the parameters and the optimizers; a rank in ``join()`` has no say."""
+        if self._joining:
+            return NOTHING
+        return self._samples.take(turn, self._optimizers.scalars())
 
     def means_complete(self) -> None:
         """Nothing is left to do: the engine's thread has completed the futures."""

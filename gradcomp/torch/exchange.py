@@ -20,7 +20,9 @@ from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.step_phases import Phase
 from gradcomp.pipeline import Number, Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
+from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
 from gradcomp.torch.ddp_check import DdpCheck
+from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.gradients import Gradients
 from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
@@ -49,7 +51,7 @@ class GradientExchange:
 
     A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward passes
     touched it. At the end of the window the step is flushed and waited for; then every ``.grad`` that some rank touched
-    is the mean. :meth:`attach` comes first. ``learning_rate``: the current one.
+    is the mean. :meth:`attach` comes first. ``learning_rate``: the current one. ``scalars``: the optimizer's, as text.
     """
 
     words = Words(
@@ -68,6 +70,7 @@ class GradientExchange:
         predivide: float,
         loss_scale: LossScale,
         learning_rate: Callable[[], Number],
+        scalars: Callable[[], str],
     ) -> None:
         self.number = next(_numbers)
         self.timing = timing
@@ -76,6 +79,7 @@ class GradientExchange:
         self._predivide = predivide
         self._loss_scale = loss_scale
         self._learning_rate = learning_rate
+        self._scalars = scalars
         self._ddp_check: DdpCheck | None = None
         self._touched: dict[int, int] = {}  # layer -> backward passes in this window
         self._submitted: set[int] = set()
@@ -97,6 +101,7 @@ class GradientExchange:
         if not driver.attached:
             return
         self._gradients.attach(driver.exchanger.device)
+        self._samples = ParameterSamples(self._named, driver.exchanger.device)
         self._ddp_check = DdpCheck(self._gradients.parameters)
         for layer, parameter in enumerate(self._gradients.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
@@ -286,6 +291,10 @@ class GradientExchange:
         if self._stands_in:
             return in_background(lambda: NO_SAY)
         return in_background(digests_behind(self._named))
+
+    def fingerprint(self, turn: int) -> SoonFingerprint:
+        """Of the parameters and the optimizer; a rank that has joined has no say."""
+        return NOTHING if self._stands_in else self._samples.take(turn, self._scalars())
 
     def means_complete(self) -> None:
         """The window ends."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradcomp.torch.fingerprint import scalars_of
+
 
 class StepWatch:
     """Hears of the steps of all optimizers, and remembers whether one of them has some of the parameters."""
@@ -36,6 +38,10 @@ class StepWatch:
                 return
             self._ours.add(optimizer)
         self._stepped = True
+
+    def scalars(self) -> str:
+        """The settings of those that have stepped, as text; they have no order of their own."""
+        return f"[{', '.join(sorted(scalars_of([optimizer])[1:-1] for optimizer in self._ours))}]"
 
     def stepped(self) -> bool | None:
         """Whether one has stepped since the last call; None if parameters change without optimizers, or did so far."""

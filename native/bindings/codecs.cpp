@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "arrays.hpp"
+#include "body/sample.hpp"
 #include "crc32c.hpp"
 
 namespace gradcomp::bindings {
@@ -144,6 +145,21 @@ std::int64_t restore(int codec_number, const Rows& rows, const ConstBytes& sourc
     return gradcomp::restore(codec, table, source.data(), size(source), payload.data());
 }
 
+void sample(const Rows& rows, const Vector<std::uint32_t>& values, std::uint32_t turn) {
+    const auto table = view_table(rows);
+    check_rows("values", values, table);
+    for (std::int64_t row = 0; row < table.size(); ++row) gradcomp::check_elements(row, table[row]);
+    const nb::gil_scoped_release released;
+    for (std::int64_t row = 0; row < table.size(); ++row) {
+        const gradcomp::Segment segment = table[row];
+        const gradcomp::Sample part(segment.length);
+        std::uint32_t sum = 0;
+        for (std::int64_t block = 0; block < part.blocks; ++block)
+            sum += gradcomp::sampled(segment, part, block, turn);
+        values.data()[row] = sum;
+    }
+}
+
 std::uint32_t crc32c(const ConstBytes& data, std::uint32_t value) {
     const nb::gil_scoped_release released;
     return gradcomp::crc32c(data.data(), data.size(), value);
@@ -166,6 +182,7 @@ void add_codecs(nb::module_& module) {
     module.def("nonzero", &nonzero, array("table"), array("out"));
     module.def("compact", &compact, "codec"_a, array("table"), array("payload"), array("out"));
     module.def("restore", &restore, "codec"_a, array("table"), array("source"), array("payload"));
+    module.def("sample", &sample, array("table"), array("values"), nb::kw_only(), "turn"_a);
     module.def("crc32c", &crc32c, array("data"), "value"_a = 0);
 }
 

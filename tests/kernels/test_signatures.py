@@ -27,6 +27,7 @@ COMPILED_TYPES = {
     **dict.fromkeys(("Floats", "Magnitudes"), "float32"),
     "Doubles": "float64",
     "Indices": "uint32",
+    "Words": "uint32",
 }
 
 #: What the compiled module takes for a record that has a name: names and types.

@@ -1,4 +1,4 @@
-"""What controllers measure, where the values lie: sums, and what codes of many levels would lose."""
+"""What is measured where the values lie: sums, samples, and what codes of many levels would lose."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
 from gradcomp.kernels.cuda.codes import encoders_of, find_largest, rounding
 from gradcomp.kernels.cuda.prepared import Kernels
+from gradcomp.kernels.reference_checksum import Words, sample_of
 from gradcomp.kernels.segments import STOCHASTIC, UNIT_BYTES, Magnitudes, SegmentTable
 
 Doubles = npt.NDArray[np.float64]
@@ -22,7 +23,7 @@ LARGEST_BUCKET = 8192
 
 
 class MeasureKernels(Kernels):
-    """losses and moments: sums in double precision, in an order of their own."""
+    """losses and moments: sums in double precision, in an order of their own. sample: sums of integers."""
 
     def losses(
         self,
@@ -72,6 +73,18 @@ class MeasureKernels(Kernels):
         for levels, partial in parts:
             found[:, levels] = _by_row(partial, begins)
         return found
+
+    def sample(self, table: SegmentTable, values: Words, *, turn: int) -> None:
+        """Once on the device: 256 blocks of elements in a tile."""
+        begins = tiles(-(-sample_of(table["length"])[2] // THREADS))
+        call = Call(self._plans.driver)
+        call.launch(
+            "sample.cu",
+            "sample",
+            int(begins[-1]),
+            *(call.give(table), call.give(begins), len(table), call.result(values, zero=True), turn),
+        )
+        call.run()
 
     def moments(self, table: SegmentTable) -> Doubles:
         """(rows, 2): sum of the gradient's elements, and of their squares."""

@@ -68,6 +68,7 @@ _WHOLE: Final = {
     "moments.cu": ("moments",),
     "orthogonalise.cu": ("largest_magnitudes", "orthogonalise", "keep"),
     "rows.cu": ("discard", "collect", "nonzero", "encode_doubles", "reduce_doubles", "decode_doubles"),
+    "sample.cu": ("sample",),
     "scatter.cu": ("check_lists", "scatter"),
     "select.cu": (
         *("contribute", "contribute_histogram", "histogram", "histogram_marking", "pick"),

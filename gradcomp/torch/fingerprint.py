@@ -1,0 +1,86 @@
+"""What ranks compare in every exchange: a sample of the parameters, and the optimizer's scalars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradcomp import kernels
+from gradcomp.engine.background import in_background
+from gradcomp.kernels import SEGMENT
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.segments import DTYPE_NUMBERS
+from gradcomp.pipeline.fingerprint import Fingerprint, SoonFingerprint
+from gradcomp.torch.layers import Named
+from gradcomp.torch.streams import streams_of
+from gradcomp.torch.tensors import Form, dtype_name
+
+
+class ParameterSamples:
+    """Samples of parameters as they lie in memory: a call of a kernel for all of them.
+
+    On a GPU it is made on a thread of its own, behind what computes the parameters, and nobody waits for it but the
+    first bucket.
+    """
+
+    def __init__(self, named: Named, device: Device) -> None:
+        self._parameters = [parameter for _, parameter in named]
+        self._forms = [Form.of(parameter) for parameter in self._parameters]
+        self._device = device
+        self._table = np.zeros(len(named), dtype=SEGMENT)
+        self._table["dtype"] = [DTYPE_NUMBERS[dtype_name(parameter.dtype)] for parameter in self._parameters]
+
+    def take(self, turn: int, scalars: str) -> SoonFingerprint:
+        """The fingerprint of this turn, now or soon."""
+        addresses = np.fromiter(
+            map(torch.Tensor.data_ptr, self._parameters), np.uint64, len(self._parameters)
+        )
+        for i in np.flatnonzero(addresses != self._table["gradient"]).tolist():
+            # A parameter that has become another is not read; its gradient is refused.
+            parameter, form = self._parameters[i], self._forms[i]
+            as_it_was = addresses[i] and form.fits(parameter) and parameter.stride() == form.strides
+            self._table["length"][i] = parameter.numel() if as_it_was else 0
+        self._table["gradient"] = addresses
+        if self._device.driver is None:
+            return Fingerprint(_sample(self._table, turn), scalars)
+        table, streams = self._table.copy(), streams_of(self._parameters[0].device)
+        begun = streams.mark()
+
+        def work() -> Fingerprint:
+            with streams.on(streams.another()):
+                streams.follow(begun)
+                self._device.follow([self._device.mark(streams.handle())])
+                return Fingerprint(_sample(table, turn), scalars)
+
+        return in_background(self._device.bound(work))
+
+
+def _sample(table: np.ndarray[Any, Any], turn: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    values = np.zeros(len(table), dtype=np.uint32)
+    kernels.sample(table, values, turn=turn & 0xFFFFFFFF)
+    return values
+
+
+def scalars_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """The settings of each group of parameters that are numbers: rates, momentum, decay. JSON.
+
+    Tensors on a device are left out: nobody waits for them here.
+    """
+    groups = [
+        {name: number for name in optimizer.defaults if (number := _number(group.get(name))) is not None}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+    return json.dumps(groups)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        return [_number(each) for each in value]
+    return value if isinstance(value, float | int) else None
