@@ -23,6 +23,8 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
+        if not isinstance(ranks, Iterable):
+            raise ConfigError(f"a process set is a list of ranks of the job, got {type(ranks).__name__}")
         given = list(ranks)
         if not given or any(type(rank) is not int or rank < 0 for rank in given):
             raise ConfigError(f"a process set needs ranks, which are 0 or more, got {given}")

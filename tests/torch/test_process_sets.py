@@ -227,6 +227,8 @@ def test_checkpoints_are_of_the_members():
 def test_what_is_no_process_set_is_refused():
     with pytest.raises(gc.ConfigError, match="needs ranks"):
         gc.ProcessSet([])
+    with pytest.raises(gc.ConfigError, match="a list of ranks of the job, got object"):
+        gc.ProcessSet(object())  # a communicator of MPI's, under Horovod
     with pytest.raises(gc.ConfigError, match="every rank once"):
         gc.ProcessSet([1, 1])
     with pytest.raises(gc.ConfigError, match="0 or more"):
