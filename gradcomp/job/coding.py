@@ -11,8 +11,6 @@ from gradcomp.compress.quantise.cast import Cast, Coder
 from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError
 
-__all__ = ["Coder", "coder_of"]
-
 _HALVES = ("float16", "bfloat16")
 
 
