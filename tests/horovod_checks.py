@@ -201,6 +201,23 @@ class Halving:
 
 
 @check
+def names_of_compressions_code_tensors(rank: int, world: int) -> None:
+    for compression, half in ((gc.Compression.fp16, torch.float16), (gc.Compression.bf16, torch.bfloat16)):
+        for dtype in (torch.float32, torch.float64):
+            ours = torch.randn(5, dtype=dtype)
+            coded, context = compression.compress(ours)
+            assert coded.dtype is half
+            same(compression.decompress(coded, context), ours.to(half).to(dtype))
+        counts = torch.arange(3)
+        assert compression.decompress(*compression.compress(counts)) is counts
+    kept = torch.nn.Parameter(torch.ones(2))
+    assert gc.Compression.none.decompress(*gc.Compression.none.compress(kept)) is kept
+    assert gc.Compression.fp16.compress(kept)[0].dtype is torch.float16
+    with raises(gc.ConfigError, "not a tensor of torch: ndarray"):
+        gc.Compression.fp16.compress(np.ones(2))
+
+
+@check
 def compressors_of_users_are_called(rank: int, world: int) -> None:
     same(gc.allreduce(torch.ones(3), op=gc.Sum, compression=Halving), torch.ones(3) * world)
 
@@ -539,13 +556,45 @@ def a_name_belongs_to_one_call_at_a_time(rank: int, world: int) -> None:
     same(gc.synchronize(first), torch.full((1,), float(world)))
     for _ in range(2):
         same(gc.allreduce(torch.ones(1), op=gc.Sum, name="twice"), torch.full((1,), float(world)))
-    if world > 1:  # one rank's mistake
-        held = gc.allreduce_async(torch.ones(1), name="held")
-        other = "held" if rank == 0 else "free"
-        with raises(gc.ConfigError, "rank 0: an operation named 'held' is in flight"):
-            gc.allreduce(torch.ones(1), name=other)
-        gc.synchronize(held)
+    # One rank's mistake is an error at once and there alone, though nobody waits for the first call.
+    begin: list[Callable[..., gc.Handle]] = [
+        gc.allreduce_async, gc.allgather_async, gc.reducescatter_async, gc.alltoall_async,
+        functools.partial(gc.broadcast_async, root_rank=0),
+    ]  # fmt: skip
+    for number, call in enumerate(begin):
+        if rank == number % world:
+            handle = call(torch.ones(world), name="held")
+            with raises(ValueError, f"rank {rank}: an operation named 'held' is in flight"):
+                call(torch.ones(world), name="held")
+        gc.barrier()
+        if rank != number % world:
+            handle = call(torch.ones(world), name="held")
+        gc.synchronize(handle)
     gc.barrier()
+
+
+@check
+def errors_are_caught_as_horovods(rank: int, world: int) -> None:
+    """Other shapes, dtypes, ranks of tensors, roots, and what is impossible everywhere; all goes on behind each."""
+    if world == 1:
+        return
+    one, last = torch.ones(4), rank == world - 1
+    wrong = (torch.ones(5), torch.ones(4, dtype=torch.int32), torch.ones(2, 2)) if last else (one,) * 3
+    cases: list[Callable[[], Any]] = [
+        lambda: gc.broadcast(one, rank),
+        lambda: gc.reducescatter(one, op=gc.Adasum),
+    ]
+    for other in wrong:
+        cases += [functools.partial(call, other) for call in (gc.allreduce, gc.reducescatter)]
+        cases.append(functools.partial(gc.broadcast, other, 0))
+    for other in wrong[1:]:  # ranks may have other numbers of rows
+        rows = other.repeat(world, *[1] * (other.dim() - 1))
+        cases += [functools.partial(call, rows) for call in (gc.allgather, gc.alltoall)]
+    for number, case in enumerate(cases):
+        for kind in (RuntimeError, gc.HorovodInternalError):
+            with raises(kind):
+                case()
+        same(gc.allreduce(torch.tensor([number])), torch.tensor([number]))
 
 
 @check

@@ -79,7 +79,8 @@ ROWS = (
     Row("broadcast_async", "same", "", "tensor root_rank name process_set"),
     Row("broadcast_async_", "same", "", "tensor root_rank name process_set"),
     Row("broadcast_object", "differs", "as `allgather_object`", "obj root_rank name process_set"),
-    Row("broadcast_optimizer_state", "better", "LBFGS too; takes no step to make state, so `model=` is not needed",
+    Row("broadcast_optimizer_state", "better", "LBFGS too; takes no step to make state, so `model=` is not needed and "
+        "gradients stay as they are",
         "optimizer root_rank model"),
     Row("broadcast_parameters", "better", "compares names, shapes and dtypes first", "params root_rank"),
     Row("reducescatter", "better", "Min, Max and Product too",

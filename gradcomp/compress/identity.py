@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,14 @@ class Identity(Coded):
     the loss scale: sums keep it. Inside a wrapper that brings state they do not, and nothing of what is kept in float32
     is rounded to bfloat16. A segment with a non-finite value is NaN in every summand that has one.
     """
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Horovod's: the tensor as it is, and nothing."""
+        return tensor, None
+
+    def decompress(self, tensor: Any, context: Any) -> Any:
+        """Horovod's: the tensor as it is."""
+        return tensor
 
     @cached_property
     def traits(self) -> Traits:

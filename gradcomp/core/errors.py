@@ -4,8 +4,11 @@ The page ``docs/errors.md`` says for each what the caller may still do.
 """
 
 
-class GradcompError(Exception):
-    """Base of every error that gradcomp raises on purpose."""
+class GradcompError(RuntimeError):
+    """Base of every error that gradcomp raises on purpose.
+
+    A RuntimeError, for that is what scripts catch around collectives of torch.distributed and Horovod.
+    """
 
 
 class ConfigError(GradcompError, ValueError):
@@ -24,15 +27,15 @@ class WireFormatError(GradcompError, ValueError):
     """Bytes from a peer are not what the protocol allows at this point."""
 
 
-class DeviceError(GradcompError, RuntimeError):
+class DeviceError(GradcompError):
     """A GPU failed, or its memory is full; the exchanger is unusable."""
 
 
-#: What ``except hvd.HorovodInternalError`` catches: every error that gradcomp raises on purpose.
+#: What ``except hvd.HorovodInternalError`` catches, after which elastic scripts restart: every error of gradcomp's.
 HorovodInternalError = GradcompError
 
 
-class HostsUpdatedInterrupt(GradcompError, RuntimeError):  # noqa: N818 - Horovod's name
+class HostsUpdatedInterrupt(GradcompError):  # noqa: N818 - Horovod's name
     """The hosts of an elastic job have changed: Horovod's name, for scripts that catch it. gradcomp raises none."""
 
 

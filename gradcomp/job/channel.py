@@ -125,6 +125,8 @@ class Channel:
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._pending: list[_Item] = []
         self._closing = False
+        #: How often the ranks have compared what they call: of two ranks that say so, the later one says more.
+        self.rounds = 0
         self._callers: set[int | None] = set()  # threads that have called anything
         self._fruitless_since: float | None = None
         self._thread = threading.Thread(target=self._serve, name="gradcomp-user", daemon=True)
@@ -245,6 +247,7 @@ class Channel:
             self._watch.calls += 1
             self._watch.endless = all(item.call.stand_in is not None for item in self._pending)
             matches = self._match()
+            self.rounds += 1
         except BaseException as error:  # noqa: BLE001 - the callers and the other ranks must hear of it
             items, self._pending = self._pending, []
             for item in items:

@@ -7,12 +7,9 @@ from typing import Any
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.quantise.cast import Cast
+from gradcomp.compress.quantise.cast import Cast, Coder
 from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError
-
-#: From a tensor to what travels and a context, and back.
-Coder = tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]]
 
 _HALVES = ("float16", "bfloat16")
 

@@ -7,7 +7,8 @@ nothing moves. The futures raise ConfigError if any rank has a problem and PlanM
 on every rank, and TransportError if a rank is dead or stays away.
 
 A call with a name finds the same call of other ranks in whatever order they call; one without a name is matched in
-order. A name belongs to one call from its start until the caller has its result or has dropped it.
+order. A name belongs to one call from its start until the caller has its result, or has dropped it and it has ended. A
+second call of the name raises ConfigError before it is begun, on this rank alone: the others need not make one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.errors import WireFormatError
+from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.job.arithmetic import combine, dtype_of
 from gradcomp.job.channel import Channel, alone, channel_of
 from gradcomp.job.matching import inline_bytes
@@ -311,6 +312,16 @@ def refuse(kind: str, ranks: Ranks, problem: str, name: str | None = None) -> No
     (alone(call) if channel is None else channel.submit(call, lambda _: None)).result()
 
 
+def check_free(kind: str, ranks: Ranks, name: Any) -> None:
+    """ConfigError if this rank has a call of that name under way: before anything is copied for a second one."""
+    state = current()
+    if isinstance(name, str) and (ranks, name) in state.in_flight:
+        raise ConfigError(
+            f"{kind}: rank {state.rank}: an operation named {name!r} is in flight; synchronize it first, or give "
+            "another name"
+        )
+
+
 def splits_of(called: Descriptor, given: Array | None) -> tuple[list[int], str | None]:
     """The rows for each rank in an all-to-all, and what is wrong with them. Without ``given``: equally many."""
     rows, size = called.rows, len(called.ranks)
@@ -334,20 +345,15 @@ def _submit(
 ) -> Reply[T]:
     """``work`` on the channel's thread, with every rank's ``number``; among one rank the result of ``among_one``."""
     first = called[0]
+    name = first.kind if len(called) == 1 or first.kind in _PAIRS else f"grouped_{first.kind}"
     problem = next((each.problem for each in called if each.problem), problem) if problem is None else problem
     key, release = first.name if isinstance(first.name, str) else None, None
     channel = channel_of(first.ranks)
     if key is not None:
+        check_free(name, first.ranks, key)
         in_flight, mine = current().in_flight, (first.ranks, key)
-        if mine in in_flight:
-            problem = (
-                problem
-                or f"an operation named {key!r} is in flight; synchronize it first, or give another name"
-            )
-        else:
-            in_flight.add(mine)
-            release = partial(in_flight.discard, mine)
-    name = first.kind if len(called) == 1 or first.kind in _PAIRS else f"grouped_{first.kind}"
+        in_flight.add(mine)
+        release = partial(in_flight.discard, mine)
     lines = [str(each) for each in called]
     call = Call(
         name,

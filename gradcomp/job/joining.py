@@ -53,7 +53,10 @@ def register(exchange: Joinable) -> None:
 
 
 def join() -> int:
-    """What every frontend's ``join`` does: stand in until all ranks have joined; the rank with most steps by then.
+    """What every frontend's ``join`` does: stand in until all ranks have joined; the rank that joined last.
+
+    That is the one whose optimizers, of those that all ranks have, had made most steps; of several the one before whose
+    call most collectives were made; of several the highest.
 
     ConfigError where this process exchanges gradients in a way that was not registered.
     """
@@ -63,11 +66,13 @@ def join() -> int:
         return 0
     exchanges = _exchanges(state)
     state.joins += 1
-    steps = 0
     for exchange in exchanges:
         exchange.drain()
-        steps += exchange.driver.exchanger.pipeline.step
-    call = Call("join", ["join()"], steps, key="\0join", stand_in=lambda zeros: stand_in(channel, zeros))
+    # The numbers of optimizers that only some ranks have say nothing of others.
+    shared = [one for one in exchanges if one.driver.checkpoint_manager.ranks == state.everyone] or exchanges
+    steps = sum(one.driver.exchanger.pipeline.step for one in shared)
+    reached = steps << 32 | channel.rounds
+    call = Call("join", ["join()"], reached, key="\0join", stand_in=lambda zeros: stand_in(channel, zeros))
     reply = channel.submit(call, lambda numbers: numbers)
     keys = _keys(state, exchanges)
     _together([_Standing(state, exchange, key) for exchange, key in zip(exchanges, keys, strict=True)])

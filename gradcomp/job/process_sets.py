@@ -16,12 +16,15 @@ class ProcessSet:
     """Some of the job's ranks. Making one is local and costs nothing; its ranks meet when they first use it.
 
     ``ranks``: numbers of the job, in any order; ranks count in ascending order within the set. A rank may be in any
-    number of sets. The members must use it alike, in the same order; the others must not use it. Errors that come up
-    while members exchange name them by their number in the set. Horovod's name and meaning; differs in that nobody
-    need register it.
+    number of sets. The members must use it alike, in the same order; the others must not use it, but may give it
+    to an optimizer and to broadcasts of parameters and of an optimizer's state, which then do nothing there. Errors
+    that come up while members exchange name them by their number in the set. Horovod's name and meaning; differs in
+    that nobody need register it.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
+        if not isinstance(ranks, Iterable):
+            raise ConfigError(f"a process set is a list of ranks of the job, got {type(ranks).__name__}")
         given = list(ranks)
         if not given or any(type(rank) is not int or rank < 0 for rank in given):
             raise ConfigError(f"a process set needs ranks, which are 0 or more, got {given}")
@@ -99,26 +102,30 @@ def _check_there(process_set: ProcessSet) -> None:
 
 
 def members(process_set: Members) -> tuple[int, ...]:
+    """As :func:`ranks_of`; ConfigError where this process is not one of them."""
+    ranks = ranks_of(process_set)
+    if runtime.rank() not in ranks:
+        raise ConfigError(f"rank {runtime.rank()} is not a member of {ProcessSet(ranks)}")
+    return ranks
+
+
+def ranks_of(process_set: Members) -> tuple[int, ...]:
     """The numbers, in the job, of the ranks of a process set, or of a group that the user has made with the engine.
 
-    ConfigError for anything else, for ranks that the job does not have, and where this process is not a member.
+    ConfigError for anything else, and for ranks that the job does not have.
     """
     state = runtime.current()
     if process_set is None:
         return state.everyone
     if isinstance(process_set, ProcessSet):
         _check_there(process_set)
-        ranks = process_set.ranks
-    elif (found := state.network.members(process_set)) is not None:
-        ranks = found
-    else:
-        raise ConfigError(
-            "process_set must be a ProcessSet, a group of torch.distributed or a DeviceMesh of one dimension, "
-            f"got {type(process_set).__name__}"
-        )
-    if state.rank not in ranks:
-        raise ConfigError(f"rank {state.rank} is not a member of {ProcessSet(ranks)}")
-    return ranks
+        return process_set.ranks
+    if (found := state.network.members(process_set)) is not None:
+        return found
+    raise ConfigError(
+        "process_set must be a ProcessSet, a group of torch.distributed or a DeviceMesh of one dimension, "
+        f"got {type(process_set).__name__}"
+    )
 
 
 def root_of(root_rank: Any, process_set: Members) -> tuple[int, str | None]:

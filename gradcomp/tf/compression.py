@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from gradcomp.compress.quantise.cast import CODERS, Coder
 from gradcomp.job import coding
-from gradcomp.job.coding import Coder
 
 
 def coder_of(compression: Any) -> tuple[Coder, str | None]:
@@ -30,3 +30,6 @@ def _to(half: str) -> Coder:
         return tensor, None
 
     return compress, _restore
+
+
+CODERS["tensorflow"] = _to

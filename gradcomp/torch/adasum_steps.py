@@ -36,8 +36,11 @@ _HOW = ScaledOp(Adasum)
 class _Core:
     """Who combines steps, under which name, and in which form they travel."""
 
-    def __init__(self, name: str, process_set: Members, compression: Any) -> None:
+    def __init__(
+        self, name: str, process_set: Members, compression: Any, names: dict[torch.Tensor, str]
+    ) -> None:
         self._name = name
+        self.parameter_names = names
         self._process_set = process_set
         (self._compress, self._decompress), _ = coder_of(compression)
 
@@ -99,7 +102,7 @@ def begin_adasum_steps(
     try:
         check_plain(optimizer)
         arguments.check_adasum()
-        named, _ = name_parameters(optimizer, named_parameters)
+        named, frozen = name_parameters(optimizer, named_parameters)
         (compress, _), wrong = coder_of(arguments.compression)
         if wrong is not None:
             raise ConfigError(
@@ -120,7 +123,8 @@ def begin_adasum_steps(
     channel = channel_of(ranks)
     assert channel is not None, "a world of one has no Adasum"
     channel.submit(Call("DistributedOptimizer", lines), lambda _: None).result()
-    adopt(optimizer, AdasumSteps, _Core(name, process_set, arguments.compression))
+    names: dict[torch.Tensor, str] = {parameter: one for one, parameter in (*named, *frozen)}
+    adopt(optimizer, AdasumSteps, _Core(name, process_set, arguments.compression, names))
 
 
 def _trainable(optimizer: Any) -> list[torch.Tensor]:

@@ -16,6 +16,12 @@ class Adopted:
 
     _gradcomp: Any
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Horovod's: what each parameter is called, here a position where no name was given."""
+        names: dict[torch.Tensor, str] = self._gradcomp.parameter_names
+        return names
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
         # copyreg's function, so that a pickle loads where gradcomp is not installed.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from gradcomp.compress.quantise.cast import CODERS, Coder
 from gradcomp.job import coding
-from gradcomp.job.coding import Coder
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -28,7 +28,10 @@ def _restore(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
 def _to(half: str) -> Coder:
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.float64):
-            return tensor.to(_HALVES[half]), tensor.dtype
+            return tensor.to(_HALVES.get(half, torch.float32)), tensor.dtype
         return tensor, None
 
     return compress, _restore
+
+
+CODERS["torch"] = _to

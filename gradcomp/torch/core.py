@@ -44,6 +44,13 @@ class Core:
         #: Where the compression state is.
         self.checkpoint_manager = self.driver.checkpoint_manager
         self.skip_synchronize = False
+        #: Whether the program has called ``synchronize()`` since the last step.
+        self.synchronized = False
+
+    @property
+    def parameter_names(self) -> dict[torch.Tensor, str]:
+        """The names of all parameters, frozen ones too."""
+        return {parameter: name for name, parameter in (*self.named, *self.frozen)}
 
     def check_frozen(self) -> None:
         """StateError if parameters that were frozen require gradients by now."""

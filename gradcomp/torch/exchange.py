@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import Variable
 
@@ -16,7 +17,7 @@ from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
 from gradcomp.engine.background import in_background
 from gradcomp.job.adapter import Words
-from gradcomp.job.step_driver import StepDriver
+from gradcomp.job.step_driver import Means, StepDriver
 from gradcomp.job.step_phases import Phase
 from gradcomp.pipeline import Number, Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
@@ -78,6 +79,9 @@ class GradientExchange:
         self._gradients = Gradients(named, sparse_as_dense=sparse_as_dense)
         self._predivide = predivide
         self._loss_scale = loss_scale
+        #: Layers of which all ranks know whether their gradients are sparse, and those that are: of what travels dense.
+        self._known = None if not sparse_as_dense else np.zeros(len(named), np.bool_)
+        self._sparse = np.zeros(len(named), np.bool_)
         self._learning_rate = learning_rate
         self._scalars = scalars
         self._ddp_check: DdpCheck | None = None
@@ -206,14 +210,29 @@ class GradientExchange:
         if self.has_result():
             return
         self._flush()
-        means = self.driver.wait()
+        means = self._wait()
         self._gradients.take_means()
         parameters = self._gradients.parameters
         for layer, rows in means.rows.items():
             if rows is not None:
                 parameters[layer].grad = tensor_of(rows, parameters[layer])
         present = means.result.present.nonzero()[0].tolist()
+        self._gradients.restore_sparse(np.flatnonzero(means.result.present & self._sparse).tolist())
         self._means = {i: mean for i in present if (mean := parameters[i].grad) is not None}
+
+    def _wait(self) -> Means:
+        """The step's means; of layers that are there for the first time ranks tell each other whether they are sparse.
+
+        A rank without a gradient of its own would not know, and its optimizer take another way than the others'.
+        """
+        means = self.driver.wait()
+        if self._known is not None and (new := means.result.present & ~self._known).any():
+            self._known |= new
+            of_ranks = np.zeros(len(new), np.float32)
+            of_ranks[list(self._gradients.made_dense)] = 1.0
+            self.exchanger.allreduce(of_ranks)
+            self._sparse |= new & (of_ranks != 0)
+        return means
 
     def _flush(self) -> None:
         """Submit what is left of the window; nothing more will come."""
@@ -247,7 +266,7 @@ class GradientExchange:
         try:
             self._open()
             self.driver.flush()
-            self.driver.wait()
+            self._wait()
             self._gradients.forget_means()
             self.driver.commit()
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from gradcomp.core.errors import StateError
@@ -15,7 +17,7 @@ from gradcomp.torch.tensors import form as form_of
 class Gradients:
     """The ``.grad`` of parameters, by number of their layer; :meth:`attach` comes first.
 
-    ``sparse_as_dense``: sparse gradients become dense ones.
+    ``sparse_as_dense``: sparse gradients travel as dense ones, see :meth:`restore_sparse`.
     """
 
     def __init__(self, named: Named, *, sparse_as_dense: bool) -> None:
@@ -23,6 +25,8 @@ class Gradients:
         self.parameters = [parameter for _, parameter in named]
         self._forms = [Form.of(parameter) for parameter in self.parameters]
         self._sparse_as_dense = sparse_as_dense
+        #: Layers whose sparse gradients travel as dense ones: those that this rank has had.
+        self.made_dense: set[int] = set()
         self._staging = untouched()
         self._handed: dict[int, Handed] = {}
         self._made: dict[int, Handed] = {}  # for means of layers that this rank did not have
@@ -49,6 +53,7 @@ class Gradients:
         if gradient.is_sparse:
             if not self._sparse_as_dense:
                 return gradient
+            self.made_dense.add(layer)
             gradient = gradient.to_dense()
         if gradient.stride() != form.strides:
             gradient = form.dense(gradient)
@@ -83,6 +88,13 @@ class Gradients:
         made, self._made = self._made, {}
         for layer, mean in made.items():
             self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
+
+    def restore_sparse(self, layers: Iterable[int]) -> None:
+        """The means of layers whose gradients travelled as dense ones are sparse again: SparseAdam takes no others."""
+        for layer in layers:
+            mean = self.parameters[layer].grad
+            assert mean is not None, "what some rank has had has a mean"
+            self.parameters[layer].grad = mean.to_sparse(1)
 
     def forget_means(self) -> None:
         """The means of layers that this rank did not have are of no use."""

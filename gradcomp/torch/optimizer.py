@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,20 +15,25 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
-from gradcomp.job.process_sets import Members, members
+from gradcomp.job.process_sets import Members, ProcessSet, ranks_of
 from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
 from gradcomp.job.report import Readers
 from gradcomp.job.switching import set_compression
 from gradcomp.torch.adasum_steps import begin_adasum_steps
-from gradcomp.torch.adoption import Adopted, adopt
+from gradcomp.torch.adoption import Adopted, adopt, check_plain
 from gradcomp.torch.arguments import Arguments
 from gradcomp.torch.core import Core, NamedParameters, build, check_momentum, rebuild
 from gradcomp.torch.grouping import groups_of
-from gradcomp.torch.layers import spec
+from gradcomp.torch.layers import name_parameters, spec
 from gradcomp.torch.loss_scale import Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
 from gradcomp.torch.timing import Finish, OnSkip
+
+_SYNCHRONIZED = (
+    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). Here that is the "
+    "same; Horovod would exchange the gradients again, and undo what was done to them in between"
+)
 
 
 def DistributedOptimizer(
@@ -69,12 +75,13 @@ def DistributedOptimizer(
         num_groups: Horovod's older spelling of ``groups``.
         groups: how many groups of gradients, or which lists of parameters, travel together under Horovod. Checked, and
             without effect: buckets form by themselves, and the means of all gradients are applied together.
-        sparse_as_dense: exchange sparse gradients as dense ones; else their rows are gathered, uncompressed.
+        sparse_as_dense: exchange sparse gradients as dense ones, which ``compression`` compresses; else their rows are
+            gathered, uncompressed. Either way their mean is sparse again.
         finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
         grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units. Without it, the only enabled
             one that exists when state begins is taken, and several are an error; False: the loss is not scaled.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
-            dimension of a DeviceMesh. Only they call this.
+            dimension of a DeviceMesh. On other ranks, which need not call this, the optimizer exchanges nothing.
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
             ``"ring"``, ``"tree"``, ``"all_to_all"``, ``"gather"``, ``"parameter_server"``, ``"hierarchical"`` or
             ``"auto"``. With ``"parameter_server:dedicated=true"`` rank 0 only serves: it calls ``serve()``.
@@ -93,7 +100,6 @@ def DistributedOptimizer(
     Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
     ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
     """
-    state = runtime.current()
     arguments = Arguments(
         compression,
         backward_passes_per_step,
@@ -108,7 +114,15 @@ def DistributedOptimizer(
         on_skip,
         residuals,
     )
-    ranks = members(process_set)
+    if not runtime.is_initialized():  # what is wrong whatever the other ranks do is said before that
+        check_plain(optimizer)
+        arguments.check()
+        name_parameters(optimizer, named_parameters)
+    state, ranks = runtime.current(), ranks_of(process_set)
+    if state.rank not in ranks:
+        others = ProcessSet(ranks)
+        runtime.logger.info("this optimizer exchanges nothing: rank %d is not one of %s", state.rank, others)
+        ranks = (state.rank,)
     if op is Adasum and len(ranks) > 1:
         begin_adasum_steps(optimizer, named_parameters, process_set, arguments)
     else:
@@ -133,6 +147,9 @@ class Distributed(Serving, Readers, Adopted):
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         core.check_frozen()
+        if core.synchronized and not core.skip_synchronize:
+            warnings.warn(_SYNCHRONIZED, stacklevel=2)
+        core.synchronized = False
         if closure is not None:
             return self._step_with(closure)
         if not (core.skip_synchronize and core.exchange.has_result()):
@@ -165,12 +182,14 @@ class Distributed(Serving, Readers, Adopted):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients; an exchange that ``step()`` did not accept is ended and forgotten."""
         self._gradcomp.exchange.drain()
+        self._gradcomp.synchronized = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Make gradients the means now; free if they are."""
         if self._gradcomp.driver.attached:
             self._gradcomp.exchange.finish()
+            self._gradcomp.synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -13,10 +13,11 @@ import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.text import printable
+from gradcomp.job import runtime
 from gradcomp.job.channel import Channel, alone, chunks, current_channel
 from gradcomp.job.checkpoint_manager import not_from_checkpoint
 from gradcomp.job.objects import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
-from gradcomp.job.process_sets import Members, root_of
+from gradcomp.job.process_sets import Members, ranks_of, root_of
 from gradcomp.pipeline.calls import Call
 from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
 
@@ -33,8 +34,11 @@ def broadcast_parameters(
     ``params``: a ``state_dict()``, ``(name, tensor)`` pairs such as ``named_parameters()``, or tensors such as
     ``parameters()``, whose names are their positions. Names, shapes and dtypes must be the same on all ranks; the order
     of pairs need not. Entries of a dict that are not tensors are replaced, as by
-    :func:`broadcast_object`. Wire: broadcasts of up to 64 MiB, d bytes in all.
+    :func:`broadcast_object`. Nothing happens on a rank that is no member of ``process_set``. Wire: broadcasts of up to
+    64 MiB, d bytes in all.
     """
+    if runtime.rank() not in ranks_of(process_set):
+        return
     entries, problem = _entries(params)
     lines = [f"broadcast_parameters(root_rank={root_rank})"]
     lines += [f"{name}: {form(value)}" for name, value in entries]
@@ -65,9 +69,12 @@ def broadcast_optimizer_state(
 
     Any optimizer, LBFGS too. Also where only the root has state, or the others have more: no step is taken to make
     state, and gradients stay as they are. The optimizers must be of one class, with groups of the same parameter shapes
-    and dtypes. ``model``: Horovod's argument, by which it finds sparse parameters; nothing depends on it here. Wire:
-    as :func:`broadcast_object` of ``optimizer.state_dict()``.
+    and dtypes. ``model``: Horovod's argument, by which it finds sparse parameters; nothing depends on it here. Nothing
+    happens on a rank that is no member of ``process_set``. Wire: as :func:`broadcast_object` of
+    ``optimizer.state_dict()``.
     """
+    if runtime.rank() not in ranks_of(process_set):
+        return
     lines = [f"broadcast_optimizer_state(root_rank={root_rank})"]
     problem: str | None = None
     given: Any = optimizer

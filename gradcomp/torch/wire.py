@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from gradcomp.job.arithmetic import dtype_of
-from gradcomp.job.collectives import Descriptor
+from gradcomp.job.collectives import Descriptor, check_free
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import ScaledOp
 from gradcomp.torch.tensors import dense_problem, dtype_name
@@ -73,8 +73,12 @@ def descriptors(
     root: int | None = None,
     problem: str | None = None,
 ) -> tuple[list[Descriptor], str | None]:
-    """What is called with these tensors, and why it cannot be. ``tensors``: one or more."""
+    """What is called with these tensors, and why it cannot be. ``tensors``: one or more.
+
+    ConfigError for a name that is in flight.
+    """
     ranks = members(process_set)
+    check_free(kind, ranks, name)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         wrong: str | None = f"not a list of tensors but {type(tensors).__name__}"
     else:

@@ -87,6 +87,8 @@ class _Handle:
         try:
             self.transport._submit_waiting()
             return self.complete()
+        except TransportError:
+            raise
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is one
             raise TransportError(f"collective failed: {_reason(error)}") from error
 

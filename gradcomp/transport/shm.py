@@ -43,7 +43,7 @@ from typing import Any
 import numpy.typing as npt
 
 from gradcomp import _native
-from gradcomp.core.errors import ConfigError, PlanMismatchError, TransportError
+from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, TransportError
 from gradcomp.core.text import printable
 from gradcomp.transport.base import Bytes, Messages, Transport
 
@@ -228,7 +228,7 @@ def _join(rank: int, size: int, meet: Meet, ring_bytes: int) -> _native.ShmRank:
     except BaseException as failed:
         if native is not None:
             native.close()
-        if isinstance(failed, RuntimeError):
+        if isinstance(failed, RuntimeError) and not isinstance(failed, GradcompError):
             raise TransportError(str(failed)) from failed
         raise
     return native

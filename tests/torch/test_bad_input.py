@@ -329,6 +329,15 @@ def test_nothing_works_before_init():
     for call in (gc.rank, gc.size, gc.barrier, lambda: wrap(model), lambda: gc.allreduce(torch.ones(1))):
         with pytest.raises(gc.StateError, match="not initialised"):
             call()
+    twice = [*model.named_parameters(), ("0.weight", torch.nn.Parameter(torch.ones(1)))]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for arguments, told in (
+        (("no optimizer",), "expected a torch.optim.Optimizer"),
+        ((sgd, iter(twice)), "names must be unique; used more than once: 0.weight"),
+        ((sgd, model.named_parameters(), "nonsense"), "unknown compression 'nonsense'"),
+    ):
+        with pytest.raises(gc.ConfigError, match=told):
+            gc.DistributedOptimizer(*arguments)
     gc.init(timeout_seconds=20.0)
 
 

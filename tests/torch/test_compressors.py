@@ -226,12 +226,13 @@ def test_everything_sent_is_the_mean_or_the_sum(op: str, dtype: str):
 
 
 @every_kind
+@pytest.mark.parametrize("as_dense", [False, True])
 @on_ranks(2)
-def test_sparse_gradients_travel_beside(kind: str):
+def test_sparse_gradients_travel_beside_or_as_dense_ones(as_dense: bool, kind: str):
     torch.manual_seed(0)
     embedding, linear = torch.nn.Embedding(50, 12, sparse=True), torch.nn.Linear(12, 30)
     model = torch.nn.Sequential(embedding, linear)
-    opt = wrap(model, kind)
+    opt = wrap(model, kind, sparse_as_dense=as_dense)
     for step in range(5):
         opt.zero_grad()
         model(torch.tensor([step, 7 + gc.rank()])).square().mean().backward()

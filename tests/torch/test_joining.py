@@ -127,8 +127,25 @@ def test_what_cannot_go_on_without_a_rank_is_an_error_that_says_so():
             with pytest.raises(gc.ConfigError, match="rank 0 has joined, and only takes part in allreduce"):
                 call()
         assert gc.allreduce(torch.ones(1)) == 0.5
-    gc.join()
+    assert gc.join() == 1
     gc.barrier()
+
+
+@on_ranks(3)
+def test_the_rank_is_returned_that_joined_last():
+    for order in ([2, 0, 1], [1, 2, 0], [0, 1, 2]):
+        place = order.index(gc.rank())
+        for number in range(place):  # the last one calls what nobody else does
+            assert gc.allreduce(torch.ones(1), op=gc.Sum) == 2 - number
+        assert gc.join() == order[-1]
+    model = net()
+    optimizer = wrap(model)
+    for _ in range(2):  # the one that has stepped on stays so, whoever has called more collectives before
+        if gc.rank() == 0:
+            train(model, optimizer, 1)
+        assert gc.join() == 0
+        gc.broadcast_parameters(model.state_dict(), root_rank=0)
+        gc.broadcast_optimizer_state(optimizer, 0)
 
 
 @on_ranks(3)

@@ -390,6 +390,48 @@ def test_skip_synchronize_steps_on_what_synchronize_left():
     assert_close(model.parameters(), one_process())
 
 
+@on_ranks(2)
+def test_a_step_behind_synchronize_warns_unless_it_is_said_to_be_meant():
+    model = net()
+    optimizer = wrap(model)
+    for step, synchronizes in enumerate((False, True, False)):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if synchronizes:
+            optimizer.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told = ["called without optimizer.skip_synchronize()"] * synchronizes
+        assert [text in str(one.message) for text, one in zip(told, caught, strict=True)] == [True] * len(
+            told
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_close(model.parameters(), one_process(steps=4))
+
+
+@on_ranks(2)
+def test_parameters_have_the_names_that_horovods_users_look_up():
+    first, second = net(), torch.nn.Linear(3, 3)
+    second.bias.requires_grad_(False)
+    groups = [{"params": first.parameters()}, {"params": second.parameters()}]
+    for op in (gc.Average, gc.Adasum):
+        optimizer = gc.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), op=op)
+        names = optimizer._parameter_names
+        assert names.keys() == {*first.parameters(), *second.parameters()}
+        assert len(set(names.values())) == len(names)
+        assert all(one == set(names.values()) for one in gc.allgather_object(set(names.values())))
+        groups = [{"params": list(first.parameters())}, {"params": list(second.parameters())}]
+    model = net()
+    assert wrap(model)._parameter_names == {p: name for name, p in model.named_parameters()}
+
+
 @pytest.mark.parametrize("set_to_none", [False, True])
 @on_ranks(2)
 def test_zero_grad_without_step_forgets_the_exchange(set_to_none):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from gradcomp.compress.base import Coded, Traits
 from gradcomp.compress.bounds import Distortion
@@ -19,6 +21,12 @@ _KINDS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
 
 #: Elements that share one power-of-two scale in the float16 codec.
 FP16_BLOCK = 512
+
+#: From a tensor to what travels and a context, and back.
+Coder = tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]]
+
+#: By the package of a framework, what its frontend does with tensors that travel in "float16" or "bfloat16".
+CODERS: dict[str, Callable[[str], Coder]] = {}
 
 
 @register("cast")
@@ -40,6 +48,20 @@ class Cast(Coded):
             raise ConfigError(f"cast dtype must be one of {', '.join(_KINDS)}, got {self.dtype!r}")
         if not isinstance(self.feedback, bool):
             raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Horovod's: a tensor of PyTorch or TensorFlow as a collective sends it, and what :meth:`decompress` needs."""
+        return self._coder(tensor)[0](tensor)
+
+    def decompress(self, tensor: Any, context: Any) -> Any:
+        """Horovod's: the tensor in the dtype that it had."""
+        return self._coder(tensor)[1](tensor, context)
+
+    def _coder(self, tensor: Any) -> Coder:
+        for kind in type(tensor).__mro__:
+            if (package := kind.__module__.partition(".")[0]) in CODERS:
+                return CODERS[package](self.dtype)
+        raise ConfigError(f"not a tensor of {' or '.join(CODERS) or 'a framework'}: {type(tensor).__name__}")
 
     @cached_property
     def traits(self) -> Traits:
