@@ -36,7 +36,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
-           bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
+           bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive \
            bench-sharded bench-auto bench-memory bench-soak bench-information bench-learned bench-tf-ops \
            bench-tf-step bench-tf-convergence
@@ -268,6 +268,10 @@ bench-ratios: $(STAMP)/package
 # Builds hosts out of network namespaces: needs root, and says so.
 bench-step: $(STAMP)/package
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# Keras's trials, and hosts out of network namespaces, for which it needs root.
+bench-fingerprint: $(STAMP)/package $(STAMP)/extra-test
+	$(BIN)/python benchmarks/fingerprint.py $(ARGS)
 
 # MPICH's column, from the extra.
 bench-reductions: $(STAMP)/package

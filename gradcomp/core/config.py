@@ -115,7 +115,7 @@ class Config:
     )  # fmt: skip
     fingerprint_every_steps: int = _setting(
         500,
-        "Further comparisons of all parameters, every so many steps; 0 for none, and for none of a sample in every step.",
+        "Further comparisons of all parameters, every so many steps; 0 for none, and no sample of them in each step.",
         _not_negative,
         "not negative",
         shared=True,

@@ -92,16 +92,19 @@ def _different_scalars(texts: Mapping[int, str], first: int) -> list[str]:
             }
             if different := [rank for rank, theirs in values.items() if theirs != value]:
                 where = f" of group {number}" if len(groups[first]) > 1 else ""
-                said = ", ".join(
-                    f"{printable(json.dumps(values[rank]), 80)} on rank {rank}" for rank in different
-                )
-                own = printable(json.dumps(value), 80)
+                digits = 7 if len({_shown(each, 7) for each in values.values()}) > 1 else 17
+                said = ", ".join(f"{_shown(values[rank], digits)} on rank {rank}" for rank in different)
                 title = "learning rate" if name == "lr" else printable(name.replace("_", " "), 80)
-                return [f"the optimizers differ: {title}{where} {said}, {own} on rank {first}"]
+                own = f"{_shown(value, digits)} on rank {first}"
+                return [f"the optimizers differ: {title}{where} {said}, {own}"]
     ranks = [rank for rank, text in texts.items() if text != texts[first]]
     return [
         f"the optimizer of rank {', '.join(map(str, ranks))} has other settings than that of rank {first}"
     ]
+
+
+def _shown(value: Any, digits: int) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, float) else printable(json.dumps(value), 80)
 
 
 def _groups_of(text: str) -> list[dict[str, Any]]:

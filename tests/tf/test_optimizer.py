@@ -363,6 +363,40 @@ def test_ranks_that_start_from_different_weights_say_so_by_name() -> None:
         fit(ours, x, y)
 
 
+@pytest.mark.parametrize(
+    ("drift", "said"),
+    [
+        ("rate", r"learning rate 0\.01\d* on rank 1, 0\.1\d* on rank 0"),
+        ("momentum", r"momentum 0\.5 on rank 1, 0\.9 on rank 0"),
+        ("weights", "parameter of layer .*kernel.* differs between rank 0 and rank 1"),
+    ],
+)
+@on_ranks(2, env=ENV)
+def test_a_rank_that_drifts_apart_is_named_in_the_next_exchange(drift: str, said: str) -> None:
+    import keras
+    from keras_checks import data, fit, model
+
+    import gradcomp.tf as gc
+
+    x, y, *_ = data()
+    ours = model()
+    optimizer = gc.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9), compression="quantize:bits=4"
+    )
+    ours.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+    fit(ours, x, y)  # eight exchanges: all variables are compared behind the first five
+    if gc.rank() == 1:
+        if drift == "rate":
+            optimizer.learning_rate = 0.01
+        elif drift == "momentum":
+            optimizer.momentum = 0.5
+        else:
+            kernel = next(weight for weight in ours.trainable_weights if "kernel" in weight.path)
+            kernel.assign_add(keras.ops.ones_like(kernel))
+    with pytest.raises(gc.StateError, match=said):
+        fit(ours, x, y)
+
+
 @pytest.mark.full
 @on_ranks(2, batch="torch", env={**ENV, "KERAS_BACKEND": "torch"})
 def test_keras_on_torch_goes_through_the_other_frontend() -> None:
