@@ -26,7 +26,7 @@ def optimizers_of(model: Any) -> dict[str, Any]:
 
 def _all_optimizers(model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, value in vars(model).items():
+    for name, value in {"optimizer": None, **vars(model)}.items():  # one that has two names has this one
         if name.startswith("_self_"):  # where TensorFlow notes what all the others hold
             continue
         if isinstance(value, dict):
@@ -86,8 +86,7 @@ def build_optimizers(model: Any) -> bool:
         only_holds and all(one.built for one in model._flatten_layers(include_self=False))
     ):
         return False
-    found = _all_optimizers(model)
-    if list(found) == ["optimizer"] and not model.optimizer.built:
+    if list(optimizers_of(model)) == ["optimizer"] and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return True
 
