@@ -6,6 +6,7 @@ See ``tf_collective_checks``, whose ``main`` runs these too. Expected values and
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy_reductions import DTYPES, SHAPES, UFUNCS, ops_of, reduced, values
 from tf_collective_checks import Mode, check, raises, same
 
 import gradcomp.tf as gc
+from gradcomp.tf.bridge import typed_errors
 
 
 def close(result: Any, expected: np.ndarray) -> None:
@@ -252,6 +254,49 @@ def names_find_each_other_in_any_order(rank: int, world: int, mode: Mode) -> Non
         ]
         for name, job in jobs:
             same(job.result(), tf.fill([2], float(ord(name))))
+
+
+# -------------------------------------------------------------------------------------------------- errors
+
+
+@check("eager")
+def errors_are_those_that_scripts_for_horovod_catch(rank: int, world: int, mode: Mode) -> None:
+    """The classes of TensorFlow's that Horovod raises, and gradcomp's own, under one traceback."""
+    odd = tf.ones([world * (2 + min(rank, 1)), 2])
+    differing: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: gc.allreduce(odd),
+        "reducescatter": lambda: gc.reducescatter(odd),
+        "allgather": lambda: gc.allgather(tf.transpose(odd)),
+        "alltoall": lambda: gc.alltoall(tf.cast(odd, tf.float32 if rank else tf.int32)),
+        "broadcast": lambda: gc.broadcast(odd, 0),
+        "broadcast_variables": lambda: gc.broadcast_variables([tf.Variable(odd)]),
+        "grouped_allreduce": lambda: gc.grouped_allreduce([odd, tf.ones(1)]),
+    }
+    for kind, call in differing.items():
+        with pytest.raises(tf.errors.FailedPreconditionError, match="do not call the same") as caught:
+            call()
+        assert isinstance(caught.value, gc.PlanMismatchError), kind
+        assert caught.value.__suppress_context__, kind
+    wrong: dict[str, Callable[[], Any]] = {
+        "alltoall": lambda: gc.alltoall(tf.ones([world + 1])),
+        "splits": lambda: gc.alltoall(tf.ones([world]), splits=[2] * world),
+        "root": lambda: gc.broadcast(tf.ones(1), world),
+        "dtype": lambda: gc.allreduce(tf.constant([True])),
+    }
+    for kind, call in wrong.items():
+        with pytest.raises(tf.errors.InvalidArgumentError) as invalid:
+            call()
+        assert isinstance(invalid.value, gc.ConfigError), kind
+        assert isinstance(invalid.value, ValueError), kind
+    again = pickle.loads(pickle.dumps(invalid.value))
+    assert (type(again), str(again)) == (type(invalid.value), str(invalid.value))
+    with pytest.raises(tf.errors.FailedPreconditionError, match="do not call the same"), typed_errors():
+        tf.function(gc.allreduce)(odd)
+    layer = keras.layers.Lambda(gc.allreduce)  # Keras makes errors of layers anew
+    with pytest.raises(gc.PlanMismatchError, match="do not call the same"):
+        layer(odd)
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        gc.broadcast_global_variables(0)
 
 
 # ----------------------------------------------------------------------------------------------- gradients
