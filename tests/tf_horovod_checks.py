@@ -299,6 +299,51 @@ def errors_are_those_that_scripts_for_horovod_catch(rank: int, world: int, mode:
         gc.broadcast_global_variables(0)
 
 
+@check()
+def named_compressions_code_tensors(rank: int, world: int, mode: Mode) -> None:
+    for dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.bool):
+        tensor = tf.cast(tf.ones([3]), dtype)
+        for named, half in ((gc.Compression.fp16, tf.float16), (gc.Compression.bf16, tf.bfloat16)):
+
+            def there_and_back(x: Any, named: Any = named) -> Any:
+                coded, context = named.compress(x)
+                return coded, named.decompress(coded, context)
+
+            coded, again = mode(there_and_back)(tensor)
+            assert coded.dtype == (half if dtype in (tf.float32, tf.float64) else dtype), dtype
+            same(again, tensor)
+        assert gc.Compression.none.compress(tensor) == (tensor, None)
+
+
+@check("eager")
+def sessions_of_tensorflow_1_are_refused(rank: int, world: int, mode: Mode) -> None:
+    weight = tf.Variable(tf.ones([2]))
+    for call in (
+        gc.allreduce,
+        lambda x: gc.grouped_allgather([x]),
+        lambda x: gc.broadcast(x, 0),
+        gc.reducescatter,
+        gc.alltoall,
+        lambda x: gc.broadcast_variables([weight]),
+        lambda x: tf.cond(tf.reduce_sum(x) > 0.0, lambda: gc.allreduce(x), lambda: x),
+        lambda _: gc.barrier(),
+        lambda _: gc.join(),
+    ):
+        with (
+            tf.Graph().as_default(),
+            pytest.raises(gc.ConfigError, match=r"sessions of TensorFlow 1.*eager mode.*tf\.function"),
+        ):
+            call(tf.ones([world]))
+    gc.barrier()
+    with tf.compat.v1.Session(graph=tf.Graph()) as session, session.graph.as_default():
+        assert session.run(gc.size_op()) == world  # asks nobody
+        own = tf.Variable(tf.ones([2]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(own * own)
+        with pytest.raises(gc.ConfigError, match="sessions of TensorFlow 1"):
+            gc.DistributedGradientTape(tape).gradient(loss, [own])
+
+
 # ----------------------------------------------------------------------------------------------- gradients
 
 

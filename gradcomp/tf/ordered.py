@@ -61,7 +61,7 @@ def run(
     if tf.executing_eagerly():
         results = function(*map(lent, tensors))
         return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
-    refuse_xla(name)
+    refuse_graph(name)
     turn = the_turn()
 
     def later(_: Array, *values: Array) -> list[Array]:
@@ -73,6 +73,18 @@ def run(
     with tf.control_dependencies(outputs):
         turn.assign_add(1)
     return outputs[:-1]
+
+
+def refuse_graph(name: str) -> None:
+    """ConfigError where a graph is built whose ops cannot communicate: one of TensorFlow 1, and one for XLA."""
+    refuse_xla(name)
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return
+    raise ConfigError(
+        f"{name}: graphs and sessions of TensorFlow 1 cannot communicate; call it in eager mode, without "
+        "tf.compat.v1.disable_eager_execution() and outside of tf.Graph().as_default(), or inside a tf.function"
+    )
 
 
 def refuse_xla(name: str) -> None:
