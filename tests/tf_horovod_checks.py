@@ -295,6 +295,12 @@ def errors_are_those_that_scripts_for_horovod_catch(rank: int, world: int, mode:
     layer = keras.layers.Lambda(gc.allreduce)  # Keras makes errors of layers anew
     with pytest.raises(gc.PlanMismatchError, match="do not call the same"):
         layer(odd)
+    slices = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([rank]))
+    for asked in ({"op": gc.Min}, {"op": gc.Sum, "prescale_factor": 0.5}, {"op": gc.Adasum}):
+        for group in ([slices], [tf.ones(1), slices]):
+            with pytest.raises(NotImplementedError, match="take Average and Sum") as unsupported:
+                gc.grouped_allreduce(group, **asked)
+            assert isinstance(unsupported.value, gc.ConfigError)
     with pytest.raises(RuntimeError, match="broadcast_variables"):
         gc.broadcast_global_variables(0)
 

@@ -37,6 +37,10 @@ class ConfigError(tf.errors.InvalidArgumentError, errors.ConfigError):
     """A :class:`gradcomp.ConfigError` that scripts for Horovod catch as TensorFlow's."""
 
 
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A :class:`ConfigError` for what Horovod calls not implemented."""
+
+
 class PlanMismatchError(tf.errors.FailedPreconditionError, errors.PlanMismatchError):
     """A :class:`gradcomp.PlanMismatchError` that scripts for Horovod catch as TensorFlow's."""
 
