@@ -6,6 +6,7 @@ See ``tf_collective_checks``, whose ``main`` runs these too. Expected values and
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy_reductions import DTYPES, SHAPES, UFUNCS, ops_of, reduced, values
 from tf_collective_checks import Mode, check, raises, same
 
 import gradcomp.tf as gc
+from gradcomp.tf.bridge import typed_errors
 
 
 def close(result: Any, expected: np.ndarray) -> None:
@@ -252,6 +254,100 @@ def names_find_each_other_in_any_order(rank: int, world: int, mode: Mode) -> Non
         ]
         for name, job in jobs:
             same(job.result(), tf.fill([2], float(ord(name))))
+
+
+# -------------------------------------------------------------------------------------------------- errors
+
+
+@check("eager")
+def errors_are_those_that_scripts_for_horovod_catch(rank: int, world: int, mode: Mode) -> None:
+    """The classes of TensorFlow's that Horovod raises, and gradcomp's own, under one traceback."""
+    odd = tf.ones([world * (2 + min(rank, 1)), 2])
+    differing: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: gc.allreduce(odd),
+        "reducescatter": lambda: gc.reducescatter(odd),
+        "allgather": lambda: gc.allgather(tf.transpose(odd)),
+        "alltoall": lambda: gc.alltoall(tf.cast(odd, tf.float32 if rank else tf.int32)),
+        "broadcast": lambda: gc.broadcast(odd, 0),
+        "broadcast_variables": lambda: gc.broadcast_variables([tf.Variable(odd)]),
+        "grouped_allreduce": lambda: gc.grouped_allreduce([odd, tf.ones(1)]),
+    }
+    for kind, call in differing.items():
+        with pytest.raises(tf.errors.FailedPreconditionError, match="do not call the same") as caught:
+            call()
+        assert isinstance(caught.value, gc.PlanMismatchError), kind
+        assert caught.value.__suppress_context__, kind
+    wrong: dict[str, Callable[[], Any]] = {
+        "alltoall": lambda: gc.alltoall(tf.ones([world + 1])),
+        "splits": lambda: gc.alltoall(tf.ones([world]), splits=[2] * world),
+        "root": lambda: gc.broadcast(tf.ones(1), world),
+        "dtype": lambda: gc.allreduce(tf.constant([True])),
+    }
+    for kind, call in wrong.items():
+        with pytest.raises(tf.errors.InvalidArgumentError) as invalid:
+            call()
+        assert isinstance(invalid.value, gc.ConfigError), kind
+        assert isinstance(invalid.value, ValueError), kind
+    again = pickle.loads(pickle.dumps(invalid.value))
+    assert (type(again), str(again)) == (type(invalid.value), str(invalid.value))
+    with pytest.raises(tf.errors.FailedPreconditionError, match="do not call the same"), typed_errors():
+        tf.function(gc.allreduce)(odd)
+    layer = keras.layers.Lambda(gc.allreduce)  # Keras makes errors of layers anew
+    with pytest.raises(gc.PlanMismatchError, match="do not call the same"):
+        layer(odd)
+    slices = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([rank]))
+    for asked in ({"op": gc.Min}, {"op": gc.Sum, "prescale_factor": 0.5}, {"op": gc.Adasum}):
+        for group in ([slices], [tf.ones(1), slices]):
+            with pytest.raises(NotImplementedError, match="take Average and Sum") as unsupported:
+                gc.grouped_allreduce(group, **asked)
+            assert isinstance(unsupported.value, gc.ConfigError)
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        gc.broadcast_global_variables(0)
+
+
+@check()
+def named_compressions_code_tensors(rank: int, world: int, mode: Mode) -> None:
+    for dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.bool):
+        tensor = tf.cast(tf.ones([3]), dtype)
+        for named, half in ((gc.Compression.fp16, tf.float16), (gc.Compression.bf16, tf.bfloat16)):
+
+            def there_and_back(x: Any, named: Any = named) -> Any:
+                coded, context = named.compress(x)
+                return coded, named.decompress(coded, context)
+
+            coded, again = mode(there_and_back)(tensor)
+            assert coded.dtype == (half if dtype in (tf.float32, tf.float64) else dtype), dtype
+            same(again, tensor)
+        assert gc.Compression.none.compress(tensor) == (tensor, None)
+
+
+@check("eager")
+def sessions_of_tensorflow_1_are_refused(rank: int, world: int, mode: Mode) -> None:
+    weight = tf.Variable(tf.ones([2]))
+    for call in (
+        gc.allreduce,
+        lambda x: gc.grouped_allgather([x]),
+        lambda x: gc.broadcast(x, 0),
+        gc.reducescatter,
+        gc.alltoall,
+        lambda x: gc.broadcast_variables([weight]),
+        lambda x: tf.cond(tf.reduce_sum(x) > 0.0, lambda: gc.allreduce(x), lambda: x),
+        lambda _: gc.barrier(),
+        lambda _: gc.join(),
+    ):
+        with (
+            tf.Graph().as_default(),
+            pytest.raises(gc.ConfigError, match=r"sessions of TensorFlow 1.*eager mode.*tf\.function"),
+        ):
+            call(tf.ones([world]))
+    gc.barrier()
+    with tf.compat.v1.Session(graph=tf.Graph()) as session, session.graph.as_default():
+        assert session.run(gc.size_op()) == world  # asks nobody
+        own = tf.Variable(tf.ones([2]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(own * own)
+        with pytest.raises(gc.ConfigError, match="sessions of TensorFlow 1"):
+            gc.DistributedGradientTape(tape).gradient(loss, [own])
 
 
 # ----------------------------------------------------------------------------------------------- gradients

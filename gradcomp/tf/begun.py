@@ -21,7 +21,7 @@ from gradcomp.core.errors import GradcompError
 from gradcomp.job.network import Ranks
 from gradcomp.job.reply import Reply
 from gradcomp.tf.bridge import lent, op
-from gradcomp.tf.ordered import refuse_xla, the_turn
+from gradcomp.tf.ordered import refuse_graph, the_turn
 from gradcomp.tf.tensors import Array
 
 #: Of a queue, which must have a bound: more than there will ever be.
@@ -62,7 +62,7 @@ def call(
     if tf.executing_eagerly():
         results = begin(*map(lent, tensors)).results()
         return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
-    refuse_xla(called.kind)
+    refuse_graph(called.kind)
     site = _Site(begin, None if called.name is None else (called.ranks, called.name))
     turn = the_turn()
     with tf.device("CPU:0"):

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from gradcomp.core import errors
 from gradcomp.core.errors import GradcompError
 
 Array = npt.NDArray[Any]
@@ -30,6 +31,40 @@ _MOST_ERRORS = 16
 
 #: What was raised inside an op, the latest last.
 _raised: deque[GradcompError] = deque(maxlen=_MOST_ERRORS)
+
+
+class ConfigError(tf.errors.InvalidArgumentError, errors.ConfigError):
+    """A :class:`gradcomp.ConfigError` that scripts for Horovod catch as TensorFlow's."""
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A :class:`ConfigError` for what Horovod calls not implemented."""
+
+
+class PlanMismatchError(tf.errors.FailedPreconditionError, errors.PlanMismatchError):
+    """A :class:`gradcomp.PlanMismatchError` that scripts for Horovod catch as TensorFlow's."""
+
+
+class StateError(tf.errors.FailedPreconditionError, errors.StateError):
+    """A :class:`gradcomp.StateError` that scripts for Horovod catch as TensorFlow's."""
+
+
+_OF_TENSORFLOW: dict[type[GradcompError], type[Any]] = {
+    errors.ConfigError: ConfigError,
+    errors.PlanMismatchError: PlanMismatchError,
+    errors.StateError: StateError,
+}
+
+
+def of_tensorflow(error: GradcompError) -> GradcompError:
+    """The error as one of TensorFlow's too, of the class that Horovod raises in its place."""
+    kind = _OF_TENSORFLOW.get(type(error))
+    if kind is None:
+        return error
+    made: GradcompError = kind(None, None, str(error))
+    vars(made).update(vars(error))  # notes
+    made.__cause__ = error.__cause__
+    return made.with_traceback(error.__traceback__)
 
 
 def op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -62,11 +97,13 @@ def typed_errors() -> Iterator[None]:
     """Raise gradcomp's errors as what they are, where TensorFlow has made errors of its own of them."""
     try:
         yield
+    except GradcompError as error:
+        raise of_tensorflow(error)  # noqa: B904 - it has the cause of the one that it stands for
     except tf.errors.OpError as error:
         text = str(error)
         for original in reversed(_raised):
             if f"{type(original).__name__}: {original}" in text:
-                raise original from error
+                raise of_tensorflow(original) from error
         raise
 
 

@@ -31,7 +31,7 @@ from gradcomp.tf.call import Gradients, Site, groups_of
 from gradcomp.tf.devices import place_of
 from gradcomp.tf.layers import specs
 from gradcomp.tf.memory import DeviceMemory, HostMemory, Memory
-from gradcomp.tf.ordered import plain, refuse_xla, the_turn
+from gradcomp.tf.ordered import plain, refuse_graph, the_turn
 from gradcomp.tf.steps import Steps
 
 
@@ -66,6 +66,8 @@ class Exchange:
         state = runtime.current()
         #: Numbers, in the job, of the ranks that exchange.
         self.ranks = members(process_set)
+        if len(self.ranks) > 1:
+            refuse_graph("the exchange of gradients")
         self._variables = list(variables)
         self._sparse_as_dense = sparse_as_dense
         self._shapes = [tuple(variable.shape) for variable in self._variables]
@@ -143,7 +145,7 @@ class Exchange:
             raise StateError(f"{len(gradients)} gradients for {len(self._variables)} variables")
         if self.exchanger is None:
             return list(gradients)
-        refuse_xla("the exchange of gradients")
+        refuse_graph("the exchange of gradients")
         self._driver.check()
         with self._driver.telling():
             given: Gradients = [self._checked(layer, gradient) for layer, gradient in enumerate(gradients)]

@@ -1,7 +1,7 @@
 """What ``keras.Model`` must know of distributed optimizers.
 
 At the first :func:`gradcomp.tf.DistributedOptimizer`, ``compile`` and the methods that train get a thin layer around
-them. For models with any other optimizer it passes everything on as it is.
+them. For models without a distributed optimizer it passes everything on as it is.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _train(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Training: what TensorFlow makes of an error in the exchange becomes that error again."""
-    from gradcomp.tf.core import core_of
+    """Training: what TensorFlow makes of an error in the exchange becomes that error again.
+
+    Whichever of the model's attributes holds the optimizer: only an error of gradcomp's is another afterwards.
+    """
 
     @functools.wraps(method)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if core_of(getattr(self, "optimizer", None)) is None:
-            return method(self, *args, **kwargs)
         with typed_errors():
             return method(self, *args, **kwargs)
 

@@ -20,7 +20,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from gradcomp.core.errors import ConfigError, GradcompError
-from gradcomp.tf.bridge import lent, op
+from gradcomp.tf.bridge import lent, of_tensorflow, op
 
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,15 +29,19 @@ _turn: Any = None
 
 
 def plain(function: F) -> F:
-    """Keep AutoGraph, which rewrites what a tf.function calls, out of ``function``, what it calls and its errors."""
+    """Keep AutoGraph, which rewrites what a tf.function calls, out of ``function``, what it calls and its errors.
+
+    Whatever users call is plain, so here the core's errors become TensorFlow's too.
+    """
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         try:
             return function(*arguments, **named)
         except GradcompError as error:
-            error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise another class
-            raise
+            typed = of_tensorflow(error)
+            typed.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise another class
+            raise typed  # noqa: B904 - it has the cause of the one that it stands for
 
     made = tf.autograph.experimental.do_not_convert(call)
     # A function that is an argument is unwrapped by TensorFlow, and then rewritten after all.
@@ -57,7 +61,7 @@ def run(
     if tf.executing_eagerly():
         results = function(*map(lent, tensors))
         return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
-    refuse_xla(name)
+    refuse_graph(name)
     turn = the_turn()
 
     def later(_: Array, *values: Array) -> list[Array]:
@@ -69,6 +73,18 @@ def run(
     with tf.control_dependencies(outputs):
         turn.assign_add(1)
     return outputs[:-1]
+
+
+def refuse_graph(name: str) -> None:
+    """ConfigError where a graph is built whose ops cannot communicate: one of TensorFlow 1, and one for XLA."""
+    refuse_xla(name)
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return
+    raise ConfigError(
+        f"{name}: graphs and sessions of TensorFlow 1 cannot communicate; call it in eager mode, without "
+        "tf.compat.v1.disable_eager_execution() and outside of tf.Graph().as_default(), or inside a tf.function"
+    )
 
 
 def refuse_xla(name: str) -> None:

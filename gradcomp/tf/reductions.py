@@ -31,13 +31,17 @@ from typing import Any
 import tensorflow as tf
 
 from gradcomp.compress import Compression
+from gradcomp.core.errors import ConfigError
 from gradcomp.job.process_sets import Members
 from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, scaled_op_of
+from gradcomp.tf.bridge import UnsupportedError
 from gradcomp.tf.compression import coder_of
 from gradcomp.tf.differentiable import gather_tensors, reduce_tensors, reducescatter_tensors
 from gradcomp.tf.ordered import plain
 from gradcomp.tf.tensors import REDUCIBLE
 from gradcomp.tf.wire import agreed, given_tensors
+
+_UNSUPPORTED = "tf.IndexedSlices take Average and Sum, and no factors; use tf.convert_to_tensor"
 
 
 @plain
@@ -138,9 +142,12 @@ def _allreduce(
         tensors = [given.values if place in slices else given for place, given in enumerate(tensors)]
     given, wrong = given_tensors(tensors, REDUCIBLE)
     if slices and (how.op not in (Average, Sum) or how.scales):
-        wrong = wrong or "tf.IndexedSlices take Average and Sum, and no factors; use tf.convert_to_tensor"
+        wrong = wrong or _UNSUPPORTED
     (compress, decompress), unknown = coder_of(compression)
-    ranks = agreed("allreduce", given, name, process_set, problem or wrong or unknown, how)
+    try:
+        ranks = agreed("allreduce", given, name, process_set, problem or wrong or unknown, how)
+    except ConfigError as error:
+        raise UnsupportedError(None, None, str(error)) if wrong is _UNSUPPORTED else error  # noqa: B904
     places = [place for place in range(len(given)) if place not in slices]
     results: list[Any] = [None] * len(given)
     if places:

@@ -34,8 +34,94 @@ def test_broadcast_makes_ranks_alike_before_the_first_step() -> None:
 
     plain = model()
     plain.compile(optimizer="sgd", loss="mse")
-    with pytest.raises(ConfigError, match="is not a DistributedOptimizer"):
+    with pytest.raises(ConfigError, match="no DistributedOptimizer"):
         fit(plain, x, y, callbacks=[callbacks.BroadcastGlobalVariables(0)])
+
+
+def _adversaries(seed: int, wrapped: tuple[bool, bool] = (True, True), built: bool = True) -> Any:
+    """A generator and its critic, each with an optimizer of its own, in one model with its own ``train_step``."""
+    import keras
+    import tensorflow as tf
+    from keras_checks import INPUTS, compression
+
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    class Adversaries(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = keras.Sequential(
+                [keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)]
+            )
+            self.critic = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
+
+        def compile(self, critic_optimizer: Any, others: Any) -> None:  # type: ignore[override]
+            super().compile()
+            self.critic_optimizer, self.others = critic_optimizer, others
+
+        def train_step(self, batch: Any) -> Any:
+            x, real = batch
+            with tf.GradientTape(persistent=True) as tape:
+                fake = self.critic(self.generator(x))
+                loss = tf.reduce_mean(tf.square(fake))
+                critic_loss = tf.reduce_mean(tf.square(fake - 1.0)) + tf.reduce_mean(
+                    tf.square(self.critic(real))
+                )
+            for optimizer, part, its_loss in (
+                (self.critic_optimizer, self.critic, critic_loss),
+                (self.others["generator"], self.generator, loss),
+            ):
+                variables = part.trainable_variables
+                optimizer.apply(tape.gradient(its_loss, variables), variables)
+            return {"loss": loss}
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    ours = Adversaries()
+    if built:
+        ours.critic(ours.generator(np.zeros((1, INPUTS), np.float32)))
+    optimizers = [
+        DistributedOptimizer(one, compression=compression()) if wrap else one
+        for one, wrap in zip((keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)), wrapped, strict=True)
+    ]
+    ours.compile(optimizers[0], {"generator": optimizers[1]})
+    return ours
+
+
+@on_ranks(2, env=ENV)
+def test_a_model_with_two_optimizers_and_its_own_train_step() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit
+
+    from gradcomp.core.errors import ConfigError, StateError
+    from gradcomp.job import runtime
+    from gradcomp.tf import callbacks
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            assert_alike(self.model.weights)
+
+    x, y, _, _ = data()
+    for built in (True, False):
+        ours = _adversaries(runtime.rank(), built=built)
+        called = [callbacks.BroadcastGlobalVariables(1), *[Look()] * built, callbacks.MetricAverage()]
+        with logged() as lines:
+            fit(ours, x, y, callbacks=[*called, callbacks.Progress()])
+        both = [ours.critic_optimizer, ours.others["generator"]]
+        assert_alike(ours.weights, both[0].variables, both[1].variables)
+        counted = [one.statistics() for one in both]
+        ratio = sum(one.dense_bytes for one in counted) / sum(one.wire_bytes for one in counted)
+        said = [line for line in lines if "steps/s" in line]
+        assert len(said) == (1 if runtime.rank() == 0 else 0)
+        assert all(line.endswith(f"ratio {ratio:.2f}") for line in said), (said, ratio)
+        assert not any("not a DistributedOptimizer" in line for line in lines)
+
+    with logged() as lines:
+        fit(_adversaries(1, (True, False)), x, y, callbacks=[callbacks.BroadcastGlobalVariables(1)])
+    assert any("others" in line and "not a DistributedOptimizer" in line for line in lines), lines
+    with pytest.raises(ConfigError, match="no DistributedOptimizer"):
+        fit(_adversaries(1, (False, False)), x, y, callbacks=[callbacks.BroadcastGlobalVariables(1)])
+    with pytest.raises(StateError, match=r"dense.*/kernel"):  # as it is, not as TensorFlow's
+        fit(_adversaries(runtime.rank()), x, y)
 
 
 @on_ranks(2, env=ENV)
@@ -277,6 +363,48 @@ def test_training_goes_on_after_a_kill_bit_for_bit() -> None:
     _, counted, epochs = _train(directory, 3)
     assert epochs == [2]  # from the beginning of the epoch, as with Keras
     assert int(counted.iterations) == counted.compression_state()["step"] == 18 + 8
+
+
+@on_ranks(2, env=ENV)
+def test_a_backup_of_several_optimizers() -> None:
+    import keras
+    from keras_checks import assert_alike, data, fit, shared_directory
+
+    from gradcomp.core.errors import ConfigError
+    from gradcomp.tf import callbacks
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise _Killed
+
+    x, y, _, _ = data()
+
+    def train(directory: str, after: Any = ()) -> list[Any]:
+        ours = _adversaries(3)
+        ours.built = True
+        both = [ours.critic_optimizer, ours.others["generator"]]
+        for one, part in zip(both, (ours.critic, ours.generator), strict=True):
+            one.build(part.trainable_variables)
+        fit(ours, x, y, epochs=3, callbacks=[callbacks.BackupAndRestore(directory), *after])
+        assert [one.compression_state()["step"] for one in both] == [24, 24]
+        residuals = [
+            np.asarray(each) for one in both for each in one.compression_state()["residuals"].values()
+        ]
+        variables = [*ours.weights, *both[0].variables, *both[1].variables]
+        assert_alike(variables)
+        return [*map(np.asarray, variables), *residuals]
+
+    directory = shared_directory()
+    with pytest.raises(_Killed):
+        train(directory, [Kill()])
+    for mine, theirs in zip(train(directory), train(shared_directory()), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    ours = _adversaries(3)
+    for message in ("a model that is built", r"build\(variables\) of critic_optimizer, others-generator"):
+        with pytest.raises(ConfigError, match=message):
+            fit(ours, x, y, callbacks=[callbacks.BackupAndRestore(shared_directory())])
+        ours.built = True
 
 
 @on_ranks(2, env=ENV)

@@ -18,7 +18,13 @@ from gradcomp.job import runtime
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job.process_sets import ProcessSet
-from gradcomp.tf.callbacks.common import build_optimizer, ranks_of, require_distributed, variables_of
+from gradcomp.tf.callbacks.common import (
+    build_optimizers,
+    optimizers_of,
+    ranks_of,
+    require_distributed,
+    variables_of,
+)
 from gradcomp.tf.objects import broadcast_object
 from gradcomp.tf.variables import broadcast_variables
 
@@ -44,8 +50,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_checkpoint: remove the backup when training ends by itself.
 
     Collective. Wire: all variables once, on restoring. Raises ConfigError for bad arguments, a model that is not built
-    and an optimizer that is not distributed; StateError on every rank if a backup cannot be written or read, or its
-    parts are not of one moment.
+    or has no distributed optimizer, and several optimizers that are not built; StateError on every rank if a backup
+    cannot be written or read, or its parts are not of one moment.
     """
 
     def __init__(
@@ -71,8 +77,16 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore, if there is something to restore."""
         require_distributed(self.model, self)
-        if not build_optimizer(self.model):
-            raise ConfigError("BackupAndRestore needs a model that is built before fit()")
+        if not self.model.built or not build_optimizers(self.model):
+            raise ConfigError(
+                "BackupAndRestore needs a model that is built before fit(); Keras saves no other. A model without a "
+                "call of its own is built by model.built = True"
+            )
+        if unbuilt := [name for name, one in optimizers_of(self.model).items() if not one.built]:
+            raise ConfigError(
+                "BackupAndRestore needs optimizers that are built before fit(), where a model has several: call "
+                f"build(variables) of {', '.join(unbuilt)}"
+            )
         found = self._of_root("read", self._read_latest)
         if found is not None:
             self._restore(self._directory(found["name"]), found)
@@ -104,11 +118,11 @@ class BackupAndRestore(keras.callbacks.Callback):
     # ------------------------------------------------------------------------------------------ to disk
 
     def _backup(self, epoch: int, batch: int) -> None:
-        optimizer = self.model.optimizer
-        iteration = int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
+        optimizers = optimizers_of(self.model)
+        iteration = sum(int(getattr(one, "inner_optimizer", one)._iterations) for one in optimizers.values())
         name = f"epoch-{epoch}-iteration-{iteration}"
         directory = self._directory(name)
-        step = checkpoint_manager_of(optimizer).step
+        step = self._steps()
 
         def write() -> None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -126,7 +140,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         states = [np.asarray(variable) for variable in self._random_states()]
         if states:
             np.savez(self._file_of_rank(directory), *states)
-        save(directory / _COMPRESSION, optimizer)  # returns when all ranks are here
+        for path, optimizer in self._compressions(directory):
+            save(path, optimizer)  # returns when all ranks are here
         self._of_root("written", publish)
 
     def _restore(self, directory: Path, found: dict[str, Any]) -> None:
@@ -139,8 +154,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             with np.load(file) as states:
                 for variable, name in zip(self._random_states(), states.files, strict=True):
                     variable.assign(states[name])
-        load(directory / _COMPRESSION, model.optimizer)
-        step = checkpoint_manager_of(model.optimizer).step
+        for path, optimizer in self._compressions(directory):
+            load(path, optimizer)
+        step = self._steps()
         if step != found["step"]:
             raise StateError(
                 f"{directory}: its weights are of step {found['step']}, its compression state of step {step}"
@@ -171,6 +187,17 @@ class BackupAndRestore(keras.callbacks.Callback):
                 shutil.rmtree(directory, ignore_errors=True)
         if name is None and not any(self.backup_dir.iterdir()):
             self.backup_dir.rmdir()
+
+    def _steps(self) -> int:
+        """How many exchanges there were, of all optimizers together."""
+        return sum(checkpoint_manager_of(one).step for one in optimizers_of(self.model).values())
+
+    def _compressions(self, directory: Path) -> list[tuple[Path, Any]]:
+        """Where the compression state of each optimizer is in a backup."""
+        return [
+            (directory / (_COMPRESSION if name == "optimizer" else f"{_COMPRESSION}-{name}"), optimizer)
+            for name, optimizer in optimizers_of(self.model).items()
+        ]
 
     def _file_of_rank(self, directory: Path) -> Path:
         return directory / f"random-{runtime.rank()}-of-{runtime.size()}.npz"

@@ -9,7 +9,7 @@ import keras
 from gradcomp.core.errors import ConfigError
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import ProcessSet
-from gradcomp.tf.callbacks.common import build_optimizer, ranks_of, require_distributed, variables_of
+from gradcomp.tf.callbacks.common import build_optimizers, ranks_of, require_distributed, variables_of
 from gradcomp.tf.local import Local
 from gradcomp.tf.variables import broadcast_variables
 
@@ -19,7 +19,8 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
 
     With a model that is not built yet, at the end of its first batch, for there is nothing to send before. States of
     random layers stay each rank's own, as do ``local_variables``, a variable or a list. Wire: all other variables once.
-    Collective. Raises ConfigError if the model's optimizer is not distributed, and for a model that is not built with
+    Of a model with several optimizers, which may be in any of its attributes, all that are distributed are broadcast.
+    Collective. Raises ConfigError if the model has no distributed optimizer, and for a model that is not built with
     ``steps_per_execution`` of more than 1: its ranks would take several steps from different weights.
     """
 
@@ -37,7 +38,7 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast now, or say that it is due."""
         require_distributed(self.model, self)
-        self._due = not build_optimizer(self.model)
+        self._due = not build_optimizers(self.model)
         if not self._due:
             self._broadcast()
         elif self.model.steps_per_execution > 1 and runtime.size() > 1:

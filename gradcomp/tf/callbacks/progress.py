@@ -11,7 +11,7 @@ import keras
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.statistics import Statistics
 from gradcomp.job import runtime
-from gradcomp.tf.callbacks.common import ranks_of, require_distributed
+from gradcomp.tf.callbacks.common import optimizers_of, ranks_of, require_distributed
 from gradcomp.tf.core import core_of
 
 logger = logging.getLogger("gradcomp")
@@ -21,7 +21,8 @@ class Progress(keras.callbacks.Callback):
     """Log a line on the first rank after each epoch, and after every ``every_steps`` batches.
 
     It says steps per second, MB sent per step and rank, what they would be uncompressed, and the ratio, since the line
-    before. Local. Raises ConfigError if the model's optimizer is not distributed.
+    before. The bytes of several optimizers are added up. Local. Raises ConfigError if the model has no distributed
+    optimizer.
     """
 
     def __init__(self, every_steps: int | None = None) -> None:
@@ -59,8 +60,12 @@ class Progress(keras.callbacks.Callback):
         self._counted, self._time, self._before = self._batches, perf_counter(), self._bytes()
 
     def _bytes(self) -> tuple[int, int, int]:
-        statistics = _statistics(self.model)
-        return statistics.steps, statistics.wire_bytes, statistics.dense_bytes
+        found = _statistics(self.model)
+        return (
+            max((one.steps for one in found), default=0),
+            sum(one.wire_bytes for one in found),
+            sum(one.dense_bytes for one in found),
+        )
 
     def _say(self, head: str) -> None:
         rate = (self._batches - self._counted) / max(perf_counter() - self._time, 1e-9)
@@ -76,7 +81,6 @@ class Progress(keras.callbacks.Callback):
         self._begin()
 
 
-def _statistics(model: Any) -> Statistics:
-    core = core_of(model.optimizer)
-    exchanger = core and core.exchange and core.exchange.exchanger
-    return exchanger.pipeline.statistics if exchanger else Statistics()
+def _statistics(model: Any) -> list[Statistics]:
+    exchanges = [core and core.exchange for core in map(core_of, optimizers_of(model).values())]
+    return [one.exchanger.pipeline.statistics for one in exchanges if one and one.exchanger]
