@@ -34,6 +34,7 @@ from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reply import Reply
 from gradcomp.job.runtime import current
+from gradcomp.job.state import Runtime
 from gradcomp.pipeline.calls import Call
 from gradcomp.transport.base import BlockingHandle, Bytes, Handle, Transport
 
@@ -360,20 +361,34 @@ def channel_of(ranks: Ranks) -> Channel | None:
         return None
     state = current()
     if ranks not in state.channels:
-        if ranks != state.everyone:  # who met in init()
-            meet(state, ranks, "call a collective", f"has called none of ranks {list(ranks)}")
-        state.channels[ranks] = Channel(
-            state.group(ranks),
-            state.watchdog,
-            state.config,
-            state.key(ranks),
-            state.roster(ranks),
-            (ABORT,) if ranks == state.everyone else (),
-            lambda: state.timeline,
-        )
+        with state.channel_lock(ranks):
+            if ranks not in state.channels:
+                _make_channel(state, ranks)
     channel = state.channels[ranks]
     assert isinstance(channel, Channel)
     return channel
+
+
+def _make_channel(state: Runtime, ranks: Ranks) -> None:
+    """Once for each set of ranks; where that failed, later calls raise the same error, as on a channel that failed."""
+    if (error := state.channel_errors.get(ranks)) is not None:
+        raise error
+    try:
+        if ranks != state.everyone:  # who met in init()
+            meet(state, ranks, "call a collective", f"has called none of ranks {list(ranks)}")
+        group = state.group(ranks)
+    except GradcompError as error:
+        state.channel_errors[ranks] = error
+        raise
+    state.channels[ranks] = Channel(
+        group,
+        state.watchdog,
+        state.config,
+        state.key(ranks),
+        state.roster(ranks),
+        (ABORT,) if ranks == state.everyone else (),
+        lambda: state.timeline,
+    )
 
 
 def alone(call: Call) -> Reply[None]:
