@@ -48,6 +48,11 @@ def abort_of(scope: str) -> str:
     return f"{scope}/{ABORT}"
 
 
+def calls_among(ranks: str) -> str:
+    """The scope of the user's collectives among some ranks, by what tells these ranks from others."""
+    return f"user/{ranks}"
+
+
 def left_of(scope: str) -> str:
     """Who left the scope first."""
     return f"{scope}/left"

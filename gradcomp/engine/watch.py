@@ -127,13 +127,18 @@ class Watch(Wait, ABC):
 
     def depart(self) -> None:
         """Say that this rank takes no further part; of several departures the earliest counts."""
-        control, reached = self.watchdog.control, self.position
-        try:
-            known = parse_departure(control.lookup(left_of(self.scope)))
-            if known is None or reached < known[1]:
-                control.publish(left_of(self.scope), encode_departure(self._member, reached))
-        except TransportError:
-            logger.debug("the departure could not be published", exc_info=True)
+        publish_departure(self.watchdog, self.scope, self._member, self.position)
+
+
+def publish_departure(watchdog: Watchdog, scope: str, member: int, reached: Position = NOWHERE) -> None:
+    """Say that a member of a scope takes no further part; of several departures the earliest counts."""
+    key = left_of(scope)
+    try:
+        known = parse_departure(watchdog.control.lookup(key))
+        if known is None or reached < known[1]:
+            watchdog.control.publish(key, encode_departure(member, reached))
+    except TransportError:
+        logger.debug("the departure could not be published", exc_info=True)
 
 
 def publish_abort(watchdog: Watchdog, key: str, message: str) -> None:

@@ -25,7 +25,7 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, TransportError
 from gradcomp.core.timeline import Timeline
 from gradcomp.engine.engine import sleep_precisely
-from gradcomp.engine.keys import ABORT, LEFT, Position
+from gradcomp.engine.keys import ABORT, LEFT, Position, calls_among
 from gradcomp.engine.watch import Roster, Watch
 from gradcomp.engine.watchdog import Watchdog
 from gradcomp.job.matching import Match, listing, match
@@ -115,7 +115,7 @@ class Channel:
         self.size = group.size
         self._group = group
         roster = roster or Roster.of_size(group.size)
-        self._watch = _CallWatch(watchdog, config, f"user/{name}", group.rank, roster, aborts)
+        self._watch = _CallWatch(watchdog, config, calls_among(name), group.rank, roster, aborts)
         watchdog.add(self._watch)
         self._timeline = timeline
         self._row = "collectives" if name == "all" else f"collectives of ranks {list(roster.ranks)}"
