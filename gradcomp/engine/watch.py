@@ -41,7 +41,7 @@ class Roster:
 class Watch(Wait, ABC):
     """This rank's waits for the other members of one communicator.
 
-    ``aborts``: keys that end a wait, beside the scope's own. ``told``: the verdict is another rank's, and known to all.
+    ``aborts``: keys that end a wait, beside the scope's own.
     """
 
     #: What is said if nobody is to blame, and before another rank's message.
@@ -62,7 +62,6 @@ class Watch(Wait, ABC):
         self._member = member
         self._abort = abort_of(scope)
         self._aborts = (self._abort, *aborts)
-        self.told = False
 
     @property
     def own_rank(self) -> str:

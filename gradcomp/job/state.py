@@ -136,4 +136,5 @@ class Runtime:
     @cached_property
     def watchdog(self) -> Watchdog:
         """What watches all that this rank waits for, over the only connection."""
-        return Watchdog(self.make_control(), self.rank)
+        roster = self.roster(self.everyone)
+        return Watchdog(self.make_control(), self.rank, self.size, roster.names)
