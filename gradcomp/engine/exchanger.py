@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import numpy as np
@@ -165,6 +166,10 @@ class Exchanger:
         """No more layers will come in this step."""
         self._pipeline.registry.flush()
         self._engine.wake()
+
+    def waited_for(self) -> AbstractContextManager[None]:
+        """Around a wait of the calling thread for means of the open step, otherwise than by :meth:`wait`."""
+        return self._progress.watchdog.callers.waiting(self._progress)
 
     def wait(self) -> StepResult:
         """Block until the step is done; the means are then in the outputs."""

@@ -8,6 +8,7 @@ key                                     value                                   
 ======================================  ========================================  ====================================
 ``abort``, ``<scope>/abort``            the message with which every rank raises  every watchdog, at every look
 ``<scope>/left``                        the member that left first, its position  who has waited two seconds
+``deadlock``                            who waits where, if none can go on        every watchdog whose rank waits long
 ``question``                            a counter: "where are you?"               every watchdog, at every look
 ``at/<rank>``                           an :class:`Answer`                        who asked
 ``<scope>/outcome/<step>/<member>``     what became of a step                     all, where headers differ about it
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradcomp.core.text import printable
+from gradcomp.engine.deadlock import Snapshot
 from gradcomp.transport.control import numbers_of
 
 #: Step, bucket and round that a rank waits for. Round -1: the bucket's gradients. Bucket -1: between steps; round is
@@ -38,6 +40,7 @@ LEFT = "shutdown()"
 #: Why a rank ended before its work was done. The first message stays, here and in every scope.
 ABORT = "abort"
 QUESTION = "question"
+DEADLOCK = "deadlock"
 
 _MOST_ANSWER_BYTES = 1 << 16
 _MOST = 10**15
@@ -46,6 +49,11 @@ _MOST = 10**15
 def abort_of(scope: str) -> str:
     """Why the scope can be used no further."""
     return f"{scope}/{ABORT}"
+
+
+def calls_among(ranks: str) -> str:
+    """The scope of the user's collectives among some ranks, by what tells these ranks from others."""
+    return f"user/{ranks}"
 
 
 def left_of(scope: str) -> str:
@@ -75,11 +83,15 @@ def arrival_of(meeting: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank was when it heard question number ``question``; ``positions``: what it had reached in each scope."""
+    """Where a rank was when it heard question number ``question``; ``positions``: what it had reached in each scope.
+
+    ``snapshot``: what proves that ranks wait for each other; None if there was too much to tell.
+    """
 
     question: int
     waits_for: str
     positions: Mapping[str, Position]
+    snapshot: Snapshot | None = None
 
     @property
     def left(self) -> bool:
@@ -88,7 +100,9 @@ class Answer:
 
     def encode(self) -> bytes:
         """As it is published."""
-        return json.dumps([self.question, self.waits_for, self.positions]).encode()
+        told = [self.question, self.waits_for, self.positions]
+        whole = json.dumps([*told, self.snapshot and self.snapshot.as_json()]).encode()
+        return whole if len(whole) <= _MOST_ANSWER_BYTES else json.dumps([*told, None]).encode()
 
     @staticmethod
     def parse(value: bytes | None) -> Answer | None:
@@ -96,13 +110,14 @@ class Answer:
         if value is None or len(value) > _MOST_ANSWER_BYTES:
             return None
         try:
-            question, waits_for, positions = json.loads(value)
+            question, waits_for, positions, snapshot = json.loads(value)
             found = {str(scope): _position(at) for scope, at in positions.items()}
+            account = None if snapshot is None else Snapshot.of_json(snapshot)
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
         if type(question) is not int or not 0 <= question < _MOST or not isinstance(waits_for, str):
             return None
-        return Answer(question, printable(waits_for), found)
+        return Answer(question, printable(waits_for), found, account)
 
 
 def _position(at: Any) -> Position:

@@ -9,6 +9,7 @@ from time import monotonic
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, StateError, TransportError
+from gradcomp.engine.deadlock import Begun, Need
 from gradcomp.engine.divergence import different_fingerprints, different_outcomes, different_parameters
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.keys import Position
@@ -47,6 +48,7 @@ class Progress(StepWatch):
         self._listener = terms.listener
         self._advice = terms.advice
         self._work: Callable[[], Waiting] | None = None
+        self._begun = 0
         self._done = threading.Event()
         self._seen_advances = 0
         engine.add(self)
@@ -61,15 +63,20 @@ class Progress(StepWatch):
 
     def begin(self) -> None:
         """Something is under way."""
+        self._begun += 1
+        self.watchdog.callers.came()
         self._done.clear()
         if self.error is not None:  # it came in between: nobody would set this again
             self._done.set()
 
     def wait(self) -> None:
         """Until the engine's thread says that it is done, or is no more."""
-        while not self._done.wait(_LIFE_SECONDS):
-            if not self._engine.alive and not self._done.is_set():
-                self.stop_with(StateError("the engine's thread has ended: gradcomp was shut down meanwhile"))
+        with self.watchdog.callers.waiting(self):
+            while not self._done.wait(_LIFE_SECONDS):
+                if not self._engine.alive and not self._done.is_set():
+                    self.stop_with(
+                        StateError("the engine's thread has ended: gradcomp was shut down meanwhile")
+                    )
 
     def wait_for(self, handle: Handle) -> None:
         """Wait for a collective between steps; the engine polls it as it does a step."""
@@ -113,6 +120,25 @@ class Progress(StepWatch):
         names = [self._pipeline.layers[layer].name for layer in layers[:3].tolist()]
         more = ", ..." if len(layers) > 3 else ""
         return f"{place(position)} ({', '.join(names)}{more})"
+
+    @property
+    def begun(self) -> Begun:
+        """Without the step whose gradients have not all come."""
+        return Begun(self._begun - (self.is_open and not self._pipeline.registry.complete))
+
+    @property
+    def goes_on(self) -> bool:
+        """Beside dedicated servers ranks do not begin the same: nothing is proved there."""
+        return not self._pipeline.role.all_train
+
+    def need(self, what: object) -> Need | None:
+        """See :class:`Wait`."""
+        if what is not self:
+            return None
+        where = (
+            self.where if self.is_open else f"a collective of an optimizer after step {self._pipeline.step}"
+        )
+        return Need(self.scope, self.roster.ranks, self._begun, where=where)
 
     @property
     def advances(self) -> int:

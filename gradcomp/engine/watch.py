@@ -41,7 +41,7 @@ class Roster:
 class Watch(Wait, ABC):
     """This rank's waits for the other members of one communicator.
 
-    ``aborts``: keys that end a wait, beside the scope's own. ``told``: the verdict is another rank's, and known to all.
+    ``aborts``: keys that end a wait, beside the scope's own.
     """
 
     #: What is said if nobody is to blame, and before another rank's message.
@@ -62,7 +62,6 @@ class Watch(Wait, ABC):
         self._member = member
         self._abort = abort_of(scope)
         self._aborts = (self._abort, *aborts)
-        self.told = False
 
     @property
     def own_rank(self) -> str:
@@ -127,13 +126,18 @@ class Watch(Wait, ABC):
 
     def depart(self) -> None:
         """Say that this rank takes no further part; of several departures the earliest counts."""
-        control, reached = self.watchdog.control, self.position
-        try:
-            known = parse_departure(control.lookup(left_of(self.scope)))
-            if known is None or reached < known[1]:
-                control.publish(left_of(self.scope), encode_departure(self._member, reached))
-        except TransportError:
-            logger.debug("the departure could not be published", exc_info=True)
+        publish_departure(self.watchdog, self.scope, self._member, self.position)
+
+
+def publish_departure(watchdog: Watchdog, scope: str, member: int, reached: Position = NOWHERE) -> None:
+    """Say that a member of a scope takes no further part; of several departures the earliest counts."""
+    key = left_of(scope)
+    try:
+        known = parse_departure(watchdog.control.lookup(key))
+        if known is None or reached < known[1]:
+            watchdog.control.publish(key, encode_departure(member, reached))
+    except TransportError:
+        logger.debug("the departure could not be published", exc_info=True)
 
 
 def publish_abort(watchdog: Watchdog, key: str, message: str) -> None:

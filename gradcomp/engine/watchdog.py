@@ -12,7 +12,10 @@ from time import monotonic, sleep
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, TransportError
-from gradcomp.engine.keys import LEFT, NOWHERE, QUESTION, Answer, Position, answer_of
+from gradcomp.core.text import printable
+from gradcomp.engine import deadlock
+from gradcomp.engine.deadlock import Begun, Callers, Need, Snapshot
+from gradcomp.engine.keys import DEADLOCK, LEFT, NOWHERE, QUESTION, Answer, Position, answer_of
 from gradcomp.transport.base import Handle
 from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of
 
@@ -44,6 +47,8 @@ class Wait:
         self.since: float | None = None
         self.verdict: BaseException | None = None
         self._warned = False
+        #: Whether all ranks have the verdict already.
+        self.told = False
         #: Whether there is no deadline, for the others may take as long as they like.
         self.endless = False
 
@@ -66,6 +71,20 @@ class Wait:
     def advances(self) -> int:
         """Changes whenever something comes to an end."""
         return 0
+
+    @property
+    def begun(self) -> Begun:
+        """The collectives of the scope that this rank has begun."""
+        return Begun(0)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this rank may begin something in the scope though its calling thread waits."""
+        return False
+
+    def need(self, what: object) -> Need | None:
+        """What a thread waits for that has said so by :meth:`Callers.begin`; None if that is not known here."""
+        return None
 
     # For subclasses, on the watchdog's thread.
 
@@ -163,13 +182,17 @@ class _Hold(Wait):
         config: Config,
         say: Callable[[], str],
         look: Callable[[float], GradcompError | None],
+        need: Need | None = None,
     ) -> None:
         super().__init__(watchdog, config)
-        self._say, self._look = say, look
+        self._say, self._look, self._need = say, look, need
         self.over = False
 
     def look(self, waited: float) -> GradcompError | None:
         return self._look(waited)
+
+    def need(self, what: object) -> Need | None:
+        return self._need if what is self else None
 
     def stalled(self, waited: float) -> str:
         return self._say()
@@ -183,11 +206,22 @@ class Watchdog:
     """Looks at the control channel twice a second: for questions of other ranks, and for what ends a wait of this one.
 
     Of the control channel's users it alone looks again and again; who fails or leaves publishes that from any thread.
+    That of rank 0 asks all ``size`` ranks, if its own has waited long, whether they wait for each other, which it then
+    tells all. ``names``: of ranks, in words.
     """
 
-    def __init__(self, control: ControlChannel, rank: int) -> None:
+    def __init__(
+        self, control: ControlChannel, rank: int, size: int = 0, names: Callable[[list[int]], str] = str
+    ) -> None:
         self.control = control
+        #: Which threads call, and what they wait for.
+        self.callers = Callers()
+        #: How often this rank has come to meet the other ranks of each scope.
+        self.met: dict[str, int] = {}
         self._rank = rank
+        self._size = size
+        self._names = names
+        self._account: tuple[float, dict[int, Snapshot]] | None = None
         self._waits: tuple[Wait, ...] = ()
         self._answered = 0
         self._left = False
@@ -229,18 +263,21 @@ class Watchdog:
         config: Config,
         say: Callable[[], str],
         look: Callable[[float], GradcompError | None] = lambda waited: None,
+        need: Need | None = None,
     ) -> bool:
         """Wait until ``done``; False after ``timeout_seconds``.
 
         After ``stall_warning_seconds`` what ``say`` returns is logged, once. ``look`` is called twice a second with the
-        seconds so far; what it returns or raises is raised.
+        seconds so far; what it returns or raises is raised. ``need``: what the calling thread waits for, if other
+        ranks' calling threads must come to it.
         """
         if done():
             return True
-        wait = _Hold(self, config, say, look)
+        wait = _Hold(self, config, say, look, need)
         self.add(wait)
         try:
-            wait.hold(done, 2e-3)
+            with self.callers.waiting(wait):
+                wait.hold(done, 2e-3)
         except TransportError:
             if not wait.over:
                 raise
@@ -304,9 +341,46 @@ class Watchdog:
         said = [wait for wait in waits if wait.waited > LOOK_SECONDS / 2 and wait.where]
         where = max(said, key=lambda wait: wait.waited).where if said else ""
         positions = {wait.scope: wait.position for wait in waits if wait.scope}
-        answer = Answer(question, LEFT if self._left else where, positions)
+        answer = Answer(question, LEFT if self._left else where, positions, self._snapshot())
         self.control.publish(answer_of(self._rank), answer.encode())
         self._answered = question
+
+    # -- whether they wait for each other --------------------------------------------------------------------------
+
+    def _snapshot(self) -> Snapshot:
+        waits, calls, need = self._waits, self.callers.calls, None
+        if (what := self.callers.only()) is not None and not any(wait.goes_on for wait in waits):
+            need = next((found for wait in waits if (found := wait.need(what)) is not None), None)
+        begun = {scope: Begun(count) for scope, count in self.met.items()}
+        begun.update((wait.scope, wait.begun) for wait in waits if wait.scope)
+        return Snapshot(calls, need, begun, self._left)
+
+    def _prove(self) -> None:
+        """On rank 0: have all ranks tell where they are, again and again; publish what follows from it."""
+        if self.callers.waited < deadlock.FIRST_SHARE * deadlock.PROOF_SECONDS:
+            self._account = None
+            return
+        before, now = self._account, monotonic()
+        if before is not None and now - before[0] < deadlock.PROOF_SECONDS:
+            return
+        answers = self.ask([rank for rank in range(self._size) if rank != self._rank])
+        snapshots = {rank: answer.snapshot for rank, answer in answers.items() if answer.snapshot is not None}
+        snapshots[self._rank] = self._snapshot()
+        self._account = monotonic(), snapshots
+        if before is not None and before[1] == snapshots and len(snapshots) == self._size:
+            found = deadlock.deadlock(snapshots, self._names)
+            if found is not None and self.control.lookup(DEADLOCK) is None:
+                self.control.publish(DEADLOCK, found.encode())
+
+    def _look_for_deadlock(self) -> None:
+        """End all waits of this rank if it is proved that none will end."""
+        if self.callers.waited < deadlock.FIRST_SHARE * deadlock.PROOF_SECONDS:
+            return
+        if (found := self.control.lookup(DEADLOCK)) is not None:
+            for wait in self._waits:
+                if wait.verdict is None:
+                    wait.told = True
+                    wait.end(TransportError(printable(found)))
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -330,6 +404,12 @@ class Watchdog:
                 self.answer()
             except TransportError as error:
                 logger.debug("no question can be answered: %s", error)
+            try:  # before aborts are looked at: ranks that have heard it abort
+                if self._rank == 0 and self._size:
+                    self._prove()
+                self._look_for_deadlock()
+            except TransportError as error:
+                logger.debug("the ranks cannot be asked whether they wait for each other: %s", error)
             for wait in waits:
                 wait.check()
 

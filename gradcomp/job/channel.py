@@ -24,16 +24,18 @@ import numpy.typing as npt
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, TransportError
 from gradcomp.core.timeline import Timeline
+from gradcomp.engine.deadlock import Begun, Need
 from gradcomp.engine.engine import sleep_precisely
-from gradcomp.engine.keys import ABORT, LEFT, Position
+from gradcomp.engine.keys import ABORT, LEFT, Position, calls_among
 from gradcomp.engine.watch import Roster, Watch
 from gradcomp.engine.watchdog import Watchdog
-from gradcomp.job.matching import Match, listing, match
+from gradcomp.job.matching import Match, keys_of, listing, match
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reply import Reply
 from gradcomp.job.runtime import current
+from gradcomp.job.state import Runtime
 from gradcomp.pipeline.calls import Call
 from gradcomp.transport.base import BlockingHandle, Bytes, Handle, Transport
 
@@ -55,6 +57,33 @@ class _CallWatch(Watch):
     name = ""  # of the last call
     calls = 0
     ends = False
+    #: Calls of all members that came to their end, so that all count alike.
+    made = 0
+
+    def __init__(self, *whose: Any) -> None:
+        super().__init__(*whose)
+        #: What was called and has not begun to be made, in the order of the calls.
+        self.outstanding: dict[_Item, None] = {}
+        #: Whose calls these are, in words; empty for those of all ranks.
+        self.among = ""
+
+    @property
+    def begun(self) -> Begun:
+        return Begun(self.made, tuple(keys_of([item.call.key for item in list(self.outstanding)])))
+
+    @property
+    def goes_on(self) -> bool:
+        """A graph that waits may call something else meanwhile, and a rank that has joined stands in."""
+        items = list(self.outstanding)
+        return any(item.reply.graph_waits or item.call.stand_in is not None for item in items)
+
+    def need(self, what: object) -> Need | None:
+        made, items = self.made, list(self.outstanding)
+        for item, key in zip(items, keys_of([item.call.key for item in items]), strict=True):
+            if item.reply is what:
+                where = item.call.name if item.call.key is None else f"{item.call.name} {item.call.key!r}"
+                return Need(self.scope, self.roster.ranks, made, key, f"{where}{self.among}")
+        return None
 
     @property
     def position(self) -> Position:
@@ -114,10 +143,11 @@ class Channel:
         self.size = group.size
         self._group = group
         roster = roster or Roster.of_size(group.size)
-        self._watch = _CallWatch(watchdog, config, f"user/{name}", group.rank, roster, aborts)
+        self._watch = _CallWatch(watchdog, config, calls_among(name), group.rank, roster, aborts)
         watchdog.add(self._watch)
         self._timeline = timeline
-        self._row = "collectives" if name == "all" else f"collectives of ranks {list(roster.ranks)}"
+        self._watch.among = "" if name == "all" else f" of ranks {list(roster.ranks)}"
+        self._row = f"collectives{self._watch.among}"
         self._timeout_seconds = config.timeout_seconds
         self._stall_seconds = config.stall_warning_seconds
         self._process = os.getpid()
@@ -155,9 +185,12 @@ class Channel:
             raise StateError(f"{call.name}: a forked child is not a rank")
         if not self._thread.is_alive():
             raise StateError(f"{call.name}: gradcomp was shut down")
-        reply: Reply[T] = Reply(release)
-        self._callers.add(threading.get_ident())
-        self._queue.put(_Item(call, work, reply, perf_counter()))
+        callers = self._watch.watchdog.callers
+        reply: Reply[T] = Reply(release, callers)
+        self._callers.add(callers.came())
+        item = _Item(call, work, reply, perf_counter())
+        self._watch.outstanding[item] = None
+        self._queue.put(item)
         return reply
 
     def close(self, reason: str | None = None) -> None:
@@ -251,11 +284,13 @@ class Channel:
         except BaseException as error:  # noqa: BLE001 - the callers and the other ranks must hear of it
             items, self._pending = self._pending, []
             for item in items:
+                del self._watch.outstanding[item]
                 item.reply.set_exception(self._fail(error))
             return
         before, taken = self._pending, {found.place for found in matches}
         self._pending = [item for place, item in enumerate(before) if place not in taken]
         for found in matches:
+            self._watch.made += bool(found.numbers)
             if found.place is not None:
                 self._make(before[found.place], found)
             elif found.error is None and self._failure is None:
@@ -307,6 +342,7 @@ class Channel:
 
     def _make(self, item: _Item, found: Match) -> None:
         self._watch.name = item.call.name
+        del self._watch.outstanding[item]
         timeline, began = self._timeline(), perf_counter()
         try:
             if self._failure is not None:
@@ -363,20 +399,34 @@ def channel_of(ranks: Ranks) -> Channel | None:
         return None
     state = current()
     if ranks not in state.channels:
-        if ranks != state.everyone:  # who met in init()
-            meet(state, ranks, "call a collective", f"has called none of ranks {list(ranks)}")
-        state.channels[ranks] = Channel(
-            state.group(ranks),
-            state.watchdog,
-            state.config,
-            state.key(ranks),
-            state.roster(ranks),
-            (ABORT,) if ranks == state.everyone else (),
-            lambda: state.timeline,
-        )
+        with state.channel_lock(ranks):
+            if ranks not in state.channels:
+                _make_channel(state, ranks)
     channel = state.channels[ranks]
     assert isinstance(channel, Channel)
     return channel
+
+
+def _make_channel(state: Runtime, ranks: Ranks) -> None:
+    """Once for each set of ranks; where that failed, later calls raise the same error, as on a channel that failed."""
+    if (before := state.channel_errors.get(ranks)) is not None:
+        raise before
+    try:
+        if ranks != state.everyone:  # who met in init()
+            meet(state, ranks, "call a collective", f"has called none of ranks {list(ranks)}")
+        group = state.group(ranks)
+    except GradcompError as error:
+        state.channel_errors[ranks] = error
+        raise
+    state.channels[ranks] = Channel(
+        group,
+        state.watchdog,
+        state.config,
+        state.key(ranks),
+        state.roster(ranks),
+        (ABORT,) if ranks == state.everyone else (),
+        lambda: state.timeline,
+    )
 
 
 def alone(call: Call) -> Reply[None]:

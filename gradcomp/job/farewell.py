@@ -8,8 +8,8 @@ from time import monotonic, sleep
 import numpy as np
 
 from gradcomp.core.errors import TransportError
-from gradcomp.engine.keys import ABORT
-from gradcomp.engine.watch import publish_abort
+from gradcomp.engine.keys import ABORT, calls_among
+from gradcomp.engine.watch import publish_abort, publish_departure
 from gradcomp.job.state import Runtime
 
 logger = logging.getLogger("gradcomp")
@@ -39,6 +39,10 @@ def part(runtime: Runtime, reason: str | None) -> bool:
     for exchanger in runtime.exchangers:
         exchanger.part()
         exchanger.leave()
+    if (
+        runtime.everyone not in runtime.channels
+    ):  # whose close() says so; other ranks may be in their first call
+        publish_departure(runtime.watchdog, calls_among(runtime.key(runtime.everyone)), runtime.rank)
     runtime.watchdog.leave()
     return _farewell(runtime)
 

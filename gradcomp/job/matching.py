@@ -21,6 +21,7 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, WireFormatError
 from gradcomp.core.text import printable
+from gradcomp.engine.deadlock import Key
 from gradcomp.pipeline.calls import Call, difference
 from gradcomp.transport.base import AllGather, Bytes
 
@@ -29,9 +30,6 @@ _MOST_LIST_BYTES = 1 << 28
 _HEADER = struct.Struct("<qq32s")
 #: For small arrays: of a rank at most, and of all ranks together.
 _MOST_INLINE_BYTES, _ALL_INLINE_BYTES = 1 << 12, 1 << 14
-
-#: A name, or None for calls without one, and how many calls before it have the same.
-_Key = tuple[str | None, int]
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,8 @@ class _Listed:
 class _List:
     """What a rank has pending."""
 
-    calls: dict[_Key, _Listed]
-    waits: list[_Key]
+    calls: dict[Key, _Listed]
+    waits: list[Key]
     joined: bool
 
     @staticmethod
@@ -124,9 +122,9 @@ class _List:
         """Read what a rank has sent; WireFormatError for anything else."""
         try:
             data = json.loads(text)
-            calls: dict[_Key, _Listed] = {}
+            calls: dict[Key, _Listed] = {}
             for key, (name, description, number, problem, zeros) in zip(
-                _keys([call[0] for call in data["calls"]]), data["calls"], strict=True
+                keys_of([call[0] for call in data["calls"]]), data["calls"], strict=True
             ):
                 told = None if problem is None else str(problem)
                 calls[key] = _Listed(str(description), int(number), told, zeros)
@@ -143,9 +141,10 @@ def _description(call: Call) -> str:
     return "\n".join(call.lines)
 
 
-def _keys(names: Sequence[str | None]) -> list[_Key]:
+def keys_of(names: Sequence[str | None]) -> list[Key]:
+    """What tells calls with these names, in their order, from each other."""
     seen: Counter[str | None] = Counter()
-    keys: list[_Key] = []
+    keys: list[Key] = []
     for name in names:
         keys.append((name, seen[name]))
         seen[name] += 1

@@ -11,6 +11,7 @@ from time import monotonic
 
 from gradcomp.core.errors import TransportError
 from gradcomp.core.text import printable
+from gradcomp.engine.deadlock import Need
 from gradcomp.engine.keys import ABORT, LEFT, Answer, arrival_of
 from gradcomp.engine.watchdog import LEFT_GRACE_SECONDS
 from gradcomp.job.network import Ranks
@@ -63,6 +64,9 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
             text += f"; {roster.name(member)} {has}" if where else ""
         return text
 
+    scope = f"meeting/{state.key(ranks)}"
+    watchdog.met[scope] = number = watchdog.met.get(scope, 0) + 1
     control.publish(arrival_of(meeting, state.rank), b"here")
-    if not watchdog.hold(all_there, state.config, absent, look):
+    need = Need(scope, ranks, number, where=f"a call in which ranks {list(ranks)} meet to {purpose}")
+    if not watchdog.hold(all_there, state.config, absent, look, need):
         raise TransportError(f"{absent()}; that took longer than {state.config.timeout_seconds:g} s")

@@ -78,7 +78,8 @@ class TorchNetwork(Network):
 
     def group(self, ranks: Ranks, timeout_seconds: float) -> TorchTransport:
         """See :class:`Network`."""
-        return TorchTransport([self.ranks[rank] for rank in ranks], timeout_seconds)
+        there = [self.ranks[rank] for rank in ranks]
+        return TorchTransport(there, timeout_seconds, self._attempt or "0")
 
     def control(self, life: int, timeout_seconds: float) -> TorchControl:
         """A connection to the job's key-value store. It may take long where names are resolved slowly: make few."""

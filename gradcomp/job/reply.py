@@ -7,17 +7,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
+from gradcomp.engine.deadlock import Callers
+
 T = TypeVar("T")
 
 
 class Reply(Generic[T]):
     """What a call returns or raises, once it has ended. A future with one lock, since a small call makes several.
 
-    ``release``: called once, as soon as a caller has the result or the error, or has dropped the reply.
+    ``release``: called once, as soon as a caller has the result or the error, or has dropped the reply. ``callers``:
+    hears who waits.
     """
 
-    def __init__(self, release: Callable[[], None] | None = None) -> None:
+    def __init__(self, release: Callable[[], None] | None = None, callers: Callers | None = None) -> None:
         self._release = release
+        self._callers = callers
         self._waiting = 0
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -52,9 +56,17 @@ class Reply(Generic[T]):
         self._waiting += 1
         try:
             if not self._ended:
-                if not self._pending.acquire(timeout=-1 if timeout is None else timeout):
-                    raise TimeoutError
-                self._pending.release()  # for the next thread that waits
+                # Who waits for some time only may go on after it.
+                callers = self._callers if timeout is None else None
+                if callers is not None:
+                    callers.begin(self)
+                try:
+                    if not self._pending.acquire(timeout=-1 if timeout is None else timeout):
+                        raise TimeoutError
+                    self._pending.release()  # for the next thread that waits
+                finally:
+                    if callers is not None:
+                        callers.end()
             if self._error is not None:
                 raise self._error
             return cast("T", self._result)

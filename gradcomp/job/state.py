@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -44,6 +45,8 @@ class Runtime:
     #: One group per set of ranks, for the user's own collectives.
     groups: dict[Ranks, Transport] = field(default_factory=dict)
     channels: dict[Ranks, _Channel] = field(default_factory=dict)
+    #: Why there can be no channel among some ranks, whose meeting failed.
+    channel_errors: dict[Ranks, GradcompError] = field(default_factory=dict)
     #: The user's calls that have a name and are not over, by their ranks.
     in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
     #: How often this rank has joined.
@@ -57,6 +60,7 @@ class Runtime:
     timeline: Timeline | None = None
     _names: dict[Ranks, int] = field(default_factory=dict)
     _meetings: dict[Ranks, int] = field(default_factory=dict)
+    _channel_locks: dict[Ranks, threading.Lock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.topology = Topology.one_host(self.size)
@@ -100,6 +104,10 @@ class Runtime:
             self.groups[ranks] = self.make_group(ranks)
         return self.groups[ranks]
 
+    def channel_lock(self, ranks: Ranks) -> threading.Lock:
+        """Held while the channel among ``ranks`` is made: several threads may make their first call at once."""
+        return self._channel_locks.setdefault(ranks, threading.Lock())
+
     def name(self, ranks: Ranks) -> str:
         """A name for one more exchanger among ``ranks``: the same on all of them."""
         number = self._names.get(ranks, 0)
@@ -128,4 +136,5 @@ class Runtime:
     @cached_property
     def watchdog(self) -> Watchdog:
         """What watches all that this rank waits for, over the only connection."""
-        return Watchdog(self.make_control(), self.rank)
+        roster = self.roster(self.everyone)
+        return Watchdog(self.make_control(), self.rank, self.size, roster.names)

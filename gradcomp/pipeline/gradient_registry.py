@@ -135,6 +135,11 @@ class GradientRegistry:
         """Whether the bucket is complete."""
         return self.flushed or self._missing[bucket] == 0
 
+    @property
+    def complete(self) -> bool:
+        """Whether all buckets are."""
+        return self.flushed or not any(self._missing)
+
     def release(self) -> None:
         """Let go of the arrays."""
         self._keep = []

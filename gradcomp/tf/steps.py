@@ -148,7 +148,8 @@ class Steps:
 
     def collect(self, layers: Sequence[int]) -> list[Any]:
         """Wait for the means of these layers, when all groups have been submitted."""
-        self.landing.wait(layers)
+        with self.driver.exchanger.waited_for():
+            self.landing.wait(layers)
         assert self._step is not None, "collects come before the step's end"
         return [self._step.means[layer] for layer in layers]
 

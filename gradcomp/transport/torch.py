@@ -35,6 +35,8 @@ _END_SECONDS = 0.5
 #: Between two ranks, from this size on, each way has a connection of its own.
 _BOTH_WAYS_BYTES = 1 << 17
 
+#: Held while a group is made through the default group's connection to the store.
+_default_connection = threading.Lock()
 #: Groups made so far, by their ranks: what tells one from the next of the same ranks.
 _groups_made: dict[tuple[int, ...], int] = {}
 
@@ -74,9 +76,11 @@ class TorchTransport(Transport):
     groups of in the same order. All-gathers of unequal parts go through all-to-all, which Gloo runs faster than its
     all-gather. Two ranks have a second group, so that large messages go both ways at once: Gloo's receiver tells the
     sender that it is ready on the connection on which it sends itself, behind its own message.
+
+    ``attempt``: which start of the job this is, for the store may outlive one.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout_seconds: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_seconds: float, attempt: str = "0") -> None:
         # new_group() names a group after the number of groups that a process has, so that ranks of several sets, which
         # have more of them, would not meet the others.
         number = _groups_made.get(tuple(ranks), 0)
@@ -84,15 +88,20 @@ class TorchTransport(Transport):
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self.bytes_sent = 0
-        store = PrefixStore(
-            f"gradcomp/group/{','.join(map(str, ranks))}/{number}", dist.distributed_c10d._get_default_store()
-        )
+        # A connection serves one call at a time, and ranks wait for each other in such a call: two threads that make
+        # groups of different ranks would wait for each other's.
+        alone = _default_connection.acquire(blocking=False)
         try:
+            base = _store() if alone else _connection_of_its_own(timeout_seconds)
+            store = PrefixStore(f"gradcomp/{attempt}/group/{','.join(map(str, ranks))}/{number}", base)
             self._groups = [
                 self._make_group(store, way, timeout_seconds) for way in range(1 + (self.size == 2))
             ]
         except RuntimeError as error:
             raise TransportError(f"the ranks could not meet: {_reason(error)}") from error
+        finally:
+            if alone:
+                _default_connection.release()
 
     def _make_group(self, store: PrefixStore, way: int, timeout_seconds: float) -> Any:
         timeout = timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS)
@@ -175,6 +184,29 @@ class TorchTransport(Transport):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
+def _store() -> Any:
+    """The default group's store without its prefixes, which another connection to it would not have."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _connection_of_its_own(timeout_seconds: float) -> Any:
+    """Another connection to the default group's store, if it is reached by connections."""
+    store = _store()
+    if not isinstance(store, TCPStore):
+        return store
+    return TCPStore(
+        store.host,
+        store.port,
+        None,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+    )
+
+
 class TorchControl(ControlChannel):
     """The job's own store, over a connection and on a thread of its own.
 
@@ -184,27 +216,14 @@ class TorchControl(ControlChannel):
 
     def __init__(self, prefix: str, timeout_seconds: float, server: str = "rank 0") -> None:
         self._socket: tuple[int, int] | None = None
-        store: Any = dist.distributed_c10d._get_default_store()
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, TCPStore):
-            # The default group's client may be inside a blocking call of the training thread.
-            before = open_sockets()
-            try:
-                store = TCPStore(
-                    store.host,
-                    store.port,
-                    None,
-                    is_master=False,
-                    timeout=timedelta(seconds=timeout_seconds),
-                    wait_for_workers=False,
-                )
-            except RuntimeError as error:
-                raise TransportError(
-                    f"no connection to the job's key-value store: {_reason(error)}"
-                ) from error
-            made = open_sockets().items() - before.items()
-            self._socket = made.pop() if len(made) == 1 else None
+        # The default group's connection may be inside a blocking call of the training thread.
+        before = open_sockets()
+        try:
+            store = _connection_of_its_own(timeout_seconds)
+        except RuntimeError as error:
+            raise TransportError(f"no connection to the job's key-value store: {_reason(error)}") from error
+        made = open_sockets().items() - before.items()
+        self._socket = made.pop() if len(made) == 1 else None
         self._store = PrefixStore(prefix, store)
         self._server = server
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()

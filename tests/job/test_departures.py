@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -69,6 +70,11 @@ else:
 patience(60.0)
 if rank == 0:
     optimizer()
+""",
+    "ended without a collective": """
+patience(60.0)
+if rank == 0:
+    gc.allreduce(torch.ones(1))
 """,
     "a silent store": """
 class SlowEnd:
@@ -170,6 +176,14 @@ def test_a_rank_that_ended_instead_of_building_its_optimizer_is_not_waited_for(e
     assert (waiting.returncode, done.returncode) == (1, 0)
     assert "has not built its optimizer; rank 1 (host " in last_line(waiting)
     assert "has left, and is in shutdown()" in last_line(waiting)
+
+
+def test_a_rank_that_ended_before_its_first_collective_is_not_waited_for(ended):
+    waiting, done = ended("ended without a collective")
+    assert (waiting.returncode, done.returncode) == (1, 0)
+    assert re.search(
+        r"no end after 2\.\d s; rank 1 \(host \S+\) did not call it: it has left", last_line(waiting)
+    )
 
 
 # ---------------------------------------------------------------------------------------- slow, not dead

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 from batch import on_ranks
+from launching import run_ranks
 from logs import logged
 
 pytest.importorskip("tensorflow")
@@ -522,3 +525,36 @@ def test_callbacks_under_horovods_names() -> None:
     np.testing.assert_allclose(history["loss"], hvd.allreduce(history["loss"]), rtol=1e-6)
     with pytest.raises(ConfigError, match="local_variables"):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[1.0])
+
+
+A_LOSS_THAT_IS_NO_NUMBER = """
+import sys
+import keras
+from keras_checks import data, fit, model
+import gradcomp.tf as gc
+from gradcomp.engine import deadlock
+
+deadlock.PROOF_SECONDS = 1.0
+gc.init(timeout_seconds=60)
+ours = model()
+ours.compile(optimizer=gc.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+x, y, _, _ = data()
+if gc.rank() == 0:
+    x[4:8] = float("nan")
+callbacks = [gc.callbacks.BroadcastGlobalVariables(0), gc.callbacks.MetricAverage(), keras.callbacks.TerminateOnNaN()]
+try:
+    fit(ours, x, y, callbacks=callbacks)
+    print("no error")
+except gc.TransportError as error:
+    print(error)
+"""
+
+
+def test_ranks_of_which_one_stops_at_a_loss_that_is_no_number_end_together() -> None:
+    """It waits in the average of the epoch's metrics, and the others in the next batch's step."""
+    ends = run_ranks(A_LOSS_THAT_IS_NO_NUMBER, 2, env=ENV, timeout=60, imported=preloaded.TENSORFLOW)
+    for end in ends:
+        assert end.returncode == 0, end.stderr
+        assert "the ranks wait for each other, and none can go on" in end.stdout, end.stdout + end.stderr
+        assert re.search(r"rank 0 \(host \S+\) waits in MetricAverage", end.stdout)
+        assert re.search(r"rank 1 \(host \S+\) waits in step 2", end.stdout)

@@ -187,3 +187,44 @@ def test_mismatch_leaves_the_channel_usable() -> None:
     """
     results = run_ranks(program, 2, imported=preloaded.TORCH)
     assert [(r.returncode, r.stdout) for r in results] == [(0, "2.0 2.0 2.0 ")] * 2, results[0].stderr
+
+
+def test_threads_may_make_their_first_calls_at_once() -> None:
+    """In three lives of a job, and over three sets of its ranks, which threads use in one order or the other."""
+    program = """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        import torch, gradcomp.torch as gc
+
+        CALLS = [
+            lambda name, ranks: gc.allreduce(torch.ones(5000), op=gc.Sum, name=name, process_set=ranks)[0].item(),
+            lambda name, ranks: gc.allgather(torch.ones(2), name=name, process_set=ranks).numel() / 2,
+            lambda name, ranks: gc.broadcast(torch.ones(3), ranks.ranks[-1], name=name, process_set=ranks).sum().item(),
+            lambda name, ranks: float(gc.allgather_object([1], name=name, process_set=ranks)[-1][0]),
+        ]
+
+        def first_calls(sets_of):
+            # A thread for each call and set; sets_of says in which order threads make theirs.
+            together = threading.Barrier(len(CALLS))
+
+            def work(place):
+                together.wait()
+                sets = sets_of(place)
+                return {ranks.ranks: CALLS[place](f"first {place}", ranks) for ranks in sets}
+
+            with ThreadPoolExecutor(len(CALLS)) as pool:
+                return list(pool.map(work, range(len(CALLS))))
+
+        for life in range(3):
+            gc.init(timeout_seconds=20)
+            everyone = gc.global_process_set
+            print(*[found[everyone.ranks] for found in first_calls(lambda place: [everyone])])
+            pairs = [gc.ProcessSet(pair) for pair in ((0, 1), (0, 2), (1, 2)) if gc.rank() in pair]
+            for found in first_calls(lambda place: pairs if place % 2 else pairs[::-1]):
+                assert len(found) == 2, found
+                print(*sorted(found.values()))
+            gc.shutdown()
+    """
+    results = run_ranks(program, 3, timeout=100, imported=preloaded.TORCH)
+    life = "3.0 3.0 3.0 1.0\n2.0 2.0\n2.0 2.0\n3.0 3.0\n1.0 1.0\n"
+    assert [(r.returncode, r.stdout) for r in results] == [(0, life * 3)] * 3, results[0].stderr
