@@ -19,6 +19,7 @@ from gradcomp.job.banner import announce_job
 from gradcomp.job.farewell import describe, part
 from gradcomp.job.introduction import introduce, set_of
 from gradcomp.job.launch import Launch
+from gradcomp.job.launcher import watch_launcher
 from gradcomp.job.logs import start_logging
 from gradcomp.job.network import Network, Ranks
 from gradcomp.job.state import Runtime
@@ -57,6 +58,7 @@ def begin(
         if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
             # shutdown() needs it, and can make none without the rank that hosts the store.
+            watch_launcher(runtime)
             runtime.watchdog.start()
     except BaseException:
         _release(runtime, orderly=True)

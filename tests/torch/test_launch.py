@@ -7,6 +7,8 @@ import http.server
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from typing import Any
 
 import preloaded
 import pytest
-from launching import Finished, plain_variables, run_ranks, run_torchrun
+from launching import Finished, clean_environment, plain_variables, run_ranks, run_torchrun
 from ports import free_port
 
 from gradcomp.core.errors import ConfigError, TransportError
@@ -308,6 +310,41 @@ def test_unreachable_address_is_warned_about(
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
     own_address(discover({**HOROVODRUN, "HOROVOD_HOSTNAME": "localhost"}))
     assert "GLOO_SOCKET_IFNAME" in caplog.text
+
+
+LAUNCHER = """
+import multiprocessing, os
+from gradcomp.job.launcher import launcher_of
+
+def say(child=False):
+    launcher = launcher_of(os.environ)
+    print(None if launcher is None else (launcher.number, launcher.lives), flush=True)
+
+if __name__ == "__main__":
+    say()
+    process = multiprocessing.get_context("spawn").Process(target=say, args=(True,))
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "marks", [{}, {"TORCHELASTIC_RUN_ID": "4711"}, {"PMI_FD": "7", "SLURM_STEP_ID": "0"}]
+)
+def test_the_launcher_is_the_nearest_ancestor_without_what_it_set(
+    marks: dict[str, str], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHER)
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} {program}; :"],  # the shell stays between
+        env={**clean_environment(), "RANK": "0", "WORLD_SIZE": "2", **marks},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = str((os.getpid(), True)) if marks else "None"
+    assert done.stdout.splitlines() == [expected] * 2  # in a process that a rank has spawned too
 
 
 # ---------------------------------------------------------------------------------------- the socket of a host
