@@ -34,7 +34,7 @@ def broadcast_parameters(
     """Overwrite parameters and buffers on every rank with those of ``root_rank``, in place, bit for bit.
 
     ``params``: a module, with its extra state (``get_extra_state``) and buffers that are not persistent; a
-    ``state_dict()``; ``(name, tensor)`` pairs such as ``named_parameters()``; or tensors such as ``parameters()``, whose
+    ``state_dict()``; ``(name, tensor)`` pairs such as ``named_parameters()``; tensors such as ``parameters()``, whose
     names are their positions. Names, shapes and dtypes must be the same on all ranks; the order of pairs need not.
     Extra state, and entries of a dict that are not tensors, are replaced, as by :func:`broadcast_object`. A
     ``state_dict()`` cannot give a module its extra state: a warning says so. Wire: broadcasts of up to 64 MiB, d bytes
