@@ -1,4 +1,4 @@
-"""A frontend without its framework says which extra to install."""
+"""A frontend without its framework, and an integration without its library, say which extra to install."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def test_the_import_names_what_is_missing_and_the_extra(frontend: str, missing: 
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ModuleNotFoundError: gradcomp.{frontend} needs {told}")
     assert f"gradcomp[{frontend}" in last
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "ray", "transformers"])
+def test_an_integration_names_its_extra(library: str):
+    source = f"import sys; sys.modules[{library!r}] = None; import gradcomp.integrations.{library}"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    told = f"gradcomp.integrations.{library} needs {library}, which is not installed: pip install 'gradcomp[{library}]'"
+    assert last == f"ModuleNotFoundError: {told}"
 
 
 def test_what_is_there_is_not_complained_about():
