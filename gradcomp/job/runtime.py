@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradcomp import kernels
-from gradcomp.core.config import Config
+from gradcomp.core.config import Config, unknown_variables
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import AUTO
 from gradcomp.engine.background import finish_background
@@ -46,7 +46,11 @@ def begin(
     config = Config.resolve(**settings)
     ours.level(config.log_level)
     _choose_kernels(config)
-    launch, network = join(config)
+    try:
+        launch, network = join(config)
+    except BaseException:
+        _warn_of_variables()  # what is misspelt may be why
+        raise
     ours.rank = network.rank
     if config.transport == AUTO and len(network.ranks) > 1:
         config = replace(config, transport=network.engine)
@@ -60,6 +64,8 @@ def begin(
             # shutdown() needs it, and can make none without the rank that hosts the store.
             watch_launcher(runtime)
             runtime.watchdog.start()
+        else:
+            _warn_of_variables()
     except BaseException:
         _release(runtime, orderly=True)
         raise
@@ -151,6 +157,11 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of processes with this one's local rank."""
     return current().launch.cross_size
+
+
+def _warn_of_variables() -> None:
+    for text in unknown_variables(os.environ):
+        logger.warning("%s", text)
 
 
 def _choose_kernels(config: Config) -> None:

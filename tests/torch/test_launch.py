@@ -509,6 +509,26 @@ def test_ranks_meet_under_mpirun_on_one_host_without_mpi() -> None:
     assert said(results) == one_host(3)
 
 
+def test_misspelt_variables_are_said_once_with_what_was_meant_and_where() -> None:
+    port = str(free_port())
+    program = "import gradcomp.torch as gc; gc.init(timeout_seconds=20.0)"
+    first, second = forks(
+        program,
+        2,
+        env=lambda rank: {
+            **plain_variables(rank, 2, port),
+            "GRADCOMP_TRANSPRT": "shm",
+            **({"GRADCOMP_TIMELIN": "x"} if rank else {}),
+        },
+    )
+    begins = "gradcomp WARNING rank 0: unknown variable "
+    assert [line.removeprefix(begins) for line in first.stderr.splitlines() if line.startswith(begins)] == [
+        "GRADCOMP_TIMELIN is ignored: did you mean GRADCOMP_TIMELINE? (on rank 1)",
+        "GRADCOMP_TRANSPRT is ignored: did you mean GRADCOMP_TRANSPORT?",
+    ]
+    assert "unknown" not in second.stderr
+
+
 def killed() -> None:
     import os
     import signal
