@@ -1,5 +1,7 @@
 """gradcomp: compressed gradient exchange for data-parallel training."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from gradcomp import compress
 from gradcomp.compress import *  # noqa: F403 - the compressors, and what chooses among them
 from gradcomp.control import (
@@ -28,6 +30,15 @@ from gradcomp.core.errors import (
 from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.version import __version__
+
+if not TYPE_CHECKING:  # for them, a name that is not here is an error already
+
+    def __getattr__(name: str) -> NoReturn:
+        told = f"module 'gradcomp' has no attribute {name!r}"
+        if not name.startswith("_"):
+            told += "; what scripts call is in `import gradcomp.torch as gc` or `import gradcomp.tf as gc`"
+        raise AttributeError(told)
+
 
 __all__ = [
     "DGC",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from logs import logged
 from without_inline import nothing_inline_among
 
 import gradcomp.torch as gc
@@ -389,6 +391,51 @@ def other_entries_of_a_dict_are_replaced(rank: int, world: int) -> None:
     gc.broadcast_parameters(state, root_rank=world - 1)
     assert state["extra"]["epoch"] == world - 1
     same(state["extra"]["t"], torch.full((1,), float(world - 1)))
+
+
+class Counter(torch.nn.Linear):
+    """Holds something that is neither a parameter nor a buffer; and a buffer that no state_dict has."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(2, 2)
+        self.count = seed
+        self.register_buffer("unsaved", torch.full((2,), float(seed)), persistent=False)
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"count": self.count, "t": torch.full((1 + self.count,), 1.0)}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        assert isinstance(state["count"], int)
+        self.count = state["count"]
+
+
+@check
+def a_whole_module_becomes_the_roots_with_its_extra_state(rank: int, world: int) -> None:
+    ours = torch.nn.Sequential(Counter(rank), torch.nn.Linear(2, 2), Counter(10 + rank))
+    gc.broadcast_parameters(ours, root_rank=world - 1)
+    assert [ours[0].count, ours[2].count] == [world - 1, 9 + world]
+    for value in (*ours.state_dict().values(), ours[0].unsaved):
+        if isinstance(value, torch.Tensor):
+            kept = gc.broadcast_object(value, world - 1)
+            same(value, kept)
+    same(ours[2].unsaved, torch.full((2,), 9.0 + world))
+
+
+@check
+def extra_state_in_a_dict_is_warned_of(rank: int, world: int) -> None:
+    ours = torch.nn.Sequential(Counter(0))
+    with logged(logging.WARNING) as lines:
+        gc.broadcast_parameters(ours.state_dict())
+    assert len(lines) == (rank == 0)
+    assert all("0._extra_state" in line and "broadcast_parameters(model)" in line for line in lines)
+
+
+@check
+def modules_with_other_extra_state_are_refused(rank: int, world: int) -> None:
+    ours = torch.nn.Sequential(Counter(0) if rank else torch.nn.Linear(2, 2))
+    ours[0].register_buffer("unsaved", torch.zeros(2), persistent=False)
+    with raises(gc.PlanMismatchError, "0: extra state"):
+        gc.broadcast_parameters(ours)
 
 
 @check

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
@@ -123,8 +124,8 @@ class CandidateLevels:
     def items(self) -> dict[int, range]:
         """By number of a layer, its rows."""
         firsts = np.flatnonzero(np.diff(self.layers, prepend=-1)).tolist()
-        ends = [*firsts[1:], len(self.layers)]
-        return {int(self.layers[at]): range(at, end) for at, end in zip(firsts, ends, strict=True)}
+        borders = pairwise([*firsts, len(self.layers)])
+        return {int(self.layers[at]): range(at, end) for at, end in borders}
 
     @cached_property
     def layer_of(self) -> Numbers:

@@ -47,13 +47,15 @@ def entries_of(mapping: Mapping[Any, Any], what: str) -> tuple[Entry, ...]:
 def choices_by_name(entries: tuple[Entry, ...], environment: Environment, what: str) -> dict[int, Compressor]:
     """Layer number -> what it travels as: the first entry that matches decides; layers that none matches are left out.
 
-    ConfigError for entries that match no layer up for choice, all of them at once, and for impossible levels.
+    ConfigError for entries that match no layer up for choice, all of them at once, and for impossible levels. Where no
+    layer is up for choice, entries have to match some layer of the model.
     """
     own = {environment.layers[i].name: (i, c) for i, c in enumerate(environment.compressors) if c is not None}
-    unmatched = [entry.pattern for entry in entries if not any(map(entry.matches, own))]
+    names = list(own) or [layer.name for layer in environment.layers]
+    unmatched = [entry.pattern for entry in entries if not any(map(entry.matches, names))]
     if unmatched:
         raise ConfigError(
-            f"{what}: no layer up for choice matches {'; '.join(_with_closest(p, list(own)) for p in unmatched)}"
+            f"{what}: no layer up for choice matches {'; '.join(_with_closest(p, names) for p in unmatched)}"
         )
     choices: dict[int, Compressor] = {}
     for name, (number, compressor) in own.items():

@@ -25,7 +25,7 @@ from gradcomp.compress.sparse.two_level_selection import (
 )
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Step
 from gradcomp.control.gravac_search import Numbers, Search, SearchState
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import StateError
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.kernels.step import Observations
 
@@ -72,10 +72,6 @@ class GraVACRun(ControllerRun):
         super().__init__(name, environment)
         self.search = search
         self._layers = np.array(environment.controlled, dtype=np.int64)
-        if not len(self._layers):
-            raise ConfigError(
-                f"{name} chooses densities, and no layer travels under a compressor that has one"
-            )
         names = self._layer_names = [environment.layers[i].name for i in self._layers.tolist()]
         self._names = names if per_layer else [MODEL]
         self._row_of = np.arange(len(names)) if per_layer else np.zeros(len(names), dtype=np.int64)

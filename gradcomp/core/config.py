@@ -6,7 +6,6 @@ Precedence: argument, then environment, then the TOML file that ``GRADCOMP_CONFI
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -17,8 +16,6 @@ from typing import Any
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.meant import closest
 from gradcomp.core.scheme import AUTO, names, parse
-
-logger = logging.getLogger("gradcomp")
 
 PREFIX = "GRADCOMP_"
 _SECRET = PREFIX + "SECRET"
@@ -199,8 +196,8 @@ class Config:
     def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
         """Settings from arguments, environment and file, in this order; ``None`` means "not given".
 
-        Raises ConfigError for an unknown argument or file key and for an invalid value. An unknown ``GRADCOMP_*``
-        variable is only warned about: it may belong to another version.
+        Raises ConfigError for an unknown argument or file key and for an invalid value. Of unknown ``GRADCOMP_*``
+        variables tells :func:`unknown_variables`: they may belong to another version.
         """
         environ = os.environ if environ is None else environ
         types = {item.name: type(item.default) for item in dataclasses.fields(Config)}
@@ -209,13 +206,9 @@ class Config:
         if path:
             values.update(_from_file(Path(path), types))
         for variable, text in environ.items():
-            if not variable.startswith(PREFIX) or variable in (PREFIX + "CONFIG", _SECRET):
-                continue
             name = variable.removeprefix(PREFIX).lower()
-            if name not in types:
-                logger.warning("unknown variable %s is ignored%s", variable, _closest(name, types))
-                continue
-            values[name] = _parse(variable, text, types[name])
+            if variable.startswith(PREFIX) and name in types:
+                values[name] = _parse(variable, text, types[name])
         for name, value in arguments.items():
             if name not in types:
                 raise ConfigError(f"unknown setting {name!r}{_closest(name, types)}")
@@ -249,6 +242,19 @@ class Config:
             cell = "" if default == "" else f"`{default}`"
             rows.append(f"| `{PREFIX}{item.name.upper()}` | {cell} | {meta['doc']} | {meta['rule']()} |")
         return "\n".join(rows)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each variable that has our prefix and is none of ours, with the one that was probably meant."""
+    names = ["config", "secret", *(item.name for item in dataclasses.fields(Config))]
+    warnings = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and name not in names:
+            match = closest(name, names)
+            meant = f": did you mean {PREFIX}{match.upper()}?" if match else ""
+            warnings.append(f"unknown variable {variable} is ignored{meant}")
+    return warnings
 
 
 def secret(environ: Mapping[str, str]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from gradcomp.pipeline import Bucket, Submission
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.fingerprint import SoonFingerprint
 from gradcomp.transport.base import Handle, Transport
+
+logger = logging.getLogger("gradcomp")
 
 #: Name of the job's first exchanger among all ranks.
 FIRST = "all-0"
@@ -174,25 +177,33 @@ def _check_all_train(terms: Terms, config: Config, ranks: int) -> None:
 def _begin_controller(
     terms: Terms, layers: Sequence[LayerSpec], transport: Transport, topology: Topology, config: Config
 ) -> ControllerRun | None:
-    """The controller's, if there is one."""
+    """The controller's, if there is one and a layer that it may change; it refuses what it cannot do in either case."""
     controlled, device = terms.controlled, terms.device
     if controlled is None:
         return None
-    return controlled.controller.begin(
-        Environment(
-            layers,
-            controlled.compressors,
-            transport.rank,
-            topology,
-            parse(config.reduction),
-            config.seed,
-            controlled.first_step,
-            lambda work: in_background(device.bound(work)),
-            config.slice_elements,
-            device.zeros,
-            config.deterministic,
-        )
+    environment = Environment(
+        layers,
+        controlled.compressors,
+        transport.rank,
+        topology,
+        parse(config.reduction),
+        config.seed,
+        controlled.first_step,
+        lambda work: in_background(device.bound(work)),
+        config.slice_elements,
+        device.zeros,
+        config.deterministic,
     )
+    running = controlled.controller.begin(environment)
+    if environment.controlled:
+        return running
+    if transport.rank == 0:
+        logger.warning(
+            "the controller %s has nothing to adjust, and does not run: no layer travels compressed (they are small, "
+            "excluded or float64, or the compression is none)",
+            controlled.controller.name,
+        )
+    return None
 
 
 def _open_journal(transport: Transport, config: Config, name: str) -> Journal | None:

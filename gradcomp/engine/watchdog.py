@@ -228,6 +228,9 @@ class Watchdog:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        #: Asked at every look, beside the waits, for what ends them all, and those to come.
+        self.beside: Callable[[], GradcompError | None] = lambda: None
+        self._lost: GradcompError | None = None
 
     def start(self) -> None:
         """Answer questions from now on; idempotent."""
@@ -240,6 +243,8 @@ class Watchdog:
         """Watch something."""
         with self._lock:
             self._waits = (*self._waits, wait)
+        if self._lost is not None:
+            wait.end(self._lost)
         self.start()
 
     def remove(self, wait: Wait) -> None:
@@ -394,6 +399,11 @@ class Watchdog:
     def _serve(self) -> None:
         seen, looked_at = 0, monotonic()
         while not self._stopping.wait(self._pause()):
+            if self._lost is None and (lost := self.beside()) is not None:
+                self._lost = lost
+                for wait in self._waits:
+                    if wait.verdict is None:
+                        wait.end(lost)
             waits, now = self._waits, monotonic()
             before, seen = seen, sum(wait.advances for wait in waits)
             goes_on = seen != before and all(wait.waited < LOOK_SECONDS for wait in waits)

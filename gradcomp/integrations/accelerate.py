@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gradcomp.core.requires import need
+
+need(__name__, "accelerate", "torch", "accelerate")
+
+# isort: split
 import torch
 from accelerate import Accelerator
 

@@ -6,6 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from gradcomp.core.requires import need
+
+need(__name__, "lightning", "torch", "lightning")
+
+# isort: split
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn

@@ -7,6 +7,11 @@ import socket
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from gradcomp.core.requires import need
+
+need(__name__, "ray", "ray")
+
+# isort: split
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 

@@ -6,6 +6,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from gradcomp.core.requires import need
+
+need(__name__, "transformers", "torch", "transformers")
+
+# isort: split
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

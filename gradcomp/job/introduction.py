@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gradcomp.core.config import unknown_variables
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.text import printable
 from gradcomp.core.topology import Topology
@@ -15,6 +18,8 @@ from gradcomp.job.signing import agree_on_seal
 from gradcomp.job.state import Runtime
 from gradcomp.reduce.header import PROTOCOL
 from gradcomp.version import __version__
+
+logger = logging.getLogger("gradcomp")
 
 
 def set_of(process_set: Any, size: int) -> Ranks:
@@ -32,23 +37,26 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
     Then the process sets are made that all ranks must make together.
     """
     version = f"gradcomp {__version__}, wire protocol {PROTOCOL}"
-    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets), version])
+    unknown = unknown_variables(os.environ)
+    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets), version, *unknown])
     told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
-    if others := [rank for rank, (_, _, _, theirs) in enumerate(told) if theirs != told[0][3]]:
+    if runtime.rank == 0:
+        _warn_of_variables([warnings for *_, warnings in told])
+    if others := [rank for rank, (_, _, _, theirs, _) in enumerate(told) if theirs != told[0][3]]:
         raise ConfigError(
             f"rank 0 runs {told[0][3]}, rank {others[0]} {told[others[0]][3]}: all ranks need the same version"
         )
-    transports = [transport for _, transport, _, _ in told]
+    transports = [transport for _, transport, *_ in told]
     if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
         raise ConfigError(
             f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
             "all ranks need the same one"
         )
-    if others := [rank for rank, (_, _, sets, _) in enumerate(told) if sets != told[0][2]]:
+    if others := [rank for rank, (_, _, sets, *_) in enumerate(told) if sets != told[0][2]]:
         raise ConfigError(
             f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks name them all"
         )
-    hosts = [host for host, _, _, _ in told]
+    hosts = [host for host, *_ in told]
     runtime.hosts = tuple(hosts)
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
@@ -62,14 +70,22 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
             process_set([runtime.network.ranks[rank] for rank in ranks])
 
 
-def _introduction(part: bytes) -> tuple[str, str, str, str]:
+def _warn_of_variables(by_rank: Sequence[Sequence[str]]) -> None:
+    """Say once what several ranks would say, and on which ranks it is so where it is not on all."""
+    for text in sorted({text for texts in by_rank for text in texts}):
+        ranks = [rank for rank, texts in enumerate(by_rank) if text in texts]
+        where = "" if len(ranks) == len(by_rank) else f" (on rank {', '.join(map(str, ranks))})"
+        logger.warning("%s%s", text, where)
+
+
+def _introduction(part: bytes) -> tuple[str, str, str, str, list[str]]:
     try:
         introduction = json.loads(part)
     except ValueError as error:
         raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
-    if not isinstance(introduction, list) or len(introduction) != 4:
+    if not isinstance(introduction, list) or len(introduction) < 4:
         raise ConfigError(
             f"a rank introduced itself with {part!r:.80}: it runs another version of gradcomp; all ranks need the same"
         )
-    host, transport, process_sets, version = (printable(str(item)) for item in introduction)
-    return host, transport, process_sets, version
+    host, transport, process_sets, version, *warnings = (printable(str(item)) for item in introduction)
+    return host, transport, process_sets, version, warnings

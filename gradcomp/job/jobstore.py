@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.core.text import printable
 from gradcomp.job.addresses import listening_socket, master_address, own_address
-from gradcomp.job.hostfile import HostFile
+from gradcomp.job.hostsocket import HostSocket
 from gradcomp.job.launch import Address, Launch
 from gradcomp.job.signing import SECRET_BYTES, Seal
 
@@ -171,19 +171,21 @@ def _http(server: Address, method: str, body: bytes | None, deadline: Deadline) 
 
 
 def _meet_on_one_host(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Any:
-    """All ranks share a host: rank 0 leaves its port in a file that only this user can read."""
-    file = HostFile(launch.job)
+    """All ranks share a host: rank 0 offers its port at a Unix socket, to processes of this user only."""
+    offered = HostSocket(launch.job)
     if launch.rank == 0:
         store = _serve(launch, ("127.0.0.1", 0), deadline)
-        file.write(str(store.port))
-        once_met.callback(file.remove)
+        offered.offer(str(store.port))
+        once_met.callback(offered.close)
         return store
 
     def look() -> Address | None:
-        port = file.read()
+        port = offered.read()
         return None if port is None else _parse(f"127.0.0.1:{port}".encode(), deadline)
 
-    return _client(deadline.poll(look, f"rank 0 did not write {file.path}"), deadline)
+    return _client(
+        deadline.poll(look, f"rank 0 did not offer its port at the Unix socket @{offered.name}"), deadline
+    )
 
 
 def _mpi_world() -> tuple[Any, str]:

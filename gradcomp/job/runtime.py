@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradcomp import kernels
-from gradcomp.core.config import Config
+from gradcomp.core.config import Config, unknown_variables
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import AUTO
 from gradcomp.engine.background import finish_background
@@ -19,6 +19,7 @@ from gradcomp.job.banner import announce_job
 from gradcomp.job.farewell import describe, part
 from gradcomp.job.introduction import introduce, set_of
 from gradcomp.job.launch import Launch
+from gradcomp.job.launcher import watch_launcher
 from gradcomp.job.logs import start_logging
 from gradcomp.job.network import Network, Ranks
 from gradcomp.job.state import Runtime
@@ -45,7 +46,11 @@ def begin(
     config = Config.resolve(**settings)
     ours.level(config.log_level)
     _choose_kernels(config)
-    launch, network = join(config)
+    try:
+        launch, network = join(config)
+    except BaseException:
+        _warn_of_variables()  # what is misspelt may be why
+        raise
     ours.rank = network.rank
     if config.transport == AUTO and len(network.ranks) > 1:
         config = replace(config, transport=network.engine)
@@ -57,7 +62,10 @@ def begin(
         if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
             # shutdown() needs it, and can make none without the rank that hosts the store.
+            watch_launcher(runtime)
             runtime.watchdog.start()
+        else:
+            _warn_of_variables()
     except BaseException:
         _release(runtime, orderly=True)
         raise
@@ -149,6 +157,11 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of processes with this one's local rank."""
     return current().launch.cross_size
+
+
+def _warn_of_variables() -> None:
+    for text in unknown_variables(os.environ):
+        logger.warning("%s", text)
 
 
 def _choose_kernels(config: Config) -> None:

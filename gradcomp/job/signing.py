@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.text import printable
-from gradcomp.job.hostfile import HostFile
+from gradcomp.job.hostsocket import HostSocket
 from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel
 
@@ -87,18 +87,22 @@ class SignedControl(ControlChannel):
 
 @dataclass(frozen=True)
 class _Greeting:
-    """What a rank says before the ranks have a key. ``file``: the name of rank 0's host file, if it wrote one."""
+    """What a rank says before the ranks have a key. ``offer``: what names rank 0.s host socket, if it has one."""
 
     nonce: str
     has_secret: bool
-    file: str
+    offer: str
 
     @staticmethod
     def parse(rank: int, part: bytes) -> _Greeting:
         try:
-            nonce, has_secret, file = json.loads(part)
-            if _NAME.fullmatch(nonce) and type(has_secret) is bool and (file == "" or _NAME.fullmatch(file)):
-                return _Greeting(nonce, has_secret, file)
+            nonce, has_secret, offer = json.loads(part)
+            if (
+                _NAME.fullmatch(nonce)
+                and type(has_secret) is bool
+                and (offer == "" or _NAME.fullmatch(offer))
+            ):
+                return _Greeting(nonce, has_secret, offer)
         except (ValueError, TypeError):
             pass
         raise WireFormatError(f"rank {rank} began the agreement on a secret with {part!r:.80}")
@@ -107,32 +111,32 @@ class _Greeting:
 def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None:
     """The seal of the ranks of ``group``, with the secret that they were ``given``; else, on one host, with rank 0's.
 
-    Rank 0's goes through a file that only this user can read. None, and a warning on rank 0 that says what to set, if
+    Rank 0's goes through a socket that only this user can read. None, and a warning on rank 0 that says what to set, if
     there is neither. Collective. Every rank adds a nonce to the key, so that no earlier job's values verify. Wire: two
     rounds of about a hundred bytes per rank.
 
     Raises ConfigError on every rank if some have been given a secret and others not, or another one.
     """
-    file, made, problem = "", b"", ""
-    host_file: HostFile | None = None
+    offer, made, problem = "", b"", ""
+    host_socket: HostSocket | None = None
     if group.rank == 0 and one_host and not given:
-        file, made = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
-        host_file = HostFile(file)
+        offer, made = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
+        host_socket = HostSocket(offer)
         try:
-            host_file.write(made.hex())
+            host_socket.offer(made.hex())
         except ConfigError as error:
-            file, made, problem = "", b"", f" ({error})"
+            offer, made, problem = "", b"", f" ({error})"
     try:
-        own = json.dumps([secrets.token_hex(16), bool(given), file]).encode()
+        own = json.dumps([secrets.token_hex(16), bool(given), offer]).encode()
         greetings = [_Greeting.parse(rank, part) for rank, part in enumerate(group.allgather_bytes(own))]
         _check_all_or_none(greetings)
-        secret = given or made or _from_file(greetings[0].file)
+        secret = given or made or _offered(greetings[0].offer)
         context = ",".join(greeting.nonce for greeting in greetings).encode()
         seal = Seal(secret, b"control:" + context) if secret else None
         confirmations = group.allgather_bytes(b"" if seal is None else seal.confirmation())
     finally:
-        if host_file is not None:
-            host_file.remove()
+        if host_socket is not None:
+            host_socket.close()
     if seal is not None and len(set(confirmations)) == 1:
         return seal
     if given:
@@ -142,7 +146,9 @@ def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None
         )
     if group.rank == 0:
         if one_host and not problem:
-            problem = f" (rank {_first_other(confirmations)} could not read a file of rank 0's in its TMPDIR)"
+            problem = (
+                f" (rank {_first_other(confirmations)} could not read what rank 0 offers at a Unix socket)"
+            )
         logger.warning(
             "what the ranks publish is not signed, anybody who reaches the job's store can stop it%s: set "
             "GRADCOMP_SECRET to the same random text on all ranks",
@@ -160,9 +166,9 @@ def _check_all_or_none(greetings: Sequence[_Greeting]) -> None:
         )
 
 
-def _from_file(name: str) -> bytes:
-    """Rank 0's secret; nothing if this rank has no such file."""
-    text = HostFile(name).read() if name else None
+def _offered(name: str) -> bytes:
+    """Rank 0's secret; nothing if no process of this rank's user offers one."""
+    text = HostSocket(name).read() if name else None
     try:
         secret = bytes.fromhex(text or "")
     except ValueError:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -21,27 +22,35 @@ from gradcomp.job.process_sets import Members, ranks_of, root_of
 from gradcomp.pipeline.calls import Call
 from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
 
+logger = logging.getLogger("gradcomp")
+
 _ALIGNMENT_BYTES = 16
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
     root_rank: int = 0,
     process_set: Members = None,
 ) -> None:
     """Overwrite parameters and buffers on every rank with those of ``root_rank``, in place, bit for bit.
 
-    ``params``: a ``state_dict()``, ``(name, tensor)`` pairs such as ``named_parameters()``, or tensors such as
-    ``parameters()``, whose names are their positions. Names, shapes and dtypes must be the same on all ranks; the order
-    of pairs need not. Entries of a dict that are not tensors are replaced, as by
-    :func:`broadcast_object`. Nothing happens on a rank that is no member of ``process_set``. Wire: broadcasts of up to
-    64 MiB, d bytes in all.
+    ``params``: a module, with its extra state (``get_extra_state``) and buffers that are not persistent; a
+    ``state_dict()``; ``(name, tensor)`` pairs such as ``named_parameters()``; tensors such as ``parameters()``, whose
+    names are their positions. Names, shapes and dtypes must be the same on all ranks; the order of pairs need not.
+    Extra state, and entries of a dict that are not tensors, are replaced, as by :func:`broadcast_object`. A
+    ``state_dict()`` cannot give a module its extra state: a warning says so. Nothing happens on a rank that is no
+    member of ``process_set``. Wire: broadcasts of up to 64 MiB, d bytes in all.
     """
     if runtime.rank() not in ranks_of(process_set):
         return
+    stateful: dict[str, torch.nn.Module] = {}
+    if isinstance(params, torch.nn.Module):
+        stateful = {name: module for name, module in params.named_modules() if _has_extra_state(module)}
+        params = [*params.named_parameters(), *params.named_buffers()]
     entries, problem = _entries(params)
     lines = [f"broadcast_parameters(root_rank={root_rank})"]
     lines += [f"{name}: {form(value)}" for name, value in entries]
+    lines += [f"{name}: extra state" for name in stateful]
     channel, root, wrong_root = _meet(process_set, root_rank)
     call = Call("broadcast_parameters", lines, problem=problem or wrong_root)
     if channel is None:
@@ -57,6 +66,29 @@ def broadcast_parameters(
         if channel.rank != root:
             assert isinstance(params, MutableMapping)
             params.update(received)
+    if stateful:
+        states = {name: module.get_extra_state() for name, module in stateful.items()}
+        received = broadcast_object(states, root_rank, process_set=process_set)
+        if channel.rank != root:
+            for name, module in stateful.items():
+                module.set_extra_state(received[name])
+    _warn_of_extra_state([name for name, _ in entries], channel)
+
+
+def _has_extra_state(module: torch.nn.Module) -> bool:
+    """As ``state_dict()`` decides: whether its class says what it is."""
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _warn_of_extra_state(names: list[str], channel: Channel) -> None:
+    found = [name for name in names if name.rpartition(".")[2] == "_extra_state"]
+    if found and channel.rank == 0:
+        logger.warning(
+            "broadcast_parameters: extra state of modules (%s%s) was replaced in the state_dict, but not in the other "
+            "ranks' modules: pass the module itself, gc.broadcast_parameters(model)",
+            found[0],
+            f" and {len(found) - 1} more" if len(found) > 1 else "",
+        )
 
 
 def broadcast_optimizer_state(
@@ -212,7 +244,10 @@ def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:
             given = [(f"parameter {place}", tensor) for place, tensor in enumerate(given)]
         pairs = [(name, value) for name, value in given]
     except (TypeError, ValueError):
-        return [], "params must be a state_dict, (name, tensor) pairs such as named_parameters(), or tensors"
+        return (
+            [],
+            "params must be a module, a state_dict, (name, tensor) pairs such as named_parameters(), or tensors",
+        )
     names = [name for name, _ in pairs]
     if not all(isinstance(name, str) for name in names):
         return [], "a name in params is not a string"

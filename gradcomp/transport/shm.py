@@ -37,7 +37,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -58,7 +58,7 @@ RINGS_BYTES = 1 << 22
 # Settings, then where rank 0's segment is: process, its start, file descriptor, nonce.
 _FIRST = struct.Struct("<QQqQqQ")
 _SECOND = struct.Struct("<qQ")
-_PENDING, _DONE = 0, 1
+_PENDING, _DONE, _FAILED = 0, 1, 2
 
 
 def ring_bytes_for(size: int) -> int:
@@ -78,18 +78,58 @@ class _Done:
 
 
 @dataclass(eq=False)
+class _Call:
+    """A collective under way, with the arrays that the thread reads and writes; both are let go once it has ended."""
+
+    operation: _native.ShmOperation | None
+    arguments: Any
+    state: int = _PENDING
+
+    def look(self) -> int:
+        operation = self.operation
+        if operation is not None and (state := operation.state()) != _PENDING:
+            self.state, self.operation, self.arguments = state, None, None
+        return self.state
+
+
+@dataclass(eq=False)
+class _Held:
+    """This rank of the segment, and what its thread may still read and write.
+
+    :meth:`close` lets go of all that is native, so that nothing of it is alive when the program ends, whoever still
+    holds the transport or a handle then: a global optimizer's hooks, for example, are not freed at all.
+    """
+
+    native: _native.ShmRank | None
+    calls: deque[_Call] = field(default_factory=deque)
+    failure: str = ""
+
+    def close(self) -> None:
+        native = self.native
+        if native is None:
+            return
+        native.close()
+        try:
+            self.failure = native.failure()
+        except RuntimeError as error:  # in a forked child, which has nothing to close
+            self.failure = str(error)
+        self.native = None
+        for call in list(self.calls):  # another thread may be adding one, which has failed
+            call.look()
+
+
+@dataclass(eq=False)
 class _Handle:
-    operation: _native.ShmOperation
+    call: _Call
     transport: ShmTransport
 
     def poll(self) -> bool:
-        if self.operation.state() == _PENDING:
+        if self.call.look() == _PENDING:
             self.transport._help()
-        state = self.operation.state()
-        if state == _PENDING:
+        if self.call.look() == _PENDING:
             return False
         self.transport._forget_finished()
-        if state != _DONE:
+        if self.call.state != _DONE:
             raise TransportError(self.transport.failure)
         return True
 
@@ -112,42 +152,41 @@ class ShmTransport(Transport):
         self.ring_bytes = ring_bytes_for(size) if ring_bytes is None else ring_bytes
         if self.ring_bytes & (self.ring_bytes - 1) or not 4096 <= self.ring_bytes <= 1 << 30:
             raise ConfigError(f"ring_bytes={ring_bytes} is no power of two from 4096 to 2^30")
-        self._native = _join(rank, size, meet, self.ring_bytes) if size > 1 else None
         # What the thread reads and writes lives until it is done with it, whatever becomes of the handles.
-        self._arrays: deque[tuple[_native.ShmOperation, Any]] = deque()
-        self._close = weakref.finalize(self, _close, self._native, self._arrays)
+        self._held = _Held(_join(rank, size, meet, self.ring_bytes) if size > 1 else None)
+        self._close = weakref.finalize(self, self._held.close)
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle | _Done:
         """See :class:`Transport`; added in rank order."""
-        if self._native is None:
+        if self.size == 1:
             return _Done()
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
-        return self._issue(self._native.allreduce, array)
+        return self._issue("allreduce", array)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle | _Done:
         """See :class:`Transport`."""
-        if self._native is None:
+        if self.size == 1:
             recv[: recv_counts[0]] = send[: send_counts[0]]
             return _Done()
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        return self._issue(self._native.alltoallv, send, send_counts, recv, recv_counts)
+        return self._issue("alltoallv", send, send_counts, recv, recv_counts)
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle | _Done:
         """See :class:`Transport`."""
-        if self._native is None:
+        if self.size == 1:
             return _Done()
         self.bytes_sent += (self.size - 1) * counts[self.rank]
-        return self._issue(self._native.allgatherv, buffer, counts)
+        return self._issue("allgatherv", buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle | _Done:
         """See :class:`Transport`."""
-        if self._native is None:
+        if self.size == 1:
             return _Done()
         self.bytes_sent += sum(len(array) for _, array in sends)
         return self._issue(
-            self._native.exchange,
+            "exchange",
             [to for to, _ in sends],
             [array for _, array in sends],
             [source for source, _ in recvs],
@@ -157,42 +196,43 @@ class ShmTransport(Transport):
     @property
     def failure(self) -> str:
         """Why the transport can do no more; empty as long as it can."""
-        return "" if self._native is None else self._native.failure()
+        native = self._held.native
+        return self._held.failure if native is None else native.failure()
 
     def abandon(self) -> None:
         """Fail what is under way, here and on the other ranks."""
-        if self._native is not None:
-            self._native.abandon()
+        native = self._held.native
+        if native is not None:
+            native.abandon()
 
     def close(self) -> None:
         """Leave. A rank that still needs this one fails."""
         self._close()
 
-    def _issue(self, call: Callable[..., _native.ShmOperation], *arguments: Any) -> _Handle:
+    def _issue(self, name: str, *arguments: Any) -> _Handle:
         self._forget_finished()
+        native = self._held.native
+        if native is None:
+            return _Handle(_Call(None, None, _FAILED), self)
         try:
-            operation = call(*arguments)
+            call = _Call(getattr(native, name)(*arguments), arguments)
         except RuntimeError as error:
             raise TransportError(str(error)) from error
-        self._arrays.append((operation, arguments))
-        return _Handle(operation, self)
+        self._held.calls.append(call)
+        return _Handle(call, self)
 
     def _help(self) -> None:
-        assert self._native is not None
+        native = self._held.native
         try:
-            self._native.help()
+            if native is not None:
+                native.help()
         except RuntimeError as error:
             raise TransportError(str(error)) from error
 
     def _forget_finished(self) -> None:
-        while self._arrays and self._arrays[0][0].state() != _PENDING:
-            self._arrays.popleft()
-
-
-def _close(native: _native.ShmRank | None, arrays: deque[Any]) -> None:
-    if native is not None:
-        native.close()
-    arrays.clear()
+        calls = self._held.calls
+        while calls and calls[0].look() != _PENDING:
+            calls.popleft()
 
 
 def _join(rank: int, size: int, meet: Meet, ring_bytes: int) -> _native.ShmRank:

@@ -98,7 +98,11 @@ def test_names_in_a_plan_are_no_patterns():
 def test_patterns_without_a_layer_are_listed_with_the_closest_names():
     with pytest.raises(ConfigError, match=r"'haed\.\*' \(closest: 'head\.weight'.*; 'bias'"):
         begin({"haed.*": 8, "bias": 4, "*": 2})
-    with pytest.raises(ConfigError, match=r"matches 'x'$"):
+
+
+def test_with_no_layer_up_for_choice_patterns_still_have_to_match_one():
+    assert not begin({"*": 2}, [None] * 4)
+    with pytest.raises(ConfigError, match=r"matches 'x' \(closest"):
         begin({"x": 2}, [None] * 4)
 
 

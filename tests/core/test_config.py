@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradcomp import Config, ConfigError
+from gradcomp.core.config import unknown_variables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -104,10 +105,14 @@ def test_unknown_argument_is_refused_with_the_nearest_name():
         Config.resolve({}, slice_element=10)
 
 
-def test_unknown_variable_is_only_warned_about(caplog):
-    assert Config.resolve({"GRADCOMP_SLICE_ELEMENT": "9", "OTHER": "x"}) == Config()
-    assert [record.getMessage() for record in caplog.records] == [
-        "unknown variable GRADCOMP_SLICE_ELEMENT is ignored (did you mean slice_elements?)"
+def test_unknown_variables_are_named_with_those_that_were_meant():
+    unknown = dict.fromkeys(("GRADCOMP_TRANSPRT", "GRADCOMP_SECRT", "GRADCOMP_ZZZ", "OTHER"), "x")
+    environ = {**unknown, "GRADCOMP_SEED": "7", "GRADCOMP_SECRET": "x"}
+    assert Config.resolve(environ) == Config(seed=7)
+    assert unknown_variables(environ) == [
+        "unknown variable GRADCOMP_SECRT is ignored: did you mean GRADCOMP_SECRET?",
+        "unknown variable GRADCOMP_TRANSPRT is ignored: did you mean GRADCOMP_TRANSPORT?",
+        "unknown variable GRADCOMP_ZZZ is ignored",
     ]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.job.hostsocket import HostSocket
 from gradcomp.job.signing import Seal, SignedControl, agree_on_seal
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
@@ -22,12 +22,6 @@ def warnings_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("gradcomp"), "level", logging.WARNING)
     monkeypatch.setattr(logging.getLogger("gradcomp"), "propagate", True)
     logging.getLogger("gradcomp").manager._clear_cache()
-
-
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
 
 
 def agree(given: list[bytes], one_host: bool = True) -> list[Seal | ConfigError | None]:
@@ -83,11 +77,10 @@ def test_ranks_with_one_secret_understand_each_other() -> None:
     assert [seal.open("key", signed) for seal in seals] == [b"value"] * 3
 
 
-def test_ranks_of_one_host_get_rank_0s_secret_by_a_file_that_goes(directory: Path) -> None:
+def test_ranks_of_one_host_get_rank_0s_secret() -> None:
     seals = agree([b"", b"", b""])
     signed = seals[2].sign("key", b"value")
     assert [seal.open("key", signed) for seal in seals] == [b"value"] * 3
-    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("given", [b"", SECRET])
@@ -109,18 +102,21 @@ def test_several_hosts_without_a_secret_are_warned_once(caplog: pytest.LogCaptur
     assert "GRADCOMP_SECRET" in caplog.text
 
 
-def test_a_host_whose_ranks_share_no_directory_is_warned_once(
+def test_a_host_whose_ranks_share_no_socket_is_warned_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gradcomp.job.hostfile.HostFile.read", lambda _: None)
+    monkeypatch.setattr(HostSocket, "read", lambda _: None)
     assert agree([b"", b""]) == [None, None]
-    assert "TMPDIR" in caplog.text
+    assert "Unix socket" in caplog.text
     assert len(caplog.records) == 1
 
 
-def test_a_directory_that_cannot_be_written_is_warned_about(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_socket_that_cannot_be_made_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(directory / "missing"))
+    def refuse(self: HostSocket, text: str) -> None:
+        raise ConfigError("the name is taken")
+
+    monkeypatch.setattr(HostSocket, "offer", refuse)
     assert agree([b"", b""]) == [None, None]
-    assert "missing" in caplog.text
+    assert "the name is taken" in caplog.text

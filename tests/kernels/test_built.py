@@ -104,11 +104,15 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -
         built.built(wrong, 90, CUDA_13)
 
 
-def test_a_folder_that_cannot_be_written_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_folder_cannot_be_written_the_file_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     built._folder.cache_clear()
-    assert built.built(DRAWS, 80, CUDA_13).exists()
+    assert whole(built.built(DRAWS, 80, CUDA_13).read_bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(("capability", "architecture"), [(90, "sm_90"), (80, "sm_80"), (86, "sm_80")])

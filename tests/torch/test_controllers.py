@@ -208,6 +208,64 @@ def test_ranks_with_different_controllers_are_told():
         make(gc.LGreCo(6 + gc.rank()))
 
 
+#: Layers that are too small, in float64, excluded by name, sparse. What is sparse shows in the first step only.
+NOTHING_TO_ADJUST = {
+    "small": (lambda: torch.nn.Linear(8, 3), gc.Filter()),
+    "float64": (lambda: torch.nn.Linear(40, 64).double(), EVERYTHING),
+    "filtered": (net, gc.Filter(exclude=("*",))),
+    "sparse": (lambda: torch.nn.Embedding(500, 40, sparse=True), EVERYTHING),
+}
+
+
+@on_ranks(2)
+def test_a_controller_with_nothing_to_adjust_says_so_and_the_run_goes_on():
+    four_bits = gc.Quantize(4, 64)
+    controllers = {name: (controller, four_bits) for name, controller in CONTROLLERS.items()}
+    controllers |= {
+        "fixed plan": (gc.FixedPlan({"*": 2}), four_bits),
+        "bayes": (gc.Bayes(every_steps=8), four_bits),
+        "gravac": (gc.GraVAC(), gc.TopK(0.1)),
+        "auto": (gc.Auto(), four_bits),
+        "uncompressed": (gc.LGreCo(8), "none"),
+    }
+    for case, (make_model, kept) in NOTHING_TO_ADJUST.items():
+        for name, (controller, compression) in controllers.items():
+            model = make_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            with logged() as lines:
+                optimizer = gc.DistributedOptimizer(
+                    optimizer,
+                    model.named_parameters(),
+                    gc.Policy(compression, filter=kept),
+                    controller=controller,
+                )
+            known = case != "sparse" or name == "uncompressed"
+            said = [line for line in lines if "has nothing to adjust" in line]
+            assert len(said) == (known and gc.rank() == 0), (case, name, lines)
+            weight = next(model.parameters())
+            for step in range(3 if known else 20):
+                optimizer.zero_grad()
+                draw = torch.Generator().manual_seed(100 * step + gc.rank())
+                x = torch.randn((4, weight.shape[1]), generator=draw, dtype=weight.dtype)
+                if case == "sparse":
+                    x = torch.randint(0, len(weight), (4,), generator=draw)
+                model(x).square().sum().backward()
+                optimizer.step()
+            assert optimizer.plan().version == 0 or not known, (case, name)
+            same_everywhere([p.detach().numpy().tobytes().hex() for p in model.parameters()])
+
+
+@on_ranks(2)
+def test_automatic_compression_of_a_model_that_is_too_small_is_none():
+    model = torch.nn.Linear(40, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with logged() as lines:
+        optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), compression="auto")
+    assert any("auto has nothing to adjust" in line for line in lines) == (gc.rank() == 0)
+    train(model, optimizer, 0, 20)
+    same_everywhere([p.detach().numpy().tobytes().hex() for p in model.parameters()])
+
+
 @on_ranks(2)
 def test_what_is_no_controller():
     for bad in (5, "nonsense", gc.LGreCo):

@@ -7,21 +7,23 @@ import http.server
 import json
 import os
 import socket
-import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import preloaded
 import pytest
-from launching import Finished, plain_variables, run_ranks, run_torchrun
+from launching import Finished, clean_environment, plain_variables, run_ranks, run_torchrun
 from ports import free_port
 
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.job.addresses import listening_socket, own_address
-from gradcomp.job.hostfile import HostFile
+from gradcomp.job.hostsocket import HostSocket
 from gradcomp.job.launch import Launch, discover, placed
 from gradcomp.job.rendezvous import connect
 
@@ -310,74 +312,93 @@ def test_unreachable_address_is_warned_about(
     assert "GLOO_SOCKET_IFNAME" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------ the file of a host
+LAUNCHER = """
+import multiprocessing, os
+from gradcomp.job.launcher import launcher_of
 
+def say(child=False):
+    launcher = launcher_of(os.environ)
+    print(None if launcher is None else (launcher.number, launcher.lives), flush=True)
 
-@pytest.fixture
-def host_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> HostFile:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return HostFile("job")
-
-
-def test_host_file_carries_a_text_to_the_same_user_only(host_file: HostFile) -> None:
-    assert host_file.read() is None
-    host_file.write("1234")
-    assert host_file.read() == "1234"
-    assert stat.S_IMODE(host_file.path.stat().st_mode) == 0o600
-    host_file.remove()
-    assert host_file.read() is None
-
-
-def test_jobs_have_files_of_their_own(host_file: HostFile) -> None:
-    host_file.write("1234")
-    assert HostFile("another").read() is None
+if __name__ == "__main__":
+    say()
+    process = multiprocessing.get_context("spawn").Process(target=say, args=(True,))
+    process.start()
+    process.join()
+"""
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(lambda own: {**own, "pid": 2**22 + 1}, id="writer is dead"),
-        pytest.param(lambda own: {**own, "born": own["born"] - 1}, id="writer's number was used again"),
-        pytest.param(lambda own: {**own, "text": 80}, id="text is a number"),
-        pytest.param(lambda own: {**own, "pid": -1, "born": -1}, id="no process"),
-        pytest.param(lambda own: [own], id="a list"),
-        pytest.param(lambda own: None, id="null"),
-    ],
+    "marks", [{}, {"TORCHELASTIC_RUN_ID": "4711"}, {"PMI_FD": "7", "SLURM_STEP_ID": "0"}]
 )
-def test_stale_or_foreign_content_is_not_there(host_file: HostFile, content) -> None:
-    host_file.write("1234")
-    host_file.path.write_text(json.dumps(content(json.loads(host_file.path.read_text()))))
-    assert host_file.read() is None
+def test_the_launcher_is_the_nearest_ancestor_without_what_it_set(
+    marks: dict[str, str], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHER)
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} {program}; :"],  # the shell stays between
+        env={**clean_environment(), "RANK": "0", "WORLD_SIZE": "2", **marks},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = str((os.getpid(), True)) if marks else "None"
+    assert done.stdout.splitlines() == [expected] * 2  # in a process that a rank has spawned too
 
 
-def test_file_that_others_can_read_is_not_believed(host_file: HostFile) -> None:
-    host_file.write("1234")
-    host_file.path.chmod(0o644)
-    assert host_file.read() is None
+# ---------------------------------------------------------------------------------------- the socket of a host
 
 
-def test_link_is_not_followed(host_file: HostFile) -> None:
-    host_file.write("1234")
-    target = host_file.path.rename(host_file.path.with_name("elsewhere"))
-    host_file.path.symlink_to(target)
-    assert host_file.read() is None
+@pytest.fixture
+def offering() -> Iterator[HostSocket]:
+    offering = HostSocket(f"job {os.getpid()}")
+    yield offering
+    offering.close()
 
 
-def test_pipe_does_not_block(host_file: HostFile) -> None:
-    os.mkfifo(host_file.path, 0o600)
-    assert host_file.read() is None
+def reading() -> HostSocket:
+    return HostSocket(f"job {os.getpid()}")
 
 
-def test_stale_file_is_replaced(host_file: HostFile) -> None:
-    host_file.path.write_text("left behind")
-    host_file.write("1234")
-    assert host_file.read() == "1234"
+def test_a_host_socket_carries_a_text_as_long_as_it_is_offered(offering: HostSocket) -> None:
+    assert reading().read() is None
+    offering.offer("1234")
+    assert [reading().read() for _ in range(3)] == ["1234"] * 3
+    assert HostSocket("another").read() is None
+    offering.close()
+    assert reading().read() is None
 
 
-def test_unwritable_directory_is_a_config_error(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    with pytest.raises(ConfigError, match="TMPDIR"):
-        HostFile("job").write("1234")
+def test_a_host_socket_serves_many_at_once(offering: HostSocket) -> None:
+    offering.offer("1234")
+    with ThreadPoolExecutor(64) as readers:
+        assert set(readers.map(lambda _: reading().read(), range(512))) == {"1234"}
+
+
+def test_a_host_socket_is_told_to_nobody_else_and_believed_of_nobody_else(
+    offering: HostSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = reading()
+    offering.offer("1234")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert mine.read() is None  # as the offer is another user's
+    with socket.socket(socket.AF_UNIX) as stranger:  # as this process is to the one that offers
+        stranger.connect(f"\0{offering.name}")
+        assert stranger.recv(100) == b""
+
+
+def test_a_name_that_is_taken_is_a_config_error(offering: HostSocket) -> None:
+    offering.offer("1234")
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        reading().offer("5678")
+
+
+def test_who_offers_and_does_not_answer_is_not_waited_for(offering: HostSocket) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0{offering.name}")
+        silent.listen()
+        assert reading().read() is None
 
 
 # ---------------------------------------------------------------------------------------------- real processes
@@ -482,11 +503,86 @@ def test_ranks_meet_under_horovodrun() -> None:
     assert [path.split("/")[1] for path in content] == ["gradcomp"]
 
 
-def test_ranks_meet_under_mpirun_on_one_host_without_mpi(tmp_path) -> None:
-    environ = {"TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "prterun-host-1"}
+def test_ranks_meet_under_mpirun_on_one_host_without_mpi() -> None:
+    environ = {"PMIX_NAMESPACE": f"prterun-{os.getpid()}-1"}
     results = forks(join(), 3, env=lambda rank: {**open_mpi(rank, 3), **environ})
     assert said(results) == one_host(3)
-    assert [path for path in tmp_path.iterdir() if path.name.startswith(f"gradcomp-{os.geteuid()}-")] == []
+
+
+def test_misspelt_variables_are_said_once_with_what_was_meant_and_where() -> None:
+    port = str(free_port())
+    program = "import gradcomp.torch as gc; gc.init(timeout_seconds=20.0)"
+    first, second = forks(
+        program,
+        2,
+        env=lambda rank: {
+            **plain_variables(rank, 2, port),
+            "GRADCOMP_TRANSPRT": "shm",
+            **({"GRADCOMP_TIMELIN": "x"} if rank else {}),
+        },
+    )
+    begins = "gradcomp WARNING rank 0: unknown variable "
+    assert [line.removeprefix(begins) for line in first.stderr.splitlines() if line.startswith(begins)] == [
+        "GRADCOMP_TIMELIN is ignored: did you mean GRADCOMP_TIMELINE? (on rank 1)",
+        "GRADCOMP_TRANSPRT is ignored: did you mean GRADCOMP_TRANSPORT?",
+    ]
+    assert "unknown" not in second.stderr
+
+
+def killed() -> None:
+    import os
+    import signal
+    import sys
+    import tempfile
+    import threading
+    import time
+
+    import torch
+
+    import gradcomp.torch as gc
+
+    tempfile.tempdir = os.environ["TMPDIR"]  # which a fork has asked for already
+    directory, alone = sys.argv[1:]
+
+    def kill() -> None:
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if alone == "alone":  # nobody else comes
+        threading.Thread(target=kill).start()
+    gc.init(transport="shm", timeline=f"{directory}/timeline-{{rank}}", run_log=f"{directory}/log")
+    net = torch.nn.Linear(100, 100)
+    gc.broadcast_parameters(net.state_dict(), root_rank=0)
+    opt = gc.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), compression="topk:density=0.1"
+    )
+    threading.Thread(target=kill).start()
+    while True:
+        opt.zero_grad()
+        net(torch.randn(4, 100)).sum().backward()
+        opt.step()
+        gc.save(f"{directory}/checkpoint", opt, model=net)  # most of the time is spent here
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("when", ["alone", "training"])
+def test_nothing_outside_of_its_own_files_outlives_a_job_that_is_killed(when: str, tmp_path: Path) -> None:
+    temporary, own = tmp_path / "tmp", tmp_path / "own"
+    temporary.mkdir()
+    own.mkdir()
+    environ = {"TMPDIR": str(temporary), "PMIX_NAMESPACE": f"prterun-{os.getpid()}-2"}
+    before = set(Path("/dev/shm").iterdir())
+    ends = run_ranks(
+        killed,
+        1 if when == "alone" else 2,
+        env=lambda rank: {**open_mpi(rank, 2), **environ},
+        arguments=(str(own), when),
+        imported=preloaded.TORCH,
+    )
+    assert [end.returncode for end in ends] == [-9] * len(ends), ends[0].stderr
+    assert (own / "checkpoint").exists() == (when == "training")
+    assert not list(temporary.iterdir())
+    assert not set(Path("/dev/shm").iterdir()) - before
 
 
 def test_ranks_meet_at_master_address_and_learn_their_hosts() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import preloaded
 import pytest
-from launching import run_ranks, run_torchrun
+from launching import clean_environment, plain_variables, run_ranks, run_torchrun
+from ports import free_port
 
 TRAIN = """
 import sys
@@ -91,3 +100,127 @@ def test_a_whole_run_leaves_a_timeline(tmp_path):
         events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
         spans = [e["args"] for e in events if e["ph"] == "X"]
         assert {args["step"] for args in spans if "step" in args} == set(range(12))
+
+
+#: Both ranks step once. Then rank 0 is in code of its own, and rank 1 waits for it in a second step. With "go on" they
+#: both step for three seconds more. Each appends to a file of its own what it has come to.
+LAUNCHED = """
+import os, sys, time
+from pathlib import Path
+import torch
+import gradcomp.torch as gc
+
+gc.init()
+file = Path(sys.argv[1], str(gc.rank()))
+model = torch.nn.Linear(64, 64)
+gc.broadcast_parameters(model.state_dict(), root_rank=0)
+opt = gc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), "quantize:bits=4")
+
+def step():
+    opt.zero_grad()
+    model(torch.randn(2, 64)).square().mean().backward()
+    opt.step()
+
+def say(text):
+    with file.open("a") as out:
+        print(text, file=out)
+
+step()
+say(os.getpid())
+if sys.argv[2:] == ["go on"]:
+    while not Path(sys.argv[1], "gone").exists():
+        time.sleep(0.02)
+    for _ in range(30):
+        time.sleep(0.1)
+        step()
+    say("done")
+elif gc.rank() == 0:
+    time.sleep(600)
+else:
+    try:
+        step()
+    except gc.TransportError as error:
+        say(error)
+        raise
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a command in a session of its own, its output in a file; nothing of it is left behind the test."""
+    (tmp_path / "program.py").write_text(LAUNCHED)
+    processes = []
+
+    def start(*command: str, **variables: str) -> subprocess.Popen[bytes]:
+        environment = {**clean_environment(), "TMPDIR": str(tmp_path), **variables}
+        with (tmp_path / "output").open("ab") as output:
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, cwd=tmp_path, start_new_session=True
+            )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+    for file in (tmp_path / "0", tmp_path / "1"):
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(file.read_text().split()[0]), signal.SIGKILL)
+
+
+def lines(tmp_path: Path, count: int, seconds: float = 60.0) -> list[list[str]]:
+    """What both ranks have written, once these are so many lines."""
+    deadline = time.monotonic() + seconds
+    files = (tmp_path / "0", tmp_path / "1")
+    while True:
+        found = [file.read_text().splitlines() if file.exists() else [] for file in files]
+        if all(len(of_rank) >= count for of_rank in found):
+            return found
+        assert time.monotonic() < deadline, (found, (tmp_path / "output").read_text())
+        time.sleep(0.05)
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.alone
+def test_ranks_end_within_ten_seconds_of_their_launcher(started, tmp_path):
+    launcher = started(*TORCHRUN, "program.py", str(tmp_path))
+    ranks = [of_rank[0] for of_rank in lines(tmp_path, 1)]
+    launcher.kill()  # a zombie from now on, as its parent does not look
+    killed = time.monotonic()
+    while any(map(runs, ranks)):
+        assert time.monotonic() - killed < 10, [runs(rank) for rank in ranks]
+        time.sleep(0.1)
+    _, (_, told) = lines(tmp_path, 1)
+    assert told
+    output = (tmp_path / "output").read_text()
+    assert "rank 0: torchrun (process " in output  # in no call of ours: by the log, and SIGTERM
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("how", ["by hand", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_what_a_shell_has_started_lives_on_without_it(started, tmp_path, how):
+    port = str(free_port())
+    rest = f"program.py {tmp_path} 'go on' & wait"
+    if how == "torchrun":
+        shells = [started("sh", "-c", f"setsid {' '.join(TORCHRUN)} {rest}")]
+    else:
+        shells = [
+            started("sh", "-c", f"{alone} {sys.executable} {rest}", **plain_variables(rank, 2, port))
+            for rank, alone in enumerate(["nohup", "setsid"])
+        ]
+    lines(tmp_path, 1)
+    for shell in shells:
+        shell.kill()
+        shell.wait()
+    (tmp_path / "gone").touch()
+    assert [of_rank[1] for of_rank in lines(tmp_path, 2)] == ["done", "done"]

@@ -71,6 +71,38 @@ def test_shared_memory_trains_as_torch_does():
     assert digests == {digest for digest, *_ in results("torch", 3)}
 
 
+def leave_everything() -> None:
+    import sys
+
+    import numpy as np
+    import torch
+
+    import gradcomp.torch as gc
+
+    gc.init(process_sets=[gc.ProcessSet([0, 1])])
+    net = torch.nn.Linear(300, 300)
+    gc.broadcast_parameters(net.state_dict(), root_rank=0)
+    opt = gc.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), compression="quantize:bits=4"
+    )
+    started = gc.allreduce_async(torch.ones(1000))
+    for step in range(3):
+        opt.zero_grad()
+        if step == 2 and gc.rank() == 1 and "fail" in sys.argv:
+            raise ValueError(np.float32(step))
+        net(torch.randn(8, 300)).square().mean().backward()
+        opt.step()
+    gc.synchronize(started)
+
+
+@pytest.mark.parametrize("ending", ["", pytest.param("fail", marks=pytest.mark.full)])
+def test_nothing_of_the_shared_memory_is_alive_when_a_program_ends(ending: str) -> None:
+    ends = run_ranks(leave_everything, 2, env=variables("shm", 2), arguments=(ending,))
+    assert [end.returncode for end in ends] == [int(ending == "fail")] * 2, ends[0].stderr + ends[1].stderr
+    for end in ends:
+        assert "leaked" not in end.stderr
+
+
 def test_two_levels_train_as_torch_does():
     found = results("shm+torch", 4, hosts=2)
     assert len({digest for digest, *_ in found}) == 1

@@ -56,7 +56,7 @@ def compilers(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _built_here(module: Module, capability: int) -> Path:
-    """A file in CuPy's folder, made if it is not there or not whole."""
+    """A file in CuPy's folder, made if it is not there or not whole; one in memory if the folder cannot be written."""
     compiler = installed()
     known = [each for each in compiler.architectures if each <= capability]
     if not known:
@@ -64,7 +64,10 @@ def _built_here(module: Module, capability: int) -> Path:
     # A device that is newer than the compiler takes PTX, and its driver compiles that.
     kind, form = ("sm", "cubin") if max(known) == capability else ("compute", "ptx")
     architecture = f"{kind}_{max(known)}"
-    target = _folder() / f"gradcomp-{module.digest(architecture, compiler.version)}.{form}"
+    folder = _folder()
+    if folder is None:
+        return _in_memory(compiled(module, architecture))
+    target = folder / f"gradcomp-{module.digest(architecture, compiler.version)}.{form}"
     if not (target.exists() and whole(target.read_bytes())):
         write(target, compiled(module, architecture))
     return target
@@ -108,12 +111,20 @@ def write(target: Path, code: bytes) -> None:
 
 
 @cache
-def _folder() -> Path:
-    """CuPy's folder for such files; one that ends with the machine's temporary files if it cannot be written."""
+def _folder() -> Path | None:
+    """CuPy's folder for such files; None if it cannot be written."""
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="gradcomp-"))
+        return None
+
+
+def _in_memory(code: bytes) -> Path:
+    """The path of a file without a name, which ends with this process, however that ends."""
+    descriptor = os.memfd_create("gradcomp-kernels")
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(code)
+    return Path(f"/proc/self/fd/{descriptor}")

@@ -1,0 +1,105 @@
+"""The process that launched this rank: without it nobody collects the job, and the rank ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+from gradcomp.core.errors import TransportError
+from gradcomp.engine.keys import ABORT
+from gradcomp.engine.watch import publish_abort
+from gradcomp.job.state import Runtime
+
+logger = logging.getLogger("gradcomp")
+
+#: Only launchers set these, to values of their own. What users set by hand (``RANK``, ``MASTER_ADDR``) is not here.
+_MARKS = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_FD",
+    "PMI_PORT", "SLURM_STEP_ID",
+)  # fmt: skip
+
+#: From the launcher's end to SIGTERM, which a program may want to handle; from there to SIGKILL, as torchrun has it.
+TERMINATE_SECONDS, KILL_SECONDS = 5.0, 30.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told from a later one of the same number by when it started, in clock ticks since boot."""
+
+    number: int
+    born: int
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended; one that nobody has waited for has."""
+        found = _stat(self.number)
+        return found is not None and found[0] not in "ZX" and int(found[19]) == self.born
+
+
+def launcher_of(environ: Mapping[str, str]) -> Process | None:
+    """The launcher's process on this host: the nearest ancestor that does not have the variables that it set.
+
+    A shell between it and this process has them, and so has a rank that started this process. None where no launcher
+    set any, and where the ancestors cannot be seen, as from inside a container.
+    """
+    marks = {f"{name}={environ[name]}".encode() for name in _MARKS if name in environ}
+    number = os.getppid()
+    while marks and number > 1:
+        found = _stat(number)
+        try:
+            held = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        except PermissionError:  # another user's, as Slurm's is
+            held = []
+        except OSError:
+            return None
+        if found is None:
+            return None
+        if not marks.issubset(held):
+            return Process(number, int(found[19]))
+        number = int(found[1])
+    return None
+
+
+def watch_launcher(runtime: Runtime) -> None:
+    """Let the watchdog look for the launcher, if there is one; this rank ends soon after it.
+
+    Waits and whatever else this rank asks of the others raise TransportError, and so does every other rank. A program
+    that is in no call of ours gets SIGTERM after ``TERMINATE_SECONDS``, as from the launcher.
+    """
+    launcher = launcher_of(os.environ)
+
+    def look() -> TransportError | None:
+        if launcher is None or launcher.lives:
+            return None
+        name = "the launcher" if runtime.launch.launcher == "process group" else runtime.launch.launcher
+        error = TransportError(
+            f"rank {runtime.rank}: {name} (process {launcher.number}), which started it, is gone, so this rank ends too"
+        )
+        logger.error("%s", error)
+        threading.Thread(target=_end, args=(runtime, str(error)), name="gradcomp-end", daemon=True).start()
+        return error
+
+    runtime.watchdog.beside = look
+
+
+def _end(runtime: Runtime, reason: str) -> None:
+    began = monotonic()
+    publish_abort(runtime.watchdog, ABORT, reason)
+    sleep(max(0.0, began + TERMINATE_SECONDS - monotonic()))
+    os.kill(os.getpid(), signal.SIGTERM)
+    sleep(KILL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stat(number: int) -> list[str] | None:
+    """What stands in ``/proc/NUMBER/stat`` behind the program's name: first the state, then the parent."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
