@@ -42,8 +42,11 @@ class BucketSteps:
         unequal_steps=SKIP_TOGETHER,
     )
 
-    def __init__(self, named: Named, layers: list[LayerSpec], loss_scale: LossScale, device: Device) -> None:
+    def __init__(
+        self, named: Named, frozen: Named, layers: list[LayerSpec], loss_scale: LossScale, device: Device
+    ) -> None:
         self._named = named
+        self._frozen = frozen
         self._layers = layers
         self._loss_scale = loss_scale
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
@@ -52,7 +55,7 @@ class BucketSteps:
         self._futures = BucketFutures(len(layers), self._staging)
         #: Hears of means.
         self.listener = self._futures
-        self._optimizers = StepWatch(parameter for _, parameter in named)
+        self._optimizers = StepWatch((parameter for _, parameter in named), self._goes_on)
         self._joining = False  # in the last exchange this rank had run out of data: it was in join()
 
     def attach(self, driver: StepDriver) -> None:
@@ -84,6 +87,7 @@ class BucketSteps:
         return future
 
     def _begin(self, driver: StepDriver) -> None:
+        self._check_frozen()
         driver.rest()
         stepped = self._optimizers.stepped()
         if self._joining:
@@ -98,6 +102,21 @@ class BucketSteps:
         self._loss_scale.agree(driver.exchanger)
         driver.open(scale)
         self._futures.open(driver.exchanger.pipeline.layout)
+
+    def _check_frozen(self) -> None:
+        """DistributedDataParallel knows nothing of them, so that each rank would step on its own gradients."""
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise StateError(
+                "parameters that were frozen when ddp_comm_hook was called now require gradients and are not "
+                f"exchanged: {', '.join(thawed[:5])}; after unfreezing, wrap the model in DistributedDataParallel and "
+                "call ddp_comm_hook anew"
+            )
+
+    def _goes_on(self) -> None:
+        """An optimizer that is about to step for the first time since has stepped before."""
+        if self._driver.attached:
+            self._driver.checkpoint_manager.state_was_due()
 
     def _await(self) -> None:
         if self._driver.phase is Phase.FLUSHED:
