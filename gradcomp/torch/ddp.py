@@ -131,7 +131,7 @@ class HookState(Readers):
     ) -> None:
         self._named = named
         self._layers = proposal.layers
-        self._steps = BucketSteps(named, frozen, proposal.layers, loss_scale, device)
+        self._steps = BucketSteps(named, frozen, proposal.layers, proposal.policy, loss_scale, device)
         shapes = [tuple(parameter.shape) for _, parameter in named]
         self._driver = start(
             state,
@@ -184,6 +184,7 @@ class HookState(Readers):
         policy = as_policy(compression)
         _refuse_following(policy)
         set_compression(self.checkpoint_manager, self.exchanger, self._layers, policy)
+        self._steps.policy = policy
 
     def _exchanger_or_none(self) -> Exchanger | None:
         return self.exchanger

@@ -119,15 +119,16 @@ def allow_one_hook(model: torch.nn.Module) -> None:
 
 def _refuse_second_hook(ddp: DistributedDataParallel) -> None:
     """On this instance: what registers hooks looks first whether there is one."""
-    me = ref(ddp)
+    me: Any = ref(ddp)
+    kind: Any = DistributedDataParallel
 
     def register(state: object, hook: Any) -> None:
         _check_alone(me(), f"{hook.__module__}.{hook.__qualname__}")
-        DistributedDataParallel.register_comm_hook(me(), state, hook)
+        kind.register_comm_hook(me(), state, hook)
 
-    def register_builtin(kind: Any) -> None:
-        _check_alone(me(), str(kind))
-        DistributedDataParallel._register_builtin_comm_hook(me(), kind)
+    def register_builtin(which: Any) -> None:
+        _check_alone(me(), str(which))
+        kind._register_builtin_comm_hook(me(), which)
 
     ddp.__dict__.update(register_comm_hook=register, _register_builtin_comm_hook=register_builtin)
 

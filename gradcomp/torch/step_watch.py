@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
+class Listener(Protocol):
+    """Who hears of the steps of optimizers that hold the parameters."""
+
+    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
+        """One is seen for the first time. ``had_stepped``: before this object was made, or it was loaded."""
+        ...
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to step; what is raised is raised in its ``step()``."""
+        ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+        ...
+
+
 class StepWatch:
-    """Hears of the steps of all optimizers, and remembers whether one of them has some of the parameters.
+    """Hears of the steps of all optimizers, and remembers whether one of them has some of the parameters."""
 
-    ``goes_on`` is called if the first one that steps had stepped before this object was made, or was loaded.
-    """
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], goes_on: Callable[[], None]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], listener: Listener) -> None:
         self._parameters = {id(parameter) for parameter in parameters}
-        self._goes_on = goes_on
+        self._listener = listener
         self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepped = False
         me = weakref.ref(self)  # the hooks must not keep the model's state alive
 
         def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             watch = me()
-            if watch is not None:
-                watch._before_step(optimizer)
+            if watch is not None and watch.holds(optimizer):
+                watch._listener.before_step(optimizer)
 
         def after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             watch = me()
             if watch is not None and optimizer in watch._ours:
                 watch._stepped = True
+                watch._listener.after_step(optimizer)
 
         for handle in (
             register_optimizer_step_pre_hook(before_step),
@@ -39,14 +53,21 @@ class StepWatch:
         ):
             weakref.finalize(self, handle.remove)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that have been seen."""
+        return list(self._ours)
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has some of the parameters; the first time that it does, the listener hears of it."""
         if optimizer in self._ours:
-            return
+            return True
         groups = optimizer.param_groups
-        if any(id(parameter) in self._parameters for group in groups for parameter in group["params"]):
-            if not self._ours and _has_stepped(optimizer):
-                self._goes_on()
-            self._ours.add(optimizer)
+        if not any(id(parameter) in self._parameters for group in groups for parameter in group["params"]):
+            return False
+        self._ours.add(optimizer)
+        self._listener.appears(optimizer, had_stepped=_has_stepped(optimizer))
+        return True
 
     def stepped(self) -> bool | None:
         """Whether one has stepped since the last call; None if parameters change without optimizers, or did so far."""
