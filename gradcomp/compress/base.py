@@ -23,6 +23,8 @@ from gradcomp.kernels.step import StepContext
 
 #: The field that holds local momentum.
 MOMENTUM = "momentum"
+#: A momentum factor that is the optimizer's own, which may differ between layers and change with every step.
+OPTIMIZER = "optimizer"
 #: What names of fields begin with that are kept once for all layers.
 SHARED = "shared_"
 
@@ -35,9 +37,10 @@ class Traits:
     with ``follows_rate``, by the last learning rate over this one. ``accounts``: the result is a mean of what the ranks
     sent, so that a residual can account for the rest.
 
-    ``momentum``: factor of the local momentum that is exchanged instead of the gradient; 0: none. ``masks_momentum``:
-    the momentum of an element that was sent starts again from zero. ``clip_norm``: the largest norm of one rank's share
-    of a layer's result, times the square root of the number of ranks; None: no clipping.
+    ``momentum``: factor of the local momentum that is exchanged instead of the gradient; 0: none; :data:`OPTIMIZER`:
+    the layer's own in the optimizer, which the context has. ``masks_momentum``: the momentum of an element that was
+    sent starts again from zero. ``clip_norm``: the largest norm of one rank's share of a layer's result, times the
+    square root of the number of ranks; None: no clipping.
 
     ``reduces``: exchanges are a Reduce, in whose payload layers that travel exactly can ride. ``contributes``: they
     want c = scale g + decay r in memory, so that segments always have a next residual. ``whole_model``: all layers
@@ -50,7 +53,7 @@ class Traits:
     residual_decay: float = 1.0
     follows_rate: bool = False
     accounts: bool = True
-    momentum: float = 0.0
+    momentum: float | str = 0.0
     masks_momentum: bool = False
     clip_norm: float | None = None
     reduces: bool = False
@@ -63,7 +66,7 @@ class Traits:
     @property
     def preconditions(self) -> bool:
         """Whether momentum or clipping acts on gradients before they are compressed."""
-        return self.momentum > 0 or self.clip_norm is not None
+        return bool(self.momentum) or self.clip_norm is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +242,13 @@ class Coded(Compressor):
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Reduce."""
         return (yield Reduce(self.codec_for(group.table), group)).flags
+
+
+def check_momentum_factor(value: object, name: str) -> None:
+    """ConfigError unless it is in [0, 1), or :data:`OPTIMIZER`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != OPTIMIZER and not (number and 0.0 <= value < 1.0):  # type: ignore[operator]
+        raise ConfigError(f"{name} must be in [0, 1), or {OPTIMIZER!r}, got {value!r}")
 
 
 def zeros(size: int) -> Begin:

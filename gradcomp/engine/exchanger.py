@@ -124,7 +124,12 @@ class Exchanger:
         """Why the exchanger is unusable, if it is."""
         return self._progress.error
 
-    def open(self, scale: Number = 1.0, learning_rate: Number = 0.0) -> None:
+    def open(
+        self,
+        scale: Number = 1.0,
+        learning_rate: Number = 0.0,
+        momenta: npt.NDArray[np.float64] | None = None,
+    ) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`. A server does when it has been told to, by :meth:`listen`."""
         self._check()
         # First of all: servers take part in what follows.
@@ -140,9 +145,8 @@ class Exchanger:
         fingerprint: SoonFingerprint = NOTHING
         if self._fingerprint is not None and self._exchanges:
             fingerprint = self._fingerprint(self._pipeline.step)
-        self._pipeline.open(
-            scale, learning_rate, self._digests() if self._digests and due else None, fingerprint
-        )
+        digests = self._digests() if self._digests and due else None
+        self._pipeline.open(scale, learning_rate, digests, fingerprint, momenta)
         self._exchanges += 1
         self._progress.collectives = 0
         if self.recorder is not None:

@@ -84,6 +84,7 @@ class CheckpointManager:
         self._unit = unit
         self.awaited = False
         self._restored = False
+        self._begins_anew = True  # and nobody was told that it should not
         self._expected: Expected | None = None
 
     @cached_property
@@ -119,7 +120,7 @@ class CheckpointManager:
         self.role.needs_all("loading a compression state")
         self.finish_step()
         restore(self.pipeline, state, self._unit)
-        self.awaited, self._restored = False, True
+        self.awaited, self._restored, self._begins_anew = False, True, False
         self._expected = expected
 
     def inherit(self, old: CheckpointManager) -> None:
@@ -138,15 +139,21 @@ class CheckpointManager:
             self._expected.check(self.digests())
             self._expected = None
         awaited, self.awaited, self._restored = self.awaited, False, False
-        if (
-            awaited
-            and self._exchanger is not None
-            and self.pipeline.residuals.nbytes + self.pipeline.fields.nbytes
-        ):
-            logger.warning(
-                "the optimizer's state was loaded, its compression state was not: residuals start again from zero, "
-                "what had not been sent is lost (gc.load)"
+        if awaited:
+            self._warn("the optimizer's state was loaded, its compression state was not: %s")
+
+    def state_was_due(self) -> None:
+        """The steps began without a state, and now an optimizer turns up that had stepped before: warn, once."""
+        if self._begins_anew:
+            self._warn(
+                "an optimizer of these parameters had stepped before the first exchange, and no compression state was "
+                "loaded: if this run goes on from a checkpoint, %s"
             )
+
+    def _warn(self, text: str) -> None:
+        self._begins_anew = False
+        if self._exchanger is not None and self.pipeline.residuals.nbytes + self.pipeline.fields.nbytes:
+            logger.warning(text, "residuals start again from zero, what had not been sent is lost (gc.load)")
 
 
 def checkpoint_manager_of(opt: Any) -> CheckpointManager:

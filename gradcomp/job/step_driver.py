@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.engine import Exchanger
@@ -124,11 +125,16 @@ class StepDriver:
         """Raise if a checkpoint was loaded that is not the model's; :meth:`open` does it, a world of one calls it."""
         self.checkpoint_manager.before_step()
 
-    def open(self, scale: Number = 1.0, learning_rate: Number = 0.0) -> None:
+    def open(
+        self,
+        scale: Number = 1.0,
+        learning_rate: Number = 0.0,
+        momenta: npt.NDArray[np.float64] | None = None,
+    ) -> None:
         """Begin a step; see :meth:`gradcomp.engine.Exchanger.open`."""
         after = self._after(Verb.OPEN)
         self.before_step()
-        self.exchanger.open(scale, learning_rate)
+        self.exchanger.open(scale, learning_rate, momenta)
         self._rows = {}
         self._phase = after
 

@@ -38,8 +38,9 @@ class StepContext:
     the first of these ranks. ``scale`` multiplies gradients before they are encoded, and
     ``unscale`` the results: a loss scale and its inverse. ``average``: the result is the mean over trainers, else their
     sum. ``rate_ratio``: the last learning rate over this one, for residuals that follow it; ``decay``: what that makes
-    of the residuals of a group. ``fields``: the state that compressors keep by layer, beside residuals.
-    ``observations`` is there if a controller looks on. ``number``: of the step.
+    of the residuals of a group. ``momenta``: the optimizer's momentum, by layer, where it is known. ``fields``: the
+    state that compressors keep by layer, beside residuals. ``observations`` is there if a controller looks on.
+    ``number``: of the step.
     """
 
     draw: Draw
@@ -50,6 +51,7 @@ class StepContext:
     average: bool = True
     rate_ratio: float = 1.0
     decay: float = 1.0
+    momenta: Floats | None = None
     fields: Fields | None = None
     observations: Observations | None = None
     number: int = 0

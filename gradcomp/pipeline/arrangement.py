@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress import Compressor
 from gradcomp.control.candidates import sent_bytes
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
@@ -42,7 +43,8 @@ class Arrangement:
     ``fingerprint``: of the plan but for its version. ``order``: of the layers that travel. ``sizes``: of residuals.
     ``fields``: what compressors keep, by layer. ``ranges``: second residuals. ``travels``: pairs of layers and buckets;
     ``position``: by layer, the last bucket that it travels in. ``predicted``: by layer, bytes that one rank sends in a
-    step, by formula; ``sent``: by layer, those of its buckets.
+    step, by formula; ``sent``: by layer, those of its buckets. ``momenta``: by layer, the factor of momentum before
+    compression; NaN: the optimizer's.
     """
 
     layout: Layout
@@ -57,6 +59,7 @@ class Arrangement:
     position: npt.NDArray[np.int64]
     predicted: npt.NDArray[np.float64]
     sent: npt.NDArray[np.float64]
+    momenta: npt.NDArray[np.float64]
 
 
 class Arrangements:
@@ -162,6 +165,7 @@ class Arranger:
             position,
             predicted,
             by_layer(travels, sent, len(layers)),
+            np.array([_momentum(compressor) for compressor in compressors]),
         )
 
     def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
@@ -170,6 +174,11 @@ class Arranger:
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
         return make(scheme, parts, layers, self.role.rank, self._topology, bucket, self._memory)
+
+
+def _momentum(compressor: Compressor) -> float:
+    factor = compressor.traits.momentum
+    return np.nan if isinstance(factor, str) else factor
 
 
 def memory_on(device: Device, transport: Transport) -> Memory:

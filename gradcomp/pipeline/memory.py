@@ -17,7 +17,7 @@ from gradcomp.core.trace import Trace, begin_range
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.segments import byte_offsets
-from gradcomp.kernels.step import StepContext
+from gradcomp.kernels.step import Floats, StepContext
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.layout import Bucket
 from gradcomp.reduce.header import BucketFlags
@@ -152,9 +152,22 @@ class StepMemory:
             table["next_residual"] = _floats_at(bases[layers], table)
         # A value that is not finite stays one, and whoever encodes it says so.
         ignored = np.zeros(len(table), dtype=np.uint8)
-        selection.contribute(table, ignored, factors, decay=compressor.traits.momentum)
+        momentum = compressor.traits.momentum
+        if isinstance(momentum, str):
+            self._contribute_by_layer(table, layers, factors)
+        else:
+            selection.contribute(table, ignored, factors, decay=momentum)
         self._prepared[group] = bases
         return bases
+
+    def _contribute_by_layer(self, table: Table, layers: Sizes, factors: Floats) -> None:
+        """With the optimizer's momentum, layers of one value together: there are as many as it has groups, at most."""
+        assert self._context.momenta is not None, "no step opens without"
+        momenta = self._context.momenta[layers]
+        for momentum in np.unique(momenta).tolist():
+            rows = momenta == momentum
+            ignored = np.zeros(int(rows.sum()), dtype=np.uint8)
+            selection.contribute(table[rows], ignored, factors[rows], decay=momentum)
 
     def _workspace(self, group: Group, name: str) -> Addresses:
         """By layer, where its element 0 would lie in working memory that holds the group's segments.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.control.base import ControllerRun
 from gradcomp.core.config import HOST_SLICE, Config
-from gradcomp.core.errors import StateError
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Residuals
@@ -172,12 +172,23 @@ class Pipeline:
         """By layer, bytes that a rank sends per step as it is laid out, by formula, without headers."""
         return self._laid_out.predicted
 
+    @property
+    def momenta(self) -> npt.NDArray[np.float64]:
+        """By layer, the factor of momentum that acts before compression, as it is laid out; NaN: the optimizer's.
+
+        Rows of sparse gradients go another way, without.
+        """
+        momenta = self._laid_out.momenta.copy()
+        momenta[list(self.ordering.sparse)] = 0.0
+        return momenta
+
     def open(
         self,
         scale: Number = 1.0,
         learning_rate: Number = 0.0,
         digests: Future[Digests] | None = None,
         fingerprint: SoonFingerprint = NOTHING,
+        momenta: npt.NDArray[np.float64] | None = None,
     ) -> None:
         """Begin an exchange. An earlier one that was not committed is discarded.
 
@@ -185,18 +196,23 @@ class Pipeline:
         ``learning_rate``: for residuals that follow it; 0 if it is not known. The first bucket waits until
         both have come. ``digests``: of the layers' parameters, to be compared over the ranks at the end of the
         exchange; on all ranks or on none. ``fingerprint``: what every header says of them; it may come as late.
+        ``momenta``: the optimizer's momentum, by layer; ConfigError if a compressor is to take it and it is not known.
         """
         if self.is_open:
             raise StateError("an exchange is already open")
         if self.result is not None:
             self.discard()
         self.lay_out()
+        if momenta is None and np.isnan(self._laid_out.momenta).any():
+            raise ConfigError(
+                'a momentum factor of "optimizer" is that of an optimizer, and none is known here: give a number'
+            )
         self._digests = digests
         self._exchange = StepExchange(
             self._workplace,
             self.transport,
             self._laid_out,
-            self._context(),
+            replace(self._context(), momenta=momenta),
             self.residuals,
             (scale, learning_rate),
             self.learning_rate,

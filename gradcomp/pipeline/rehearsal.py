@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,6 +44,7 @@ def rehearse(
     """
     if device.driver is None or not programs:
         return
+    context = replace(context, momenta=np.zeros(len(layers)))
     memory = device.driver.allocate(_SOME_BYTES)
     registry = GradientRegistry(layers)
     registry.gradients[:] = registry.outputs[:] = memory.address

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job.checkpoint_manager import CheckpointManager
+from gradcomp.job.momentum import LOOKS_AHEAD, NO_SUM, Group, takes_momentum, warn_of_averages
 from gradcomp.job.network import Ranks
 from gradcomp.job.process_sets import Members
 from gradcomp.job.reduce_op import Average, ReduceOp
@@ -105,16 +107,66 @@ class Core:
                 names=given.names if named else None,
                 residuals=given.residuals,
                 scalars=partial(scalars_of, self.owner),
+                momentum=self._momentum,
             )
+        if self.exchange.exchanger is not None and self.exchange.exchanger.pipeline.role.leads:
+            inner = self._inner
+            if getattr(inner, "beta_1", 0.0):
+                warn_of_averages(as_policy(given.compression), type(inner).__name__)
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(exchanged)}
         self._own = {self.owner._var_key(variable) for variable in variables} - set(self._rows)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Go over to another compression; before there is an exchange, begin with it."""
-        as_policy(compression)
-        if self.exchange is not None:
+        takes = takes_momentum(as_policy(compression))
+        if self.exchange is not None and self.exchange.exchanger is not None:
+            if takes != takes_momentum(as_policy(self.arguments.compression)):
+                raise ConfigError(
+                    'a momentum factor of "optimizer" cannot come or go in mid-run: the train step that Keras has '
+                    "traced has the optimizer's momentum, or none, built in"
+                )
             self.exchange.set_compression(compression)
         self.arguments = replace(self.arguments, compression=compression, controller=None)
+
+    @property
+    def _inner(self) -> Any:
+        """The optimizer that updates variables."""
+        return getattr(self.owner, "inner_optimizer", self.owner)
+
+    def _momentum(self) -> Group:
+        """Its momentum, as it is now."""
+        inner = self._inner
+        kind, momentum, problem = type(inner).__name__, getattr(inner, "momentum", 0.0), ""
+        if not isinstance(inner, keras.optimizers.SGD):
+            problem = NO_SUM % (kind, "keras.optimizers.SGD")
+        elif inner.nesterov:
+            problem = LOOKS_AHEAD
+        elif self._own:
+            problem = (
+                "local variables, whose gradients are not exchanged, would lose their momentum; give a number"
+            )
+        return Group(kind, float(momentum or 0.0), problem)
+
+    @contextmanager
+    def momentum_withheld(self) -> Iterator[None]:
+        """The update in here is one without momentum, where the exchange takes it.
+
+        A trace keeps what the optimizer has while it is made, so that the momentum is the user's again afterwards.
+        """
+        exchanges = self.exchange is not None and self.exchange.exchanger is not None
+        if not exchanges or not takes_momentum(as_policy(self.arguments.compression)):
+            yield
+            return
+        inner = self._inner
+        momentum = getattr(inner, "momentum", None)
+        if momentum is None:  # the exchange refuses it
+            yield
+            return
+        inner.momentum = 0.0
+        try:
+            yield
+        finally:
+            inner.momentum = momentum
 
     def unknown(self, variables: Sequence[Any]) -> list[str]:
         """Those of the variables that were not there when the exchange began."""
@@ -192,7 +244,13 @@ def check_optimizer(optimizer: Any) -> None:
         raise ConfigError(f"expected a keras.optimizers.Optimizer of Keras 3, got {type(optimizer).__name__}")
     if core_of(optimizer) is not None or core_of(getattr(optimizer, "inner_optimizer", None)) is not None:
         raise StateError("this optimizer is already a DistributedOptimizer")
-    hooks = ("_clip_gradients", "_backend_apply_gradients", "_check_variables_are_known", "_var_key")
+    hooks = (
+        "_clip_gradients",
+        "_backend_apply_gradients",
+        "_backend_update_step",
+        "_check_variables_are_known",
+        "_var_key",
+    )
     missing = [name for name in hooks if not callable(getattr(optimizer, name, None))]
     if missing:
         raise ConfigError(f"Keras {keras.__version__} has no {missing[0]}: this gradcomp does not know it")

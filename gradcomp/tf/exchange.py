@@ -14,6 +14,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import joining, runtime
+from gradcomp.job.momentum import Group
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.start import (
@@ -41,8 +42,9 @@ class Exchange:
     Construction is collective over the ranks of ``process_set``: see :func:`gradcomp.tf.DistributedGradientTape` for
     the arguments and the errors. ``predivide``: gradients are divided by it before the exchange, the mean multiplied
     after. ``scalars``: the optimizer's, beside its learning rate; ranks compare them. ``names``: of the layers, if
-    variables are called otherwise than when a compression state was saved. If all variables lie on one GPU, gradients
-    are exchanged there, else on the host: see :func:`gradcomp.tf.devices.place_of`.
+    variables are called otherwise than when a compression state was saved. ``momentum``: the optimizer's, if there is
+    one. If all variables lie on one GPU, gradients are exchanged there, else on the host: see
+    :func:`gradcomp.tf.devices.place_of`.
 
     Every exchange commits when its means are handed out, for they are applied right away; one with a value that is not
     finite does not. At the beginning of the next one the ranks compare the variables, in the steps in which it is due.
@@ -62,6 +64,7 @@ class Exchange:
         names: Sequence[str] | None = None,
         residuals: str | None = None,
         scalars: Callable[[], Mapping[str, float]] = dict,
+        momentum: Callable[[], Group] | None = None,
     ) -> None:
         state = runtime.current()
         #: Numbers, in the job, of the ranks that exchange.
@@ -83,7 +86,9 @@ class Exchange:
         self._layers = proposal.layers
         self._names = [layer.name for layer in proposal.layers]
         self._dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
-        self._steps = Steps(self._variables, self._names, self._dtypes, predivide, self._memory, scalars)
+        self._steps = Steps(
+            self._variables, self._names, self._dtypes, predivide, self._memory, scalars, momentum
+        )
         if transport is None:
             say_what_is_bypassed(proposal.policy)
         else:
@@ -146,6 +151,7 @@ class Exchange:
         if self.exchanger is None:
             return list(gradients)
         refuse_graph("the exchange of gradients")
+        self._steps.momenta()
         self._driver.check()
         with self._driver.telling():
             given: Gradients = [self._checked(layer, gradient) for layer, gradient in enumerate(gradients)]

@@ -174,7 +174,9 @@ class Distributed(Readers):
             tf.convert_to_tensor(self.dynamic_scale),
             tf.convert_to_tensor(self.learning_rate),
         )
-        super().apply(core.means(grads, variables, scale, learning_rate), variables)  # type: ignore[misc]
+        means = core.means(grads, variables, scale, learning_rate)
+        with core.momentum_withheld():
+            super().apply(means, variables)  # type: ignore[misc]
 
     def _check_variables_are_known(self, variables: Sequence[Any]) -> None:
         unknown = self._gradcomp.unknown(variables) if self._gradcomp.owner is self else []
@@ -201,6 +203,10 @@ class Distributed(Readers):
                 )
         finally:
             core.applying, core.arrived = None, []
+
+    def _backend_update_step(self, *arguments: Any) -> None:
+        with self._gradcomp.momentum_withheld():
+            super()._backend_update_step(*arguments)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Where all that comes before the exchange is done, and nothing of what follows."""

@@ -10,11 +10,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from gradcomp import kernels
 from gradcomp.core.errors import StateError
+from gradcomp.job import momentum
 from gradcomp.job.adapter import Words
+from gradcomp.job.momentum import Group
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.kernels.segments import DTYPE_NUMBERS
 from gradcomp.pipeline import Submission
@@ -40,7 +43,8 @@ class Steps:
     """One step after the other: groups of gradients are submitted, then groups of means collected, then it is finished.
 
     An :class:`gradcomp.job.adapter.Adapter`, and a :class:`gradcomp.job.joining.Joinable`. Submits may come from any
-    threads, in any order; so may collects. :meth:`attach` comes first.
+    threads, in any order; so may collects. :meth:`attach` comes first. ``optimizers_momentum``: if there is an
+    optimizer.
     """
 
     words = Words("a step is open: save and load between steps")
@@ -53,6 +57,7 @@ class Steps:
         predivide: float,
         memory: Memory,
         scalars: Callable[[], Mapping[str, float]],
+        optimizers_momentum: Callable[[], Group] | None = None,
     ) -> None:
         self._variables = variables
         self._names = names
@@ -64,6 +69,7 @@ class Steps:
         self._table = np.zeros(len(variables), dtype=kernels.SEGMENT)
         self._table["dtype"] = [DTYPE_NUMBERS[dtype.name] for dtype in self._dtypes]
         self._table["length"] = [math.prod(shape) for shape in self._shapes]
+        self._momentum = optimizers_momentum
         self.landing = Landing()
         #: Hears of means.
         self.listener = self.landing
@@ -85,6 +91,8 @@ class Steps:
         The step's first group opens it, its last one flushes it.
         """
         with self._lock:
+            if self._step is None:
+                self.momenta()  # first of all: what is wrong on all ranks all of them say, whoever finds it first
             self.driver.check()
             with self.driver.telling():
                 step = self._opened(site, number, scale, learning_rate)
@@ -106,10 +114,21 @@ class Steps:
         return step
 
     def _open(self, site: Site | None) -> _Step:
-        self.driver.open(*self._last)
+        self.driver.open(*self._last, self.momenta())
         self.landing.open(self.driver.exchanger.pipeline.layout)
         self._step = _Step(site)
         return self._step
+
+    def momenta(self) -> npt.NDArray[np.float64] | None:
+        """The optimizer's momentum by layer; ConfigError, which the others hear of, if it would act twice."""
+        if self._momentum is None:
+            return None
+        pipeline = self.driver.exchanger.pipeline
+        with self.driver.telling():
+            if not pipeline.is_open:
+                pipeline.lay_out()
+            of_one_group = np.zeros(len(self._names), dtype=np.int64)
+            return momentum.momenta(pipeline, [self._momentum()], of_one_group)[0]
 
     def drain(self) -> None:
         """Raise the error of a step that failed; none is under way where no op runs."""

@@ -11,6 +11,7 @@ import torch
 from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import joining, runtime
+from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.network import Ranks
 from gradcomp.job.start import Proposal, Setup, say_what_is_bypassed, start, validate_together
 from gradcomp.job.state import Runtime
@@ -22,6 +23,7 @@ from gradcomp.torch.devices import device_of
 from gradcomp.torch.exchange import GradientExchange
 from gradcomp.torch.fingerprint import scalars_of
 from gradcomp.torch.layers import Named, name_parameters
+from gradcomp.torch.momentum import Momenta, averages
 from gradcomp.torch.soon import number_of
 from gradcomp.torch.start import propose
 from gradcomp.torch.timing import Timing
@@ -94,11 +96,12 @@ def build(
         loss_scale=arguments.loss_scale,
         learning_rate=lambda: number_of(optimizer.param_groups[0].get("lr", 0.0)),
         scalars=lambda: scalars_of([optimizer]),
+        momenta=Momenta(named, lambda: [optimizer]),
     )
     if transport is None:
         say_what_is_bypassed(proposal.policy)
     elif transport.rank == 0:
-        check_momentum(optimizer, proposal.policy)
+        check_averages(optimizer, proposal.policy)
         if named_parameters is None and proposal.policy.compresses:
             _warn_of_positions(named)
     driver = start(
@@ -162,14 +165,7 @@ def _warn_of_positions(named: Named) -> None:
     )
 
 
-def check_momentum(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
-    """Warn if momentum would be applied twice."""
-    twice = [c for c in policy.compressors if c.traits.momentum]
-    own = any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups)
-    if twice and own:
-        runtime.logger.warning(
-            "%s applies momentum before compression, and %s has momentum of its own, which acts once more on the "
-            "mean: give it none",
-            twice[0].to_string(),
-            type(optimizer).__name__,
-        )
+def check_averages(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Warn if the compression adds up gradients that the optimizer averages again."""
+    if averages(optimizer):
+        warn_of_averages(policy, type(optimizer).__name__)

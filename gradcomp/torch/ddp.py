@@ -23,6 +23,7 @@ from gradcomp.job.start import Proposal, Setup, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.job.switching import set_compression
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.torch.ddp_check import allow_one_hook
 from gradcomp.torch.ddp_futures import future_of
 from gradcomp.torch.ddp_steps import BucketSteps
 from gradcomp.torch.devices import device_of
@@ -72,16 +73,17 @@ def ddp_comm_hook(
     Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
     2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
     an element, 4 with ``init(residuals="bfloat16")``.
-    Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients,
-    PlanMismatchError on every rank if the ranks differ, StateError before ``init()``. What fails later (TransportError,
-    StateError) ``backward()`` raises, as that type; in the first step under ``static_graph=True`` as a RuntimeError
+    Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients, and for
+    a second communication hook when it is registered; PlanMismatchError on every rank if the ranks differ, StateError
+    before ``init()``. What fails later (TransportError, StateError, which layers that were frozen and require gradients
+    now are too) ``backward()`` raises, as that type; in the first step under ``static_graph=True`` as a RuntimeError
     with its text, for DDP then waits for the futures.
     """
     state = runtime.current()
     loss_scale = LossScale(grad_scaler)
     ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
 
-    def validate() -> tuple[Named, Proposal, Device]:
+    def validate() -> tuple[Named, Named, Proposal, Device]:
         policy = as_policy(compression)
         if on_skip != "raise":
             raise ConfigError(
@@ -89,15 +91,16 @@ def ddp_comm_hook(
                 '"raise"'
             )
         _refuse_following(policy)
-        named = _named(model)
+        named, frozen = _named(model)
         proposal = propose(policy, named, controller=controller)
         loss_scale.check()
-        return named, proposal, device_of(named) if len(ranks) > 1 else HOST
+        return named, frozen, proposal, device_of(named) if len(ranks) > 1 else HOST
 
-    (named, proposal, device), transport = validate_together(state, ranks, validate)
+    (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
-    return HookState(state, ranks, named, proposal, transport, loss_scale, device), exchange_bucket
+    allow_one_hook(model)
+    return HookState(state, ranks, named, frozen, proposal, transport, loss_scale, device), exchange_bucket
 
 
 def _refuse_following(policy: Policy) -> None:
@@ -120,6 +123,7 @@ class HookState(Readers):
         state: Runtime,
         ranks: Ranks,
         named: Named,
+        frozen: Named,
         proposal: Proposal,
         transport: Transport | None,
         loss_scale: LossScale,
@@ -127,7 +131,7 @@ class HookState(Readers):
     ) -> None:
         self._named = named
         self._layers = proposal.layers
-        self._steps = BucketSteps(named, proposal.layers, loss_scale, device)
+        self._steps = BucketSteps(named, frozen, proposal.layers, proposal.policy, loss_scale, device)
         shapes = [tuple(parameter.shape) for _, parameter in named]
         self._driver = start(
             state,
@@ -180,6 +184,7 @@ class HookState(Readers):
         policy = as_policy(compression)
         _refuse_following(policy)
         set_compression(self.checkpoint_manager, self.exchanger, self._layers, policy)
+        self._steps.policy = policy
 
     def _exchanger_or_none(self) -> Exchanger | None:
         return self.exchanger
@@ -202,8 +207,8 @@ class HookState(Readers):
         return future
 
 
-def _named(model: torch.nn.Module) -> Named:
-    """The trainable parameters by the names that the bare module gives them, without those that DDP ignores."""
+def _named(model: torch.nn.Module) -> tuple[Named, Named]:
+    """Trainable and frozen parameters by the names that the bare module gives them, without those that DDP ignores."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
     model = bare(model)
@@ -213,4 +218,5 @@ def _named(model: torch.nn.Module) -> Named:
                 f"module {name!r} has sparse gradients; use sparse=False or DistributedOptimizer"
             )
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    return [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+    known = [(n, p) for n, p in model.named_parameters() if n not in ignored]
+    return [(n, p) for n, p in known if p.requires_grad], [(n, p) for n, p in known if not p.requires_grad]

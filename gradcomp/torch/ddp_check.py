@@ -1,10 +1,10 @@
-"""Whether DistributedDataParallel exchanges the gradients that ``DistributedOptimizer`` is to exchange."""
+"""Whether somebody else exchanges the same gradients: DistributedDataParallel, or another hook on it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.torch.live import live
+from gradcomp.torch.modules import bare
 
 _MARK = "gradcomp"
 
@@ -25,6 +26,13 @@ DistributedOptimizer, and let a hook compress the gradients:
     model.register_comm_hook(state, hook)
 (Trainers that make the DistributedDataParallel themselves: register the hook on the model that they return.) Or leave \
 DistributedDataParallel away, and keep DistributedOptimizer"""
+
+_TWO_HOOKS = """\
+a DistributedDataParallel takes one communication hook: {there} is registered, and {new} would be the second. To keep \
+gradcomp's, leave the other away (Accelerate registers one for DistributedDataParallelKwargs(comm_hook=...), Lightning \
+for DDPStrategy(ddp_comm_hook=...), DistributedDataParallel itself for mixed_precision=...). What it does gradcomp can \
+do in its place: ddp_comm_hook(model, compression="bf16"), "fp16" or "powersgd:rank=4". To keep the other, do not \
+register gradcomp's"""
 
 
 class DdpCheck:
@@ -82,3 +90,52 @@ def _node_data(parameter: torch.nn.Parameter) -> dict[Any, Any]:
     node: Any = get_gradient_edge(parameter).node
     data: dict[Any, Any] = node.metadata
     return data
+
+
+def allow_one_hook(model: torch.nn.Module) -> None:
+    """Refuse a second communication hook on a DistributedDataParallel around ``model``, in whichever order they come.
+
+    torch would say that a hook can be registered once, and name none. ``model`` may be the DistributedDataParallel, or
+    be wrapped in one later.
+    """
+    if isinstance(model, DistributedDataParallel):
+        _refuse_second_hook(model)
+        return
+    inside = ref(bare(model))
+    for ddp in live(DistributedDataParallel):
+        if bare(ddp) is inside():
+            _refuse_second_hook(ddp)
+
+    def assembled(module: torch.nn.Module, _name: str, part: Any) -> None:
+        if (
+            isinstance(module, DistributedDataParallel)
+            and isinstance(part, torch.nn.Module)
+            and bare(part) is inside()
+        ):
+            _refuse_second_hook(module)
+
+    finalize(bare(model), register_module_module_registration_hook(assembled).remove)
+
+
+def _refuse_second_hook(ddp: DistributedDataParallel) -> None:
+    """On this instance: what registers hooks looks first whether there is one."""
+    me: Any = ref(ddp)
+    kind: Any = DistributedDataParallel
+
+    def register(state: object, hook: Any) -> None:
+        _check_alone(me(), f"{hook.__module__}.{hook.__qualname__}")
+        kind.register_comm_hook(me(), state, hook)
+
+    def register_builtin(which: Any) -> None:
+        _check_alone(me(), str(which))
+        kind._register_builtin_comm_hook(me(), which)
+
+    ddp.__dict__.update(register_comm_hook=register, _register_builtin_comm_hook=register_builtin)
+
+
+def _check_alone(ddp: Any, new: str) -> None:
+    there = ddp._get_ddp_logging_data().get("comm_hook")
+    if there is not None:
+        hook = ddp._comm_hooks[0][0] if ddp._comm_hooks else None
+        named = there if hook is None else f"{hook.__module__}.{hook.__qualname__}"
+        raise ConfigError(_TWO_HOOKS.format(there=named, new=new))

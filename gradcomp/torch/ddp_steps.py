@@ -5,27 +5,32 @@
 import concurrent.futures
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from gradcomp.compress import Policy
 from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.engine.background import in_background
 from gradcomp.job.adapter import Words
+from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.step_phases import Phase
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import Device
-from gradcomp.pipeline import Submission
+from gradcomp.pipeline import Pipeline, Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
 from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.ddp_futures import BucketFutures
 from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.layers import Named
+from gradcomp.torch.live import live
 from gradcomp.torch.loss_scale import LossScale
+from gradcomp.torch.momentum import Momenta, averages
 from gradcomp.torch.staging import staging_for
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
 from gradcomp.torch.step_watch import StepWatch
@@ -44,8 +49,19 @@ class BucketSteps:
         unequal_steps=SKIP_TOGETHER,
     )
 
-    def __init__(self, named: Named, layers: list[LayerSpec], loss_scale: LossScale, device: Device) -> None:
+    def __init__(
+        self,
+        named: Named,
+        frozen: Named,
+        layers: list[LayerSpec],
+        policy: Policy,
+        loss_scale: LossScale,
+        device: Device,
+    ) -> None:
+        #: How layers are compressed.
+        self.policy = policy
         self._named = named
+        self._frozen = frozen
         self._layers = layers
         self._loss_scale = loss_scale
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
@@ -55,7 +71,9 @@ class BucketSteps:
         #: Hears of means.
         self.listener = self._futures
         self._samples = ParameterSamples(named, device)
-        self._optimizers = StepWatch(parameter for _, parameter in named)
+        self._optimizers = StepWatch((parameter for _, parameter in named), self)
+        self._momenta = Momenta(named, lambda: self._optimizers.optimizers)
+        self._any_optimizer = False
         self._joining = False  # in the last exchange this rank had run out of data: it was in join()
 
     def attach(self, driver: StepDriver) -> None:
@@ -87,7 +105,11 @@ class BucketSteps:
         return future
 
     def _begin(self, driver: StepDriver) -> None:
+        # First of all: what is wrong on all ranks all of them say, whoever finds it first.
+        self._check_frozen()
+        self._momenta_of_step(driver.exchanger.pipeline)
         driver.rest()
+        driver.exchanger.pipeline.lay_out()
         stepped = self._optimizers.stepped()
         if self._joining:
             driver.amend(0)
@@ -96,11 +118,52 @@ class BucketSteps:
         # Outside of backward passes, DistributedDataParallel.join() calls for a rank that has run out of data: it does
         # not step, and takes the others' parameters in the end.
         self._joining = torch._C._current_graph_task_id() == -1
+        momenta = self._momenta_of_step(driver.exchanger.pipeline)
         self._staging.open()
         scale = self._loss_scale.of(driver.exchanger.pipeline)
         self._loss_scale.agree(driver.exchanger)
-        driver.open(scale)
+        driver.open(scale, momenta=momenta)
         self._futures.open(driver.exchanger.pipeline.layout)
+
+    def _check_frozen(self) -> None:
+        """DistributedDataParallel knows nothing of them, so that each rank would step on its own gradients."""
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise StateError(
+                "parameters that were frozen when ddp_comm_hook was called now require gradients and are not "
+                f"exchanged: {', '.join(thawed[:5])}; after unfreezing, wrap the model in DistributedDataParallel and "
+                "call ddp_comm_hook anew"
+            )
+
+    def _momenta_of_step(self, pipeline: Pipeline) -> npt.NDArray[np.float64] | None:
+        if not self._any_optimizer and pipeline.momenta.any():
+            for optimizer in live(torch.optim.Optimizer):
+                self._optimizers.holds(optimizer)
+        return self._momenta.of_step(pipeline)
+
+    # -- what optimizers do, see gradcomp.torch.step_watch.Listener -------------------------------------------------
+
+    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
+        """Say what does not fit together; the first one tells whether this run goes on from a checkpoint."""
+        driver, first = self._driver, not self._any_optimizer
+        self._any_optimizer = True
+        if not driver.attached:
+            return
+        if first and had_stepped:
+            driver.checkpoint_manager.state_was_due()
+        if driver.exchanger.pipeline.role.leads and averages(optimizer):
+            warn_of_averages(self.policy, type(optimizer).__name__)
+        if driver.phase is Phase.DONE:  # its momentum was not known when the exchange began
+            with driver.telling():
+                self._momenta.of_step(driver.exchanger.pipeline)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Without the momentum that the exchange has taken."""
+        self._momenta.withhold(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The momentum is the user's again."""
+        self._momenta.give_back()
 
     def _await(self) -> None:
         if self._driver.phase is Phase.FLUSHED:

@@ -27,6 +27,7 @@ from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.gradients import Gradients
 from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
+from gradcomp.torch.momentum import Momenta
 from gradcomp.torch.sparse import rows_of, tensor_of
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
 from gradcomp.torch.timing import Timing
@@ -53,6 +54,7 @@ class GradientExchange:
     A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward passes
     touched it. At the end of the window the step is flushed and waited for; then every ``.grad`` that some rank touched
     is the mean. :meth:`attach` comes first. ``learning_rate``: the current one. ``scalars``: the optimizer's, as text.
+    ``momenta``: the optimizer's.
     """
 
     words = Words(
@@ -72,6 +74,7 @@ class GradientExchange:
         loss_scale: LossScale,
         learning_rate: Callable[[], Number],
         scalars: Callable[[], str],
+        momenta: Momenta,
     ) -> None:
         self.number = next(_numbers)
         self.timing = timing
@@ -84,6 +87,7 @@ class GradientExchange:
         self._sparse = np.zeros(len(named), np.bool_)
         self._learning_rate = learning_rate
         self._scalars = scalars
+        self.momenta = momenta
         self._ddp_check: DdpCheck | None = None
         self._touched: dict[int, int] = {}  # layer -> backward passes in this window
         self._submitted: set[int] = set()
@@ -190,8 +194,12 @@ class GradientExchange:
             return
         if self._ddp_check is not None:
             self._ddp_check.first_gradient()
+        pipeline = self.exchanger.pipeline
+        with self.driver.telling():
+            pipeline.lay_out()
+            momenta = self.momenta.of_step(pipeline)
         self._gradients.open()
-        self.driver.open(self._loss_scale.of(self.exchanger.pipeline, self._predivide), self._learning_rate())
+        self.driver.open(self._loss_scale.of(pipeline, self._predivide), self._learning_rate(), momenta)
 
     def _end_of_backward(self) -> None:
         self._in_backward = False

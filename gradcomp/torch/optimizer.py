@@ -22,7 +22,7 @@ from gradcomp.job.switching import set_compression
 from gradcomp.torch.adasum_steps import begin_adasum_steps
 from gradcomp.torch.adoption import Adopted, adopt, check_plain
 from gradcomp.torch.arguments import Arguments
-from gradcomp.torch.core import Core, NamedParameters, build, check_momentum, rebuild
+from gradcomp.torch.core import Core, NamedParameters, build, check_averages, rebuild
 from gradcomp.torch.grouping import groups_of
 from gradcomp.torch.layers import name_parameters, spec
 from gradcomp.torch.loss_scale import Scaler
@@ -157,7 +157,8 @@ class Distributed(Serving, Readers, Adopted):
         self._opt_called = True  # for schedulers, which a step that all ranks skip does not hold up
         if not core.exchange.commit():
             return None
-        return super().step()  # type: ignore[misc]
+        with core.exchange.momenta.withheld(self):  # type: ignore[arg-type]
+            return super().step()  # type: ignore[misc]
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Every evaluation of the closure is an exchange of its own, used by the wrapped optimizer."""
@@ -167,6 +168,7 @@ class Distributed(Serving, Readers, Adopted):
             loss = closure()
             core.exchange.finish()
             core.exchange.commit()
+            core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
             return loss
 
         if core.driver.agrees:
@@ -174,7 +176,10 @@ class Distributed(Serving, Readers, Adopted):
                 'a step with a closure cannot be skipped once it has begun: on_skip="agree" needs step() alone'
             )
         self._opt_called = True
-        return super().step(evaluate)  # type: ignore[misc]
+        try:
+            return super().step(evaluate)  # type: ignore[misc]
+        finally:
+            core.exchange.momenta.give_back()
 
     # A scheduler made before wrapping looks for this mark, and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -255,7 +260,7 @@ class Distributed(Serving, Readers, Adopted):
         set_compression(core.checkpoint_manager, exchanger, [spec(name, p) for name, p in core.named], policy)
         core.arguments.take(policy)
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:
-            check_momentum(self, policy)  # type: ignore[arg-type]
+            check_averages(self, policy)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's; unless compression state is loaded as well, the next step warns."""

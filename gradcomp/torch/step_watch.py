@@ -4,40 +4,72 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcomp.torch.fingerprint import scalars_of
+
+
+class Listener(Protocol):
+    """Who hears of the steps of optimizers that hold the parameters."""
+
+    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
+        """One is seen for the first time. ``had_stepped``: before this object was made, or it was loaded."""
+        ...
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to step; what is raised is raised in its ``step()``."""
+        ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+        ...
 
 
 class StepWatch:
     """Hears of the steps of all optimizers, and remembers whether one of them has some of the parameters."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], listener: Listener) -> None:
         self._parameters = {id(parameter) for parameter in parameters}
+        self._listener = listener
         self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepped = False
-        me = weakref.ref(self)  # the hook must not keep the model's state alive
+        me = weakref.ref(self)  # the hooks must not keep the model's state alive
+
+        def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+            watch = me()
+            if watch is not None and watch.holds(optimizer):
+                watch._listener.before_step(optimizer)
 
         def after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             watch = me()
-            if watch is not None:
-                watch._after_step(optimizer)
+            if watch is not None and optimizer in watch._ours:
+                watch._stepped = True
+                watch._listener.after_step(optimizer)
 
-        handle = register_optimizer_step_post_hook(after_step)
-        weakref.finalize(self, handle.remove)
+        for handle in (
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+        ):
+            weakref.finalize(self, handle.remove)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._ours:
-            groups = optimizer.param_groups
-            if not any(
-                id(parameter) in self._parameters for group in groups for parameter in group["params"]
-            ):
-                return
-            self._ours.add(optimizer)
-        self._stepped = True
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that have been seen."""
+        return list(self._ours)
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has some of the parameters; the first time that it does, the listener hears of it."""
+        if optimizer in self._ours:
+            return True
+        groups = optimizer.param_groups
+        if not any(id(parameter) in self._parameters for group in groups for parameter in group["params"]):
+            return False
+        self._ours.add(optimizer)
+        self._listener.appears(optimizer, had_stepped=_has_stepped(optimizer))
+        return True
 
     def scalars(self) -> str:
         """The settings of those that have stepped, as text; they have no order of their own."""
@@ -47,3 +79,13 @@ class StepWatch:
         """Whether one has stepped since the last call; None if parameters change without optimizers, or did so far."""
         stepped, self._stepped = self._stepped, False
         return stepped if self._ours else None
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """By what it keeps: where that counts steps (some optimizers make it when they are made) by their number."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            steps = state.get("step")
+            if any(kept is not None for kept in state.values()) if steps is None else float(steps) > 0:
+                return True
+    return False

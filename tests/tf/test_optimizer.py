@@ -591,6 +591,118 @@ def test_local_layers_learn_from_their_own_rank(scales: bool) -> None:
         optimizer.register_local_var(first.kernel)
 
 
+def _momentum_acts(
+    factor: Any, momentum: float, scaled: bool = False, fits: int = 2, **compiling: Any
+) -> Any:
+    """Weights after ``fits`` epochs under DGC; before the last of three the momentum is halved."""
+    import keras
+    from keras_checks import assert_alike, data, fit, model
+
+    import gradcomp as gc
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    policy: Any = "none"
+    if factor is not None:
+        policy = gc.Policy(gc.DGC(1.0, momentum_factor=factor, mask=False), filter=gc.Filter(min_elements=1))
+    inner = keras.optimizers.SGD(0.05, momentum=momentum)
+    outer = keras.optimizers.LossScaleOptimizer(inner) if scaled else inner
+    ours = model()
+    ours.compile(DistributedOptimizer(outer, compression=policy), loss="mse", **compiling)
+    for number in range(fits):
+        if number == 2:
+            inner.momentum = momentum = momentum / 2
+        fit(ours, x, y)
+        assert inner.momentum == inner.get_config()["momentum"] == momentum
+    assert_alike(ours.weights, inner.variables)
+    if factor == "optimizer":
+        assert not any(np.any(slot) for slot in inner.momentums)
+    return ours.get_weights()
+
+
+@on_ranks(2, env=ENV)
+def test_the_optimizers_momentum_taken_gives_the_bits_of_that_number_and_an_optimizer_without() -> None:
+    for how in ({}, {"run_eagerly": True}, {"scaled": True}):
+        taken, plain = _momentum_acts("optimizer", 0.9, **how), _momentum_acts(0.9, 0.0, **how)
+        assert [w.tobytes() for w in taken] == [w.tobytes() for w in plain]
+    # It is read at every step: this one falls in mid-run, in a train step that was traced before.
+    taken, exact = (
+        _momentum_acts("optimizer", 0.8, fits=3),
+        _momentum_acts(None, 0.8, fits=3, run_eagerly=True),
+    )
+    for a, b in zip(taken, exact, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@on_ranks(2, env=ENV)
+def test_momentum_that_acts_twice_or_cannot_be_taken_is_refused_before_a_weight_changes(
+    eagerly: bool,
+) -> None:
+    import keras
+    from keras_checks import data, fit, model
+
+    import gradcomp as gc
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    for factor, inner, said in (
+        (
+            0.9,
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            r"SGD has a momentum of 0\.9.*momentum_factor=.optimizer",
+        ),
+        (0.9, keras.optimizers.RMSprop(0.1, momentum=0.5), r"RMSprop has a momentum of 0\.5"),
+        ("optimizer", keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), "nesterov=False"),
+        ("optimizer", keras.optimizers.Adam(0.1), "Adam does not add up"),
+    ):
+        ours = model()
+        before = ours.get_weights()
+        compression = gc.Policy(gc.DGC(0.5, momentum_factor=factor), filter=gc.Filter(min_elements=1))
+        ours.compile(DistributedOptimizer(inner, compression=compression), loss="mse", run_eagerly=eagerly)
+        with pytest.raises(gc.ConfigError, match=said):
+            fit(ours, x, y)
+        for a, b in zip(before, ours.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@on_ranks(2, env=ENV)
+def test_the_optimizers_momentum_neither_leaves_local_layers_behind_nor_comes_and_goes() -> None:
+    import keras
+    import tensorflow as tf
+    from keras_checks import data, fit, model
+    from logs import logged
+
+    import gradcomp.tf as gc
+
+    x, y, _, _ = data()
+    taken = gc.Policy(gc.DGC(0.5, momentum_factor="optimizer"), filter=gc.Filter(min_elements=1))
+    ours = model()
+    local = gc.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=taken)
+    local.register_local_var(ours.trainable_variables[0])
+    ours.compile(local, loss="mse")
+    with pytest.raises(gc.ConfigError, match="local variables"):
+        fit(ours, x, y)
+    ours = model()
+    ours.compile(
+        gc.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=taken), loss="mse"
+    )
+    fit(ours, x, y)
+    with pytest.raises(gc.ConfigError, match="cannot come or go"):
+        ours.optimizer.set_compression("none")
+    # A tape knows no optimizer.
+    variable = tf.Variable([1.0, 2.0])
+    with gc.DistributedGradientTape(tf.GradientTape(), compression=taken) as tape:
+        loss = tf.reduce_sum(variable * variable)
+    with pytest.raises(gc.ConfigError, match="none is known here"):
+        tape.gradient(loss, [variable])
+    ours = model()
+    ours.compile(gc.DistributedOptimizer(keras.optimizers.Adam(0.1), compression=gc.DGC(0.5)), loss="mse")
+    with logged() as lines:
+        fit(ours, x, y)
+    assert ("momentum_factor=0" in "".join(lines)) == (gc.rank() == 0)
+
+
 def test_arguments_of_horovod_are_looked_at() -> None:
     import keras
 

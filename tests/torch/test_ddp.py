@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import random
 import time
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from batch import on_ranks
 from launching import run_ranks
+from logs import logged
 from small_torch import assert_same_on_all_ranks, bits_of, data
 from torch.nn.parallel import DistributedDataParallel
 
@@ -477,6 +480,118 @@ def test_something_else_than_a_module_is_refused():
         gc.ddp_comm_hook([torch.zeros(3)], FOUR_BITS)
     with pytest.raises(gc.ConfigError, match="trainable"):
         gc.ddp_comm_hook(torch.nn.Tanh(), FOUR_BITS)
+
+
+@on_ranks(2)
+def test_layers_unfrozen_later_are_refused_before_parameters_drift():
+    model = build()
+    model.last.requires_grad_(False)
+    ddp, _ = hooked(model)
+    optimizer = sgd(model)  # of all, as scripts do that unfreeze later
+    train(ddp, optimizer, 2)
+    model.last.requires_grad_(True)
+    with pytest.raises(gc.StateError, match=r"frozen.*ddp_comm_hook.*last\.weight, last\.bias.*anew"):
+        train(ddp, optimizer, 1, first=2)
+    assert_same_on_all_ranks(model.parameters())
+
+
+def other_hook(state, bucket):
+    raise AssertionError("it is never called")
+
+
+def around_a_bare_model(ddp):
+    ddp.register_comm_hook(None, other_hook)
+    state, hook = gc.ddp_comm_hook(ddp.module)
+    ddp.register_comm_hook(state, hook)
+
+
+def wrapped_later(ddp):
+    state, hook = gc.ddp_comm_hook(ddp.module)
+    later = DistributedDataParallel(torch.compile(ddp.module, backend="eager"))
+    later.register_comm_hook(state, hook)
+    later.register_comm_hook(None, other_hook)
+
+
+def theirs_first(ddp):
+    state, hook = gc.ddp_comm_hook(ddp)
+    ddp.register_comm_hook(None, other_hook)
+    ddp.register_comm_hook(state, hook)
+
+
+def ours_first(ddp):
+    state, hook = gc.ddp_comm_hook(ddp)
+    ddp.register_comm_hook(state, hook)
+    ddp.register_comm_hook(None, other_hook)
+
+
+def builtin_second(ddp):
+    state, hook = gc.ddp_comm_hook(ddp)
+    ddp.register_comm_hook(state, hook)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def ours_twice(ddp):
+    ddp.register_comm_hook(*gc.ddp_comm_hook(ddp))
+    ddp.register_comm_hook(*gc.ddp_comm_hook(ddp))
+
+
+TWO_HOOKS = {
+    case.__name__: (case, theirs)
+    for case, theirs in [
+        (around_a_bare_model, "other_hook"),
+        (wrapped_later, "other_hook"),
+        (theirs_first, "other_hook"),
+        (ours_first, "other_hook"),
+        (builtin_second, "FP16_COMPRESS"),
+        (ours_twice, "gradcomp"),
+    ]
+}
+
+
+@pytest.mark.parametrize("case", TWO_HOOKS)
+@on_ranks(2)
+def test_a_second_hook_beside_ours_is_refused_by_name_in_either_order(case):
+    registers, theirs = TWO_HOOKS[case]
+    with pytest.raises(gc.ConfigError, match=rf"one communication hook.*{theirs}"):
+        registers(DistributedDataParallel(build()))
+
+
+def resumed(kind, compression=WITH_RESIDUALS, *, state_too=False, **options) -> list[str]:
+    """What is said to a model whose optimizer goes on from elsewhere, and its compression state too, or not."""
+    model = build()
+    ddp, state = hooked(model, compression)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    train(ddp, optimizer, 3)
+    saved, compressed = copy.deepcopy(optimizer.state_dict()), state.compression_state()
+    model = build()
+    ddp, state = hooked(model, compression)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    with logged(logging.WARNING) as lines:
+        optimizer.load_state_dict(saved)
+        if state_too:
+            state.load_compression_state(compressed)
+        train(ddp, optimizer, 3)
+    return [line for line in lines if "gc.load" in line]
+
+
+@on_ranks(2)
+def test_an_optimizer_that_goes_on_without_its_compression_state_is_warned_about_once():
+    for kind, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        assert len(resumed(kind, **options)) == 1
+        assert not resumed(kind, state_too=True, **options)
+    assert not resumed(torch.optim.AdamW, "none"), "there is no state that could be lost"
+    assert not resumed(torch.optim.SGD), "nothing tells it from a new one"
+    assert not resumed(torch.optim.Adagrad, state_too=True)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_begins_is_no_reason_to_warn():
+    for kind in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD):
+        model = build()
+        ddp, _ = hooked(model, WITH_RESIDUALS)
+        with logged(logging.WARNING) as lines:
+            train(ddp, kind(model.parameters(), lr=0.01), 2)
+        assert not lines
 
 
 @on_ranks(2)

@@ -1,37 +1,117 @@
-"""Momentum before compression: who is warned, and that nothing is lost where nothing is held back."""
+"""Momentum before compression: it acts once, the optimizer's or the compression's, and loses nothing by itself."""
 
 from __future__ import annotations
 
 import logging
+import warnings
+from itertools import pairwise
 
 import pytest
 import torch
 from batch import on_ranks
 from logs import logged
-from small_torch import data, net
+from small_torch import assert_same_on_all_ranks, bits_of, data, net
+from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.torch as gc
-from gradcomp import DGC, MomentumCorrection, TopK, Warmup
+from gradcomp import DGC, LGC, MomentumCorrection, Signum, TopK, Warmup
+
+TAKEN = DGC(0.1, momentum_factor="optimizer")
 
 
-def wrapped(model, compression, kind=torch.optim.SGD, **options):
-    everything = gc.Policy(compression, filter=gc.Filter(min_elements=0, min_dimensions=0, exclude_kinds=()))
-    optimizer = kind(model.parameters(), lr=0.05, **options)
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), everything)
+def everything(compression) -> gc.Policy:
+    return gc.Policy(compression, filter=gc.Filter(min_elements=0, min_dimensions=0, exclude_kinds=()))
 
 
-def warnings_about(compression, kind, **options) -> list[str]:
-    with logged(logging.WARNING, only=True) as lines:
-        wrapped(net(), compression, kind, **options)
-    return [line for line in lines if "momentum" in line]
+def wrapped(model, compression, kind=torch.optim.SGD, groups=None, **options):
+    optimizer = kind(groups or model.parameters(), lr=0.05, **options)
+    return gc.DistributedOptimizer(optimizer, model.named_parameters(), everything(compression)), model
+
+
+def hooked(model, compression, kind=torch.optim.SGD, groups=None, **options):
+    state, hook = gc.ddp_comm_hook(model, everything(compression))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hook)
+    return kind(groups or model.parameters(), lr=0.05, **options), ddp
+
+
+MAKERS = {"optimizer": wrapped, "hook": hooked}
+FRONTENDS = pytest.mark.parametrize("frontend", MAKERS)
+
+
+def train(model, optimizer, steps: int = 20, after=lambda: None) -> list[bytes]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+        after()
+    return bits_of(model.parameters())
+
+
+# ------------------------------------------------------------------------------------------ it acts twice
 
 
 TWICE = {
-    "heavy ball": (DGC(0.1), "SGD", {"momentum": 0.9}),
-    "adam": (DGC(0.1), "Adam", {}),
-    "adamw": (MomentumCorrection(TopK(0.1)), "AdamW", {}),
-    "inside a wrapper": (Warmup(DGC(0.1), steps=3), "SGD", {"momentum": 0.5}),
+    "heavy ball": (DGC(0.1), {"momentum": 0.9}),
+    "inside a wrapper": (Warmup(DGC(0.1), steps=3), {"momentum": 0.5}),
+    "correction": (MomentumCorrection(TopK(0.1)), {"momentum": 0.9, "nesterov": True}),
+    "learned": (LGC(0.1, warmup_steps=1, train_steps=1, least_parameters=0), {"momentum": 0.9}),
+    "signs": (Signum(bucket_size=64), {"momentum": 0.9}),
 }
+
+
+@FRONTENDS
+@pytest.mark.parametrize("case", TWICE)
+@on_ranks(2)
+def test_momentum_of_both_is_an_error_before_a_parameter_changes(case, frontend):
+    compression, options = TWICE[case]
+    model = net()
+    before = bits_of(model.parameters())
+    optimizer, module = MAKERS[frontend](model, compression, **options)
+    with pytest.raises(gc.ConfigError) as error:
+        train(module, optimizer, 1)
+    for says in (
+        "layer '",
+        compression.bare().name,
+        "SGD",
+        "cycle_momentum=False",
+        'momentum_factor="optimizer"',
+    ):
+        assert says in str(error.value)
+    assert bits_of(model.parameters()) == before
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_momentum_that_a_scheduler_sets_is_an_error_too(frontend):
+    model = net()
+    optimizer, module = MAKERS[frontend](model, DGC(0.1), momentum=0.0)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    with pytest.raises(gc.ConfigError, match=r"SGD has a momentum of 0\.95.*cycle_momentum=False"):
+        train(module, optimizer, 1)
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_momentum_that_comes_on_one_rank_is_an_error_on_both(frontend):
+    optimizer, module = MAKERS[frontend](net(), DGC(0.1))
+    train(module, optimizer, 2)
+    optimizer.param_groups[0]["momentum"] = 0.9 * gc.rank()
+    error = gc.ConfigError if gc.rank() else gc.TransportError
+    with pytest.raises(error, match="momentum acts twice on layer"):
+        train(module, optimizer, 2)
+
+
+@on_ranks(2)
+def test_a_compression_that_brings_momentum_in_mid_run_is_an_error_when_it_begins():
+    model = net()
+    optimizer, _ = wrapped(model, TopK(0.1), momentum=0.9)
+    train(model, optimizer, 2)
+    optimizer.set_compression(everything(DGC(0.1)))
+    with pytest.raises(gc.ConfigError, match="acts twice"):
+        train(model, optimizer, 3)
+
+
 ONCE = {
     "plain": (DGC(0.1), "SGD", {}),
     "compression has none": (DGC(0.1, momentum_factor=0.0), "SGD", {"momentum": 0.9}),
@@ -39,33 +119,202 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("case", TWICE)
+@FRONTENDS
+@pytest.mark.parametrize("case", ONCE)
 @on_ranks(2)
-def test_momentum_of_both_is_warned_about(case):
-    compression, kind, options = TWICE[case]
-    lines = warnings_about(compression, getattr(torch.optim, kind), **options)
+def test_momentum_of_one_is_no_reason_to_say_anything(case, frontend):
+    compression, kind, options = ONCE[case]
+    with logged(logging.WARNING, only=True) as lines:
+        optimizer, module = MAKERS[frontend](net(), compression, getattr(torch.optim, kind), **options)
+        train(module, optimizer, 2)
+    assert not lines
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_an_optimizer_that_averages_behind_momentum_is_warned_about_once(frontend):
+    with logged(logging.WARNING, only=True) as lines:
+        optimizer, module = MAKERS[frontend](net(), DGC(0.1), torch.optim.AdamW)
+        train(module, optimizer, 2)
     if gc.rank() == 0:
-        assert len(lines) == 1
-        assert "dgc" in lines[0] or "momentum_correction" in lines[0]
-        assert kind in lines[0]
+        (line,) = lines
+        assert "dgc" in line
+        assert "AdamW" in line
+        assert "momentum_factor=0" in line
     else:
         assert not lines
 
 
-@pytest.mark.parametrize("case", ONCE)
+# ------------------------------------------------------------------------------------------ it is the optimizer's
+
+
+@FRONTENDS
+@pytest.mark.parametrize("kind", ["dgc", "momentum_correction", "lgc"])
 @on_ranks(2)
-def test_momentum_of_one_is_not(case):
-    compression, kind, options = ONCE[case]
-    assert warnings_about(compression, getattr(torch.optim, kind), **options) == []
+def test_the_optimizers_momentum_taken_gives_the_bits_of_that_number_and_an_optimizer_without(kind, frontend):
+    def with_factor(factor):
+        if kind == "dgc":
+            return DGC(0.1, momentum_factor=factor, clip=1.0, warmup_steps=4)
+        if kind == "lgc":
+            return LGC(
+                0.1,
+                momentum_factor=factor,
+                warmup_steps=2,
+                train_steps=4,
+                least_parameters=0,
+                train_share=1.0,
+            )
+        return MomentumCorrection("quantize:bits=4,bucket_size=64", factor)
+
+    model, other = net(), net()
+    optimizer, module = MAKERS[frontend](model, with_factor("optimizer"), momentum=0.9)
+    taken = train(module, optimizer)
+    assert taken == train(*reversed(MAKERS[frontend](other, with_factor(0.9))))
+    assert_same_on_all_ranks(model.parameters())
+    assert taken != bits_of(net().parameters())
+    assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
+    assert not any("momentum_buffer" in state for state in optimizer.state.values())
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_each_groups_momentum_is_its_own_and_follows_a_scheduler(frontend):
+    """At density 1, without masking, it is the optimizer's own momentum, of each group and step."""
+
+    def run(make, compression):
+        model = net()
+        groups = [
+            {"params": model[0].parameters(), "momentum": 0.5},
+            {"params": model[2].parameters(), "momentum": 0.9},
+        ]
+        optimizer, module = make(model, compression, groups=groups)
+        seen = []
+
+        def cycle():
+            for number, group in enumerate(optimizer.param_groups):
+                group["momentum"] = (0.6, 0.9)[number] - 0.02 * len(seen)
+            seen.append(optimizer.param_groups[0]["momentum"])
+
+        train(module, optimizer, after=cycle)
+        assert all(b < a for a, b in pairwise(seen))
+        return model.parameters()
+
+    taken = run(MAKERS[frontend], DGC(1.0, momentum_factor="optimizer", mask=False))
+    exact = run(wrapped, "none")
+    for a, b in zip(taken, exact, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-5)
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_a_scheduler_that_cycles_momentum_goes_on_doing_so(frontend):
+    optimizer, module = MAKERS[frontend](net(), TAKEN, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+    seen = []
+
+    def advance():
+        seen.append(optimizer.param_groups[0]["momentum"])
+        scheduler.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(module, optimizer, 20, advance)
+    assert seen[0] == 0.95
+    assert min(seen) == pytest.approx(0.85)
+
+
+@on_ranks(2)
+def test_a_closure_steps_without_the_momentum_that_was_taken():
+    def run(compression, **options):
+        model = net()
+        optimizer, _ = wrapped(model, compression, **options)
+        for step in range(10):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = model(data(step)).square().mean()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+        return bits_of(model.parameters())
+
+    assert run(TAKEN, momentum=0.9) == run(DGC(0.1))
+
+
+@FRONTENDS
+@on_ranks(2)
+def test_a_step_that_fails_leaves_the_users_momentum_where_it_was(frontend):
+    optimizer, module = MAKERS[frontend](net(), TAKEN, momentum=0.9)
+    train(module, optimizer, 2)
+
+    def fails(*_):
+        raise ValueError("in the midst of a step")
+
+    handle = optimizer.register_step_pre_hook(fails)
+    with pytest.raises(ValueError, match="midst"):
+        train(module, optimizer, 1)
+    handle.remove()
+    optimizer.zero_grad()
+    module(data(0)).square().mean().backward()
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+CANNOT = {
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, "nesterov=False"),
+    "dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}, "dampening=0"),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9}, "RMSprop does not add up"),
+    "adam": (torch.optim.Adam, {}, "Adam does not add up"),
+}
+
+
+@FRONTENDS
+@pytest.mark.parametrize("case", CANNOT)
+@on_ranks(2)
+def test_momentum_that_cannot_be_taken_is_refused(case, frontend):
+    kind, options, says = CANNOT[case]
+    optimizer, module = MAKERS[frontend](net(), TAKEN, kind, **options)
+    with pytest.raises(gc.ConfigError, match=says):
+        train(module, optimizer, 1)
+
+
+@on_ranks(2)
+def test_a_layer_that_would_be_left_without_momentum_is_refused_unless_it_has_a_group_of_its_own():
+    policy = gc.Policy(
+        TAKEN, {"2.*": "quantize:bits=8"}, gc.Filter(min_elements=0, min_dimensions=0, exclude_kinds=())
+    )
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), policy)
+    with pytest.raises(gc.ConfigError, match=r"layer '2\.weight' would lose its momentum"):
+        train(model, optimizer, 1)
+    model = net()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    train(model, gc.DistributedOptimizer(optimizer, model.named_parameters(), policy), 3)
+    assert set(optimizer.state) == set(model[2].parameters())
+
+
+@on_ranks(2)
+def test_a_group_added_in_mid_run_brings_its_own_momentum():
+    model = net()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9)
+    model[2].requires_grad_(False)
+    optimizer = gc.DistributedOptimizer(optimizer, model[0].named_parameters(prefix="0"), everything(TAKEN))
+    train(model, optimizer, 2)
+    model[2].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[2].parameters()), "momentum": 0.5})
+    train(model, optimizer, 3)
+    assert_same_on_all_ranks(model.parameters())
+    assert not optimizer.state
+
+
+# ------------------------------------------------------------------------------------------ what it comes to
 
 
 def trained(compression, **options) -> list[torch.Tensor]:
     model = net()
-    optimizer = wrapped(model, compression, **options)
-    for step in range(20):
-        optimizer.zero_grad()
-        model(data(step)).square().mean().backward()
-        optimizer.step()
+    train(model, wrapped(model, compression, **options)[0])
     return list(model.parameters())
 
 
@@ -82,6 +331,15 @@ def test_at_density_one_momentum_before_compression_is_the_optimizers(momentum):
 
 
 @on_ranks(1)
-def test_a_world_of_one_says_that_it_has_none_of_it():
-    assert "world of one" in warnings_about(DGC(0.1), torch.optim.SGD)[0]
-    assert not warnings_about(TopK(0.1), torch.optim.SGD)
+def test_a_world_of_one_has_none_of_it_and_leaves_the_optimizers_momentum_alone():
+    def warnings_about(compression, **options) -> list[str]:
+        model = net()
+        with logged(logging.WARNING, only=True) as lines:
+            train(model, wrapped(model, compression, **options)[0], 3)
+        return lines
+
+    assert "world of one" in warnings_about(DGC(0.1))[0]
+    assert not warnings_about(TopK(0.1))
+    model, plain = net(), net()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), 3)
+    assert train(model, wrapped(model, TAKEN, momentum=0.9)[0], 3) == bits_of(plain.parameters())

@@ -69,7 +69,7 @@ def without_server(compression: str, make_update=lambda net, opt: None, **option
         "powersgd:rank=2",
         "topk:density=0.1",
         "clt_k:density=0.1",
-        "signum:bucket_size=32",
+        "signum:bucket_size=32,momentum=0",
         "none",
     ],
 )

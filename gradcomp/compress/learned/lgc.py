@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, zeros
+from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, check_momentum_factor, zeros
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.form import Form, Lesson
 from gradcomp.compress.learned.ring import Ring
@@ -73,7 +73,9 @@ class LGC(CLTk):
     does. The first layer of two or more dimensions travels exactly; of the last such layer the values at S do, under
     :class:`CLTk`. ``least_parameters``: of the layers between. ``feedback``: in phase 3 keep e = p - mean inside of S,
     or p - r_k on a server, so that what the code loses is sent later. Without it that is lost, as in the paper. The
-    first weights come from the seed. The optimizer must have no momentum of its own; a warning says so if it has.
+    first weights come from the seed. ``momentum_factor``: m; ``"optimizer"``: that of the layer's group in the
+    optimizer, as :class:`MomentumCorrection` takes it. If the optimizer has momentum of its own beside a number m, the
+    step is a ConfigError.
 
     ``train_share``: 1/m trains on every m-th sample. ``auto`` trains on all until every rank has measured 10 steps,
     then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the mean.
@@ -97,7 +99,7 @@ class LGC(CLTk):
     """
 
     density: float = 0.001
-    momentum_factor: float = 0.9
+    momentum_factor: float | str = 0.9
     warmup_steps: int = 200
     train_steps: int = 300
     code_channels: int = 4
@@ -113,10 +115,10 @@ class LGC(CLTk):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("momentum_factor", "learning_rate"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
-                raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
+        check_momentum_factor(self.momentum_factor, "momentum_factor")
+        rate = self.learning_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 <= rate < 1.0:
+            raise ConfigError(f"learning_rate must be in [0, 1), got {rate!r}")
         for name in ("warmup_steps", "train_steps", "code_channels", "least_parameters"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -142,8 +144,8 @@ class LGC(CLTk):
         return Traits(
             keeps_residual=True,
             accounts=self.feedback,
-            momentum=float(self.momentum_factor),
-            masks_momentum=self.momentum_factor > 0,
+            momentum=self.momentum_factor,
+            masks_momentum=bool(self.momentum_factor),
             contributes=True,
             whole_model=True,
             learns=True,
@@ -167,7 +169,7 @@ class LGC(CLTk):
 
     def dense(self, exact: Compressor) -> Compressor:
         """``exact``, with the same momentum."""
-        return MomentumCorrection(exact, float(self.momentum_factor)) if self.momentum_factor else exact
+        return MomentumCorrection(exact, self.momentum_factor) if self.momentum_factor else exact
 
     def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
         """The first layer exactly, the last one's values uncoded. ConfigError where little is between them."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import Compressor, Traits
+from gradcomp.compress.base import Compressor, Traits, check_momentum_factor
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.estimated_threshold import EstimatedThreshold, Floats, is_number
@@ -33,25 +33,26 @@ class DGC(EstimatedThreshold):
     u_t = m u_{t-1} + clip(g_t);  p_t = u_t + e_t;  t = magnitude of rank density x m among m sampled |p|;
     S = {i: |p_i| >= t}, or the k = round(density n) largest of them;  e_{t+1} = p_t outside of S;  u_t = 0 inside of S.
 
-    ``momentum_factor``: m; 0: no momentum. ``mask``: set the momentum of what was sent to zero. ``clip``: the largest
+    ``momentum_factor``: m; 0: no momentum; ``"optimizer"``: that of the layer's group in the optimizer, as
+    :class:`MomentumCorrection` takes it. ``mask``: set the momentum of what was sent to zero. ``clip``: the largest
     norm as in :class:`LocalClip`; None: no clipping. ``sample``: share of a layer that is sampled, in strides of
     round(1 / sample) from a place that varies with the step; layers whose sample would say little, those with fewer
     than 10 sampled elements above the threshold, are read whole, which selects as :class:`TopK` does. ``warmup_steps``:
-    densities of 25, 6.25, 1.5625 and 0.4%, those above ``density``, for equal parts of so many steps. The optimizer
-    must have no momentum of its own; a warning says so if it has.
+    densities of 25, 6.25, 1.5625 and 0.4%, those above ``density``, for equal parts of so many steps. If the
+    optimizer has momentum of its own beside a number m, the step is a ConfigError.
 
     Wire: at most k values and coded indices, with 4 bytes per layer that say how many: one round, or two
     where a payload grows.
     State: a residual and, with momentum, u per layer: 16 bytes per element.
-    Errors: ConfigError for a density or sample outside (0, 1], a momentum outside [0, 1), a warm-up of fewer steps
-    than it has densities, and what LocalClip refuses.
+    Errors: ConfigError for a density or sample outside (0, 1], a momentum that is neither in [0, 1) nor the
+    optimizer's, a warm-up of fewer steps than it has densities, and what LocalClip refuses.
     Source: Deep Gradient Compression (Lin et al. 2018) as used in Abrahamyan et al. 2021, section V-A, and Tyagi and
     Swany 2023, section IV. Differs: strides instead of random samples; clipping per layer; no Nesterov form; warm-up in
     steps instead of epochs.
     """
 
     density: float = 0.001
-    momentum_factor: float = 0.9
+    momentum_factor: float | str = 0.9
     mask: bool = True
     clip: float | None = None
     sample: float = 0.01
@@ -59,8 +60,7 @@ class DGC(EstimatedThreshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_number(self.momentum_factor) or not 0.0 <= self.momentum_factor < 1.0:
-            raise ConfigError(f"the momentum factor must be in [0, 1), got {self.momentum_factor!r}")
+        check_momentum_factor(self.momentum_factor, "the momentum factor")
         if not isinstance(self.mask, bool):
             raise ConfigError(f"mask must be true or false, got {self.mask!r}")
         if not is_number(self.sample) or not 0.0 < self.sample <= 1.0:
@@ -81,7 +81,7 @@ class DGC(EstimatedThreshold):
             keeps_residual=self.feedback,
             contributes=True,
             momentum=self.momentum_factor,
-            masks_momentum=self.mask and self.momentum_factor > 0,
+            masks_momentum=self.mask and bool(self.momentum_factor),
             clip_norm=self.clip,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gradcomp.compress.base import Traits
+from gradcomp.compress.base import Traits, check_momentum_factor
 from gradcomp.compress.registry import register
 from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.core.errors import ConfigError
@@ -19,21 +19,24 @@ class MomentumCorrection(Wrapper):
     u_t = m u_{t-1} + g_t;  p_t = u_t + e_t;  e_{t+1} = p_t - Q(p_t). An element that waits in the residual keeps
     collecting momentum, as it would if it were sent at once. With ``mask`` (momentum factor masking) u is set to zero
     where a sparse compressor sent an element, so that old momentum does not push it twice. The optimizer must have no
-    momentum of its own; a warning says so if it has.
+    momentum of its own, or ``factor`` be ``"optimizer"``: then m is that of the layer's group in the optimizer, SGD
+    without Nesterov's form, as it is when the step begins, and the optimizer steps without one. If both have momentum,
+    the step is a ConfigError.
 
     State: u per layer and rank, 8 bytes per element, in unscaled units; averaged when the number of ranks changes.
-    Errors: ConfigError for a momentum outside (0, 1).
+    Errors: ConfigError for a momentum outside (0, 1) that is not ``"optimizer"``.
     Source: DGC (Lin et al. 2018) as used in Abrahamyan et al. 2021, section V-A, and Tyagi and Swany 2023, section IV.
     Differs: no Nesterov form.
     """
 
-    factor: float = 0.9
+    factor: float | str = 0.9
     mask: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.factor, float) or not 0.0 < self.factor < 1.0:
-            raise ConfigError(f"the momentum factor must be in (0, 1), got {self.factor!r}")
+        check_momentum_factor(self.factor, "the momentum factor")
+        if not self.factor:
+            raise ConfigError("a momentum factor of 0 corrects nothing: leave momentum_correction away")
         if not isinstance(self.mask, bool):
             raise ConfigError(f"mask must be true or false, got {self.mask!r}")
         if self.inner.traits.momentum:
