@@ -82,6 +82,11 @@ class Runtime:
         if self.timeline is not None:
             self.timeline.listen(exchanger.pipeline.trace)
 
+    def close(self, exchanger: Exchanger) -> None:
+        """An exchanger exchanges nothing any more; all ranks close theirs in the same order."""
+        self.exchangers.remove(exchanger)
+        exchanger.close()
+
     def start_timeline(self, path: str, mark_steps: bool = False) -> None:
         """Record what exchangers do: on rank 0, on all ranks where ``path`` has ``{rank}`` in it."""
         if "{rank}" not in path and self.rank != 0:

@@ -25,7 +25,7 @@ from gradcomp.torch.ddp_futures import BucketFutures
 from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.staging import staging_for
-from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
+from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take_over
 from gradcomp.torch.step_watch import StepWatch
 from gradcomp.torch.tensors import dtype_name
 
@@ -43,7 +43,7 @@ class BucketSteps:
     )
 
     def __init__(self, named: Named, layers: list[LayerSpec], loss_scale: LossScale, device: Device) -> None:
-        self._named = named
+        self.named = named
         self._layers = layers
         self._loss_scale = loss_scale
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
@@ -58,6 +58,15 @@ class BucketSteps:
     def attach(self, driver: StepDriver) -> None:
         """What takes the steps."""
         self._driver = driver
+        if driver.attached:
+            take_over(self, "ddp_comm_hook")
+
+    def retire(self, why: str) -> None:
+        """Another exchange has some of the parameters: a DistributedDataParallel that still calls is told so.
+
+        The exchanger stays until the job ends: ranks may differ in whether they still hold this object.
+        """
+        self._driver.retire(why)
 
     # -- one step, on autograd's thread ---------------------------------------------------------------------------
 
@@ -108,17 +117,17 @@ class BucketSteps:
     def allocate(self, layer: int) -> int:
         """Called for a layer that other ranks had and this rank's DDP left out."""
         raise StateError(
-            f"layer {self._named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
+            f"layer {self.named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
         )
 
     def digests(self) -> Digests:
         """What the parameters hold."""
-        return digests_of(self._named)
+        return digests_of(self.named)
 
     def begin_digests(self) -> concurrent.futures.Future[Digests]:
         """In the background. A rank in ``join()`` does not step: its parameters are not compared."""
         joining = self._joining
-        return in_background((lambda: NO_SAY) if joining else digests_behind(self._named))
+        return in_background((lambda: NO_SAY) if joining else digests_behind(self.named))
 
     def means_complete(self) -> None:
         """Nothing is left to do: the engine's thread has completed the futures."""
@@ -143,7 +152,7 @@ class BucketSteps:
             )
         if buffer.layout != torch.strided or buffer.device != self._where:
             raise StateError(
-                f"layer {self._named[numbers[0]][0]!r} was dense and on {self._where} when ddp_comm_hook was called; "
+                f"layer {self.named[numbers[0]][0]!r} was dense and on {self._where} when ddp_comm_hook was called; "
                 f"its gradient is {buffer.layout} and on {buffer.device} now"
             )
         gradients = bucket.gradients()
@@ -151,7 +160,7 @@ class BucketSteps:
         for number, gradient in zip(numbers, gradients, strict=True):
             if (gradient.numel(), dtype) != (self._layers[number].size, self._layers[number].dtype):
                 raise StateError(
-                    f"layer {self._named[number][0]!r} had another dtype or size when ddp_comm_hook was called; "
+                    f"layer {self.named[number][0]!r} had another dtype or size when ddp_comm_hook was called; "
                     f"its gradient has {gradient.numel()} elements of {dtype} now"
                 )
         return np.array(numbers, dtype=np.int64), [gradient.data_ptr() for gradient in gradients], buffer
