@@ -13,10 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class StepWatch:
     """Hears of the steps of all optimizers, and remembers whether one of them has some of the parameters."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {id(parameter) for parameter in parameters}
         self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepped = False
+        #: How often one of them has stepped.
+        self.steps = 0
+        self._told = 0
         me = weakref.ref(self)  # the hook must not keep the model's state alive
 
         def after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -35,9 +37,9 @@ class StepWatch:
             ):
                 return
             self._ours.add(optimizer)
-        self._stepped = True
+        self.steps += 1
 
     def stepped(self) -> bool | None:
         """Whether one has stepped since the last call; None if parameters change without optimizers, or did so far."""
-        stepped, self._stepped = self._stepped, False
+        stepped, self._told = self.steps > self._told, self.steps
         return stepped if self._ours else None

@@ -158,6 +158,79 @@ def test_gradients_that_only_some_ranks_have_are_an_error_on_every_rank(steps: i
         loss_of(trained.model, 1).backward()
 
 
+#: What rank 1 does where rank 0 steps once and clears its gradients, and how the two are named then.
+OTHERWISE = {
+    "skips": (
+        lambda optimizer: optimizer.zero_grad(),
+        r"rank 0 applied the means \(step\(\)\); rank 1 threw the means away",
+    ),
+    "keeps its gradients": (
+        lambda optimizer: None,
+        r"rank 0 applied the means \(step\(\)\); rank 1 went on accumulating",
+    ),
+    "steps twice": (
+        lambda optimizer: (optimizer.step(), optimizer.step(), optimizer.zero_grad()),
+        r"rank 0 applied the means \(step\(\)\); rank 1 stepped more than once",
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(5, id="predicted")])
+@pytest.mark.parametrize("what", OTHERWISE)
+@on_ranks(2, "steps")
+def test_a_rank_that_steps_otherwise_is_an_error_on_every_rank_that_names_it(what: str, steps: int):
+    does, named = OTHERWISE[what]
+    for with_optimizer, reuse in ((True, None), (False, None), (True, "codes")):
+        trained = train(BLOCKS, steps, with_optimizer=with_optimizer, reuse=reuse, compress=EXACT)
+        loss_of(trained.model, steps).backward()
+        if gc.rank() == 1:
+            does(trained.optimizer)
+        else:
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+        for _ in range(2):  # and it stays one
+            with pytest.raises(gc.StateError, match=rf"before the all_gather of .* different ways: {named}"):
+                loss_of(trained.model, steps + 1)
+
+
+@on_ranks(2, "steps")
+def test_gradients_that_one_rank_drops_between_two_micro_batches_are_an_error_on_every_rank():
+    trained = train(BLOCKS, 1, EXACT)
+    loss_of(trained.model, 1).backward()
+    if gc.rank() == 1:
+        trained.optimizer.zero_grad()
+    with pytest.raises(gc.StateError, match="rank 1 threw the means away .*; rank 0 went on accumulating"):
+        loss_of(trained.model, 1, 1)
+
+
+@on_ranks(2, "steps")
+def test_ranks_that_do_the_same_may_step_as_they_like():
+    """Evaluate before a step, step twice, skip one, by two optimizers, on a model that was on the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    for part in (*model, model):
+        fully_shard(part)
+    gc.compress_fsdp(model)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-4) for part in model]
+    for step in range(8):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(1 + step % 2):
+            model(torch.ones(2, 40)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 40))
+        for optimizer in optimizers[: step % 3] * (1 + step // 6):
+            optimizer.step()
+    loss = model(torch.ones(2, 40)).sum()
+    if gc.rank() == 1:
+        optimizers[1].step()
+    with pytest.raises(gc.StateError, match="rank 1 applied the means .*; rank 0 went on"):
+        loss.backward()
+
+
 @on_ranks(2)
 def test_ranks_may_use_different_parameters_where_zeros_stand_for_the_others():
     trained = train(BLOCKS, 1, EXACT)
