@@ -113,9 +113,13 @@ class Runtime:
 
     def next_meeting(self, ranks: Ranks) -> str:
         """A name for one more meeting of ``ranks``: the same on all of them."""
-        number = self._meetings.get(ranks, 0)
-        self._meetings[ranks] = number + 1
-        return f"{self.key(ranks)}-{number}"
+        meeting = self.meeting_to_come(ranks)
+        self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
+        return meeting
+
+    def meeting_to_come(self, ranks: Ranks) -> str:
+        """The name that the next meeting of ``ranks`` will have, to which others may have come already."""
+        return f"{self.key(ranks)}-{self._meetings.get(ranks, 0)}"
 
     def roster(self, ranks: Ranks) -> Roster:
         """Who ``ranks`` are."""

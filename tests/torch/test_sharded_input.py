@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import preloaded
 import pytest
 import torch
 from batch import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import run_ranks
 from sharded_models import CASES, EXACT, Case, Trained, build, go_on, loss_of, train
 from tiers import examples
 from torch import nn
@@ -104,6 +106,35 @@ def test_what_cannot_work_is_refused_on_every_rank(case: str):
         gc.compress_fsdp(model, **arguments)
 
 
+def _one_does_not_call() -> None:
+    import os
+
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import gradcomp.torch as gc
+
+    gc.init(timeout_seconds=3, log_level="error")
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model)
+    try:
+        if gc.rank() != int(os.environ["MISSING"]):
+            gc.compress_fsdp(model)
+        model(torch.ones(1, 64))
+    except gc.TransportError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("missing", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_rank_that_never_calls_and_those_that_do_end_in_typed_errors(missing: int):
+    """Its own all-gather is torch's, which others never join; rank 0 has the store in which ranks look each other up."""
+    ranks = run_ranks(_one_does_not_call, 2, env={"MISSING": str(missing)}, imported=preloaded.TORCH)
+    calls = 1 - missing
+    assert f"rank {calls} waits to compress its sharded model: rank {missing}" in ranks[calls].stdout
+    assert "torch's all-gather of a sharded model failed" in ranks[missing].stdout
+    assert f"rank {calls} waits to compress its sharded model" in ranks[missing].stdout
+
+
 @on_ranks(2)
 def test_if_one_rank_cannot_take_part_all_raise():
     model = build(BLOCKS)
@@ -199,7 +230,7 @@ def test_gradients_that_one_rank_drops_between_two_micro_batches_are_an_error_on
     loss_of(trained.model, 1).backward()
     if gc.rank() == 1:
         trained.optimizer.zero_grad()
-    with pytest.raises(gc.StateError, match="rank 1 threw the means away .*; rank 0 went on accumulating"):
+    with pytest.raises(gc.StateError, match=r"rank 1 threw the means away .*; rank 0 went on accumulating"):
         loss_of(trained.model, 1, 1)
 
 
@@ -227,7 +258,7 @@ def test_ranks_that_do_the_same_may_step_as_they_like():
     loss = model(torch.ones(2, 40)).sum()
     if gc.rank() == 1:
         optimizers[1].step()
-    with pytest.raises(gc.StateError, match="rank 1 applied the means .*; rank 0 went on"):
+    with pytest.raises(gc.StateError, match=r"rank 1 applied the means .*; rank 0 went on"):
         loss.backward()
 
 
