@@ -127,7 +127,7 @@ def _one_does_not_call() -> None:
 
 @pytest.mark.parametrize("missing", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_a_rank_that_never_calls_and_those_that_do_end_in_typed_errors(missing: int):
-    """Its own all-gather is torch's, which others never join; rank 0 has the store in which ranks look each other up."""
+    """Its own all-gather is torch's, which nobody joins; rank 0 has the store in which ranks look each other up."""
     ranks = run_ranks(_one_does_not_call, 2, env={"MISSING": str(missing)}, imported=preloaded.TORCH)
     calls = 1 - missing
     assert f"rank {calls} waits to compress its sharded model: rank {missing}" in ranks[calls].stdout
