@@ -15,6 +15,7 @@ from gradcomp.core.errors import StateError, TransportError
 from gradcomp.core.text import printable
 from gradcomp.engine.keys import outcome_of
 from gradcomp.pipeline.fingerprint import Fingerprints
+from gradcomp.pipeline.requests import REPEATED
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.transport.control import ControlChannel
 
@@ -25,6 +26,7 @@ _IN_WORDS = {
     APPLIED: "applied the means (step())",
     DISCARDED: "threw the means away (no step(), or zero_grad() before it)",
     KEPT: "went on accumulating (neither step() nor zero_grad())",
+    REPEATED: "stepped more than once",
     0: "had no exchange",
 }
 
@@ -117,20 +119,27 @@ def _groups_of(text: str) -> list[dict[str, Any]]:
 
 
 def different_outcomes(
-    control: ControlChannel, scope: str, rank: int, size: int, step: int, outcome: int
+    control: ControlChannel,
+    scope: str,
+    own: int,
+    ranks: Sequence[int],
+    number: int,
+    outcome: int,
+    when: str,
 ) -> StateError:
     """What every rank raises when some applied the means of a step and others did not; names them all.
 
-    All ranks call it for the same step. Each publishes what it did and waits up to five seconds for the others.
+    All members, whose ranks in the job are ``ranks``, call it for the exchange of the same ``number``. Each publishes
+    what it did and waits up to five seconds for the others.
     """
-    keys = [outcome_of(scope, step, member) for member in range(size)]
-    told = _told(control, keys, rank, outcome)
-    ranks = {bits: [r for r in sorted(told) if told[r] == bits] for bits in sorted(set(told.values()))}
-    parts = [f"rank {', '.join(map(str, those))} {_IN_WORDS[bits]}" for bits, those in ranks.items()]
-    if silent := [r for r in range(size) if r not in told]:
+    keys = [outcome_of(scope, number, member) for member in range(len(ranks))]
+    told = _told(control, keys, own, outcome)
+    those = {bits: [ranks[m] for m in sorted(told) if told[m] == bits] for bits in sorted(set(told.values()))}
+    parts = [f"rank {', '.join(map(str, some))} {_IN_WORDS[bits]}" for bits, some in those.items()]
+    if silent := [rank for member, rank in enumerate(ranks) if member not in told]:
         parts.append(f"rank {', '.join(map(str, silent))} did not say")
     return StateError(
-        f"after step {step} the ranks went different ways: {'; '.join(parts)}. Their parameters differ now: "
+        f"{when} the ranks went different ways: {'; '.join(parts)}. Their parameters differ now: "
         "training cannot go on. A step must be skipped on all ranks or on none: decide it by a value that all "
         "ranks share"
     )

@@ -257,6 +257,10 @@ class Exchanger:
         if group is None:
             raise StateError("no group of requests has begun")
         self._progress.finish()
+        if group.parted is not None:
+            request = group.parted.request.request
+            when = f"before the {request.kind} of {request.name}"
+            group.verdict = self._progress.parted(self._progress.collectives, group.parted.outcome, when)
         if isinstance(group.verdict, StateError):
             self._progress.end_with(group.verdict)  # all ranks have found it: nobody is to be told
         return group.results

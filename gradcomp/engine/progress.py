@@ -223,15 +223,18 @@ class Progress(StepWatch):
         result = self._pipeline.result
         assert result is not None, "a step that is done has a result"
         if result.parted:
-            rank, size = self._transport.rank, self._transport.size
-            control, outcome = self.watchdog.control, self._pipeline.outcome
-            error = different_outcomes(control, self.scope, rank, size, result.step, outcome)
-            return StateError(f"{error}{self._advice}")
+            return self.parted(result.step, self._pipeline.outcome, f"after step {result.step}")
         names = [layer.name for layer in self._pipeline.layers]
         table, self._pipeline.digest_table = self._pipeline.digest_table, None
         if self._pipeline.fingerprints is not None:
             return different_fingerprints(self._pipeline.fingerprints, names, result.step)
         return None if table is None else different_parameters(table, names, result.step)
+
+    def parted(self, number: int, outcome: int, when: str) -> StateError:
+        """What every rank raises, since not all did the same; ``number``: of the exchange, equal on all of them."""
+        control, ranks = self.watchdog.control, self.roster.ranks
+        error = different_outcomes(control, self.scope, self._member, ranks, number, outcome, when)
+        return StateError(f"{error}{self._advice}")
 
     def stop_with(self, error: GradcompError) -> None:
         """It goes on no further, and nothing else will."""

@@ -26,7 +26,7 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
 
     ``purpose`` stands after "rank 0 waits to", ``lacking`` behind the ranks that are missing. Collective over
     ``ranks``. TransportError if one has left, if a rank of the job has failed, or at the deadline.
-    Wire: one small value per rank in the job's key-value store, read by every other.
+    Wire: the purpose, one small value per rank in the job's key-value store, read by every other.
     """
     watchdog, control, meeting = state.watchdog, state.watchdog.control, state.next_meeting(ranks)
     roster = state.roster(ranks)
@@ -66,7 +66,16 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
 
     scope = f"meeting/{state.key(ranks)}"
     watchdog.met[scope] = number = watchdog.met.get(scope, 0) + 1
-    control.publish(arrival_of(meeting, state.rank), b"here")
+    control.publish(arrival_of(meeting, state.rank), purpose.encode())
     need = Need(scope, ranks, number, where=f"a call in which ranks {list(ranks)} meet to {purpose}")
     if not watchdog.hold(all_there, state.config, absent, look, need):
         raise TransportError(f"{absent()}; that took longer than {state.config.timeout_seconds:g} s")
+
+
+def who_waits(state: Runtime, ranks: Ranks) -> str | None:
+    """The first of ``ranks`` that waits for this one to :func:`meet` them, and for what; None if none does."""
+    meeting = state.meeting_to_come(ranks)
+    for rank in ranks:
+        if rank != state.rank and (purpose := state.watchdog.control.lookup(arrival_of(meeting, rank))):
+            return f"rank {rank} waits to {printable(purpose)}"
+    return None

@@ -86,6 +86,11 @@ class Runtime:
         if self.timeline is not None:
             self.timeline.listen(exchanger.pipeline.trace)
 
+    def close(self, exchanger: Exchanger) -> None:
+        """An exchanger exchanges nothing any more; all ranks close theirs in the same order."""
+        self.exchangers.remove(exchanger)
+        exchanger.close()
+
     def start_timeline(self, path: str, mark_steps: bool = False) -> None:
         """Record what exchangers do: on rank 0, on all ranks where ``path`` has ``{rank}`` in it."""
         if "{rank}" not in path and self.rank != 0:
@@ -116,9 +121,13 @@ class Runtime:
 
     def next_meeting(self, ranks: Ranks) -> str:
         """A name for one more meeting of ``ranks``: the same on all of them."""
-        number = self._meetings.get(ranks, 0)
-        self._meetings[ranks] = number + 1
-        return f"{self.key(ranks)}-{number}"
+        meeting = self.meeting_to_come(ranks)
+        self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
+        return meeting
+
+    def meeting_to_come(self, ranks: Ranks) -> str:
+        """The name that the next meeting of ``ranks`` will have, to which others may have come already."""
+        return f"{self.key(ranks)}-{self._meetings.get(ranks, 0)}"
 
     def roster(self, ranks: Ranks) -> Roster:
         """Who ``ranks`` are."""

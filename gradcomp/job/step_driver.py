@@ -291,6 +291,12 @@ class StepDriver:
                 self._failed = type(error), str(error)
             self.exchanger.abort(f"rank {self._rank}: {text}")
 
+    def retire(self, why: str) -> None:
+        """Another exchange has the layers: every verb raises StateError with ``why``. Local, on all ranks alike."""
+        if self.error is None:
+            self._failed = StateError, why
+        self._end(self._after(Verb.RETIRE))
+
     @contextmanager
     def telling(self) -> Iterator[None]:
         """:meth:`fail` with what is raised in here."""

@@ -15,6 +15,7 @@ class Phase(enum.Enum):
     DONE = "the means of the step are there, neither applied nor thrown away"
     COMMITTED = "the last step was accepted"
     DISCARDED = "the last step was thrown away"
+    RETIRED = "another exchange has the layers"
 
 
 class Verb(enum.Enum):
@@ -31,6 +32,7 @@ class Verb(enum.Enum):
     AMEND = "correct what became of the last step"
     LISTEN = "listen to the ranks that train"
     DISMISS = "dismiss the ranks that serve"
+    RETIRE = "leave the layers to another exchange"
 
 
 #: Phases in which the state may be read and replaced, with nothing under way.
@@ -49,4 +51,5 @@ TRANSITIONS: Mapping[Verb, Mapping[Phase, Phase]] = {
     Verb.AMEND: BETWEEN_STEPS,
     Verb.LISTEN: BETWEEN_STEPS,
     Verb.DISMISS: BETWEEN_STEPS,
+    Verb.RETIRE: dict.fromkeys(Phase, Phase.RETIRED),
 }

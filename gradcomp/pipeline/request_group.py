@@ -21,7 +21,7 @@ class Run:
 
     ``draw``: what random numbers belong to, see :meth:`PreparedRequest.run`. ``unchanged``: the inputs of an all-gather
     are those of its last run. If all runs of all ranks are, nothing but this travels, and the last codes are decoded
-    again.
+    again. ``outcome``: what became of the last step, of which the other ranks hear; see :meth:`PreparedRequest.run`.
     """
 
     request: PreparedRequest
@@ -29,6 +29,7 @@ class Run:
     outputs: Sequence[Array] | None = None
     draw: int | None = None
     unchanged: bool = False
+    outcome: int = 0
 
 
 class RequestGroup:
@@ -36,8 +37,8 @@ class RequestGroup:
 
     The ranks compare the whole group first. ``verdict``: the error that all ranks have come to. With ConfigError (a
     rank has a problem) or PlanMismatchError (the ranks do not run the same) nothing was written, and the requests can
-    be run again. StateError: some ranks committed the last run of a request, and others did not.
-    ``completed(seconds)`` is told of every round.
+    be run again. StateError: some ranks committed the last run of a request, and others did not, or ``parted``, a run,
+    has told that ranks' steps came to different outcomes. ``completed(seconds)`` is told of every round.
 
     ``order``: the groups so far. A request that it predicts begins at once, without a comparison. A rank that runs
     something else, or has a problem, takes part with messages of the same sizes that say so; then all ranks throw that
@@ -55,6 +56,7 @@ class RequestGroup:
         order: RequestOrder | None = None,
     ) -> None:
         self.verdict: GradcompError | None = None
+        self.parted: Run | None = None
         self._runs = list(runs)
         self._transport = transport
         self._completed = completed
@@ -94,7 +96,7 @@ class RequestGroup:
                 run.request.decode_again(run.outputs)
             return
         in_flight = [
-            self._begun(number, run.request.run(run.inputs, run.outputs, run.draw))
+            self._begun(number, run.request.run(run.inputs, run.outputs, run.draw, outcome=run.outcome))
             for number, run in enumerate(self._runs)
         ]
         for one in in_flight:
@@ -102,9 +104,14 @@ class RequestGroup:
             one.issue(self._transport)
         for one in in_flight:
             yield from _prepared(one)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Whether the ranks did the same with what came before."""
         for run in self._runs:
             result, request = run.request.result, run.request
             if result is not None and result.parted:
+                self.parted = run if run.outcome else None
                 self.verdict = StateError(
                     f"{request.request.kind} {request.request.name!r}: some ranks committed run {request.number - 2} "
                     "and others discarded it; all ranks must do the same"
@@ -115,7 +122,8 @@ class RequestGroup:
         takes_part = self._problem is None and [run.request for run in self._runs] == [predicted]
         if takes_part:
             run = self._runs[0]
-            program = predicted.run(run.inputs, run.outputs, run.draw, changed=not run.unchanged)
+            changed, outcome = not run.unchanged, run.outcome
+            program = predicted.run(run.inputs, run.outputs, run.draw, changed=changed, outcome=outcome)
         else:
             program = predicted.decline()
         one = self._begun(0, program)
@@ -125,6 +133,7 @@ class RequestGroup:
         if not takes_part or predicted.result is None:
             return False
         self._order.note([predicted], predicted.result.changed)
+        self._judge()
         return True
 
     def _objection(self) -> str | None:

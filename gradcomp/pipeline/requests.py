@@ -36,8 +36,10 @@ from gradcomp.reduce.header import (
     CHANGED,
     DECLINED,
     DISCARDED,
+    KEPT,
     NONFINITE,
     PRESENT,
+    READY,
     BucketFlags,
     Bytes,
     HeaderId,
@@ -46,6 +48,9 @@ from gradcomp.reduce.reduce_scatter import ReduceScatter
 from gradcomp.reduce.varying import fixed
 
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
+
+#: A further outcome, of requests, which know no next plan: the optimizer stepped several times since the last one.
+REPEATED = READY
 _KINDS: dict[str, type[ReduceScatter | AllGather]] = {REDUCE_SCATTER: ReduceScatter, ALL_GATHER: AllGather}
 
 
@@ -223,13 +228,15 @@ class PreparedRequest:
         outputs: Sequence[Array] | None,
         draw: int | None = None,
         changed: bool | None = None,
+        outcome: int = 0,
     ) -> Generator[Framed, None, None]:
         """Exchange once; then ``result`` is there. Inputs stay untouched until then.
 
         ``draw``: the number that random numbers belong to, by default that of the run. Shards in blocks may be gathered
         in place: the input is this rank's block of the output. ``changed``: None after a comparison. Without one it
         says whether this rank's inputs are others than in the last run, and if a rank declines, there is no result,
-        nothing is written to the outputs, and the run can be repeated.
+        nothing is written to the outputs, and the run can be repeated. ``outcome``: what the other ranks are to hear of
+        the exchange before, if the last run of this request does not say it.
         """
         if self.result is not None:
             self.discard()
@@ -239,7 +246,8 @@ class PreparedRequest:
                 np.empty(shape, DTYPES[DTYPE_NUMBERS[dtype]])
                 for shape, dtype in zip(self.output_shapes, self._dtypes, strict=True)
             ]
-        flags = self._flags_of((self.outcome if self.keeps_state else 0) | CHANGED * bool(changed))
+        told = self.outcome if self.keeps_state else outcome
+        flags = self._flags_of(told | CHANGED * bool(changed))
         number = self.number if draw is None else draw
         binding = self._binding(inputs, outputs)
         program = self._program.run(self._context(number), binding, flags)
@@ -253,7 +261,8 @@ class PreparedRequest:
                 flags.states[part.header_index[mine != 0]] |= NONFINITE
         self.number += 1
         self._flags = flags
-        self.result = RequestResult(list(outputs), flags.nonfinite, flags.outcomes, flags.changed)
+        outcomes = int(flags.states[-1]) & (APPLIED | DISCARDED | KEPT | REPEATED)
+        self.result = RequestResult(list(outputs), flags.nonfinite, outcomes, flags.changed)
 
     def decline(self) -> Generator[Framed, None, None]:
         """Take part in a run that the others may have begun without a comparison: messages of its sizes, of zeros.
@@ -339,7 +348,7 @@ class RequestResult:
 
     @property
     def parted(self) -> bool:
-        """Whether some ranks committed the run before, and others discarded it."""
+        """Whether something else became of the run before, or of the last step, on some ranks than on others."""
         return self.outcomes & (self.outcomes - 1) != 0
 
 

@@ -128,7 +128,7 @@ def build(
             },
         ),
     )
-    exchange.attach(driver)
+    exchange.attach(driver, None if before is None else before.exchange)
     joining.register(exchange)
     return Core(ranks, arguments, named, frozen, exchange)
 
@@ -137,14 +137,14 @@ def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[to
     """More layers: a new exchanger, with the old one's state. After an error the old one is still there."""
     state = runtime.current()
     old = core.exchange
+    core.driver.check()
     old.drain()
     named = chain(core.named, core.frozen, _name_group(names, added))
     fresh = build(state, core.ranks, optimizer, named, core.arguments, before=core)
     old.detach()
     fresh.checkpoint_manager.inherit(core.checkpoint_manager)
     if core.driver.attached:
-        state.exchangers.remove(old.exchanger)
-        old.exchanger.close()
+        state.close(old.exchanger)
     return fresh
 
 

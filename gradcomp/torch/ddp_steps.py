@@ -32,7 +32,7 @@ from gradcomp.torch.live import live
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.momentum import Momenta, averages
 from gradcomp.torch.staging import staging_for
-from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
+from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take_over
 from gradcomp.torch.step_watch import StepWatch
 from gradcomp.torch.tensors import dtype_name
 
@@ -60,7 +60,7 @@ class BucketSteps:
     ) -> None:
         #: How layers are compressed.
         self.policy = policy
-        self._named = named
+        self.named = named
         self._frozen = frozen
         self._layers = layers
         self._loss_scale = loss_scale
@@ -79,6 +79,15 @@ class BucketSteps:
     def attach(self, driver: StepDriver) -> None:
         """What takes the steps."""
         self._driver = driver
+        if driver.attached:
+            take_over(self, "ddp_comm_hook")
+
+    def retire(self, why: str) -> None:
+        """Another exchange has some of the parameters: a DistributedDataParallel that still calls is told so.
+
+        The exchanger stays until the job ends: ranks may differ in whether they still hold this object.
+        """
+        self._driver.retire(why)
 
     # -- one step, on autograd's thread ---------------------------------------------------------------------------
 
@@ -174,17 +183,17 @@ class BucketSteps:
     def allocate(self, layer: int) -> int:
         """Called for a layer that other ranks had and this rank's DDP left out."""
         raise StateError(
-            f"layer {self._named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
+            f"layer {self.named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
         )
 
     def digests(self) -> Digests:
         """What the parameters hold."""
-        return digests_of(self._named)
+        return digests_of(self.named)
 
     def begin_digests(self) -> concurrent.futures.Future[Digests]:
         """In the background. A rank in ``join()`` does not step: its parameters are not compared."""
         joining = self._joining
-        return in_background((lambda: NO_SAY) if joining else digests_behind(self._named))
+        return in_background((lambda: NO_SAY) if joining else digests_behind(self.named))
 
     def fingerprint(self, turn: int) -> SoonFingerprint:
         """Of the parameters and the optimizers; a rank in ``join()`` has no say."""
@@ -215,7 +224,7 @@ class BucketSteps:
             )
         if buffer.layout != torch.strided or buffer.device != self._where:
             raise StateError(
-                f"layer {self._named[numbers[0]][0]!r} was dense and on {self._where} when ddp_comm_hook was called; "
+                f"layer {self.named[numbers[0]][0]!r} was dense and on {self._where} when ddp_comm_hook was called; "
                 f"its gradient is {buffer.layout} and on {buffer.device} now"
             )
         gradients = bucket.gradients()
@@ -223,7 +232,7 @@ class BucketSteps:
         for number, gradient in zip(numbers, gradients, strict=True):
             if (gradient.numel(), dtype) != (self._layers[number].size, self._layers[number].dtype):
                 raise StateError(
-                    f"layer {self._named[number][0]!r} had another dtype or size when ddp_comm_hook was called; "
+                    f"layer {self.named[number][0]!r} had another dtype or size when ddp_comm_hook was called; "
                     f"its gradient has {gradient.numel()} elements of {dtype} now"
                 )
         return np.array(numbers, dtype=np.int64), [gradient.data_ptr() for gradient in gradients], buffer

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
 from gradcomp.engine.background import in_background
+from gradcomp.job import runtime
 from gradcomp.job.adapter import Words
 from gradcomp.job.step_driver import Means, StepDriver
 from gradcomp.job.step_phases import Phase
@@ -29,7 +30,7 @@ from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.momentum import Momenta
 from gradcomp.torch.sparse import rows_of, tensor_of
-from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
+from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take_over
 from gradcomp.torch.timing import Timing
 
 #: Exchanges at the end of their window, in the backward pass that is about to return.
@@ -78,7 +79,7 @@ class GradientExchange:
     ) -> None:
         self.number = next(_numbers)
         self.timing = timing
-        self._named = named
+        self.named = named
         self._gradients = Gradients(named, sparse_as_dense=sparse_as_dense)
         self._predivide = predivide
         self._loss_scale = loss_scale
@@ -103,13 +104,14 @@ class GradientExchange:
         """The exchanger, where there is one."""
         return self.driver.exchanger
 
-    def attach(self, driver: StepDriver) -> None:
-        """Start listening to autograd, unless nothing is exchanged."""
+    def attach(self, driver: StepDriver, before: GradientExchange | None = None) -> None:
+        """Start listening to autograd, unless nothing is exchanged; see :func:`take_over` for ``before``."""
         self.driver = driver
         if not driver.attached:
             return
+        take_over(self, "DistributedOptimizer", before)
         self._gradients.attach(driver.exchanger.device)
-        self._samples = ParameterSamples(self._named, driver.exchanger.device)
+        self._samples = ParameterSamples(self.named, driver.exchanger.device)
         self._ddp_check = DdpCheck(self._gradients.parameters)
         for layer, parameter in enumerate(self._gradients.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
@@ -120,7 +122,18 @@ class GradientExchange:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self in _ending:  # a backward pass raised before its end
+            _ending.remove(self)
         self._end_ddp_check()
+
+    def retire(self, why: str) -> None:
+        """Another exchange has some of the parameters. Collective, if a step is under way."""
+        state = runtime.current()
+        if self.exchanger in state.exchangers:  # else it is of a job that has ended
+            self.drain()
+            state.close(self.exchanger)
+        self.detach()
+        self.driver.retire(why)
 
     def _end_ddp_check(self) -> None:
         if self._ddp_check is not None:
@@ -217,6 +230,7 @@ class GradientExchange:
         """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new."""
         if self.has_result():
             return
+        self.driver.check()
         self._flush()
         means = self._wait()
         self._gradients.take_means()
@@ -311,13 +325,13 @@ class GradientExchange:
 
     def digests(self) -> Digests:
         """What the parameters hold."""
-        return digests_of(self._named)
+        return digests_of(self.named)
 
     def begin_digests(self) -> Future[Digests]:
         """In the background, behind what computes the parameters; a rank that has joined has no say."""
         if self._stands_in:
             return in_background(lambda: NO_SAY)
-        return in_background(digests_behind(self._named))
+        return in_background(digests_behind(self.named))
 
     def fingerprint(self, turn: int) -> SoonFingerprint:
         """Of the parameters and the optimizer; a rank that has joined has no say."""

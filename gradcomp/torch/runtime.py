@@ -12,6 +12,7 @@ from gradcomp.job import runtime
 from gradcomp.job.communicator import ranks_of
 from gradcomp.job.over_torch import join
 from gradcomp.torch import profiler
+from gradcomp.torch.sharded.absence import explain_failures
 
 
 def init(
@@ -46,6 +47,7 @@ def init(
     elif isinstance(process_sets, str):
         raise ConfigError(f'process_sets must be a list, "dynamic" or None, got {process_sets!r}')
     profiler.show_ranges()
+    explain_failures()
     runtime.begin(
         lambda config: join(config.timeout_seconds, process_group, chosen), process_sets or (), settings
     )

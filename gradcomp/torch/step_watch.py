@@ -29,25 +29,28 @@ class Listener(Protocol):
 
 
 class StepWatch:
-    """Hears of the steps of all optimizers, and remembers whether one of them has some of the parameters."""
+    """Hears of the steps of all optimizers, and counts those of optimizers that have some of the parameters."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], listener: Listener) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], listener: Listener | None = None) -> None:
         self._parameters = {id(parameter) for parameter in parameters}
         self._listener = listener
         self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepped = False
+        #: How often one of them has stepped.
+        self.steps = 0
+        self._told = 0
         me = weakref.ref(self)  # the hooks must not keep the model's state alive
 
         def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             watch = me()
-            if watch is not None and watch.holds(optimizer):
+            if watch is not None and watch.holds(optimizer) and watch._listener is not None:
                 watch._listener.before_step(optimizer)
 
         def after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             watch = me()
             if watch is not None and optimizer in watch._ours:
-                watch._stepped = True
-                watch._listener.after_step(optimizer)
+                watch.steps += 1
+                if watch._listener is not None:
+                    watch._listener.after_step(optimizer)
 
         for handle in (
             register_optimizer_step_pre_hook(before_step),
@@ -68,16 +71,17 @@ class StepWatch:
         if not any(id(parameter) in self._parameters for group in groups for parameter in group["params"]):
             return False
         self._ours.add(optimizer)
-        self._listener.appears(optimizer, had_stepped=_has_stepped(optimizer))
+        if self._listener is not None:
+            self._listener.appears(optimizer, had_stepped=_has_stepped(optimizer))
         return True
 
     def scalars(self) -> str:
-        """The settings of those that have stepped, as text; they have no order of their own."""
+        """The settings of those that have been seen, as text; they have no order of their own."""
         return f"[{', '.join(sorted(scalars_of([optimizer])[1:-1] for optimizer in self._ours))}]"
 
     def stepped(self) -> bool | None:
         """Whether one has stepped since the last call; None if parameters change without optimizers, or did so far."""
-        stepped, self._stepped = self._stepped, False
+        stepped, self._told = self.steps > self._told, self.steps
         return stepped if self._ours else None
 
 

@@ -145,6 +145,7 @@ WAYS = {
     Phase.DONE: [Verb.OPEN, Verb.FLUSH, Verb.WAIT],
     Phase.COMMITTED: [Verb.OPEN, Verb.FLUSH, Verb.WAIT, Verb.COMMIT],
     Phase.DISCARDED: [Verb.OPEN, Verb.FLUSH, Verb.WAIT, Verb.DISCARD],
+    Phase.RETIRED: [Verb.RETIRE],
 }
 
 
@@ -153,6 +154,8 @@ def do(driver: StepDriver, verb: Verb) -> object:
         return driver.submit(Submission(0, 8, 8))
     if verb is Verb.AMEND:
         return driver.amend(DISCARDED)
+    if verb is Verb.RETIRE:
+        return driver.retire("another has the layers")
     return getattr(driver, verb.name.lower())()
 
 
@@ -169,6 +172,7 @@ LEGAL = {
     (Verb.DISCARD, Phase.DONE): Phase.DISCARDED,
     **{(Verb.OPEN, phase): Phase.OPEN for phase in BETWEEN_STEPS},
     **{(verb, phase): phase for verb in (Verb.AMEND, Verb.LISTEN, Verb.DISMISS) for phase in BETWEEN_STEPS},
+    **{(Verb.RETIRE, phase): Phase.RETIRED for phase in Phase},
 }
 
 
@@ -430,7 +434,8 @@ def test_the_state_is_read_between_steps_only(phase: Phase):
     if phase in BETWEEN_STEPS:
         case.checkpoint_manager.finish_step()
         return
-    with pytest.raises(StateError, match="a step is open here"):
+    text = "another has the layers" if phase is Phase.RETIRED else "a step is open here"
+    with pytest.raises(StateError, match=text):
         case.checkpoint_manager.finish_step()
 
 

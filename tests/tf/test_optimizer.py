@@ -274,6 +274,31 @@ def test_loops_of_ones_own() -> None:
 
 
 @on_ranks(2, env=ENV)
+def test_two_optimizers_over_the_same_variables_leave_ranks_alike() -> None:
+    """Each exchanges the gradients that it is given, into means of their own."""
+    import keras
+    import tensorflow as tf
+    from keras_checks import assert_alike, compression, data, model
+
+    from gradcomp.tf.optimizer import DistributedOptimizer
+
+    x, y, _, _ = data()
+    ours = model()
+    whole = DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression())
+    stage = DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression())
+    for _ in range(4):
+        for optimizer, variables in (
+            (whole, ours.trainable_variables),
+            (stage, ours.trainable_variables[-2:]),
+        ):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(ours(x) - y))
+            optimizer.apply(tape.gradient(loss, variables), variables)
+    assert_alike(ours.weights)
+    assert whole.statistics().steps == stage.statistics().steps == 4
+
+
+@on_ranks(2, env=ENV)
 def test_a_variable_that_no_rank_has_a_gradient_of_is_left_alone() -> None:
     import keras
     import tensorflow as tf

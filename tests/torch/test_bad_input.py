@@ -342,7 +342,7 @@ def test_nothing_works_before_init():
 
 
 @on_ranks(2, "life")
-def test_an_optimizer_does_not_step_after_shutdown():
+def test_an_optimizer_does_not_step_after_shutdown_and_its_model_can_be_wrapped_again():
     model = net()
     optimizer = wrap(model)
     gc.shutdown()
@@ -351,6 +351,11 @@ def test_an_optimizer_does_not_step_after_shutdown():
     with pytest.raises(gc.StateError, match="closed"):
         optimizer.step()
     gc.init(timeout_seconds=20.0)
+    again = wrap(model)
+    model(torch.ones(2, 4)).sum().backward()
+    again.step()
+    with pytest.raises(gc.StateError, match="made after this one"):
+        optimizer.step()
 
 
 @on_ranks(2, "life")

@@ -150,6 +150,31 @@ def test_one_model_in_ddp_with_the_hook_and_another_with_the_optimizer_train_tog
 
 
 @on_ranks(2)
+def test_of_an_optimizer_and_hooks_over_one_model_the_last_one_exchanges_and_the_others_say_so():
+    model = net()
+    wrapped = wrap(model, WITH_RESIDUALS)
+    train(model, wrapped)
+
+    def in_ddp():
+        state, hook = gc.ddp_comm_hook(model, WITH_RESIDUALS)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(state, hook)
+        return ddp
+
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = in_ddp()
+    train(first, plain)
+    with pytest.raises(gc.StateError, match="ddp_comm_hook that was made after"):
+        train(first, wrapped)
+    second = in_ddp()
+    train(second, plain, 4)
+    with pytest.raises(gc.StateError, match="ddp_comm_hook that was made after"):
+        train(first, plain)
+    everyone = gc.allgather(weights(model)[None])
+    assert torch.equal(everyone[0], everyone[1])
+
+
+@on_ranks(2)
 def test_a_ddp_that_is_no_longer_run_is_no_reason_to_refuse():
     ddp = DistributedDataParallel(net())
     loss(ddp).backward()

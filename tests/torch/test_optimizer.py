@@ -17,6 +17,7 @@ from logs import logged
 from small_torch import assert_same_on_all_ranks, bits_of, data, net, wrap
 
 import gradcomp.torch as gc
+from gradcomp.job import runtime
 
 NEAREST = gc.Policy("quantize:bits=4,rounding=nearest,bucket_size=32", filter=gc.Filter(min_elements=8))
 
@@ -332,6 +333,53 @@ def test_optimizers_whose_gradients_come_in_different_orders_do_not_wait_for_eac
         for optimizer in optimizers:
             optimizer.step()
     assert_same_on_all_ranks([p for head in heads for p in head.parameters()])
+
+
+@on_ranks(2)
+def test_of_two_optimizers_over_one_stage_the_last_one_exchanges_and_the_other_says_so():
+    model = net()
+    whole = wrap(model, NEAREST)
+    stage = gc.DistributedOptimizer(
+        torch.optim.SGD(model[2].parameters(), lr=0.1), model[2].named_parameters(), NEAREST
+    )
+    for step in range(6):
+        whole.zero_grad()
+        stage.zero_grad()
+        loss_of(model, step).backward()
+        with pytest.raises(gc.StateError, match=r"'2.weight', '2.bias' are exchanged by a Dist.* made after"):
+            whole.step()
+        stage.step()
+    assert_same_on_all_ranks(model.parameters())
+    with pytest.raises(gc.StateError, match="made after"):
+        whole.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    with pytest.raises(gc.StateError, match="made after"):
+        gc.save("nowhere", whole)
+
+
+@pytest.mark.parametrize("midway", ["between steps", "means unused", "step open"])
+@on_ranks(2)
+def test_a_model_can_be_wrapped_again_while_its_old_optimizer_is_still_held(midway):
+    """As a notebook's cell does that is run again: until the name is bound anew, it holds the old one."""
+    model = net()
+    optimizer = wrap(model, NEAREST, finish="step" if midway == "step open" else "backward")
+    exchanges = len(runtime.current().exchangers)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step < 2 or midway == "between steps":
+            optimizer.step()
+    apart = copy.deepcopy(model)
+    held, optimizer = optimizer, wrap(model, NEAREST)
+    other = wrap(apart, NEAREST)
+    for step in range(4):
+        for trained, one in ((model, optimizer), (apart, other)):
+            one.zero_grad()
+            loss_of(trained, step).backward()
+            one.step()
+        held.zero_grad()
+    assert bits_of(model.parameters()) == bits_of(apart.parameters())
+    assert_same_on_all_ranks(model.parameters())
+    assert len(runtime.current().exchangers) == exchanges + 1
 
 
 # ---------------------------------------------------------------------------------------- synchronize, clip, zero

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import preloaded
 import pytest
 import torch
 from batch import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import run_ranks
 from sharded_models import CASES, EXACT, Case, Trained, build, go_on, loss_of, train
 from tiers import examples
 from torch import nn
@@ -104,6 +106,35 @@ def test_what_cannot_work_is_refused_on_every_rank(case: str):
         gc.compress_fsdp(model, **arguments)
 
 
+def _one_does_not_call() -> None:
+    import os
+
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import gradcomp.torch as gc
+
+    gc.init(timeout_seconds=3, log_level="error")
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model)
+    try:
+        if gc.rank() != int(os.environ["MISSING"]):
+            gc.compress_fsdp(model)
+        model(torch.ones(1, 64))
+    except gc.TransportError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("missing", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_rank_that_never_calls_and_those_that_do_end_in_typed_errors(missing: int):
+    """Its own all-gather is torch's, which nobody joins; rank 0 has the store in which ranks look each other up."""
+    ranks = run_ranks(_one_does_not_call, 2, env={"MISSING": str(missing)}, imported=preloaded.TORCH)
+    calls = 1 - missing
+    assert f"rank {calls} waits to compress its sharded model: rank {missing}" in ranks[calls].stdout
+    assert "torch's all-gather of a sharded model failed" in ranks[missing].stdout
+    assert f"rank {calls} waits to compress its sharded model" in ranks[missing].stdout
+
+
 @on_ranks(2)
 def test_if_one_rank_cannot_take_part_all_raise():
     model = build(BLOCKS)
@@ -156,6 +187,79 @@ def test_gradients_that_only_some_ranks_have_are_an_error_on_every_rank(steps: i
     trained.model.use_spare = gc.rank() == 0
     with pytest.raises(gc.PlanMismatchError, match="spare"):
         loss_of(trained.model, 1).backward()
+
+
+#: What rank 1 does where rank 0 steps once and clears its gradients, and how the two are named then.
+OTHERWISE = {
+    "skips": (
+        lambda optimizer: optimizer.zero_grad(),
+        r"rank 0 applied the means \(step\(\)\); rank 1 threw the means away",
+    ),
+    "keeps its gradients": (
+        lambda optimizer: None,
+        r"rank 0 applied the means \(step\(\)\); rank 1 went on accumulating",
+    ),
+    "steps twice": (
+        lambda optimizer: (optimizer.step(), optimizer.step(), optimizer.zero_grad()),
+        r"rank 0 applied the means \(step\(\)\); rank 1 stepped more than once",
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(5, id="predicted")])
+@pytest.mark.parametrize("what", OTHERWISE)
+@on_ranks(2, "steps")
+def test_a_rank_that_steps_otherwise_is_an_error_on_every_rank_that_names_it(what: str, steps: int):
+    does, named = OTHERWISE[what]
+    for with_optimizer, reuse in ((True, None), (False, None), (True, "codes")):
+        trained = train(BLOCKS, steps, with_optimizer=with_optimizer, reuse=reuse, compress=EXACT)
+        loss_of(trained.model, steps).backward()
+        if gc.rank() == 1:
+            does(trained.optimizer)
+        else:
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+        for _ in range(2):  # and it stays one
+            with pytest.raises(gc.StateError, match=rf"before the all_gather of .* different ways: {named}"):
+                loss_of(trained.model, steps + 1)
+
+
+@on_ranks(2, "steps")
+def test_gradients_that_one_rank_drops_between_two_micro_batches_are_an_error_on_every_rank():
+    trained = train(BLOCKS, 1, EXACT)
+    loss_of(trained.model, 1).backward()
+    if gc.rank() == 1:
+        trained.optimizer.zero_grad()
+    with pytest.raises(gc.StateError, match=r"rank 1 threw the means away .*; rank 0 went on accumulating"):
+        loss_of(trained.model, 1, 1)
+
+
+@on_ranks(2, "steps")
+def test_ranks_that_do_the_same_may_step_as_they_like():
+    """Evaluate before a step, step twice, skip one, by two optimizers, on a model that was on the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    for part in (*model, model):
+        fully_shard(part)
+    gc.compress_fsdp(model)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-4) for part in model]
+    for step in range(8):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(1 + step % 2):
+            model(torch.ones(2, 40)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 40))
+        for optimizer in optimizers[: step % 3] * (1 + step // 6):
+            optimizer.step()
+    loss = model(torch.ones(2, 40)).sum()
+    if gc.rank() == 1:
+        optimizers[1].step()
+    with pytest.raises(gc.StateError, match=r"rank 1 applied the means .*; rank 0 went on"):
+        loss.backward()
 
 
 @on_ranks(2)

@@ -34,6 +34,7 @@ from gradcomp.torch.sharded.exchange import (
     UnitExchange,
     compressor,
 )
+from gradcomp.torch.step_watch import StepWatch
 from gradcomp.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class ShardedCompression:
     ) -> None:
         self._state = state
         steps = None if optimizer is None else 0
-        self._settings = Settings(*policies, self._exchanger, state.rank, reuse, redraw, steps)
+        watch = StepWatch(one.current for unit in units for one in unit.parameters)
+        self._settings = Settings(*policies, self._exchanger, state.rank, reuse, redraw, steps, watch)
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
 

@@ -18,7 +18,9 @@ from gradcomp.engine import Exchanger
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.pipeline.request_arrays import Array
 from gradcomp.pipeline.request_group import Run
-from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
+from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, PreparedRequest, Request
+from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
+from gradcomp.torch.step_watch import StepWatch
 from gradcomp.torch.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class Settings:
     """Of one :class:`ShardedCompression`. ``exchanger``: among ranks of torch.distributed, made when it is asked for.
 
     ``draw_rank``: this rank's number in the job. ``steps``: how often the optimizer stepped; None: nobody says.
-    ``exact``: weights travel uncompressed for now.
+    ``watch``: hears of the steps of all optimizers on the model. ``exact``: weights travel uncompressed for now.
     """
 
     weights: Policy
@@ -58,8 +60,20 @@ class Settings:
     reuse: bool
     redraw: bool
     steps: int | None
+    watch: StepWatch
     exact: bool = False
     statistics: ShardedStatistics = field(default_factory=ShardedStatistics)
+    _seen: dict[Exchanger, int] = field(default_factory=dict)
+
+    def outcome(self, exchanger: Exchanger, unit: Unit) -> int:
+        """What this rank did since the last exchange among these ranks; all of them must have done the same."""
+        steps = self.watch.steps - self._seen.get(exchanger, 0)
+        self._seen[exchanger] = self.watch.steps
+        if steps:
+            return APPLIED if steps == 1 else REPEATED
+        if (accumulates := unit.accumulates) is None:
+            return 0
+        return KEPT if accumulates else DISCARDED
 
 
 @dataclass(eq=False)
@@ -190,8 +204,9 @@ class UnitExchange:
     ) -> int:
         """Exchange; the bytes that this rank sent."""
         begin, before = perf_counter(), exchanger.pipeline.transport.bytes_sent
+        outcome = self.settings.outcome(exchanger, self.unit)
         with _on_host(target) as outputs:
-            exchanger.begin([Run(request, [_array(source.cpu())], [outputs], draw, unchanged)])
+            exchanger.begin([Run(request, [_array(source.cpu())], [outputs], draw, unchanged, outcome)])
             exchanger.finish()
         request.discard()  # else it would keep the memory of the outputs
         self.settings.statistics.exchange_seconds += perf_counter() - begin

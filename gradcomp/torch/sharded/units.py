@@ -147,6 +147,14 @@ class Unit:
             if shard is not None
         ]
 
+    @property
+    def accumulates(self) -> bool | None:
+        """Whether this rank's shards have gradients already; None while the parameters are whole, or all are frozen."""
+        for one in self.parameters:
+            if (parameter := one.current).requires_grad:
+                return None if one.shard is None else parameter.grad is not None
+        return None
+
     def watch_gradients(self, *_: object) -> None:
         """A module's hook, when its parameters are whole: note from now on which of them get a gradient."""
         if torch.compiler.is_compiling():

@@ -1,0 +1,55 @@
+"""A rank that uses a sharded model as it is, while others wait for it in ``compress_fsdp``, is told so."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from gradcomp.core.errors import TransportError
+from gradcomp.job import runtime
+from gradcomp.job.meeting import who_waits
+
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+
+
+def explain_failures() -> None:
+    """Let the all-gather that ``fully_shard`` has by default, where it fails, say for what the other ranks wait.
+
+    A rank that does not call ``compress_fsdp`` calls nothing of ours from then on: the others are in no collective of
+    torch's, and its own ends in an error of the engine's that names neither. Only where ``fully_shard`` was imported
+    before ``init``: its modules take seconds to import.
+    """
+    kind: Any = getattr(sys.modules.get(_COLLECTIVES), "DefaultAllGather", None)
+    if kind is None or hasattr(kind.__call__, "__wrapped__"):
+        return
+    gather = kind.__call__
+
+    @functools.wraps(gather)
+    def explained(*given: Any, **named: Any) -> Any:
+        try:
+            return gather(*given, **named)
+        except RuntimeError as error:
+            if (reason := _reason(named.get("group"))) is None:
+                raise
+            raise TransportError(f"torch's all-gather of a sharded model failed: {reason}") from error
+
+    kind.__call__ = explained
+
+
+def _reason(group: Any) -> str | None:
+    """What another rank of the job waits for; None if it is none of our business."""
+    if not runtime.is_initialized():
+        return None
+    state = runtime.current()
+    members = dist.get_process_group_ranks(group)
+    if state.size == 1 or not set(members) <= set(state.network.ranks):
+        return None
+    try:
+        among = {tuple(state.network.ranks.index(rank) for rank in members), state.everyone}
+        waits = next(filter(None, (who_waits(state, ranks) for ranks in sorted(among))), None)
+    except TransportError as error:
+        return f"the other ranks cannot be asked why: {error}"
+    return waits and f"{waits}, and this rank has not; all ranks that share a model call compress_fsdp"
