@@ -36,6 +36,29 @@ _ending: list[GradientExchange] = []
 _numbers = count()
 
 
+def _when_backward_ends(call: Callable[[], None]) -> None:
+    """Have autograd make the call at the end of the backward pass that is under way, as its caller sees it.
+
+    Reentrant checkpoints run backward passes inside of the outer one. Autograd calls back at the end of each: behind one
+    that was inside, we ask again from the nodes that follow in the pass around it.
+    """
+
+    def ended() -> None:
+        around = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if around is None:
+            call()
+            return
+
+        def go_on(_: Any) -> None:
+            while hooks:
+                hooks.pop().remove()
+            Variable._execution_engine.queue_callback(ended)
+
+        hooks = [node.register_prehook(go_on) for node, _ in around.next_functions if node is not None]
+
+    Variable._execution_engine.queue_callback(ended)
+
+
 def _finish_together() -> None:
     """Wait for the exchanges that end with this backward pass, on all ranks in the same order.
 
@@ -139,7 +162,7 @@ class GradientExchange:
             return
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            _when_backward_ends(self._end_of_backward)
         last = (self._passes if self.timing.finish == "backward" else self._touched[layer] - 1) + 1
         if last >= self.timing.passes:
             self._submit(layer)
@@ -167,7 +190,8 @@ class GradientExchange:
         if layer in self._submitted:
             raise StateError(
                 f"layer {name!r} has a second gradient in one exchange; declare all passes with "
-                "backward_passes_per_step, or accumulate under no_sync()"
+                "backward_passes_per_step, or accumulate under no_sync(); if several checkpoints of one backward pass "
+                "share the layer, give them use_reentrant=False"
             )
         try:
             gradient = self._gradients.own(layer)
@@ -194,8 +218,8 @@ class GradientExchange:
         self.driver.open(self._loss_scale.of(self.exchanger.pipeline, self._predivide), self._learning_rate())
 
     def _end_of_backward(self) -> None:
-        self._in_backward = False
-        if self._suspended:
+        was_in_backward, self._in_backward = self._in_backward, False
+        if self._suspended or not was_in_backward:  # or it belongs to a pass that failed
             return
         self._passes += 1
         if self.timing.finish == "backward" and self._passes >= self.timing.passes:
