@@ -242,7 +242,7 @@ class StepDriver:
     def _after(self, verb: Verb) -> Phase:
         """Where ``verb`` leads from here."""
         after = TRANSITIONS[verb].get(self._phase)
-        if after is None:
+        if after is None or self._failed is not None:
             raise self.error or StateError(f"cannot {verb.value}: {self._phase.value}")
         return after
 

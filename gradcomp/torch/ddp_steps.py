@@ -3,12 +3,14 @@
 # DistributedDataParallel compares the annotations of what it is given with classes: they are evaluated here.
 
 import concurrent.futures
+import weakref
 
 import numpy as np
 import torch
 from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec
@@ -25,6 +27,7 @@ from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.ddp_futures import BucketFutures
 from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.layers import Named
+from gradcomp.torch.live import live
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.staging import staging_for
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
@@ -55,12 +58,15 @@ class BucketSteps:
         #: Hears of means.
         self.listener = self._futures
         self._samples = ParameterSamples(named, device)
-        self._optimizers = StepWatch(parameter for _, parameter in named)
+        #: Once they are looked for.
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._joining = False  # in the last exchange this rank had run out of data: it was in join()
 
     def attach(self, driver: StepDriver) -> None:
         """What takes the steps."""
         self._driver = driver
+        if driver.attached:
+            self._optimizers = StepWatch((p for _, p in self._named), driver, self._local_on_purpose)
 
     # -- one step, on autograd's thread ---------------------------------------------------------------------------
 
@@ -81,6 +87,7 @@ class BucketSteps:
             driver.submit(Submission(layer, place, place, handed, handed.event, zero_is_absent=True))
         if bucket.is_last():
             driver.flush()
+            self._optimizers.signs += 1
             # DDP queues its own wait behind this one, which raises errors as what they are.
             if torch._C._current_graph_task_id() != -1:
                 Variable._execution_engine.queue_callback(self._await)
@@ -101,6 +108,23 @@ class BucketSteps:
         self._loss_scale.agree(driver.exchanger)
         driver.open(scale)
         self._futures.open(driver.exchanger.pipeline.layout)
+
+    def _local_on_purpose(self) -> bool:
+        """Whether a DistributedDataParallel of ours is under ``no_sync()``, or had not been found.
+
+        A step came without an exchange. From then on runs of the DistributedDataParallel are signs, too: one without an
+        exchange is under ``no_sync()``.
+        """
+        news = False
+        for ddp in live(DistributedDataParallel):
+            if ddp not in self._wrappers and any(id(p) in self._numbers for p in ddp.parameters()):
+                self._wrappers.add(ddp)
+                ddp.register_forward_pre_hook(self._ran)
+                news = True
+        return news or any(not ddp.require_backward_grad_sync for ddp in self._wrappers)
+
+    def _ran(self, *_: object) -> None:
+        self._optimizers.signs += 1
 
     def _await(self) -> None:
         if self._driver.phase is Phase.FLUSHED:

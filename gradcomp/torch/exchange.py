@@ -29,6 +29,7 @@ from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.sparse import rows_of, tensor_of
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
+from gradcomp.torch.step_watch import StepWatch, refuse_inside_backward
 from gradcomp.torch.timing import Timing
 
 #: Exchanges at the end of their window, in the backward pass that is about to return.
@@ -39,12 +40,14 @@ _numbers = count()
 def _when_backward_ends(call: Callable[[], None]) -> None:
     """Have autograd make the call at the end of the backward pass that is under way, as its caller sees it.
 
-    Reentrant checkpoints run backward passes inside of the outer one. Autograd calls back at the end of each: behind one
-    that was inside, we ask again from the nodes that follow in the pass around it.
+    Reentrant checkpoints run backward passes inside of the outer one. Autograd calls back at the end of each: behind
+    one that was inside, we ask again from the nodes that follow in the pass around it.
     """
 
     def ended() -> None:
-        around = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        around: torch.autograd.graph.Node | None = (
+            torch._C._current_autograd_node()
+        )  # wrongly typed as never None
         if around is None:
             call()
             return
@@ -130,6 +133,7 @@ class GradientExchange:
         self._gradients.attach(driver.exchanger.device)
         self._samples = ParameterSamples(self._named, driver.exchanger.device)
         self._ddp_check = DdpCheck(self._gradients.parameters)
+        self._optimizers = StepWatch(self._gradients.parameters, driver, lambda: self._suspended)
         for layer, parameter in enumerate(self._gradients.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -140,6 +144,8 @@ class GradientExchange:
             hook.remove()
         self._hooks = []
         self._end_ddp_check()
+        if self.driver.attached:
+            self._optimizers.end()
 
     def _end_ddp_check(self) -> None:
         if self._ddp_check is not None:
@@ -159,6 +165,7 @@ class GradientExchange:
             self._leave_last_means(layer)
         self._touched[layer] = self._touched.get(layer, 0) + 1
         if self._suspended:
+            self._optimizers.signs += 1
             return
         if not self._in_backward:
             self._in_backward = True
@@ -243,6 +250,11 @@ class GradientExchange:
         present = means.result.present.nonzero()[0].tolist()
         self._gradients.restore_sparse(np.flatnonzero(means.result.present & self._sparse).tolist())
         self._means = {i: mean for i in present if (mean := parameters[i].grad) is not None}
+        self._optimizers.signs += bool(present or means.rows)
+        if len(self._means) < len(present):
+            error = self._gradients.taken_away(next(i for i in present if i not in self._means))
+            self.driver.fail(error)
+            raise error
 
     def _wait(self) -> Means:
         """The step's means; of layers that are there for the first time ranks tell each other whether they are sparse.
@@ -271,6 +283,12 @@ class GradientExchange:
     def has_result(self) -> bool:
         """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
         return self.driver.means is not None and not self._touched
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """StateError where the optimizer's ``step()`` is refused: see :class:`StepWatch`."""
+        refuse_inside_backward()
+        if self.driver.means is None and not self._touched:
+            self._optimizers.before_step(optimizer)
 
     def commit(self) -> bool:
         """The means will be applied. False if the ranks agreed to skip the step."""

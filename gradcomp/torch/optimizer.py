@@ -28,6 +28,7 @@ from gradcomp.torch.layers import name_parameters, spec
 from gradcomp.torch.loss_scale import Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
+from gradcomp.torch.step_watch import refuse_inside_backward
 from gradcomp.torch.timing import Finish, OnSkip
 
 _SYNCHRONIZED = (
@@ -147,6 +148,7 @@ class Distributed(Serving, Readers, Adopted):
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         core.check_frozen()
+        core.exchange.before_step(self)  # type: ignore[arg-type]
         if core.synchronized and not core.skip_synchronize:
             warnings.warn(_SYNCHRONIZED, stacklevel=2)
         core.synchronized = False
@@ -188,6 +190,7 @@ class Distributed(Serving, Readers, Adopted):
     def synchronize(self) -> None:
         """Make gradients the means now; free if they are."""
         if self._gradcomp.driver.attached:
+            refuse_inside_backward()
             self._gradcomp.exchange.finish()
             self._gradcomp.synchronized = True
 
