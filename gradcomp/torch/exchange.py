@@ -30,7 +30,7 @@ from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.sparse import rows_of, tensor_of
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
 from gradcomp.torch.step_watch import StepWatch, refuse_inside_backward
-from gradcomp.torch.timing import Timing
+from gradcomp.torch.timing import Timing, Windows
 
 #: Exchanges at the end of their window, in the backward pass that is about to return.
 _ending: list[GradientExchange] = []
@@ -118,6 +118,7 @@ class GradientExchange:
         self._suspended = False
         self._stands_in = False
         self._means: dict[int, torch.Tensor] = {}  # gradients as the step that is done left them
+        self._windows = Windows()
         self._hooks: list[Any] = []
 
     @property
@@ -186,6 +187,7 @@ class GradientExchange:
             raise self.driver.late(layer)
         if kept:
             self.driver.keep()
+            self._windows.kept += 1
             # The means stay part of the sum on every rank, on those without a new gradient too.
             self._touched.update(dict.fromkeys(kept, 0))
         else:
@@ -293,6 +295,7 @@ class GradientExchange:
     def commit(self) -> bool:
         """The means will be applied. False if the ranks agreed to skip the step."""
         self._means = {}
+        self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.role.leads)
         return self.driver.commit()
 
     def serve(self) -> bool:
@@ -326,7 +329,7 @@ class GradientExchange:
             self.finish()
         if driver.means is not None:
             driver.discard()
-        self._means, self._touched, self._passes = {}, {}, 0
+        self._means, self._touched, self._passes, self._windows.kept = {}, {}, 0, 0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

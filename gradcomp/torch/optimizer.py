@@ -22,7 +22,7 @@ from gradcomp.job.switching import set_compression
 from gradcomp.torch.adasum_steps import begin_adasum_steps
 from gradcomp.torch.adoption import Adopted, adopt, check_plain
 from gradcomp.torch.arguments import Arguments
-from gradcomp.torch.core import Core, NamedParameters, build, check_momentum, rebuild
+from gradcomp.torch.core import Core, NamedParameters, build, check_momentum, check_rate, rebuild
 from gradcomp.torch.grouping import groups_of
 from gradcomp.torch.layers import name_parameters, spec
 from gradcomp.torch.loss_scale import Scaler
@@ -255,6 +255,7 @@ class Distributed(Serving, Readers, Adopted):
         """
         core = self._gradcomp
         policy, exchanger = as_policy(compression), self._exchanger_or_none()
+        check_rate(self, policy)  # type: ignore[arg-type]
         set_compression(core.checkpoint_manager, exchanger, [spec(name, p) for name, p in core.named], policy)
         core.arguments.take(policy)
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gradcomp.core.errors import StateError
 from gradcomp.job import runtime
 from gradcomp.job.step_driver import StepDriver
+from gradcomp.torch.fingerprint import scalars_of
 
 _INSIDE = (
     "an optimizer steps inside backward(), as from a hook by register_post_accumulate_grad_hook(): there, gradients "
@@ -37,8 +38,6 @@ class _Seen:
     unexchanged: int = 0  # steps since, on gradients of this rank alone
     gradients: str = ""  # in the last of these
 
-from gradcomp.torch.fingerprint import scalars_of
-
 
 class StepWatch:
     """Hears of the steps of all optimizers that hold some of the parameters, before and after them.
@@ -57,7 +56,7 @@ class StepWatch:
         self._driver = driver
         self._excused = excused
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
-        self._some_are_ours = False
+        self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped
         self._stepped = False
         me = weakref.ref(self)  # the hooks must not keep the model's state alive
 
@@ -69,6 +68,7 @@ class StepWatch:
         def after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             watch = me()
             if watch is not None and watch._look_at(optimizer).ours:
+                watch._ours.add(optimizer)
                 watch._stepped = True
 
         handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
@@ -86,7 +86,7 @@ class StepWatch:
     def stepped(self) -> bool | None:
         """Whether one has stepped since the last call; None if parameters change without optimizers, or did so far."""
         stepped, self._stepped = self._stepped, False
-        return stepped if self._some_are_ours else None
+        return stepped if self._ours else None
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> _Seen:
         seen = self._seen.get(optimizer)
@@ -95,7 +95,6 @@ class StepWatch:
         if seen.groups != len(optimizer.param_groups):
             seen.groups = len(optimizer.param_groups)
             seen.ours = any(True for _ in self._ours_of(optimizer))
-            self._some_are_ours |= seen.ours
         return seen
 
     def _ours_of(self, optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
@@ -120,9 +119,9 @@ class StepWatch:
             return
         error = StateError(
             f"{type(optimizer).__name__} steps a second time on gradients that were not exchanged: parameters of "
-            "different ranks drift apart. Either the wrapper is bypassed, as by ddp.module(x) in place of ddp(x), or by "
-            "a plain optimizer beside the DistributedOptimizer. Or the loop trains a model that the optimizer does not "
-            "hold, from which gradients are copied. If they are averaged in another way, step under no_sync()"
+            "different ranks drift apart. Either the wrapper is bypassed, as by ddp.module(x) in place of ddp(x), or "
+            "by a plain optimizer beside the DistributedOptimizer. Or the loop trains a model that the optimizer does "
+            "not hold, from which gradients are copied. If they are averaged in another way, step under no_sync()"
         )
         self._driver.fail(error)
         raise error
