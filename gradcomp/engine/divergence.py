@@ -15,7 +15,7 @@ from gradcomp.core.errors import StateError, TransportError
 from gradcomp.core.text import printable
 from gradcomp.engine.keys import outcome_of
 from gradcomp.pipeline.fingerprint import Fingerprints
-from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
+from gradcomp.reduce.header import APPLIED, DISCARDED, EDITED, KEPT, LATE
 from gradcomp.transport.control import ControlChannel
 
 #: How long a rank waits for the others to say what they did; all of them know by then that they must.
@@ -26,6 +26,12 @@ _IN_WORDS = {
     DISCARDED: "threw the means away (no step(), or zero_grad() before it)",
     KEPT: "went on accumulating (neither step() nor zero_grad())",
     0: "had no exchange",
+}
+
+_OF_MEANS = {
+    LATE: "had no gradient",
+    EDITED: "changed theirs between backward() and step()",
+    0: "left them as they were",
 }
 
 
@@ -120,12 +126,7 @@ def different_outcomes(
 
     All ranks call it for the same step. Each publishes what it did and waits up to five seconds for the others.
     """
-    keys = [outcome_of(scope, step, member) for member in range(size)]
-    told = _told(control, keys, rank, outcome)
-    ranks = {bits: [r for r in sorted(told) if told[r] == bits] for bits in sorted(set(told.values()))}
-    parts = [f"rank {', '.join(map(str, those))} {_IN_WORDS[bits]}" for bits, those in ranks.items()]
-    if silent := [r for r in range(size) if r not in told]:
-        parts.append(f"rank {', '.join(map(str, silent))} did not say")
+    parts = _in_words(_told(control, scope, rank, size, step, outcome), size, _IN_WORDS)
     return StateError(
         f"after step {step} the ranks went different ways: {'; '.join(parts)}. Their parameters differ now: "
         "training cannot go on. A step must be skipped on all ranks or on none: decide it by a value that all "
@@ -133,11 +134,40 @@ def different_outcomes(
     )
 
 
-def _told(control: ControlChannel, keys: Sequence[str], rank: int, outcome: int) -> Mapping[int, int]:
-    told = {rank: outcome}
+def different_means(
+    control: ControlChannel, scope: str, rank: int, size: int, step: int, notices: int
+) -> StateError:
+    """What every rank raises when some changed the means of a step which a late rank did not have yet; names them all.
+
+    As :func:`different_outcomes`.
+    """
+    parts = _in_words(_told(control, scope, rank, size, step, notices), size, _OF_MEANS)
+    return StateError(
+        f"after step {step} the ranks applied different means: {'; '.join(parts)}. Their parameters differ now: "
+        "training cannot go on. Where backward() reaches no parameter, the means come with step() only: on every rank, "
+        "call opt.synchronize() first, then change them"
+    )
+
+
+def _in_words(told: Mapping[int, int], size: int, words: Mapping[int, str]) -> list[str]:
+    ranks = {bits: [r for r in sorted(told) if told[r] == bits] for bits in sorted(set(told.values()))}
+    parts = [
+        f"rank {', '.join(map(str, those))} {words.get(bits, 'did something else')}"
+        for bits, those in ranks.items()
+    ]
+    if silent := [r for r in range(size) if r not in told]:
+        parts.append(f"rank {', '.join(map(str, silent))} did not say")
+    return parts
+
+
+def _told(
+    control: ControlChannel, scope: str, rank: int, size: int, step: int, own: int
+) -> Mapping[int, int]:
+    keys = [outcome_of(scope, step, member) for member in range(size)]
+    told = {rank: own}
     deadline = monotonic() + ANSWER_SECONDS
     try:
-        control.publish(keys[rank], str(outcome).encode())
+        control.publish(keys[rank], str(own).encode())
         while len(told) < len(keys) and monotonic() < deadline:
             for other, key in enumerate(keys):
                 value = None if other in told else control.lookup(key)
@@ -150,5 +180,5 @@ def _told(control: ControlChannel, keys: Sequence[str], rank: int, outcome: int)
 
 
 def _parse(value: bytes) -> int | None:
-    known = {str(bits).encode(): bits for bits in _IN_WORDS}
+    known = {str(bits).encode(): bits for bits in (*_IN_WORDS, *_OF_MEANS)}
     return known.get(bytes(value))

@@ -9,7 +9,12 @@ from time import monotonic
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, StateError, TransportError
-from gradcomp.engine.divergence import different_fingerprints, different_outcomes, different_parameters
+from gradcomp.engine.divergence import (
+    different_fingerprints,
+    different_means,
+    different_outcomes,
+    different_parameters,
+)
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.keys import Position
 from gradcomp.engine.terms import Terms
@@ -17,6 +22,7 @@ from gradcomp.engine.watch import Roster, StepWatch, place
 from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Pipeline, Waiting
+from gradcomp.reduce.header import EDITED
 from gradcomp.transport.base import Handle
 
 #: A wait looks so often whether the engine's thread still lives.
@@ -196,11 +202,11 @@ class Progress(StepWatch):
         """What has become known in the step that is done, on all ranks alike."""
         result = self._pipeline.result
         assert result is not None, "a step that is done has a result"
+        asked = self.watchdog.control, self.scope, self._transport.rank, self._transport.size, result.step
         if result.parted:
-            rank, size = self._transport.rank, self._transport.size
-            control, outcome = self.watchdog.control, self._pipeline.outcome
-            error = different_outcomes(control, self.scope, rank, size, result.step, outcome)
-            return StateError(f"{error}{self._advice}")
+            return StateError(f"{different_outcomes(*asked, self._pipeline.outcome)}{self._advice}")
+        if result.notices & EDITED:
+            return different_means(*asked, self._pipeline.notices)
         names = [layer.name for layer in self._pipeline.layers]
         table, self._pipeline.digest_table = self._pipeline.digest_table, None
         if self._pipeline.fingerprints is not None:

@@ -22,11 +22,12 @@ from gradcomp.job.step_phases import Phase
 from gradcomp.pipeline import Number, Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
+from gradcomp.reduce.header import LATE
 from gradcomp.torch.ddp_check import DdpCheck
 from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.gradients import Gradients
 from gradcomp.torch.layers import Named
-from gradcomp.torch.loss_scale import LossScale
+from gradcomp.torch.loss_scale import LossScale, means_before_unscaling
 from gradcomp.torch.sparse import rows_of, tensor_of
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of
 from gradcomp.torch.step_watch import StepWatch, refuse_inside_backward
@@ -118,6 +119,7 @@ class GradientExchange:
         self._suspended = False
         self._stands_in = False
         self._means: dict[int, torch.Tensor] = {}  # gradients as the step that is done left them
+        self._before_edits = ""  # what the means hold, where that must not change: another rank is late
         self._windows = Windows()
         self._hooks: list[Any] = []
 
@@ -131,6 +133,7 @@ class GradientExchange:
         self.driver = driver
         if not driver.attached:
             return
+        means_before_unscaling()
         self._gradients.attach(driver.exchanger.device)
         self._samples = ParameterSamples(self._named, driver.exchanger.device)
         self._ddp_check = DdpCheck(self._gradients.parameters)
@@ -238,11 +241,16 @@ class GradientExchange:
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new."""
+    def finish(self, *, late: bool = False) -> None:
+        """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new.
+
+        ``late``: means are about to be applied that the caller has not seen, as other ranks may have at the end of
+        their backward pass. These then note whether they change them.
+        """
         if self.has_result():
             return
-        self._flush()
+        late = late and self.timing.finish == "backward"
+        self._flush(late=late)
         means = self._wait()
         self._gradients.take_means()
         parameters = self._gradients.parameters
@@ -257,6 +265,9 @@ class GradientExchange:
             error = self._gradients.taken_away(next(i for i in present if i not in self._means))
             self.driver.fail(error)
             raise error
+        self._before_edits = ""
+        if means.result.notices & LATE and not late:
+            self._before_edits = self._gradients.described()
 
     def _wait(self) -> Means:
         """The step's means; of layers that are there for the first time ranks tell each other whether they are sparse.
@@ -272,7 +283,7 @@ class GradientExchange:
             self._sparse |= new & (of_ranks != 0)
         return means
 
-    def _flush(self) -> None:
+    def _flush(self, *, late: bool = False) -> None:
         """Submit what is left of the window; nothing more will come."""
         if self.driver.phase is Phase.FLUSHED:
             return
@@ -280,7 +291,7 @@ class GradientExchange:
         for layer in sorted(self._touched.keys() - self._submitted):
             if self._gradients.parameters[layer].grad is not None:
                 self._submit(layer)
-        self.driver.flush()
+        self.driver.flush(late=late)
 
     def has_result(self) -> bool:
         """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
@@ -294,9 +305,10 @@ class GradientExchange:
 
     def commit(self) -> bool:
         """The means will be applied. False if the ranks agreed to skip the step."""
-        self._means = {}
+        edited = bool(self._before_edits) and self._gradients.described() != self._before_edits
+        self._means, self._before_edits = {}, ""
         self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.role.leads)
-        return self.driver.commit()
+        return self.driver.commit(edited=edited)
 
     def serve(self) -> bool:
         """Exchange a step of those who train, with nothing to add; False if they are done for now."""

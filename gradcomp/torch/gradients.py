@@ -101,6 +101,11 @@ class Gradients:
         """The means of layers that this rank did not have are of no use."""
         self._made = {}
 
+    def described(self) -> str:
+        """What gradients hold, so that any change shows but one that keeps every norm and sum."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return repr([(float(g.norm()), float(g.sum())) for g in gradients if g is not None])
+
     def taken_away(self, layer: int) -> StateError:
         """For a gradient that came, and is None before its exchange has ended."""
         return StateError(

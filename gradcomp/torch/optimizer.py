@@ -155,7 +155,7 @@ class Distributed(Serving, Readers, Adopted):
         if closure is not None:
             return self._step_with(closure)
         if not (core.skip_synchronize and core.exchange.has_result()):
-            core.exchange.finish()
+            core.exchange.finish(late=True)
         self._opt_called = True  # for schedulers, which a step that all ranks skip does not hold up
         if not core.exchange.commit():
             return None
@@ -167,7 +167,7 @@ class Distributed(Serving, Readers, Adopted):
 
         def evaluate() -> Any:
             loss = closure()
-            core.exchange.finish()
+            core.exchange.finish(late=True)
             core.exchange.commit()
             return loss
 
@@ -187,11 +187,16 @@ class Distributed(Serving, Readers, Adopted):
         self._gradcomp.synchronized = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    def synchronize(self) -> None:
-        """Make gradients the means now; free if they are."""
+    def _finish_exchange(self) -> None:
+        """What a GradScaler does before it looks at gradients."""
         if self._gradcomp.driver.attached:
             refuse_inside_backward()
             self._gradcomp.exchange.finish()
+
+    def synchronize(self) -> None:
+        """Make gradients the means now; free if they are."""
+        if self._gradcomp.driver.attached:
+            self._finish_exchange()
             self._gradcomp.synchronized = True
 
     @contextmanager
