@@ -16,7 +16,7 @@ from gradcomp.core.text import printable
 from gradcomp.engine.keys import outcome_of
 from gradcomp.pipeline.fingerprint import Fingerprints
 from gradcomp.pipeline.requests import REPEATED
-from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
+from gradcomp.reduce.header import APPLIED, DISCARDED, EDITED, KEPT, LATE
 from gradcomp.transport.control import ControlChannel
 
 #: How long a rank waits for the others to say what they did; all of them know by then that they must.
@@ -30,6 +30,12 @@ _IN_WORDS = {
     0: "had no exchange",
 }
 
+_OF_MEANS = {
+    LATE: "had no gradient",
+    EDITED: "changed theirs between backward() and step()",
+    0: "left them as they were",
+}
+
 
 def comparison_is_due(config: Config, exchanges: int) -> bool:
     """Whether parameters are compared across ranks in the exchange after so many."""
@@ -38,9 +44,9 @@ def comparison_is_due(config: Config, exchanges: int) -> bool:
 
 
 def different_parameters(
-    table: npt.NDArray[np.uint32], names: Sequence[str], steps: int
+    table: npt.NDArray[np.uint32], names: Sequence[str], ranks: Sequence[int], steps: int
 ) -> StateError | None:
-    """What is to be raised if the ranks' digests of their parameters, one row each, differ.
+    """What is to be raised if the digests of their parameters, a row for each of ``ranks``, differ.
 
     A row of zeros is of a rank that has no say.
     """
@@ -51,28 +57,32 @@ def different_parameters(
     if not differs.any():
         return None
     layer = int(np.argmax(differs))
-    ranks = np.flatnonzero(different[:, layer]).tolist()
+    others = ", ".join(str(ranks[member]) for member in np.flatnonzero(different[:, layer]).tolist())
     return StateError(
-        f"after step {steps} the parameter of layer {names[layer]!r} differs between rank {first} "
-        f"and rank {', '.join(map(str, ranks))}; the ranks did not start from the same "
+        f"after step {steps} the parameter of layer {names[layer]!r} differs between rank {ranks[first]} "
+        f"and rank {others}; the ranks did not start from the same "
         "parameters (broadcast them) or do not apply the same update"
     )
 
 
-def different_fingerprints(found: Fingerprints, names: Sequence[str], steps: int) -> StateError:
-    """What is raised when the fingerprints of some ranks differ; it names what differs, on which ranks."""
-    first = int(np.argmax(found.has_say))
-    others = [rank for rank in np.flatnonzero(found.has_say).tolist() if rank != first]
-    parts = _different_scalars({rank: found.scalars[rank] for rank in (first, *others)}, first)
+def different_fingerprints(
+    found: Fingerprints, names: Sequence[str], ranks: Sequence[int], steps: int
+) -> StateError:
+    """What is raised when the fingerprints of some of ``ranks`` differ; it names what differs, on which ranks."""
+    members = np.flatnonzero(found.has_say).tolist()
+    first = members[0]
+    parts = _different_scalars({ranks[member]: found.scalars[member] for member in members}, ranks[first])
     layers = (found.layers != found.layers[first]) & found.has_say[:, None]
     if layers.any():
         layer = int(np.argmax(layers.any(axis=0)))
-        ranks = ", ".join(map(str, np.flatnonzero(layers[:, layer]).tolist()))
-        parts.append(f"the parameter of layer {names[layer]!r} differs between rank {first} and rank {ranks}")
-    if changed := [rank for rank in others if found.results[rank] != found.results[first]]:
+        others = ", ".join(str(ranks[member]) for member in np.flatnonzero(layers[:, layer]).tolist())
+        parts.append(
+            f"the parameter of layer {names[layer]!r} differs between rank {ranks[first]} and rank {others}"
+        )
+    if changed := [ranks[member] for member in members if found.results[member] != found.results[first]]:
         parts.append(
             f"the means that rank {', '.join(map(str, changed))} decoded in the last exchange are not those of rank "
-            f"{first}: a message was changed on a rank or between ranks"
+            f"{ranks[first]}: a message was changed on a rank or between ranks"
         )
     what = "; ".join(parts) or "the fingerprints of the ranks differ"
     return StateError(
@@ -132,12 +142,7 @@ def different_outcomes(
     All members, whose ranks in the job are ``ranks``, call it for the exchange of the same ``number``. Each publishes
     what it did and waits up to five seconds for the others.
     """
-    keys = [outcome_of(scope, number, member) for member in range(len(ranks))]
-    told = _told(control, keys, own, outcome)
-    those = {bits: [ranks[m] for m in sorted(told) if told[m] == bits] for bits in sorted(set(told.values()))}
-    parts = [f"rank {', '.join(map(str, some))} {_IN_WORDS[bits]}" for bits, some in those.items()]
-    if silent := [rank for member, rank in enumerate(ranks) if member not in told]:
-        parts.append(f"rank {', '.join(map(str, silent))} did not say")
+    parts = _in_words(_told(control, scope, own, ranks, number, outcome), ranks, _IN_WORDS)
     return StateError(
         f"{when} the ranks went different ways: {'; '.join(parts)}. Their parameters differ now: "
         "training cannot go on. A step must be skipped on all ranks or on none: decide it by a value that all "
@@ -145,16 +150,45 @@ def different_outcomes(
     )
 
 
-def _told(control: ControlChannel, keys: Sequence[str], rank: int, outcome: int) -> Mapping[int, int]:
-    told = {rank: outcome}
+def different_means(
+    control: ControlChannel, scope: str, own: int, ranks: Sequence[int], step: int, notices: int
+) -> StateError:
+    """What every rank raises when some changed the means of a step which a late rank did not have yet; names them all.
+
+    As :func:`different_outcomes`.
+    """
+    parts = _in_words(_told(control, scope, own, ranks, step, notices), ranks, _OF_MEANS)
+    return StateError(
+        f"after step {step} the ranks applied different means: {'; '.join(parts)}. Their parameters differ now: "
+        "training cannot go on. Where backward() reaches no parameter, the means come with step() only: on every rank, "
+        "call opt.synchronize() first, then change them"
+    )
+
+
+def _in_words(told: Mapping[int, int], ranks: Sequence[int], words: Mapping[int, str]) -> list[str]:
+    those = {bits: [ranks[m] for m in sorted(told) if told[m] == bits] for bits in sorted(set(told.values()))}
+    parts = [
+        f"rank {', '.join(map(str, some))} {words.get(bits, 'did something else')}"
+        for bits, some in those.items()
+    ]
+    if silent := [rank for member, rank in enumerate(ranks) if member not in told]:
+        parts.append(f"rank {', '.join(map(str, silent))} did not say")
+    return parts
+
+
+def _told(
+    control: ControlChannel, scope: str, own: int, ranks: Sequence[int], number: int, bits: int
+) -> Mapping[int, int]:
+    keys = [outcome_of(scope, number, member) for member in range(len(ranks))]
+    told = {own: bits}
     deadline = monotonic() + ANSWER_SECONDS
     try:
-        control.publish(keys[rank], str(outcome).encode())
+        control.publish(keys[own], str(bits).encode())
         while len(told) < len(keys) and monotonic() < deadline:
             for other, key in enumerate(keys):
                 value = None if other in told else control.lookup(key)
-                if value is not None and (bits := _parse(value)) is not None:
-                    told[other] = bits
+                if value is not None and (found := _parse(value)) is not None:
+                    told[other] = found
             sleep(0.01)
     except TransportError:
         pass  # what is known is said all the same
@@ -162,5 +196,5 @@ def _told(control: ControlChannel, keys: Sequence[str], rank: int, outcome: int)
 
 
 def _parse(value: bytes) -> int | None:
-    known = {str(bits).encode(): bits for bits in _IN_WORDS}
+    known = {str(bits).encode(): bits for bits in (*_IN_WORDS, *_OF_MEANS)}
     return known.get(bytes(value))

@@ -166,9 +166,9 @@ class Exchanger:
         if self._pipeline.registry.submit_absent(layer, sparse=sparse, output=output):
             self._engine.wake()
 
-    def flush(self) -> None:
-        """No more layers will come in this step."""
-        self._pipeline.registry.flush()
+    def flush(self, *, late: bool = False) -> None:
+        """No more layers will come in this step; see :meth:`Pipeline.flush`."""
+        self._pipeline.flush(late=late)
         self._engine.wake()
 
     def waited_for(self) -> AbstractContextManager[None]:
@@ -192,13 +192,14 @@ class Exchanger:
             self.recorder.end()
         return result
 
-    def commit(self, outcome: int = APPLIED) -> bool:
+    def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
         """Accept the step that was waited for; False, on all ranks alike, if a value was not finite.
 
-        ``outcome``: what the optimizer does with the means. The other ranks hear of it in the next exchange.
+        ``outcome``: what the optimizer does with the means; ``edited``: whether they were changed. The other ranks hear
+        of it in the next exchange.
         """
         self._check()
-        accepted = self._pipeline.commit(outcome)
+        accepted = self._pipeline.commit(outcome, edited=edited)
         if self._plan_log is not None:
             self._plan_log.after_step()
         return accepted

@@ -10,7 +10,12 @@ from time import monotonic
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, StateError, TransportError
 from gradcomp.engine.deadlock import Begun, Need
-from gradcomp.engine.divergence import different_fingerprints, different_outcomes, different_parameters
+from gradcomp.engine.divergence import (
+    different_fingerprints,
+    different_means,
+    different_outcomes,
+    different_parameters,
+)
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.keys import Position
 from gradcomp.engine.terms import Terms
@@ -18,6 +23,7 @@ from gradcomp.engine.watch import Roster, StepWatch, place
 from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Pipeline, Waiting
+from gradcomp.reduce.header import EDITED
 from gradcomp.transport.base import Handle
 
 #: A wait looks so often whether the engine's thread still lives.
@@ -224,11 +230,15 @@ class Progress(StepWatch):
         assert result is not None, "a step that is done has a result"
         if result.parted:
             return self.parted(result.step, self._pipeline.outcome, f"after step {result.step}")
+        ranks = self.roster.ranks
+        if result.notices & EDITED:
+            asked = self.watchdog.control, self.scope, self._member, ranks, result.step
+            return different_means(*asked, self._pipeline.notices)
         names = [layer.name for layer in self._pipeline.layers]
         table, self._pipeline.digest_table = self._pipeline.digest_table, None
         if self._pipeline.fingerprints is not None:
-            return different_fingerprints(self._pipeline.fingerprints, names, result.step)
-        return None if table is None else different_parameters(table, names, result.step)
+            return different_fingerprints(self._pipeline.fingerprints, names, ranks, result.step)
+        return None if table is None else different_parameters(table, names, ranks, result.step)
 
     def parted(self, number: int, outcome: int, when: str) -> StateError:
         """What every rank raises, since not all did the same; ``number``: of the exchange, equal on all of them."""

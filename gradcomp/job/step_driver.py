@@ -151,10 +151,10 @@ class StepDriver:
         self.exchanger.submit_absent(layer, sparse=True)
         self._rows[layer] = rows
 
-    def flush(self) -> None:
-        """No more gradients will come in this step."""
+    def flush(self, *, late: bool = False) -> None:
+        """No more gradients will come in this step; ``late``: nor have this rank's own ended it, as the others' did."""
         after = self._after(Verb.FLUSH)
-        self.exchanger.flush()
+        self.exchanger.flush(late=late)
         self._phase = after
 
     def wait(self) -> Means:
@@ -196,15 +196,18 @@ class StepDriver:
                 )
         return means
 
-    def commit(self) -> bool:
-        """The means will be applied: residuals take their new values. False if the ranks agreed to skip the step."""
+    def commit(self, *, edited: bool = False) -> bool:
+        """The means will be applied: residuals take their new values. False if the ranks agreed to skip the step.
+
+        ``edited``: they were changed, while some rank is late.
+        """
         after = self._after(Verb.COMMIT)
         if self.agrees and not self.exchanger.vote(True):
             self.exchanger.discard()
             self.exchanger.pipeline.statistics.skipped_steps += 1
             self._end(self._after(Verb.DISCARD))
             return False
-        self.exchanger.commit()
+        self.exchanger.commit(edited=edited)
         self._end(after)
         return True
 
@@ -248,7 +251,7 @@ class StepDriver:
     def _after(self, verb: Verb) -> Phase:
         """Where ``verb`` leads from here."""
         after = TRANSITIONS[verb].get(self._phase)
-        if after is None:
+        if after is None or self._failed is not None:
             raise self.error or StateError(f"cannot {verb.value}: {self._phase.value}")
         return after
 

@@ -55,7 +55,7 @@ from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.step_exchange import StepExchange, Workplace
 from gradcomp.pipeline.succession import Succession
-from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, READY, WAITING, HeaderId
+from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
 from gradcomp.transport.base import AllReduce, Transport
 
 #: What kernels of a bucket take is far below it.
@@ -105,7 +105,7 @@ class Pipeline:
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
         #: What became of this rank's last exchange, for the next one to tell the others; 0: there was none.
         self.outcome = 0
-        #: Further bits for the others, LATE and EDITED of the last exchange.
+        #: Whether this rank's last exchange was LATE or EDITED; the next one tells the others of the latter.
         self.notices = 0
         #: Of the last exchange; 0: there was none.
         self.results = 0
@@ -242,22 +242,32 @@ class Pipeline:
             self.device.outlast(_LONGEST_FAREWELL_SECONDS)
             self._exchange = None
 
-    def commit(self, outcome: int = APPLIED) -> bool:
+    def flush(self, *, late: bool = False) -> None:
+        """No more layers will report; ``late``: it is not this rank's own gradients that end the exchange.
+
+        Others have their means before this rank has, and hear of it with them.
+        """
+        assert self._exchange is not None, "a step is open"
+        self._exchange.late = late
+        self.registry.flush()
+
+    def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
         """Accept the finished step: residuals take their new values, unless a value was not finite.
 
-        ``outcome``: what the other ranks hear of it. Returns whether it was accepted; the same on all ranks.
+        ``outcome``: what the other ranks hear of it; ``edited``: means are no longer what the exchange has made of
+        them. Returns whether it was accepted; the same on all ranks.
         """
         if self.is_open or self.result is None:
             raise StateError("there is no finished exchange to commit")
+        assert self._exchange is not None, "its result is here"
         result, self.result = self.result, None
-        self.outcome = outcome
+        self.outcome, self.notices = outcome, LATE * self._exchange.late | EDITED * edited
         if result.finite:
             self._discards.accepted()
             begin = perf_counter()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
             self.trace.add("feedback", result.step, WHOLE_STEP, begin, perf_counter())
-            assert self._exchange is not None, "its result is here"
             self.learning_rate = self._exchange.learning_rate
             self._steering.commit(result.present)
             if self.plans.switch is not None:
@@ -273,7 +283,7 @@ class Pipeline:
         if self.result is not None and self.result.finite and self.keeps_state:
             self._discards.count(speaks=self.role.leads)
         self.result = None
-        self.outcome = DISCARDED
+        self.outcome, self.notices = DISCARDED, 0
 
     def propose(self, plan: Plan) -> None:
         """Vote for the next plan; it takes over at the step after the one in which all ranks hold it.
@@ -332,8 +342,7 @@ class Pipeline:
         ready = self.plans.next is not None or self._steering.ready
         own_state = 0
         if self.role.trains:
-            own_state = self.outcome | self.notices | (READY if ready else WAITING)
-        self.notices = 0
+            own_state = self.outcome | self.notices & EDITED | (READY if ready else WAITING)
         if self._moved:
             layers, owned = np.flatnonzero(self._keeps_residual), [p.owned_layers for p in self._programs]
             yield from hand_over(self.transport, self.role, self.residuals, layers, owned)

@@ -16,8 +16,9 @@ class StepResult:
 
     ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank had a
     NaN or an infinity, or the mean overflowed. ``outcomes``: what became of the exchange before, as bits of all ranks.
-    ``notices``: LATE, EDITED, DIFFERENT, if some rank said so. ``results``: a check value of all coded means as this
-    rank decodes them, the same on all ranks unless something is wrong; of sums it has no part.
+    ``notices``: LATE of this exchange, EDITED of the one before, DIFFERENT, if some rank said so. ``results``: a check
+    value of all coded means as this rank decodes them, the same on all ranks unless something is wrong; of sums it has
+    no part.
     """
 
     step: int

@@ -27,7 +27,7 @@ from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.ticks import Ticks
 from gradcomp.pipeline.widened import Spares, Widened
 from gradcomp.reduce.framing import Framed
-from gradcomp.reduce.header import PRESENT, SPARSE, BucketFlags, HeaderId
+from gradcomp.reduce.header import LATE, PRESENT, SPARSE, BucketFlags, HeaderId
 from gradcomp.transport.base import Transport
 
 
@@ -76,6 +76,8 @@ class StepExchange:
         self._fingerprint = fingerprint
         self._header_id = HeaderId(0, 0, 0)
         self._own_state = 0
+        #: Set before the flush: whether it is not this rank's own gradients that end the exchange.
+        self.late = False
         self._flags: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
         self.scale = 1.0
         self.learning_rate = 0.0
@@ -137,7 +139,7 @@ class StepExchange:
         complete = registry.completed[bucket.number]
         trace.add("ready", step, bucket.number, self.opened_at, complete)
         trace.add("queue", step, bucket.number, complete, perf_counter())
-        states = np.append(registry.states[bucket.layers], np.uint8(self._own_state))
+        states = np.append(registry.states[bucket.layers], np.uint8(self._own_state | LATE * self.late))
         flags = BucketFlags(states, self._transport.rank, self.fingerprint.value)
         self._flags.append((bucket.layers, flags))
         return InFlight(bucket.number, self._exchange(program, flags), self._completed)

@@ -32,8 +32,9 @@ APPLIED, DISCARDED, KEPT = 1, 2, 4
 #: Further bits of that byte, of ranks that train: this one holds the next plan; it does not.
 READY, WAITING = 8, 16
 
-#: Of a step: this rank's last exchange was ended by ``step()``, since no gradient of its own came; its means were
-#: changed between the exchange and ``step()``; some rank's fingerprint is not that of another.
+#: Of a step: on this rank ``step()`` ends the exchange, since no gradient of its own has; in the last exchange, where
+#: that was so on another rank, this one changed its means before ``step()``; some rank's fingerprint is not that of
+#: another.
 LATE, EDITED, DIFFERENT = 32, 64, 128
 
 #: The same bits in messages that leave before the ranks have compared what they run between steps: this rank runs

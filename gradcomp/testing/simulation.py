@@ -339,7 +339,7 @@ class Simulation:
         return [
             lambda: rank.pipeline.open(scale, self.rate, fingerprint=self.fingerprints[r]),
             *[submit(i) for i in order if i not in silent],
-            rank.pipeline.registry.flush,
+            rank.pipeline.flush,
         ]
 
     # -- state --------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ def build(
         if before is None:
             check_plain(optimizer)
         policy, timing = arguments.check()
+        check_rate(optimizer, policy)
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(
             policy, named, 0 if before is None else before.checkpoint_manager.step, arguments.controller
@@ -94,7 +95,8 @@ def build(
         sparse_as_dense=arguments.sparse_as_dense,
         predivide=arguments.predivide,
         loss_scale=arguments.loss_scale,
-        learning_rate=lambda: number_of(optimizer.param_groups[0].get("lr", 0.0)),
+        # 0 where the optimizer finds its own, as Adafactor with relative steps: it is not known then.
+        learning_rate=lambda: number_of(0.0 if (rate := _rate(optimizer)) is None else rate),
         scalars=lambda: scalars_of([optimizer]),
         momenta=Momenta(named, lambda: [optimizer]),
     )
@@ -163,6 +165,21 @@ def _warn_of_positions(named: Named) -> None:
         "them, and a checkpoint fits only while their order stays. Give named_parameters=model.named_parameters()",
         named[0][0],
     )
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor | None:
+    rate: float | torch.Tensor | None = optimizer.param_groups[0].get("lr")
+    return rate
+
+
+def check_rate(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """ConfigError if a compressor follows a learning rate that the optimizer does not have."""
+    following = [c.to_string() for c in policy.compressors if c.traits.follows_rate]
+    if following and _rate(optimizer) is None:
+        raise ConfigError(
+            f"{following[0]} follows the learning rate, and {type(optimizer).__name__} has none in its param_groups: "
+            "leave follow_rate away"
+        )
 
 
 def check_averages(optimizer: torch.optim.Optimizer, policy: Policy) -> None:

@@ -3,6 +3,7 @@
 # DistributedDataParallel compares the annotations of what it is given with classes: they are evaluated here.
 
 import concurrent.futures
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import torch
 from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.compress import Policy
 from gradcomp.core.errors import StateError
@@ -33,7 +35,7 @@ from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.momentum import Momenta, averages
 from gradcomp.torch.staging import staging_for
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take_over
-from gradcomp.torch.step_watch import StepWatch
+from gradcomp.torch.step_watch import StepWatch, UnexchangedSteps
 from gradcomp.torch.tensors import dtype_name
 
 
@@ -74,12 +76,15 @@ class BucketSteps:
         self._optimizers = StepWatch((parameter for _, parameter in named), self)
         self._momenta = Momenta(named, lambda: self._optimizers.optimizers)
         self._any_optimizer = False
+        #: Once they are looked for.
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._joining = False  # in the last exchange this rank had run out of data: it was in join()
 
     def attach(self, driver: StepDriver) -> None:
         """What takes the steps."""
         self._driver = driver
         if driver.attached:
+            self._unexchanged = UnexchangedSteps(driver, self._local_on_purpose)
             take_over(self, "ddp_comm_hook")
 
     def retire(self, why: str) -> None:
@@ -108,6 +113,7 @@ class BucketSteps:
             driver.submit(Submission(layer, place, place, handed, handed.event, zero_is_absent=True))
         if bucket.is_last():
             driver.flush()
+            self._unexchanged.signs += 1
             # DDP queues its own wait behind this one, which raises errors as what they are.
             if torch._C._current_graph_task_id() != -1:
                 Variable._execution_engine.queue_callback(self._await)
@@ -133,6 +139,23 @@ class BucketSteps:
         self._loss_scale.agree(driver.exchanger)
         driver.open(scale, momenta=momenta)
         self._futures.open(driver.exchanger.pipeline.layout)
+
+    def _local_on_purpose(self) -> bool:
+        """Whether a DistributedDataParallel of ours is under ``no_sync()``, or had not been found.
+
+        A step came without an exchange. From then on runs of the DistributedDataParallel are signs, too: one without an
+        exchange is under ``no_sync()``.
+        """
+        news = False
+        for ddp in live(DistributedDataParallel):
+            if ddp not in self._wrappers and any(id(p) in self._numbers for p in ddp.parameters()):
+                self._wrappers.add(ddp)
+                ddp.register_forward_pre_hook(self._ran)
+                news = True
+        return news or any(not ddp.require_backward_grad_sync for ddp in self._wrappers)
+
+    def _ran(self, *_: object) -> None:
+        self._unexchanged.signs += 1
 
     def _check_frozen(self) -> None:
         """DistributedDataParallel knows nothing of them, so that each rank would step on its own gradients."""
@@ -167,7 +190,9 @@ class BucketSteps:
                 self._momenta.of_step(driver.exchanger.pipeline)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Without the momentum that the exchange has taken."""
+        """On gradients that were exchanged, without the momentum that the exchange has taken."""
+        if self._driver.attached:
+            self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
         self._momenta.withhold(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

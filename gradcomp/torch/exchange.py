@@ -23,19 +23,46 @@ from gradcomp.job.step_phases import Phase
 from gradcomp.pipeline import Number, Submission
 from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
+from gradcomp.reduce.header import LATE
 from gradcomp.torch.ddp_check import DdpCheck
 from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.gradients import Gradients
 from gradcomp.torch.layers import Named
-from gradcomp.torch.loss_scale import LossScale
+from gradcomp.torch.loss_scale import LossScale, means_before_unscaling
 from gradcomp.torch.momentum import Momenta
 from gradcomp.torch.sparse import rows_of, tensor_of
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take_over
-from gradcomp.torch.timing import Timing
+from gradcomp.torch.step_watch import StepWatch, UnexchangedSteps, refuse_inside_backward
+from gradcomp.torch.timing import Timing, Windows
 
 #: Exchanges at the end of their window, in the backward pass that is about to return.
 _ending: list[GradientExchange] = []
 _numbers = count()
+
+
+def _when_backward_ends(call: Callable[[], None]) -> None:
+    """Have autograd make the call at the end of the backward pass that is under way, as its caller sees it.
+
+    Reentrant checkpoints run backward passes inside of the outer one. Autograd calls back at the end of each: behind
+    one that was inside, we ask again from the nodes that follow in the pass around it.
+    """
+
+    def ended() -> None:
+        around: torch.autograd.graph.Node | None = (
+            torch._C._current_autograd_node()
+        )  # wrongly typed as never None
+        if around is None:
+            call()
+            return
+
+        def go_on(_: Any) -> None:
+            while hooks:
+                hooks.pop().remove()
+            Variable._execution_engine.queue_callback(ended)
+
+        hooks = [node.register_prehook(go_on) for node, _ in around.next_functions if node is not None]
+
+    Variable._execution_engine.queue_callback(ended)
 
 
 def _finish_together() -> None:
@@ -97,6 +124,8 @@ class GradientExchange:
         self._suspended = False
         self._stands_in = False
         self._means: dict[int, torch.Tensor] = {}  # gradients as the step that is done left them
+        self._before_edits = ""  # what the means hold, where that must not change: another rank is late
+        self._windows = Windows()
         self._hooks: list[Any] = []
 
     @property
@@ -110,9 +139,12 @@ class GradientExchange:
         if not driver.attached:
             return
         take_over(self, "DistributedOptimizer", before)
+        means_before_unscaling()
         self._gradients.attach(driver.exchanger.device)
         self._samples = ParameterSamples(self.named, driver.exchanger.device)
         self._ddp_check = DdpCheck(self._gradients.parameters)
+        self._optimizers = StepWatch(self._gradients.parameters, self)
+        self._unexchanged = UnexchangedSteps(driver, lambda: self._suspended)
         for layer, parameter in enumerate(self._gradients.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -125,6 +157,8 @@ class GradientExchange:
         if self in _ending:  # a backward pass raised before its end
             _ending.remove(self)
         self._end_ddp_check()
+        if self.driver.attached:
+            self._optimizers.end()
 
     def retire(self, why: str) -> None:
         """Another exchange has some of the parameters. Collective, if a step is under way."""
@@ -153,10 +187,11 @@ class GradientExchange:
             self._leave_last_means(layer)
         self._touched[layer] = self._touched.get(layer, 0) + 1
         if self._suspended:
+            self._unexchanged.signs += 1
             return
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            _when_backward_ends(self._end_of_backward)
         last = (self._passes if self.timing.finish == "backward" else self._touched[layer] - 1) + 1
         if last >= self.timing.passes:
             self._submit(layer)
@@ -173,6 +208,7 @@ class GradientExchange:
             raise self.driver.late(layer)
         if kept:
             self.driver.keep()
+            self._windows.kept += 1
             # The means stay part of the sum on every rank, on those without a new gradient too.
             self._touched.update(dict.fromkeys(kept, 0))
         else:
@@ -184,7 +220,8 @@ class GradientExchange:
         if layer in self._submitted:
             raise StateError(
                 f"layer {name!r} has a second gradient in one exchange; declare all passes with "
-                "backward_passes_per_step, or accumulate under no_sync()"
+                "backward_passes_per_step, or accumulate under no_sync(); if several checkpoints of one backward pass "
+                "share the layer, give them use_reentrant=False"
             )
         try:
             gradient = self._gradients.own(layer)
@@ -215,8 +252,8 @@ class GradientExchange:
         self.driver.open(self._loss_scale.of(pipeline, self._predivide), self._learning_rate(), momenta)
 
     def _end_of_backward(self) -> None:
-        self._in_backward = False
-        if self._suspended:
+        was_in_backward, self._in_backward = self._in_backward, False
+        if self._suspended or not was_in_backward:  # or it belongs to a pass that failed
             return
         self._passes += 1
         if self.timing.finish == "backward" and self._passes >= self.timing.passes:
@@ -226,12 +263,17 @@ class GradientExchange:
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new."""
+    def finish(self, *, late: bool = False) -> None:
+        """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new.
+
+        ``late``: means are about to be applied that the caller has not seen, as other ranks may have at the end of
+        their backward pass. These then note whether they change them.
+        """
         if self.has_result():
             return
         self.driver.check()
-        self._flush()
+        late = late and self.timing.finish == "backward"
+        self._flush(late=late)
         means = self._wait()
         self._gradients.take_means()
         parameters = self._gradients.parameters
@@ -241,6 +283,14 @@ class GradientExchange:
         present = means.result.present.nonzero()[0].tolist()
         self._gradients.restore_sparse(np.flatnonzero(means.result.present & self._sparse).tolist())
         self._means = {i: mean for i in present if (mean := parameters[i].grad) is not None}
+        self._unexchanged.signs += bool(present or means.rows)
+        if len(self._means) < len(present):
+            error = self._gradients.taken_away(next(i for i in present if i not in self._means))
+            self.driver.fail(error)
+            raise error
+        self._before_edits = ""
+        if means.result.notices & LATE and not late:
+            self._before_edits = self._gradients.described()
 
     def _wait(self) -> Means:
         """The step's means; of layers that are there for the first time ranks tell each other whether they are sparse.
@@ -256,7 +306,7 @@ class GradientExchange:
             self._sparse |= new & (of_ranks != 0)
         return means
 
-    def _flush(self) -> None:
+    def _flush(self, *, late: bool = False) -> None:
         """Submit what is left of the window; nothing more will come."""
         if self.driver.phase is Phase.FLUSHED:
             return
@@ -264,7 +314,7 @@ class GradientExchange:
         for layer in sorted(self._touched.keys() - self._submitted):
             if self._gradients.parameters[layer].grad is not None:
                 self._submit(layer)
-        self.driver.flush()
+        self.driver.flush(late=late)
 
     def has_result(self) -> bool:
         """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
@@ -272,8 +322,10 @@ class GradientExchange:
 
     def commit(self) -> bool:
         """The means will be applied. False if the ranks agreed to skip the step."""
-        self._means = {}
-        return self.driver.commit()
+        edited = bool(self._before_edits) and self._gradients.described() != self._before_edits
+        self._means, self._before_edits = {}, ""
+        self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.role.leads)
+        return self.driver.commit(edited=edited)
 
     def serve(self) -> bool:
         """Exchange a step of those who train, with nothing to add; False if they are done for now."""
@@ -306,7 +358,7 @@ class GradientExchange:
             self.finish()
         if driver.means is not None:
             driver.discard()
-        self._means, self._touched, self._passes = {}, {}, 0
+        self._means, self._touched, self._passes, self._windows.kept = {}, {}, 0, 0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -316,6 +368,20 @@ class GradientExchange:
             yield
         finally:
             self._suspended = previous
+
+    # -- what optimizers do, see gradcomp.torch.step_watch.Listener --------------------------------------------------
+
+    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
+        """Nothing is to be done."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """StateError inside of a backward pass, and on gradients that were not exchanged."""
+        refuse_inside_backward()
+        if self.driver.means is None and not self._touched:
+            self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing is to be done."""
 
     # -- what the driver asks, see gradcomp.job.adapter.Adapter -----------------------------------------------
 

@@ -47,7 +47,8 @@ class Gradients:
         """
         parameter, form = self.parameters[layer], self._forms[layer]
         gradient = parameter.grad
-        assert gradient is not None, "a hook fires after its gradient was accumulated"
+        if gradient is None:
+            raise self.taken_away(layer)
         if not form.fits(gradient):
             raise self._became_another(layer, gradient)
         if gradient.is_sparse:
@@ -99,6 +100,19 @@ class Gradients:
     def forget_means(self) -> None:
         """The means of layers that this rank did not have are of no use."""
         self._made = {}
+
+    def described(self) -> str:
+        """What gradients hold, so that any change shows but one that keeps every norm and sum."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return repr([(float(g.norm()), float(g.sum())) for g in gradients if g is not None])
+
+    def taken_away(self, layer: int) -> StateError:
+        """For a gradient that came, and is None before its exchange has ended."""
+        return StateError(
+            f"the gradient of layer {self.names[layer]!r} was set to None inside backward(), as by a hook by "
+            "register_post_accumulate_grad_hook() that updates the parameter there: it is this rank's alone then, and "
+            "its mean is exchanged until backward() returns. Take the hook away, and call step() behind backward()"
+        )
 
     def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
         kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "

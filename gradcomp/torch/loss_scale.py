@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -96,6 +97,25 @@ class LossScale:
             "are in different units: give every rank the same grad_scaler=, or grad_scaler=False if the loss is not "
             "scaled"
         )
+
+
+def means_before_unscaling() -> None:
+    """From now on a GradScaler ends a wrapped optimizer's exchange before it looks at the gradients; once for all.
+
+    On a rank whose loss reaches no parameter there are none before, which is an error to a scaler.
+    """
+    look: Any = torch.amp.GradScaler._unscale_grads_
+    if hasattr(look, "of_gradcomp"):
+        return
+
+    @functools.wraps(look)
+    def after_the_exchange(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        if (finish := getattr(optimizer, "_finish_exchange", None)) is not None:
+            finish()
+        return look(scaler, optimizer, *arguments, **named)
+
+    after_the_exchange.of_gradcomp = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler._unscale_grads_ = after_the_exchange  # type: ignore[assignment,method-assign]
 
 
 def _reference(scaler: Any) -> Callable[[], Any]:

@@ -22,12 +22,13 @@ from gradcomp.job.switching import set_compression
 from gradcomp.torch.adasum_steps import begin_adasum_steps
 from gradcomp.torch.adoption import Adopted, adopt, check_plain
 from gradcomp.torch.arguments import Arguments
-from gradcomp.torch.core import Core, NamedParameters, build, check_averages, rebuild
+from gradcomp.torch.core import Core, NamedParameters, build, check_averages, check_rate, rebuild
 from gradcomp.torch.grouping import groups_of
 from gradcomp.torch.layers import name_parameters, spec
 from gradcomp.torch.loss_scale import Scaler
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.serving import Serving
+from gradcomp.torch.step_watch import refuse_inside_backward
 from gradcomp.torch.timing import Finish, OnSkip
 
 _SYNCHRONIZED = (
@@ -147,13 +148,14 @@ class Distributed(Serving, Readers, Adopted):
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         core.check_frozen()
+        core.exchange.before_step(self)  # type: ignore[arg-type]
         if core.synchronized and not core.skip_synchronize:
             warnings.warn(_SYNCHRONIZED, stacklevel=2)
         core.synchronized = False
         if closure is not None:
             return self._step_with(closure)
         if not (core.skip_synchronize and core.exchange.has_result()):
-            core.exchange.finish()
+            core.exchange.finish(late=True)
         self._opt_called = True  # for schedulers, which a step that all ranks skip does not hold up
         if not core.exchange.commit():
             return None
@@ -166,7 +168,7 @@ class Distributed(Serving, Readers, Adopted):
 
         def evaluate() -> Any:
             loss = closure()
-            core.exchange.finish()
+            core.exchange.finish(late=True)
             core.exchange.commit()
             core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
             return loss
@@ -190,10 +192,16 @@ class Distributed(Serving, Readers, Adopted):
         self._gradcomp.synchronized = False
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def _finish_exchange(self) -> None:
+        """What a GradScaler does before it looks at gradients."""
+        if self._gradcomp.driver.attached:
+            refuse_inside_backward()
+            self._gradcomp.exchange.finish()
+
     def synchronize(self) -> None:
         """Make gradients the means now; free if they are."""
         if self._gradcomp.driver.attached:
-            self._gradcomp.exchange.finish()
+            self._finish_exchange()
             self._gradcomp.synchronized = True
 
     @contextmanager
@@ -257,6 +265,7 @@ class Distributed(Serving, Readers, Adopted):
         """
         core = self._gradcomp
         policy, exchanger = as_policy(compression), self._exchanger_or_none()
+        check_rate(self, policy)  # type: ignore[arg-type]
         set_compression(core.checkpoint_manager, exchanger, [spec(name, p) for name, p in core.named], policy)
         core.arguments.take(policy)
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
 from gradcomp.core.errors import ConfigError
+
+logger = logging.getLogger("gradcomp")
+
+#: So many steps in a row that took several exchanges, always as many, are no accident.
+_LIMIT = 3
 
 Finish = Literal["backward", "step"]
 OnSkip = Literal["raise", "agree"]
@@ -34,3 +40,34 @@ class Timing:
             raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
         if self.on_skip not in ("raise", "agree"):
             raise ConfigError(f'on_skip must be "raise" or "agree", got {self.on_skip!r}')
+
+
+class Windows:
+    """Notices windows of accumulation whose passes were not declared, so that each is an exchange; warns once.
+
+    ``kept``: exchanges since the last step whose means were added to.
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0
+        self._before = 0
+        self._alike = 0
+        self._warned = False
+
+    def stepped(self, timing: Timing, *, speaks: bool) -> None:
+        """The window ends with a step on means; ``speaks``: this rank may warn."""
+        exchanges, self.kept = self.kept + 1, 0
+        self._alike = self._alike + 1 if exchanges == self._before else 1
+        self._before = exchanges
+        if exchanges == 1 or self._alike < _LIMIT or self._warned:
+            return
+        self._warned = True
+        if speaks:
+            logger.warning(
+                "step() comes every %d exchanges, and the means of the others are only added up: "
+                "backward_passes_per_step=%d, or no_sync() around all passes but the last, trains the same on 1/%d of "
+                "the bytes",
+                exchanges,
+                exchanges * timing.passes,
+                exchanges,
+            )

@@ -49,8 +49,8 @@ class Exchanger:
     def submit_absent(self, layer: int, *, sparse: bool) -> None:
         self.calls.append(("submit rows", layer))
 
-    def flush(self) -> None:
-        self.calls.append("flush")
+    def flush(self, *, late: bool = False) -> None:
+        self.calls.append("late flush" if late else "flush")
 
     def wait(self) -> StepResult:
         self.calls.append("wait")
@@ -64,8 +64,8 @@ class Exchanger:
         self.calls.append(("vote", yes))
         return yes and self.says
 
-    def commit(self, outcome: int = APPLIED) -> bool:
-        self.calls.append(("commit", outcome))
+    def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
+        self.calls.append(("commit", outcome, "edited") if edited else ("commit", outcome))
         return True
 
     def discard(self) -> None:

@@ -163,7 +163,7 @@ def fingerprints(layers, scalars=("[]", "[]"), results=(0, 0)) -> Fingerprints:
     ],
 )
 def test_what_differs_is_named(found: Fingerprints, said: str):
-    error = different_fingerprints(found, ["a", "b"], 7)
+    error = different_fingerprints(found, ["a", "b"], [0, 1], 7)
     assert "after step 7" in str(error)
     assert re.search(said, str(error)), error
 
@@ -171,4 +171,4 @@ def test_what_differs_is_named(found: Fingerprints, said: str):
 def test_a_rank_that_has_no_say_is_not_blamed():
     found = fingerprints([[0, 0], [1, 2], [1, 3]], ("", "[]", "[]"), (0, 0, 0))
     found.has_say[0] = False
-    assert "between rank 1 and rank 2" in str(different_fingerprints(found, ["a", "b"], 1))
+    assert "between rank 1 and rank 2" in str(different_fingerprints(found, ["a", "b"], [0, 1, 2], 1))

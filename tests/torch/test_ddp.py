@@ -17,6 +17,7 @@ from launching import run_ranks
 from logs import logged
 from small_torch import assert_same_on_all_ranks, bits_of, data
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gradcomp.torch as gc
 
@@ -50,6 +51,16 @@ class Deep(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in reversed(self.layers):
             x = torch.tanh(layer(x))
+        return x
+
+
+class Recomputed(Deep):
+    """Recomputes every layer in backward, in a backward pass inside the outer one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for layer in reversed(self.layers):
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
         return x
 
 
@@ -166,6 +177,11 @@ def test_static_graph_changes_no_bit():
 @on_ranks(2)
 def test_looking_for_unused_parameters_changes_no_bit():
     assert_equal_to_distributed_optimizer(FOUR_BITS, find_unused_parameters=True)
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_of_all_layers_change_no_bit():
+    assert_equal_to_distributed_optimizer(FOUR_BITS, kind=Recomputed)
 
 
 @on_ranks(2)

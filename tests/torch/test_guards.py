@@ -541,6 +541,266 @@ def test_what_is_no_scaler_is_refused(wrong):
             construct(net(), grad_scaler=wrong)
 
 
+# ---------------------------------------------------------------------- updates inside backward
+
+
+def steps(optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def for_each(model: torch.nn.Module, act: Callable[[torch.nn.Parameter, int], object]) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda p, number=number: act(p, number))
+
+
+def the_wrapped_one_before():
+    model = net()
+    for_each(model, lambda *_: steps(optimizer))
+    optimizer = wrap(model)
+    return model
+
+
+def the_wrapped_one_after():
+    model = net()
+    optimizer = wrap(model)
+    for_each(model, lambda *_: steps(optimizer))
+    return model
+
+
+def a_plain_one_for_each_layer():
+    model = net()
+    model.wrapped = wrap(model)
+    plain = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    for_each(model, lambda _, number: steps(plain[number]))
+    return model
+
+
+def a_wrapped_one_for_each_layer():
+    model = net()
+    wrapped = [
+        gc.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [(name, p)])
+        for name, p in model.named_parameters()
+    ]
+    for_each(model, lambda _, number: steps(wrapped[number]))
+    return model
+
+
+def one_for_each_layer_in_ddp():
+    model, _ = hooked()
+    plain = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    for_each(model, lambda _, number: steps(plain[number]))
+    return model
+
+
+STEPS_INSIDE = {
+    make.__name__: make
+    for make in (
+        the_wrapped_one_before,
+        the_wrapped_one_after,
+        a_plain_one_for_each_layer,
+        a_wrapped_one_for_each_layer,
+        one_for_each_layer_in_ddp,
+    )
+}
+
+
+@pytest.mark.parametrize("case", STEPS_INSIDE)
+@on_ranks(2)
+def test_an_optimizer_that_steps_inside_backward_is_refused_before_its_first_step(case):
+    model = STEPS_INSIDE[case]()
+    before = weights(model)
+    with pytest.raises(
+        gc.StateError, match=r"an optimizer steps inside backward.*call step\(\) behind backward"
+    ):
+        loss(model).backward()
+    assert torch.equal(weights(model), before)
+
+
+def by_hand_inside(parameter: torch.nn.Parameter, _: int) -> None:
+    parameter.data.add_(parameter.grad, alpha=-0.1)
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("wrapped_first", [False, True])
+@on_ranks(2)
+def test_an_update_by_hand_inside_backward_is_an_error_of_that_backward(wrapped_first):
+    model = net()
+    if wrapped_first:
+        optimizer = wrap(model)
+    for_each(model, by_hand_inside)
+    if not wrapped_first:
+        optimizer = wrap(model)
+    with pytest.raises(
+        gc.GradcompError, match=r"was set to None inside backward.*call step\(\) behind backward"
+    ):
+        loss(model).backward()
+    with pytest.raises(gc.GradcompError, match="inside backward"):
+        optimizer.step()
+
+
+# ---------------------------------------------------------------------- steps without an exchange
+
+
+def the_bare_model_in_place_of_ddp():
+    ddp, _ = hooked()
+    return torch.optim.SGD(ddp.parameters(), lr=0.1), lambda step: loss(ddp.module, step).backward()
+
+
+def the_bare_model_after_a_while():
+    ddp, _ = hooked()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    train(ddp, optimizer, 3)
+    with ddp.no_sync():
+        train(ddp, optimizer, 3)  # the ranks are alike no more, but that was asked for
+    return optimizer, lambda step: loss(ddp.module, step).backward()
+
+
+def a_hook_without_its_ddp():
+    model = net()
+    model.hook = gc.ddp_comm_hook(model)
+    return torch.optim.SGD(model.parameters(), lr=0.1), lambda step: loss(model, step).backward()
+
+
+def copies_that_are_trained():
+    """Master weights, as of mixed precision by hand: the loop trains the copy, the optimizer has the original."""
+    model, copied = net(), net()
+    optimizer = wrap(model)
+
+    def backward(step: int) -> None:
+        copied.zero_grad()
+        loss(copied, step).backward()
+        for original, copy in zip(model.parameters(), copied.parameters(), strict=True):
+            original.grad = copy.grad.clone()
+
+    return optimizer, backward
+
+
+def a_plain_optimizer_beside_the_wrapped_one():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.beside = wrap(model, backward_passes_per_step=100)
+    return optimizer, lambda step: loss(model, step).backward()
+
+
+BYPASSED = {
+    make.__name__: make
+    for make in (
+        the_bare_model_in_place_of_ddp,
+        the_bare_model_after_a_while,
+        a_hook_without_its_ddp,
+        copies_that_are_trained,
+        a_plain_optimizer_beside_the_wrapped_one,
+    )
+}
+
+
+@pytest.mark.parametrize("case", BYPASSED)
+@on_ranks(2)
+def test_the_second_step_on_gradients_that_nobody_exchanged_is_an_error_with_both_causes(case):
+    optimizer, backward = BYPASSED[case]()
+    backward(10)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(11)
+    with pytest.raises(gc.GradcompError, match=r"ddp\.module\(x\).*a model that the optimizer does not hold"):
+        optimizer.step()
+
+
+def accumulated(model: torch.nn.Module, optimizer, window: int, no_sync: Callable[[], object]) -> None:
+    """Four passes, one exchange."""
+    optimizer.zero_grad()
+    with no_sync():
+        for part in range(3):
+            loss(model, 4 * window + part).backward()
+    loss(model, 4 * window + 3).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("frontend", ["optimizer", "hook"])
+@on_ranks(2)
+def test_steps_that_need_no_exchange_are_no_error(frontend):
+    """What healthy programs do between exchanges; each several times."""
+    if frontend == "optimizer":
+        model = net()
+        optimizer, plain = wrap(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        no_sync = optimizer.no_sync
+    else:
+        model, _ = hooked()
+        optimizer = plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        no_sync = model.no_sync
+    head = torch.nn.Linear(4, 1)
+    optimizer.zero_grad()
+    for _ in range(3):  # no gradient anywhere
+        optimizer.step()
+    for window in range(3):
+        accumulated(model, optimizer, window, no_sync)
+        for _ in range(3):  # the last means once more: they are every rank's
+            plain.step()
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        head(model(torch.ones(2, 8)).detach()).sum().backward()
+        optimizer.step()  # zeros
+    for step in range(4):  # steps of its own, under no_sync or behind it
+        plain.zero_grad()
+        with no_sync():
+            loss(model, step).backward()
+            if step % 2:
+                plain.step()
+        if not step % 2:
+            plain.step()
+    for step in range(3):  # averaged by hand
+        optimizer.zero_grad()
+        bare = model if frontend == "optimizer" else model.module
+        gradients = torch.autograd.grad(loss(bare, step), list(bare.parameters()))
+        for parameter, gradient in zip(bare.parameters(), gradients, strict=True):
+            parameter.grad = gc.allreduce(gradient)
+        with no_sync():
+            plain.step()
+
+
+@pytest.mark.parametrize("frontend", ["optimizer", "hook"])
+@on_ranks(2)
+def test_alternating_optimizers_closures_and_scalers_are_no_bypass(frontend):
+    def trained(model: torch.nn.Module, kind=torch.optim.SGD):
+        if frontend == "optimizer":
+            return model, wrap(model, kind=kind)
+        state, hook = gc.ddp_comm_hook(model)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(state, hook)
+        return ddp, kind(ddp.parameters(), lr=0.1)
+
+    (maker, of_maker), (judge, of_judge) = trained(torch.nn.Linear(8, 8)), trained(net())
+    for step in range(6):
+        for _ in range(3):
+            of_judge.zero_grad()
+            with torch.no_grad():
+                made = maker(torch.randn(2, 8))
+            judge(made).square().mean().backward()
+            of_judge.step()
+        if step % 2:
+            of_maker.zero_grad()
+            judge(maker(torch.randn(2, 8))).square().mean().backward()
+            of_maker.step()
+    model, lbfgs = trained(net(1), torch.optim.LBFGS)
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        value = loss(model)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        lbfgs.step(closure)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
+    model, optimizer = trained(net(2))
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, step) * (float("inf") if step in (1, 2, 4) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 # ---------------------------------------------------------------------- feedback that is never committed
 
 

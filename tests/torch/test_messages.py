@@ -97,6 +97,37 @@ def test_names_by_position_are_warned_about_where_they_matter():
         assert "model.named_parameters()" in line
 
 
+@on_ranks(2)
+def test_passes_that_nobody_declared_are_warned_about_once():
+    def warned(passes: int, keep: bool, **arguments) -> list[str]:
+        model = torch.nn.Linear(8, 4)
+        optimizer = gc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **arguments
+        )
+        with logged(logging.WARNING) as said:
+            for _ in range(8):
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    if not keep:
+                        optimizer.zero_grad()
+                    model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+        assert gc.rank() == 0 or not said
+        return said
+
+    said = warned(4, keep=True)
+    if gc.rank() == 0:
+        (line,) = said
+        assert line.startswith("step() comes every 4 exchanges")
+        assert "backward_passes_per_step=4" in line
+    said = warned(6, keep=True, backward_passes_per_step=2)
+    assert len(said) == (gc.rank() == 0)
+    assert all("backward_passes_per_step=6" in line for line in said)
+    assert not warned(4, keep=True, backward_passes_per_step=4)
+    assert not warned(4, keep=False)  # as a GAN's judge, whose gradients in the maker's pass are thrown away
+    assert not warned(1, keep=True)
+
+
 @on_ranks(2, "fifty", statistics_every_steps=0)
 def test_auto_gives_its_own_account_after_50_steps():
     model = torch.nn.Linear(64, 32)

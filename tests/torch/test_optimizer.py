@@ -549,6 +549,47 @@ def test_a_backward_that_raised_can_be_repeated_after_zero_grad():
     assert_close(model.parameters(), one_process())
 
 
+# ---------------------------------------------------------------------------------------- without a learning rate
+
+
+class Relative(torch.optim.SGD):
+    """As Adafactor with relative steps: it finds its learning rate by itself, and has None where others have it."""
+
+    def __init__(self, parameters, lr=None):
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@on_ranks(2)
+def test_an_optimizer_without_a_learning_rate_trains():
+    for compression in ("none", NEAREST):
+        model = net()
+        optimizer = wrap(model, compression, kind=Relative, lr=None)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert_same_on_all_ranks(model.parameters())
+        if compression == "none":
+            assert_close(model.parameters(), one_process())
+
+
+@on_ranks(2)
+def test_without_a_learning_rate_nothing_can_follow_it():
+    following = "error_feedback[topk:density=0.1]:follow_rate=true"
+    with pytest.raises(gc.ConfigError, match=r"follows the learning rate.*Relative"):
+        wrap(net(), following, kind=Relative, lr=None)
+    optimizer = wrap(net(), kind=Relative, lr=None)
+    with pytest.raises(gc.ConfigError, match=r"follows the learning rate.*Relative"):
+        optimizer.set_compression(following)
+
+
 # ---------------------------------------------------------------------------------------- loss scaling
 
 

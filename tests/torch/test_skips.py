@@ -216,6 +216,164 @@ def test_ranks_with_different_rules_for_skips_do_not_begin():
         wrap(model, on_skip="agree" if gc.rank() else "raise")
 
 
+# ---------------------------------------------------------------------- a rank whose loss reaches no parameter
+
+
+def backward_without_loser(model, step: int, loss_factor: float = 1.0) -> None:
+    """One rank's batch has no targets: its loss is a constant for the model."""
+    loss = torch.ones((), requires_grad=True) if gc.rank() == LOSER else model(data(step)).square().mean()
+    (loss * loss_factor).backward()
+
+
+def clip_by_hand(model, most: float = 0.001) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = float(sum(gradient.square().sum() for gradient in gradients)) ** 0.5
+    for gradient in gradients:
+        gradient.mul_(min(1.0, most / (norm + 1e-9)))
+
+
+def clip_into_new_tensors(model) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clamp(-1e-4, 1e-4)
+
+
+RANKS_IN_ERROR = (
+    r"after step 4 .*rank 1 had no gradient.*rank 0, 2 changed theirs between backward.*opt\.synchronize"
+)
+
+
+@pytest.mark.parametrize("clip", ["clip_by_hand", "clip_into_new_tensors"])
+@pytest.mark.parametrize("compression", ["none", "quantize:bits=4,feedback=true", "powersgd", "topk"])
+@on_ranks(3)
+def test_means_that_only_ranks_with_gradients_have_changed_are_an_error_of_the_next_exchange(
+    compression: str, clip: str
+):
+    model = net()
+    optimizer = wrap(model, compression)
+    with pytest.raises(gc.StateError, match=RANKS_IN_ERROR):  # noqa: PT012
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (backward_without_loser if step == SKIPPED else backward)(model, step)
+            globals()[clip](model)
+            optimizer.step()
+            assert step <= SKIPPED
+    with pytest.raises(gc.StateError, match="had no gradient"):
+        optimizer.step()
+
+
+@on_ranks(3)
+def test_changes_on_all_ranks_after_synchronize_and_changes_that_change_nothing_are_fine():
+    model = net()
+    optimizer = wrap(model, "quantize:bits=4,feedback=true")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward_without_loser(model, step)
+        if step % 2:
+            optimizer.synchronize()
+            clip_by_hand(model)
+        else:
+            clip_by_hand(model, most=1e9)
+        optimizer.step()
+    for _ in range(3):  # a window that is short on all ranks: each clips its own sum
+        optimizer.set_backward_passes_per_step(3)
+        optimizer.zero_grad()
+        backward(model, 0)
+        clip_by_hand(model)
+        optimizer.step()
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+    assert equal_everywhere(model)
+
+
+@pytest.mark.parametrize("case", ["two passes", "no_sync", "two optimizers", "finish"])
+@on_ranks(3)
+def test_windows_and_several_optimizers_do_not_differ_in_silence(case: str):
+    model = net()
+    layers = [model[0], model[2]] if case == "two optimizers" else [model]
+    arguments = {"two passes": {"backward_passes_per_step": 2}, "finish": {"finish": "step"}}.get(case, {})
+    optimizers = [wrap(part, **arguments) for part in layers]
+
+    def train() -> None:
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if case == "two passes":
+                backward(model, step)
+            if case == "no_sync":
+                with optimizers[0].no_sync():
+                    backward(model, step)
+            if step == 0:  # in the first one optimizers compare their scalers, in turn
+                backward(model, step)
+                for optimizer in optimizers:
+                    optimizer.step()
+                continue
+            if case == "two optimizers" and gc.rank() == LOSER:
+                model[2](torch.tanh(model[0](data(step))).detach()).square().mean().backward()
+            else:
+                backward_without_loser(model, step)
+            if case == "finish":
+                optimizers[0].synchronize()
+            for part in layers:
+                clip_by_hand(part)
+            for optimizer in optimizers:
+                optimizer.step()
+
+    if case == "finish":
+        train()
+        assert equal_everywhere(model)
+    else:
+        with pytest.raises(gc.StateError, match=r"after step 2 .*rank 1 had no gradient"):
+            train()
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@on_ranks(3)
+def test_under_ddp_a_loss_that_reaches_no_parameter_only_shifts_a_ranks_data(find_unused: bool):
+    """No exchange begins on that rank: the others wait until its next batch has gradients."""
+    model = torch.nn.parallel.DistributedDataParallel(net(), find_unused_parameters=find_unused)
+    model.register_comm_hook(*gc.ddp_comm_hook(model, "quantize:bits=4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS + (gc.rank() == LOSER)):
+        optimizer.zero_grad()
+        loss = model(data(step)).square().mean()
+        (torch.ones((), requires_grad=True) if step == SKIPPED and gc.rank() == LOSER else loss).backward()
+        clip_by_hand(model)
+        optimizer.step()
+    assert equal_everywhere(model)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "fused Adam"])
+@pytest.mark.parametrize("known", [False, True])
+@on_ranks(3)
+def test_a_scaler_meets_the_means_on_a_rank_without_gradients_too(kind: str, known: bool):
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain = (
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "SGD"
+        else torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    )
+    optimizer = gc.DistributedOptimizer(
+        plain, model.named_parameters(), "quantize:bits=4", grad_scaler=scaler if known else None
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(torch.ones(()))  # a scaler has no scale before it has scaled something
+        overflow = math.inf if step == SKIPPED and gc.rank() == 2 else 1.0
+        backward_without_loser(model, step, scaler.get_scale() * overflow)
+        if step % 2 and kind == "SGD":
+            scaler.unscale_(optimizer)
+            clip_by_hand(model)
+        scaler.step(optimizer)
+        scaler.update()
+    assert equal_everywhere(model)
+    assert scaler.get_scale() == 2.0**9
+    assert optimizer.statistics().steps == STEPS
+
+
 @pytest.mark.parametrize("steps_by_hand", [False, True])
 @on_ranks(3)
 def test_ddp_ranks_that_do_not_all_step_raise(steps_by_hand: bool):
