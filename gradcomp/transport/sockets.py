@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 from contextlib import suppress
@@ -19,6 +20,18 @@ def open_sockets() -> dict[int, int]:
                 if stat.S_ISSOCK(status.st_mode):
                     found[int(entry.name)] = status.st_ino
     return found
+
+
+def hung_up(descriptor: int, inode: int) -> bool:
+    """Whether the other side has ended a connection on which nothing is awaited; so has one that is gone here."""
+    try:
+        if os.fstat(descriptor).st_ino != inode:
+            return True
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+    except OSError:
+        return True
 
 
 def cut(descriptor: int, inode: int) -> None:

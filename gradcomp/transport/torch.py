@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Transport
 from gradcomp.transport.control import ControlChannel, StoreSilentError
-from gradcomp.transport.sockets import cut, open_sockets
+from gradcomp.transport.sockets import cut, hung_up, open_sockets
 
 #: Gloo's own deadline lies behind the engine's, so that the engine is the one to say what happened.
 GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
@@ -212,6 +212,8 @@ class TorchControl(ControlChannel):
 
     A client of TCPStore waits for ever where the server is stopped but not dead, hence the thread: callers wait three
     seconds for an answer, and none as long as an earlier call has had no answer. ``server`` says who serves the store.
+
+    PyTorch writes the stack of every call on a connection that has ended to the terminal: there is at most one.
     """
 
     def __init__(self, prefix: str, timeout_seconds: float, server: str = "rank 0") -> None:
@@ -222,12 +224,13 @@ class TorchControl(ControlChannel):
             store = _connection_of_its_own(timeout_seconds)
         except RuntimeError as error:
             raise TransportError(f"no connection to the job's key-value store: {_reason(error)}") from error
-        made = open_sockets().items() - before.items()
+        made = open_sockets().items() - before.items() if isinstance(store, TCPStore) else set()
         self._socket = made.pop() if len(made) == 1 else None
         self._store = PrefixStore(prefix, store)
         self._server = server
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._unanswered: Future[Any] | None = None
+        self._gone = False
         self._thread = threading.Thread(target=self._serve, name="gradcomp-control", daemon=True)
         self._thread.start()
 
@@ -264,13 +267,17 @@ class TorchControl(ControlChannel):
         except TimeoutError:
             self._unanswered = future
             raise silent from None
-        except RuntimeError as error:
+        except (ConnectionError, RuntimeError) as error:
             raise TransportError(f"the job's key-value store, served by {self._server}, is gone") from error
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             work, future = call
+            self._gone |= self._socket is not None and hung_up(*self._socket)
             try:
+                if self._gone:
+                    raise ConnectionError("the connection has ended")
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - the caller's business
+                self._gone |= isinstance(error, RuntimeError)
                 future.set_exception(error)

@@ -261,6 +261,12 @@ def test_survivors_end_by_themselves_without_the_store(ranks, victim, survivors)
     assert_ended_by_themselves(survivors, 1)
 
 
+@of("killed, hosts the store")
+def test_the_stores_stack_is_written_once_at_most(ranks, victim, survivors):
+    for one in survivors:
+        assert one.stderr.count("[c10d]") <= 1, one.stderr
+
+
 @of("killed between steps")
 def test_a_rank_killed_between_steps_is_named(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors)
