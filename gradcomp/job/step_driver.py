@@ -298,7 +298,7 @@ class StepDriver:
         """Another exchange has the layers: every verb raises StateError with ``why``. Local, on all ranks alike."""
         if self.error is None:
             self._failed = StateError, why
-        self._end(self._after(Verb.RETIRE))
+        self._end(TRANSITIONS[Verb.RETIRE][self._phase])
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -320,6 +320,12 @@ class GradientExchange:
         """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
         return self.driver.means is not None and not self._touched
 
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """StateError where the optimizer's ``step()`` is refused: see :class:`UnexchangedSteps`."""
+        refuse_inside_backward()
+        if self.driver.means is None and not self._touched:
+            self.before_step(optimizer)
+
     def commit(self) -> bool:
         """The means will be applied. False if the ranks agreed to skip the step."""
         edited = bool(self._before_edits) and self._gradients.described() != self._before_edits
@@ -376,9 +382,7 @@ class GradientExchange:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """StateError inside of a backward pass, and on gradients that were not exchanged."""
-        refuse_inside_backward()
-        if self.driver.means is None and not self._touched:
-            self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
+        self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing is to be done."""

@@ -148,7 +148,7 @@ class Distributed(Serving, Readers, Adopted):
             self._opt_called = True
             return super().step(closure)  # type: ignore[misc]
         core.check_frozen()
-        core.exchange.before_step(self)  # type: ignore[arg-type]
+        core.exchange.check_step(self)  # type: ignore[arg-type]
         if core.synchronized and not core.skip_synchronize:
             warnings.warn(_SYNCHRONIZED, stacklevel=2)
         core.synchronized = False
