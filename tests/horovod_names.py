@@ -82,8 +82,9 @@ ROWS = (
     Row("broadcast_optimizer_state", "better", "LBFGS too; takes no step to make state, so `model=` is not needed and "
         "gradients stay as they are",
         "optimizer root_rank model"),
-    Row("broadcast_parameters", "better", "compares names, shapes and dtypes first; takes a module too, and then gives it "
-        "the root's extra state (`get_extra_state`), which a `state_dict()` cannot: a warning says so", "params root_rank"),
+    Row("broadcast_parameters", "better", "compares names, shapes and dtypes first; takes a module too, and then "
+        "gives it the root's extra state (`get_extra_state`), which a `state_dict()` cannot: a warning says so",
+        "params root_rank"),
     Row("reducescatter", "better", "Min, Max and Product too",
         "tensor name compression op process_set prescale_factor postscale_factor"),
     Row("reducescatter_async", "better", "Min, Max and Product too", f"tensor {_SCATTER}"),

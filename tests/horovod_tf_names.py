@@ -29,8 +29,8 @@ _COMMON = (
     Row("Average", "same", "of integers: loses its fraction, without overflow"),
     Row("Sum", "same", "of bool: or"),
     Row("Adasum", "same", "an allreduce of floating-point tensors among a power of two of ranks; a tape's `op`"),
-    Row("Compression", "better", "`none`, `fp16`, `bf16`, with `compress` and `decompress`, and for optimizers and tapes all "
-        "[compressors](compressors/index.md)"),
+    Row("Compression", "better", "`none`, `fp16`, `bf16`, with `compress` and `decompress`, and for optimizers "
+        "and tapes all [compressors](compressors/index.md)"),
     Row("ProcessSet", "better", "nobody need register it; ranks only, no MPI communicator; no `process_set_id`"),
     Row("global_process_set", "same", ""),
     Row("add_process_set", "better", "local; needs no setting", "process_set"),

@@ -40,7 +40,7 @@ class Exchanger:
         )
         self.result = StepResult(1, *(np.zeros(3, dtype=bool) for _ in range(3)))
 
-    def open(self, scale: float, rate: float) -> None:
+    def open(self, scale: float, rate: float, momenta: None) -> None:
         self.calls.append(("open", scale, rate))
 
     def submit(self, submission: Submission) -> None:

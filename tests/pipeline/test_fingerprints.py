@@ -14,7 +14,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.engine.divergence import different_fingerprints
 from gradcomp.kernels import crc32c
 from gradcomp.pipeline.fingerprint import NOTHING, Fingerprint, Fingerprints
-from gradcomp.reduce.header import FIXED, LATE, ByteHeader, padded
+from gradcomp.reduce.header import EDITED, FIXED, ByteHeader, padded
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("a", (300,)), LayerSpec("b", (20, 10))]
@@ -131,8 +131,9 @@ def test_a_result_that_one_rank_passes_on_otherwise_has_another_value(reduction:
 
 def test_notices_reach_all_ranks_once():
     ranks = simulate(Identity())
-    ranks.pipelines[2].notices = LATE
-    assert {r.notices for r in ranks.step().results} == {LATE}
+    ranks.step()
+    ranks.pipelines[2].notices = EDITED
+    assert {r.notices for r in ranks.step().results} == {EDITED}
     assert {r.notices for r in ranks.step().results} == {0}
 
 
