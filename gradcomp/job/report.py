@@ -127,7 +127,7 @@ class Reporter:
         """The verdict on the steps since the warm-up, which took so many seconds; or the controller's own."""
         latency = self._exchanger.probe(PROBE_BYTES[0])
         rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
-        measured = self._measured(seconds, rate)
+        measured = self._measured(seconds, rate, latency)
         controller = self._pipeline.controller
         reason = (
             f"{controller.name}: {controller.reason}" if controller is not None and controller.reason else ""
@@ -138,7 +138,7 @@ class Reporter:
             said.append(verdict(measured, compressed=not all(c.traits.exact for c in compressors)))
         self._log("; ".join([*said, reason] if reason else said))
 
-    def _measured(self, seconds: float, seconds_per_byte: float) -> Measured:
+    def _measured(self, seconds: float, seconds_per_byte: float, latency: float) -> Measured:
         """What was measured, and predicted for a bfloat16 wire.
 
         The other wire's exposed time is predicted from the measured rate: what is left of its bytes after the window in
@@ -156,6 +156,7 @@ class Reporter:
             half_bytes=sum(half_bytes),
             half_exposed_seconds=max(whole - self._window(), last),
             seconds_per_byte=seconds_per_byte,
+            latency_seconds=latency,
         )
 
     def _window(self) -> float:

@@ -21,6 +21,7 @@ import preloaded
 import pytest
 from batch import on_ranks
 from launching import run_ranks
+from logs import logged
 from transport_engines import no_mpi, under_mpiexec
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
@@ -501,6 +502,19 @@ def test_a_controller_changes_levels_inside_a_graph() -> None:
         plan = exchange.exchanger.pipeline.plan
         assert plan.version > 0
         assert any(isinstance(a.level, tuple) for a in plan.assignments) == form.startswith("lgreco")
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_controller_with_nothing_to_adjust_does_not_run() -> None:
+    shapes = [(8, 3)]
+    with logged() as lines:
+        exchange = Exchange(variables(shapes), Quantize(4, 64), controller="linear:every_steps=2")
+    assert any("linear has nothing to adjust" in line for line in lines) == (runtime.rank() == 0)
+    for _ in range(6):
+        means = exchange.exchange(tensors(draw(runtime.rank(), 0, shapes)))
+    assert_same_on_all_ranks(exchange, means)
+    assert exchange.exchanger is not None
+    assert exchange.exchanger.pipeline.plan.version == 0
 
 
 @on_ranks(2, env=ONE_THREAD)

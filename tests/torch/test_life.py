@@ -204,6 +204,7 @@ def test_ranks_end_within_ten_seconds_of_their_launcher(started, tmp_path):
     assert told
     output = (tmp_path / "output").read_text()
     assert "rank 0: torchrun (process " in output  # in no call of ours: by the log, and SIGTERM
+    assert not list(tmp_path.glob("gradcomp*"))  # where temporary files would be
 
 
 @pytest.mark.alone

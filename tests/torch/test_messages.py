@@ -142,3 +142,18 @@ def test_auto_gives_its_own_account_after_50_steps():
         (line,) = [one for one in said if one.startswith("after 50 steps")]
         assert "; auto: " in line
         assert "wire would send" not in line
+
+
+@on_ranks(2, "fifty", statistics_every_steps=0)
+def test_a_model_that_waits_for_latency_is_told_so_after_50_steps():
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters())
+    with logged() as said:
+        for _ in range(51):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    if gc.rank() == 0:
+        (line,) = [one for one in said if one.startswith("after 50 steps")]
+        assert "the rest is latency" in line
