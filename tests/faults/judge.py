@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from faults.draw import UNDER_MPI, Trial
+from faults.draw import LATE, ON_THE_WAY, TIMEOUT_SECONDS, UNDER_MPI, Trial
 
 #: From good to bad; a trial counts as the worst of its ranks.
 OUTCOMES = ("equal", "launcher", "typed", "untyped", "silent", "abort", "hang")
@@ -51,8 +51,15 @@ def judge(trial: Trial, ranks: Sequence[Ended]) -> Verdict:
     why = next((why for kind, why in verdicts if kind == outcome), "")
     if outcome == "launcher" and trial.fault not in _DEADLY:
         outcome, why = "untyped", "the launcher ended the ranks, and none of them said why"
-    if OUTCOMES.index(outcome) < OUTCOMES.index("silent") and (difference := _difference(ranks)):
+    if OUTCOMES.index(outcome) < OUTCOMES.index("silent") and (
+        difference := _difference(ranks, LATE.get(trial.fault, 0))
+    ):
         outcome, why = "silent", difference
+    struck = ranks[trial.victim].event("fault") is not None
+    if outcome == "equal" and trial.fault in ON_THE_WAY and struck:
+        outcome, why = "silent", "a message that is not what its sender sent was used"
+    if outcome == "typed" and trial.fault == "ends at once" and (seconds := _waited(trial, ranks)):
+        outcome, why = "hang", f"a rank waited {seconds:.1f} s for one that had ended"
     return Verdict(outcome, tuple(kind for kind, _ in verdicts), why)
 
 
@@ -71,6 +78,8 @@ def _of_rank(trial: Trial, number: int, one: Ended, died: bool) -> tuple[str, st
         return "abort", f"rank {number}: {signal.Signals(number_of).name}; {one.stderr[-400:]}"
     if one.status == 0:
         if one.event("end"):
+            if trial.fault == "launcher killed":
+                return "hang", f"rank {number} lived on without its launcher"
             return "equal", ""
         return "untyped", f"rank {number} ended with status 0 in the middle; {text}"
     if error is None:
@@ -84,14 +93,25 @@ def _of_rank(trial: Trial, number: int, one: Ended, died: bool) -> tuple[str, st
     return "untyped", text
 
 
-def _difference(ranks: Sequence[Ended]) -> str:
-    """How ranks differ that ended well, or trained on after they had begun to differ, whatever they said in the end."""
+def _waited(trial: Trial, ranks: Sequence[Ended]) -> float:
+    """How long a rank waited for the victim, which had ended; 0 if that is not long."""
+    end = ranks[trial.victim].event("end")
+    errors = [error for one in ranks if (error := one.event("error"))]
+    longest = max((error["at"] - end["at"] for error in errors), default=0.0) if end else 0.0
+    return float(longest) if longest > TIMEOUT_SECONDS + 4 else 0.0
+
+
+def _difference(ranks: Sequence[Ended], late: int = 0) -> str:
+    """How ranks differ that ended well, or trained on after they had begun to differ, whatever they said in the end.
+
+    ``late``: for so many steps they may.
+    """
     found = [(number, one, _history(one)) for number, one in enumerate(ranks)]
     for (first, a, one), (second, b, other) in combinations(found, 2):
         well = a.status == 0 and b.status == 0
         common = min(len(one), len(other))
         step = next((i for i in range(common) if one[i] != other[i]), common)
-        if step < common and (well or step < common - 1):
+        if step < common and (well or step < common - 1 - late):
             return f"ranks {first} and {second} differ after step {step}, and went on"
         if well and len(one) != len(other):
             return f"rank {first} applied {len(one)} steps, rank {second} {len(other)}, and both ended well"

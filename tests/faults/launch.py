@@ -28,7 +28,14 @@ _PROGRAMS = {"torch": "faults.rank_torch", "tensorflow": "faults.rank_keras"}
 #: What each server imports before it forks: nothing of it may start a thread.
 _IMPORTED = {
     # The first optimizer that is made imports torch._dynamo, which takes two seconds.
-    "torch": ("torch._dynamo", "torch.distributed", "gradcomp.torch", "mpi4py", "faults.rank_torch"),
+    "torch": (
+        "torch._dynamo",
+        "torch.distributed",
+        "torch.distributed.fsdp",
+        "gradcomp.torch",
+        "mpi4py",
+        "faults.rank_torch",
+    ),
     "tensorflow": ("tensorflow", "keras", "gradcomp.tf", "mpi4py", "faults.rank_keras"),
 }
 _FULL_KILOBYTES = 16
@@ -99,6 +106,9 @@ def run_trial(servers: Servers, trial: Trial) -> list[Ended]:
             "env": environment, "stdout": str(directory / "{rank}.out"), "stderr": str(directory / "{rank}.err"),
             "network": "", "files": [], "program": _PROGRAMS[framework_of(trial)],
         }  # fmt: skip
+        if trial.fault == "launcher killed":
+            request["launcher"] = True
+            environment["TORCHELASTIC_RUN_ID"] = "trial"  # by which ranks know that their parent is one
         if trial.stack in UNDER_MPI:
             statuses = _run_mpiexec(address, request, trial, directory)
         elif trial.fault in NETWORK:

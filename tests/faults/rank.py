@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from faults.draw import TIMEOUT_SECONDS, Trial
+from faults.draw import MESSAGES, Trial
 
 _DROP = 2  # TC_ACT_SHOT
 _RANDOM = 0xFFFFF000 + 56  # SKF_AD_RANDOM
@@ -35,13 +35,14 @@ class Rank:
         self.step = 0
         self.history: list[str] = []
         self._done = False
+        self._until = 0.0
 
     @property
     def settings(self) -> dict[str, Any]:
         """For ``init``: buckets of a few layers, and little patience."""
         transport = {"shm": "shm", "mpi": "mpi", "keras": "mpi"}.get(self.trial.stack, "torch")
         return {
-            "timeout_seconds": TIMEOUT_SECONDS,
+            "timeout_seconds": self.trial.timeout_seconds,
             "stall_warning_seconds": 1.0,
             "log_level": "warning",
             "slice_elements": 64,
@@ -96,6 +97,74 @@ class Rank:
     def does(self, *faults: str) -> bool:
         """Whether this rank has one of these faults in this step."""
         return self.fails(*faults) and self.step == self.trial.step
+
+    def has_begun(self, *faults: str) -> bool:
+        """Whether this rank has one of these faults, in this step or an earlier one."""
+        return self.fails(*faults) and self.step >= self.trial.step
+
+    def tamper(self) -> None:
+        """Change a message of the step, if that is the fault: one that arrives, or one that is about to leave.
+
+        What its sender alters may be the same for all who get it, or, in every other trial, for the victim alone.
+        """
+        if not self.fails(*MESSAGES):
+            return
+        from gradcomp.reduce.header import FIXED, BucketFlags, ByteHeader
+
+        read, write = ByteHeader.read, ByteHeader.write
+        seen: list[bytes] = []  # what has arrived in this step
+        passed = self.trial.seed % 3  # so many messages are left as they are
+
+        def strikes() -> bool:
+            nonlocal passed
+            if self._done or self.step != self.trial.step:
+                return False
+            passed -= 1
+            if passed < 0:
+                self._done = True
+                self.say(event="fault")
+            return self._done
+
+        def flip(buffer: np.ndarray) -> None:
+            at = self.trial.seed * 7919 % max(len(buffer), 1)
+            buffer[at : at + 1] ^= 1 << self.trial.seed % 8
+
+        def payload(header: Any, message: np.ndarray, chunk: int) -> np.ndarray:
+            return message.view(np.ndarray)[header.nbytes :][: int(header._fixed[chunk]["payload_bytes"])]
+
+        def reads(header: Any, source: np.ndarray, chunk: int, sender: int) -> Any:
+            whole = source.view(np.ndarray)[: header.message_bytes[chunk]]
+            if self.trial.fault == "message altered" and strikes():
+                flip(whole)
+            if self.trial.fault == "message misdelivered" and self.step == self.trial.step:
+                own = whole.tobytes()
+                others = [other for other in seen if len(other) == len(own) and other != own]
+                seen.append(own)
+                if others and strikes():
+                    whole[:] = np.frombuffer(others[-1], np.uint8)
+            if self.trial.fault == "message altered by its sender" and self.trial.seed % 2 and strikes():
+                flip(payload(header, whole, chunk))
+                fixed = whole[: FIXED.itemsize].copy().view(FIXED)[0]
+                states = whole[FIXED.itemsize :][: int(fixed["layers"]) + 1].copy()
+                write(header, whole, chunk, BucketFlags(states, sender, int(fixed["fingerprint"])))
+            return read(header, source, chunk, sender)
+
+        def writes(header: Any, target: np.ndarray, chunk: int, *rest: Any) -> Any:
+            if self.trial.fault == "message altered by its sender" and not self.trial.seed % 2 and strikes():
+                flip(payload(header, target, chunk))
+            return write(header, target, chunk, *rest)
+
+        ByteHeader.read, ByteHeader.write = reads, writes  # type: ignore[method-assign]
+
+    def outlive_launcher(self) -> bool:
+        """Whether this is a rank whose launcher is dead, and which is to go on: a tenth of a second is over then."""
+        if self.trial.fault != "launcher killed" or self.step < self.trial.step:
+            return False
+        if not self._done:
+            self._done, self._until = True, time.monotonic() + 25.0
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(0.1)
+        return time.monotonic() < self._until
 
     def at(self, moment: str) -> None:
         """The program is at this moment of a step: fail if it is time."""

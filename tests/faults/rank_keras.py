@@ -18,6 +18,9 @@ def main() -> None:
     rank = Rank()
     with rank.reporting(), gc.typed_errors():
         gc.init(**rank.settings)
+        if rank.fails("ends at once"):
+            return
+        rank.tamper()
         _train(rank)
 
 
@@ -43,6 +46,8 @@ def _step(rank: Rank, model: Any, optimizer: Any) -> None:
     if rank.does("skip before backward"):
         return
     rank.at("forward")
+    if rank.has_begun("other rate"):
+        optimizer.learning_rate = 0.01
     for _ in range(2 if rank.does("double backward") else 1):
         model.train_on_batch(x, y)
         rank.applied([np.asarray(v) for v in model.trainable_variables])

@@ -65,10 +65,10 @@ def _one(servers: Servers, trial: Trial, verbose: bool) -> Result:
     ranks = run_trial(servers, trial)
     seconds = time.monotonic() - began
     verdict = judge(trial, ranks)
-    where = (
-        f"step {trial.step} {trial.moment}, rank {trial.victim}" if trial.moment else f"rank {trial.victim}"
+    where = f"step {trial.step} {trial.moment}".rstrip()
+    drawn = (
+        f"{trial.fault}, {where}, rank {trial.victim}, {trial.stack} {trial.compression} {trial.reduction}"
     )
-    drawn = f"{trial.fault}, {where}, {trial.stack} {trial.compression} {trial.reduction}"
     line = f"{trial.seed:5} {verdict.outcome:9} {seconds:5.1f} s  {drawn}"
     if verdict.outcome in BAD:
         line += f"\n      {verdict.why}"

@@ -29,6 +29,7 @@ from typing import Any
 
 _MOST_BYTES = 1 << 17
 _CLONE_NEWNET = 0x40000000
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 
 
@@ -40,7 +41,8 @@ def serve(path: str) -> dict[str, Any]:
     listener.bind(f"{path}.new")
     listener.listen(64)
     Path(f"{path}.new").rename(path)  # who sees it can connect
-    ranks: dict[socket.socket, int] = {}
+    ranks: dict[socket.socket, int] = {}  # process ids; of a rank without its launcher the group's, negative
+    launchers: set[int] = set()
     parent = os.getppid()
     while os.getppid() == parent:
         ready, _, _ = select.select([listener, *ranks], [], [], _POLL_SECONDS)
@@ -50,28 +52,45 @@ def serve(path: str) -> dict[str, Any]:
             if not data:
                 client.close()
                 continue
+            request: dict[str, Any] = json.loads(data)
+            if request.get("launcher"):  # its rank, whose parent may die, becomes a child of this process
+                ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             pid = os.fork()
             if pid == 0:
                 _leave([listener, client, *ranks])
-                request: dict[str, Any] = json.loads(data)
+                if request.get("launcher") and (rank := os.fork()):
+                    _end_as(rank)
                 _become(request, files)
                 return request
+            if request.get("launcher"):
+                launchers.add(pid)
             for file in files:
                 os.close(file)
             client.send(str(pid).encode())
             ranks[client] = pid
         for client in [one for one in ready if one in ranks]:
             _kill(ranks[client])  # the client has hung up: it says nothing else
-        _report(ranks)
+        _report(ranks, launchers)
     for pid in ranks.values():
         _kill(pid)
     os._exit(0)
 
 
-def _report(ranks: dict[socket.socket, int]) -> None:
+def _end_as(rank: int) -> None:
+    """What a launcher is to its rank."""
+    _, status = os.waitpid(rank, 0)
+    if os.WIFSIGNALED(status):
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _report(ranks: dict[socket.socket, int], launchers: set[int]) -> None:
     for client, pid in list(ranks.items()):
         done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
+        if done in launchers and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            launchers.remove(pid)
+            ranks[client] = -pid
+        elif done:
             _kill(pid)  # what it started
             del ranks[client]
             with contextlib.suppress(OSError):  # it has hung up
@@ -81,7 +100,7 @@ def _report(ranks: dict[socket.socket, int]) -> None:
 
 def _kill(pid: int) -> None:
     try:
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(abs(pid), signal.SIGKILL)
     except ProcessLookupError:
         return
 

@@ -28,8 +28,13 @@ def error(kind: str, *history: str, status: int | None = 1) -> Ended:
     return Ended(status, [said])
 
 
+def at(second: float, one: Ended) -> Ended:
+    return replace(one, said=[said | {"at": second} for said in one.said])
+
+
 TYPED, INJECTED = error("TransportError"), error("InjectedFault")
 WELL = end("a", "b")
+STRUCK = replace(WELL, said=[{"event": "fault"}, *WELL.said])
 
 VERDICTS = {
     "all finish alike": (trial(), [WELL] * 3, "equal"),
@@ -57,6 +62,30 @@ VERDICTS = {
         "typed",
     ),
     "fewer steps": (trial("skip after backward"), [WELL, end("a"), WELL], "silent"),
+    "a drift that the second exchange notices": (
+        trial("other rate"),
+        [error("TransportError", *"abc"), error("TransportError", *"axy"), TYPED],
+        "typed",
+    ),
+    "a drift that the third one notices": (
+        trial("other rate"),
+        [error("TransportError", *"abcd"), error("TransportError", *"axyz"), TYPED],
+        "silent",
+    ),
+    "an altered message that is used": (trial("message altered"), [WELL, STRUCK, WELL], "silent"),
+    "one that did not come": (trial("message altered"), [WELL] * 3, "equal"),
+    "one that its sender altered": (trial("message altered by its sender"), [WELL, STRUCK, WELL], "equal"),
+    "life without a launcher": (trial("launcher killed"), [WELL, TYPED, TYPED], "hang"),
+    "an end that is noticed": (
+        trial("ends at once"),
+        [at(3.0, TYPED), at(1.0, WELL), at(3.0, TYPED)],
+        "typed",
+    ),
+    "an end that is waited for": (
+        trial("ends at once"),
+        [at(3.0, TYPED), at(1.0, WELL), at(21.0, TYPED)],
+        "hang",
+    ),
     "an abort": (trial("kill"), [Ended(-6), Ended(-9), TYPED], "abort"),
     "a crash of the victim": (trial("kill"), [TYPED, Ended(-11), TYPED], "abort"),
     "killed without a launcher": (trial("kill"), [Ended(-9), Ended(-9), TYPED], "abort"),
@@ -90,7 +119,7 @@ def test_a_seed_gives_the_same_trial_again() -> None:
 
 def test_everything_is_drawn_and_only_what_can_be() -> None:
     trials = [draw(seed) for seed in range(2000)]
-    assert all(valid(one.stack, one.fault, one.moment) for one in trials)
+    assert all(valid(one.stack, one.fault, one.moment, one.compression) for one in trials)
     assert {one.fault for one in trials} == set(FAULTS)
     assert {one.compression for one in trials} == set(COMPRESSIONS)
     assert {one.reduction for one in trials} == set(REDUCTIONS)
