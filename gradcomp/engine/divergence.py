@@ -66,7 +66,7 @@ def different_parameters(
 
 
 def different_fingerprints(
-    found: Fingerprints, names: Sequence[str], ranks: Sequence[int], steps: int
+    found: Fingerprints, names: Sequence[str], ranks: Sequence[int], when: str
 ) -> StateError:
     """What is raised when the fingerprints of some of ``ranks`` differ; it names what differs, on which ranks."""
     members = np.flatnonzero(found.has_say).tolist()
@@ -81,12 +81,12 @@ def different_fingerprints(
         )
     if changed := [ranks[member] for member in members if found.results[member] != found.results[first]]:
         parts.append(
-            f"the means that rank {', '.join(map(str, changed))} decoded in the last exchange are not those of rank "
-            f"{ranks[first]}: a message was changed on a rank or between ranks"
+            f"what rank {', '.join(map(str, changed))} decoded in the last exchange is not what rank {ranks[first]} "
+            "did: a message was changed on a rank or between ranks"
         )
     what = "; ".join(parts) or "the fingerprints of the ranks differ"
     return StateError(
-        f"after step {steps} {what}. Ranks must start from the same parameters (broadcast them) and apply the same "
+        f"{when} {what}. Ranks must start from the same parameters (broadcast them) and apply the same "
         "update: the same learning rate, and no change of gradients on one rank alone"
     )
 

@@ -84,7 +84,7 @@ class Exchanger:
         self._engine = engine
         self._transport = transport
         self._digests = terms.digests
-        self._fingerprint = terms.fingerprint if config.fingerprint_every_steps else None
+        self._fingerprint = terms.fingerprint if self.compares else None
         #: Whether the others may wait for a vote about the exchange that was waited for.
         self.owes_vote = False
         self._exchanges = 0  # begun so far; the same on all ranks, whatever became of their steps
@@ -113,6 +113,11 @@ class Exchanger:
     def device(self) -> Device:
         """Where the gradients are."""
         return self._pipeline.device
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare fingerprints in every exchange; the same on all of them."""
+        return bool(self._config.fingerprint_every_steps)
 
     @property
     def is_open(self) -> bool:
@@ -262,6 +267,8 @@ class Exchanger:
             request = group.parted.request.request
             when = f"before the {request.kind} of {request.name}"
             group.verdict = self._progress.parted(self._progress.collectives, group.parted.outcome, when)
+        if group.fingerprints is not None:
+            group.verdict = self._progress.drifted(group.fingerprints)
         if isinstance(group.verdict, StateError):
             self._progress.end_with(group.verdict)  # all ranks have found it: nobody is to be told
         return group.results

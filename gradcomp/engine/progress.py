@@ -23,6 +23,7 @@ from gradcomp.engine.watch import Roster, StepWatch, place
 from gradcomp.engine.watchdog import Watchdog
 from gradcomp.kernels.devices import Device
 from gradcomp.pipeline import Pipeline, Waiting
+from gradcomp.pipeline.fingerprint import Fingerprints
 from gradcomp.reduce.header import EDITED
 from gradcomp.transport.base import Handle
 
@@ -237,7 +238,9 @@ class Progress(StepWatch):
         names = [layer.name for layer in self._pipeline.layers]
         table, self._pipeline.digest_table = self._pipeline.digest_table, None
         if self._pipeline.fingerprints is not None:
-            return different_fingerprints(self._pipeline.fingerprints, names, ranks, result.step)
+            return different_fingerprints(
+                self._pipeline.fingerprints, names, ranks, f"after step {result.step}"
+            )
         return None if table is None else different_parameters(table, names, ranks, result.step)
 
     def parted(self, number: int, outcome: int, when: str) -> StateError:
@@ -245,6 +248,10 @@ class Progress(StepWatch):
         control, ranks = self.watchdog.control, self.roster.ranks
         error = different_outcomes(control, self.scope, self._member, ranks, number, outcome, when)
         return StateError(f"{error}{self._advice}")
+
+    def drifted(self, found: Fingerprints) -> StateError:
+        """What every rank raises between steps, since what all should hold alike differs."""
+        return different_fingerprints(found, [], self.roster.ranks, f"in collective {self.collectives}")
 
     def stop_with(self, error: GradcompError) -> None:
         """It goes on no further, and nothing else will."""

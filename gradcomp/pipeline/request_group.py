@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError
 from gradcomp.pipeline.calls import Call, compare
+from gradcomp.pipeline.fingerprint import NOTHING, Fingerprint, Fingerprints, exchange_fingerprints
 from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.request_arrays import Array
 from gradcomp.pipeline.request_order import RequestOrder
@@ -22,6 +23,7 @@ class Run:
     ``draw``: what random numbers belong to, see :meth:`PreparedRequest.run`. ``unchanged``: the inputs of an all-gather
     are those of its last run. If all runs of all ranks are, nothing but this travels, and the last codes are decoded
     again. ``outcome``: what became of the last step, of which the other ranks hear; see :meth:`PreparedRequest.run`.
+    ``fingerprint``: what all ranks should hold alike.
     """
 
     request: PreparedRequest
@@ -30,6 +32,7 @@ class Run:
     draw: int | None = None
     unchanged: bool = False
     outcome: int = 0
+    fingerprint: Fingerprint = NOTHING
 
 
 class RequestGroup:
@@ -38,7 +41,8 @@ class RequestGroup:
     The ranks compare the whole group first. ``verdict``: the error that all ranks have come to. With ConfigError (a
     rank has a problem) or PlanMismatchError (the ranks do not run the same) nothing was written, and the requests can
     be run again. StateError: some ranks committed the last run of a request, and others did not, or ``parted``, a run,
-    has told that ranks' steps came to different outcomes. ``completed(seconds)`` is told of every round.
+    has told that ranks' steps came to different outcomes. ``fingerprints``: some differ. ``completed(seconds)`` is
+    told of every round.
 
     ``order``: the groups so far. A request that it predicts begins at once, without a comparison. A rank that runs
     something else, or has a problem, takes part with messages of the same sizes that say so; then all ranks throw that
@@ -57,6 +61,8 @@ class RequestGroup:
     ) -> None:
         self.verdict: GradcompError | None = None
         self.parted: Run | None = None
+        #: Those of all ranks, where some differ.
+        self.fingerprints: Fingerprints | None = None
         self._runs = list(runs)
         self._transport = transport
         self._completed = completed
@@ -96,7 +102,16 @@ class RequestGroup:
                 run.request.decode_again(run.outputs)
             return
         in_flight = [
-            self._begun(number, run.request.run(run.inputs, run.outputs, run.draw, outcome=run.outcome))
+            self._begun(
+                number,
+                run.request.run(
+                    run.inputs,
+                    run.outputs,
+                    run.draw,
+                    outcome=run.outcome,
+                    fingerprint=run.fingerprint.value,
+                ),
+            )
             for number, run in enumerate(self._runs)
         ]
         for one in in_flight:
@@ -104,10 +119,10 @@ class RequestGroup:
             one.issue(self._transport)
         for one in in_flight:
             yield from _prepared(one)
-        self._judge()
+        yield from self._judge()
 
-    def _judge(self) -> None:
-        """Whether the ranks did the same with what came before."""
+    def _judge(self) -> Generator[Waiting, None, None]:
+        """Whether the ranks did the same with what came before, and hold alike what they should."""
         for run in self._runs:
             result, request = run.request.result, run.request
             if result is not None and result.parted:
@@ -116,6 +131,10 @@ class RequestGroup:
                     f"{request.request.kind} {request.request.name!r}: some ranks committed run {request.number - 2} "
                     "and others discarded it; all ranks must do the same"
                 )
+            elif result is not None and result.different:
+                own = run.fingerprint
+                self.fingerprints = yield from exchange_fingerprints(self._transport, len(own.layers), own)
+                return
 
     def _ahead(self, predicted: PreparedRequest) -> Generator[Waiting, None, bool]:
         """Run what all ranks expect, or decline it; whether no rank has declined."""
@@ -123,7 +142,14 @@ class RequestGroup:
         if takes_part:
             run = self._runs[0]
             changed, outcome = not run.unchanged, run.outcome
-            program = predicted.run(run.inputs, run.outputs, run.draw, changed=changed, outcome=outcome)
+            program = predicted.run(
+                run.inputs,
+                run.outputs,
+                run.draw,
+                changed=changed,
+                outcome=outcome,
+                fingerprint=run.fingerprint.value,
+            )
         else:
             program = predicted.decline()
         one = self._begun(0, program)
@@ -133,7 +159,7 @@ class RequestGroup:
         if not takes_part or predicted.result is None:
             return False
         self._order.note([predicted], predicted.result.changed)
-        self._judge()
+        yield from self._judge()
         return True
 
     def _objection(self) -> str | None:

@@ -35,6 +35,7 @@ from gradcomp.reduce.header import (
     APPLIED,
     CHANGED,
     DECLINED,
+    DIFFERENT,
     DISCARDED,
     KEPT,
     NONFINITE,
@@ -229,6 +230,7 @@ class PreparedRequest:
         draw: int | None = None,
         changed: bool | None = None,
         outcome: int = 0,
+        fingerprint: int = 0,
     ) -> Generator[Framed, None, None]:
         """Exchange once; then ``result`` is there. Inputs stay untouched until then.
 
@@ -236,7 +238,8 @@ class PreparedRequest:
         in place: the input is this rank's block of the output. ``changed``: None after a comparison. Without one it
         says whether this rank's inputs are others than in the last run, and if a rank declines, there is no result,
         nothing is written to the outputs, and the run can be repeated. ``outcome``: what the other ranks are to hear of
-        the exchange before, if the last run of this request does not say it.
+        the exchange before, if the last run of this request does not say it. ``fingerprint``: what they are to compare
+        with their own; 0: nothing.
         """
         if self.result is not None:
             self.discard()
@@ -247,7 +250,7 @@ class PreparedRequest:
                 for shape, dtype in zip(self.output_shapes, self._dtypes, strict=True)
             ]
         told = self.outcome if self.keeps_state else outcome
-        flags = self._flags_of(told | CHANGED * bool(changed))
+        flags = self._flags_of(told | CHANGED * bool(changed), fingerprint)
         number = self.number if draw is None else draw
         binding = self._binding(inputs, outputs)
         program = self._program.run(self._context(number), binding, flags)
@@ -262,7 +265,10 @@ class PreparedRequest:
         self.number += 1
         self._flags = flags
         outcomes = int(flags.states[-1]) & (APPLIED | DISCARDED | KEPT | REPEATED)
-        self.result = RequestResult(list(outputs), flags.nonfinite, outcomes, flags.changed)
+        different = bool(flags.notices & DIFFERENT)
+        self.result = RequestResult(
+            list(outputs), flags.nonfinite, outcomes, flags.changed, different, flags.checksum
+        )
 
     def decline(self) -> Generator[Framed, None, None]:
         """Take part in a run that the others may have begun without a comparison: messages of its sizes, of zeros.
@@ -274,10 +280,10 @@ class PreparedRequest:
         binding = Arrays(nowhere, nowhere, self.residuals, self._borders, self._borders[:, 0])
         yield from self._framed(alone(program.move), self._flags_of(DECLINED), binding, ahead=True)
 
-    def _flags_of(self, of_rank: int) -> BucketFlags:
+    def _flags_of(self, of_rank: int, fingerprint: int = 0) -> BucketFlags:
         states = np.full(len(self.request.layers) + 1, PRESENT, dtype=np.uint8)
         states[-1] = of_rank
-        return BucketFlags(states, self._rank)
+        return BucketFlags(states, self._rank, fingerprint)
 
     def _framed(
         self, program: Rounds, flags: BucketFlags, binding: Arrays, *, ahead: bool
@@ -333,13 +339,16 @@ class PreparedRequest:
 class RequestResult:
     """What came of a run. ``nonfinite``: layers in which a rank gave a NaN or an infinity; the same on all ranks.
 
-    ``changed``: whether some rank had new inputs, after a run without a comparison.
+    ``changed``: whether some rank had new inputs, after a run without a comparison. ``different``: whether ranks had
+    different fingerprints. ``checksum``: of the codes of all ranks that an all-gather has brought.
     """
 
     arrays: list[Array]
     nonfinite: npt.NDArray[np.bool_]
     outcomes: int
     changed: bool
+    different: bool = False
+    checksum: int = 0
 
     @property
     def finite(self) -> bool:

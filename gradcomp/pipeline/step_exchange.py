@@ -120,7 +120,7 @@ class StepExchange:
             states[layers] |= flags.states[:-1]
             outcomes |= flags.outcomes
             notices |= flags.notices
-            results = zlib.crc32(np.array(sorted(flags.results), dtype="<u4").tobytes(), results)
+            results = zlib.crc32(flags.checksum.to_bytes(4, "little"), results)
         present = (states & PRESENT) != 0
         sparse = (states & SPARSE) != 0
         nonfinite = (states & ~np.uint8(PRESENT | SPARSE)) != 0

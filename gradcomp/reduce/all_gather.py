@@ -63,7 +63,7 @@ class AllGather:
     @cached_property
     def move(self) -> Move:
         """The round of :meth:`run`, in which an owner speaks for itself."""
-        return replace(self._move, whole=False)
+        return replace(self._move, whole=False, common=True)
 
     @cached_property
     def _inputs(self) -> list[ChunkSegments]:

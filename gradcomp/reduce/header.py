@@ -44,7 +44,7 @@ DECLINED, CHANGED = 32, 64
 _OF_A_LAYER = PRESENT | NONFINITE | SPARSE
 _OUTCOMES = APPLIED | DISCARDED | KEPT
 _OF_STEPS = _OUTCOMES | READY | WAITING | LATE | EDITED | DIFFERENT
-_OF_REQUESTS = _OUTCOMES | READY | WAITING
+_OF_REQUESTS = _OUTCOMES | READY | WAITING | DIFFERENT
 
 #: Payloads, and messages, begin at multiples of this many bytes, as loads of vectors want.
 ALIGNMENT = 16
@@ -99,6 +99,11 @@ class BucketFlags:
             self.fingerprint = fingerprint
         elif fingerprint and fingerprint != self.fingerprint:
             self.states[-1] |= DIFFERENT
+
+    @property
+    def checksum(self) -> int:
+        """Of ``results``: a value that ranks with the same ones have in common."""
+        return zlib.crc32(np.array(sorted(self.results), dtype="<u4").tobytes())
 
     @property
     def outcomes(self) -> int:

@@ -160,11 +160,11 @@ def fingerprints(layers, scalars=("[]", "[]"), results=(0, 0)) -> Fingerprints:
             r"weight decay of group 1 0 on rank 1, 0.1 on rank 0",
         ),
         (fingerprints([[1, 2]] * 2, ("[]", "\x1b[31m")), r"the optimizer of rank 1 has other settings"),
-        (fingerprints([[1, 2]] * 2, results=(5, 6)), r"means that rank 1 decoded"),
+        (fingerprints([[1, 2]] * 2, results=(5, 6)), r"what rank 1 decoded"),
     ],
 )
 def test_what_differs_is_named(found: Fingerprints, said: str):
-    error = different_fingerprints(found, ["a", "b"], [0, 1], 7)
+    error = different_fingerprints(found, ["a", "b"], [0, 1], "after step 7")
     assert "after step 7" in str(error)
     assert re.search(said, str(error)), error
 
@@ -172,4 +172,6 @@ def test_what_differs_is_named(found: Fingerprints, said: str):
 def test_a_rank_that_has_no_say_is_not_blamed():
     found = fingerprints([[0, 0], [1, 2], [1, 3]], ("", "[]", "[]"), (0, 0, 0))
     found.has_say[0] = False
-    assert "between rank 1 and rank 2" in str(different_fingerprints(found, ["a", "b"], [0, 1, 2], 1))
+    assert "between rank 1 and rank 2" in str(
+        different_fingerprints(found, ["a", "b"], [0, 1, 2], "after step 1")
+    )

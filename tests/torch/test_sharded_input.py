@@ -224,6 +224,30 @@ def test_a_rank_that_steps_otherwise_is_an_error_on_every_rank_that_names_it(wha
                 loss_of(trained.model, steps + 1)
 
 
+@pytest.mark.parametrize("reuse", [None, "codes"])
+@on_ranks(2, "steps")
+def test_a_learning_rate_of_ones_own_is_named_in_the_next_collective(reuse: str | None):
+    trained = train(BLOCKS, 5, reuse=reuse, compress=EXACT)
+    if gc.rank() == 1:
+        trained.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(gc.StateError, match=r"learning rate 0\.5 on rank 1, 0\.01 on rank 0"):
+        loss_of(trained.model, 5)
+
+
+@on_ranks(2, "steps")
+def test_weights_that_one_rank_decodes_otherwise_are_noticed_in_the_next_collective():
+    """As from a message that was altered before its checksum: shards cannot be compared, what is gathered can."""
+    trained = train(BLOCKS, 5, EXACT)
+    decoded = trained.state._settings.decoded
+    assert all(decoded.values())
+    if gc.rank() == 1:
+        decoded.update(dict.fromkeys(decoded, 1))
+    with pytest.raises(
+        gc.StateError, match="what rank 1 decoded in the last exchange is not what rank 0 did"
+    ):
+        loss_of(trained.model, 5)
+
+
 @on_ranks(2, "steps")
 def test_gradients_that_one_rank_drops_between_two_micro_batches_are_an_error_on_every_rank():
     trained = train(BLOCKS, 1, EXACT)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.layers import ITEM_BYTES
 from gradcomp.engine import Exchanger
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
+from gradcomp.pipeline.fingerprint import NOTHING, Fingerprint
 from gradcomp.pipeline.request_arrays import Array
 from gradcomp.pipeline.request_group import Run
 from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, PreparedRequest, Request
@@ -63,7 +65,15 @@ class Settings:
     watch: StepWatch
     exact: bool = False
     statistics: ShardedStatistics = field(default_factory=ShardedStatistics)
+    #: A check value of the codes that the last gather among these ranks brought.
+    decoded: dict[Exchanger, int] = field(default_factory=dict)
     _seen: dict[Exchanger, int] = field(default_factory=dict)
+
+    def fingerprint(self, exchanger: Exchanger) -> Fingerprint:
+        """What these ranks should hold alike: the optimizers' numbers and the codes of weights; no shard."""
+        if not exchanger.compares:
+            return NOTHING
+        return Fingerprint(np.zeros(1, np.uint32), self.watch.scalars(), self.decoded.get(exchanger, 0))
 
     def outcome(self, exchanger: Exchanger, unit: Unit) -> int:
         """What this rank did since the last exchange among these ranks; all of them must have done the same."""
@@ -205,9 +215,14 @@ class UnitExchange:
         """Exchange; the bytes that this rank sent."""
         begin, before = perf_counter(), exchanger.pipeline.transport.bytes_sent
         outcome = self.settings.outcome(exchanger, self.unit)
+        fingerprint = self.settings.fingerprint(exchanger)
         with _on_host(target) as outputs:
-            exchanger.begin([Run(request, [_array(source.cpu())], [outputs], draw, unchanged, outcome)])
+            exchanger.begin(
+                [Run(request, [_array(source.cpu())], [outputs], draw, unchanged, outcome, fingerprint)]
+            )
             exchanger.finish()
+        if request.result is not None and request.request.kind == ALL_GATHER:
+            self.settings.decoded[exchanger] = request.result.checksum
         request.discard()  # else it would keep the memory of the outputs
         self.settings.statistics.exchange_seconds += perf_counter() - begin
         return exchanger.pipeline.transport.bytes_sent - before
