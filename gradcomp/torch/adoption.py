@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.torch.modules import opaque
 
 
 class Adopted:
-    """What is put in front of an optimizer's class; ``_gradcomp`` is what the optimizer has beside its own."""
+    """What is put in front of an optimizer's class; ``_gradcomp`` is what the optimizer has beside its own.
+
+    ``is_opaque``: methods that torch.compile must not look into. ``calls_own``: the same, but for the method of the
+    optimizer's own that they call.
+    """
 
     _gradcomp: Any
+    is_opaque: ClassVar[tuple[str, ...]] = ()
+    calls_own: ClassVar[tuple[str, ...]] = ()
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -50,8 +57,10 @@ def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> 
     # A scheduler made before may have put a bound ``step`` on the instance, which would bypass ours.
     optimizer.__dict__.pop("step", None)
     optimizer.__dict__["_gradcomp"] = core
+    hidden = {name: opaque(getattr(mixin, name), calls_own=True) for name in mixin.calls_own}
+    hidden |= {name: opaque(getattr(mixin, name)) for name in mixin.is_opaque}
     optimizer.__class__ = type(
-        kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__, **hidden}
     )
 
 

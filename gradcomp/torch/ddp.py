@@ -29,7 +29,7 @@ from gradcomp.torch.ddp_steps import BucketSteps
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale, Scaler
-from gradcomp.torch.modules import bare
+from gradcomp.torch.modules import bare, opaque
 from gradcomp.torch.plain import load_state, state_of
 from gradcomp.torch.start import propose
 from gradcomp.transport.base import Transport
@@ -100,7 +100,8 @@ def ddp_comm_hook(
     if transport is None:
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
     allow_one_hook(model)
-    return HookState(state, ranks, named, frozen, proposal, transport, loss_scale, device), exchange_bucket
+    hook = opaque(exchange_bucket)
+    return HookState(state, ranks, named, frozen, proposal, transport, loss_scale, device), hook
 
 
 def _refuse_following(policy: Policy) -> None:
@@ -199,6 +200,11 @@ class HookState(Readers):
 
     def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Exchange a bucket in place; the last one of a step ends the step."""
+        if not isinstance(bucket, GradBucket):
+            raise ConfigError(
+                'torch._dynamo.config.optimize_ddp="python_reducer" has no buckets that a hook could exchange: leave '
+                "it, and compiled autograd, away, or use DistributedOptimizer without DistributedDataParallel"
+            )
         if self._driver.attached:
             return self._steps.hand_in(bucket)
         self._driver.before_step()

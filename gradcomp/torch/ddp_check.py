@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.torch.live import live
-from gradcomp.torch.modules import bare
+from gradcomp.torch.modules import bare, opaque
 
 _MARK = "gradcomp"
 
@@ -45,7 +45,7 @@ class DdpCheck:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ours = {id(parameter): ref(parameter) for parameter in parameters}
         self._made_since: WeakSet[DistributedDataParallel] = WeakSet()
-        self._hooks: list[Any] = [register_module_module_registration_hook(self._assembled)]
+        self._hooks: list[Any] = [register_module_module_registration_hook(opaque(self._assembled))]
         if _have_autograd_state(parameters):
             for ddp in live(DistributedDataParallel):
                 self._hooks.append(ddp.register_forward_pre_hook(self._run))
@@ -114,7 +114,7 @@ def allow_one_hook(model: torch.nn.Module) -> None:
         ):
             _refuse_second_hook(module)
 
-    finalize(bare(model), register_module_module_registration_hook(assembled).remove)
+    finalize(bare(model), register_module_module_registration_hook(opaque(assembled)).remove)
 
 
 def _refuse_second_hook(ddp: DistributedDataParallel) -> None:

@@ -32,6 +32,7 @@ from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.layers import Named
 from gradcomp.torch.live import live
 from gradcomp.torch.loss_scale import LossScale
+from gradcomp.torch.modules import opaque
 from gradcomp.torch.momentum import Momenta, averages
 from gradcomp.torch.staging import staging_for
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take_over
@@ -83,6 +84,7 @@ class BucketSteps:
     def attach(self, driver: StepDriver) -> None:
         """What takes the steps."""
         self._driver = driver
+        self._at_end = opaque(self._await)
         if driver.attached:
             self._unexchanged = UnexchangedSteps(driver, self._local_on_purpose)
             take_over(self, "ddp_comm_hook")
@@ -116,7 +118,7 @@ class BucketSteps:
             self._unexchanged.signs += 1
             # DDP queues its own wait behind this one, which raises errors as what they are.
             if torch._C._current_graph_task_id() != -1:
-                Variable._execution_engine.queue_callback(self._await)
+                Variable._execution_engine.queue_callback(self._at_end)
         return future
 
     def _begin(self, driver: StepDriver) -> None:

@@ -29,6 +29,7 @@ from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.gradients import Gradients
 from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale, means_before_unscaling
+from gradcomp.torch.modules import opaque
 from gradcomp.torch.momentum import Momenta
 from gradcomp.torch.sparse import rows_of, tensor_of
 from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take_over
@@ -40,29 +41,38 @@ _ending: list[GradientExchange] = []
 _numbers = count()
 
 
-def _when_backward_ends(call: Callable[[], None]) -> None:
-    """Have autograd make the call at the end of the backward pass that is under way, as its caller sees it.
+class _EndOfBackward:
+    """Has autograd make the call at the end of the backward pass that is under way, as its caller sees it.
 
     Reentrant checkpoints run backward passes inside of the outer one. Autograd calls back at the end of each: behind
     one that was inside, we ask again from the nodes that follow in the pass around it.
     """
 
-    def ended() -> None:
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._hooks: list[Any] = []
+        # What autograd calls is nothing that torch.compile could trace. Made once: it takes 0.1 ms.
+        self._ended, self._goes_on = opaque(self._one_has_ended), opaque(self._outer_one_goes_on)
+
+    def wait(self) -> None:
+        """The backward pass has begun."""
+        Variable._execution_engine.queue_callback(self._ended)
+
+    def _one_has_ended(self) -> None:
         around: torch.autograd.graph.Node | None = (
             torch._C._current_autograd_node()
         )  # wrongly typed as never None
         if around is None:
-            call()
+            self._call()
             return
+        self._hooks += [
+            node.register_prehook(self._goes_on) for node, _ in around.next_functions if node is not None
+        ]
 
-        def go_on(_: Any) -> None:
-            while hooks:
-                hooks.pop().remove()
-            Variable._execution_engine.queue_callback(ended)
-
-        hooks = [node.register_prehook(go_on) for node, _ in around.next_functions if node is not None]
-
-    Variable._execution_engine.queue_callback(ended)
+    def _outer_one_goes_on(self, _: Any) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self.wait()
 
 
 def _finish_together() -> None:
@@ -145,6 +155,8 @@ class GradientExchange:
         self._ddp_check = DdpCheck(self._gradients.parameters)
         self._optimizers = StepWatch(self._gradients.parameters, self)
         self._unexchanged = UnexchangedSteps(driver, lambda: self._suspended)
+        self._end = _EndOfBackward(self._end_of_backward)
+        self._behind_all = opaque(_finish_together)
         for layer, parameter in enumerate(self._gradients.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -180,7 +192,7 @@ class GradientExchange:
         def fire(_: torch.Tensor) -> None:
             self._arrived(layer)
 
-        return fire
+        return opaque(fire)
 
     def _arrived(self, layer: int) -> None:
         if not self._touched and not self._submitted:
@@ -191,7 +203,7 @@ class GradientExchange:
             return
         if not self._in_backward:
             self._in_backward = True
-            _when_backward_ends(self._end_of_backward)
+            self._end.wait()
         last = (self._passes if self.timing.finish == "backward" else self._touched[layer] - 1) + 1
         if last >= self.timing.passes:
             self._submit(layer)
@@ -259,7 +271,7 @@ class GradientExchange:
         if self.timing.finish == "backward" and self._passes >= self.timing.passes:
             self._flush()
             _ending.append(self)
-            Variable._execution_engine.queue_callback(_finish_together)
+            Variable._execution_engine.queue_callback(self._behind_all)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 

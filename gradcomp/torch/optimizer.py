@@ -131,10 +131,24 @@ def DistributedOptimizer(
     return cast("DistributedTorchOptimizer", optimizer)
 
 
+#: Frames from a check in the step to who called ``step()``: opaque functions have one more each.
+_CALLER = 6
+
+
 class Distributed(Serving, Readers, Adopted):
     """The methods that a distributed optimizer has beside, or instead of, those of its class."""
 
     _gradcomp: Core
+    calls_own = ("step", "zero_grad")
+    is_opaque = (
+        "_accepts",
+        "_evaluation",
+        "_drain",
+        "_finish_exchange",
+        "synchronize",
+        "set_compression",
+        "compression_state",
+    )
 
     def _exchanger_or_none(self) -> Exchanger | None:
         driver = self._gradcomp.driver
@@ -142,29 +156,47 @@ class Distributed(Serving, Readers, Adopted):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on the means. Exchanges first what was not exchanged yet (a short last window, ``finish="step"``)."""
+        if closure is not None and self._gradcomp.driver.attached:
+            closure = self._evaluation(closure)
+        elif not self._accepts():
+            return None
+        try:
+            return super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+        finally:
+            self._gradcomp.exchange.momenta.give_back()
+
+    def _accepts(self) -> bool:
+        """Whether there is a step on the means, which are there then; not if the ranks agreed to skip it."""
         core = self._gradcomp
         if not core.driver.attached:
             core.driver.before_step()
             self._opt_called = True
-            return super().step(closure)  # type: ignore[misc]
-        core.check_frozen()
-        core.exchange.check_step(self)  # type: ignore[arg-type]
-        if core.synchronized and not core.skip_synchronize:
-            warnings.warn(_SYNCHRONIZED, stacklevel=2)
-        core.synchronized = False
-        if closure is not None:
-            return self._step_with(closure)
+            return True
+        self._check_step()
         if not (core.skip_synchronize and core.exchange.has_result()):
             core.exchange.finish(late=True)
         self._opt_called = True  # for schedulers, which a step that all ranks skip does not hold up
         if not core.exchange.commit():
-            return None
-        with core.exchange.momenta.withheld(self):  # type: ignore[arg-type]
-            return super().step()  # type: ignore[misc]
+            return False
+        core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
+        return True
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
+    def _check_step(self) -> None:
+        core = self._gradcomp
+        core.check_frozen()
+        core.exchange.check_step(self)  # type: ignore[arg-type]
+        if core.synchronized and not core.skip_synchronize:
+            warnings.warn(_SYNCHRONIZED, stacklevel=_CALLER)
+        core.synchronized = False
+
+    def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Every evaluation of the closure is an exchange of its own, used by the wrapped optimizer."""
         core = self._gradcomp
+        self._check_step()
+        if core.driver.agrees:
+            raise StateError(
+                'a step with a closure cannot be skipped once it has begun: on_skip="agree" needs step() alone'
+            )
 
         def evaluate() -> Any:
             loss = closure()
@@ -173,24 +205,20 @@ class Distributed(Serving, Readers, Adopted):
             core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
             return loss
 
-        if core.driver.agrees:
-            raise StateError(
-                'a step with a closure cannot be skipped once it has begun: on_skip="agree" needs step() alone'
-            )
         self._opt_called = True
-        try:
-            return super().step(evaluate)  # type: ignore[misc]
-        finally:
-            core.exchange.momenta.give_back()
+        return evaluate
 
     # A scheduler made before wrapping looks for this mark, and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients; an exchange that ``step()`` did not accept is ended and forgotten."""
+        self._drain()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _drain(self) -> None:
         self._gradcomp.exchange.drain()
         self._gradcomp.synchronized = False
-        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _finish_exchange(self) -> None:
         """What a GradScaler does before it looks at gradients."""

@@ -14,6 +14,7 @@ from gradcomp.core.errors import StateError
 from gradcomp.job import runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.torch.fingerprint import scalars_of
+from gradcomp.torch.modules import opaque
 
 _INSIDE = (
     "an optimizer steps inside backward(), as from a hook by register_post_accumulate_grad_hook(): there, gradients "
@@ -70,7 +71,10 @@ class StepWatch:
                 if watch._listener is not None:
                     watch._listener.after_step(optimizer)
 
-        handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+        handles = (
+            register_optimizer_step_pre_hook(opaque(before_step)),
+            register_optimizer_step_post_hook(opaque(after_step)),
+        )
 
         def end() -> None:
             for handle in handles:

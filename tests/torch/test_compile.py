@@ -1,0 +1,135 @@
+"""torch.compile of a whole step, with backward and step inside: it breaks the graph where gradcomp is called."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from batch import on_ranks
+from launching import run_ranks
+from small_torch import assert_same_on_all_ranks, bits_of, data, net
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp.torch as gc
+
+WITH_RESIDUALS = "quantize:bits=4,bucket_size=32,rounding=nearest"
+
+
+def optimized(compression: str, **options):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+    policy = gc.Policy(compression, filter=gc.Filter(min_elements=2))
+    return model, gc.DistributedOptimizer(optimizer, model.named_parameters(), policy)
+
+
+def hooked(compression: str, **options):
+    model = net()
+    state, hook = gc.ddp_comm_hook(model, gc.Policy(compression, filter=gc.Filter(min_elements=2)))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hook)
+    return ddp, torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+MAKERS = {"optimizer": optimized, "hook": hooked}
+
+
+def trained(model, optimizer, backend: str | None, **compiling) -> list[bytes]:
+    """After six steps that are compiled as a whole; with clipping, which must see means."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss
+
+    run = step if backend is None else torch.compile(step, backend=backend, **compiling)
+    for number in range(6):
+        run(data(number))
+    return bits_of(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("frontend", "autograd"), [("optimizer", "eager"), ("optimizer", "compiled"), ("hook", "eager")]
+)
+@on_ranks(2, reorder=False)  # gradients of a compiled graph come in an order of their own
+def test_a_step_that_is_compiled_as_a_whole_has_the_bits_of_eager_and_no_warning(frontend, autograd):
+    make, options = MAKERS[frontend], {"momentum": 0.9}
+    torch._dynamo.reset()
+    with (
+        warnings.catch_warnings(record=True) as said,
+        torch._dynamo.config.patch(compiled_autograd=autograd == "compiled"),
+    ):
+        warnings.simplefilter("always")
+        model, optimizer = make(WITH_RESIDUALS, **options)
+        compiled = trained(model, optimizer, "aot_eager")
+    assert compiled == trained(*make(WITH_RESIDUALS, **options), None)
+    assert_same_on_all_ranks(model.parameters())
+    assert not [
+        text for one in said if any(word in (text := str(one.message)) for word in ("getpid", "perf_counter"))
+    ]
+
+
+@on_ranks(2, reorder=False)
+def test_closures_momentum_that_is_taken_and_synchronize_are_compiled_alike():
+    def run(backend):
+        model, optimizer = optimized("dgc:density=0.1,momentum_factor=optimizer", momentum=0.9)
+
+        def step(x):
+            def closure():
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.synchronize()
+                return loss
+
+            return optimizer.step(closure)
+
+        call = step if backend is None else torch.compile(step, backend=backend)
+        for number in range(4):
+            call(data(number))
+        return bits_of(model.parameters())
+
+    torch._dynamo.reset()
+    assert run("aot_eager") == run(None)
+
+
+@on_ranks(2, reorder=False)
+def test_compiled_autograds_python_reducer_is_refused_under_a_hook():
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp, _ = hooked(WITH_RESIDUALS)
+        with pytest.raises(gc.ConfigError, match="python_reducer"):
+            ddp(data(0)).square().mean().backward()
+
+
+@pytest.mark.full
+def test_under_inductor_ranks_are_equal_and_one_alone_has_the_bits_of_the_unwrapped_step():
+    def program():
+        import torch
+        from small_torch import assert_same_on_all_ranks
+        from test_compile import WITH_RESIDUALS, net, optimized, trained
+
+        import gradcomp.torch as gc
+
+        gc.init(reorder=False)
+        model, optimizer = optimized(WITH_RESIDUALS, momentum=0.9)
+        ours = trained(model, optimizer, "inductor")
+        if gc.size() == 1:
+            torch._dynamo.reset()
+            plain = net()
+            sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+            assert ours == trained(plain, sgd, "inductor")
+        else:
+            assert_same_on_all_ranks(model.parameters())
+
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent)])
+    for world in (1, 2):
+        for finished in run_ranks(program, world, env={"PYTHONPATH": paths}, timeout=300):
+            assert finished.returncode == 0, finished.stderr
+            assert "getpid" not in finished.stderr
+            assert "perf_counter" not in finished.stderr
