@@ -200,7 +200,7 @@ class HookState(Readers):
 
     def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Exchange a bucket in place; the last one of a step ends the step."""
-        if not isinstance(bucket, GradBucket):
+        if not hasattr(bucket, "buffer"):
             raise ConfigError(
                 'torch._dynamo.config.optimize_ddp="python_reducer" has no buckets that a hook could exchange: leave '
                 "it, and compiled autograd, away, or use DistributedOptimizer without DistributedDataParallel"
