@@ -217,6 +217,7 @@ class Pipeline:
             (scale, learning_rate),
             self.learning_rate,
             fingerprint,
+            self.results,
         )
         self._running = self._run(self._exchange)
 

@@ -55,7 +55,8 @@ class StepExchange:
 
     ``residuals``, and the fields in ``context``, are those of the step. The loss scale and the learning rate may come
     later than the exchange opens: the first bucket waits for ``numbers``. ``last_rate``: the learning rate of the last
-    accepted step, 0 if it is not known. ``fingerprint``: what headers say of parameters and optimizer.
+    accepted step, 0 if it is not known. ``fingerprint``: what headers say of parameters and optimizer, with
+    ``results``, those of the last exchange.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class StepExchange:
         numbers: tuple[Number, Number],
         last_rate: float,
         fingerprint: SoonFingerprint,
+        results: int,
     ) -> None:
         self._workplace, self._transport, self._laid_out = workplace, transport, laid_out
         self._context, self._residuals = context, residuals
         self._numbers: tuple[Number, Number] | None = numbers  # until they are known
         self._last_rate = last_rate
-        self._fingerprint = fingerprint
+        self._fingerprint, self._last_results = fingerprint, results
         self._header_id = HeaderId(0, 0, 0)
         self._own_state = 0
         #: Set before the flush: whether it is not this rank's own gradients that end the exchange.
@@ -159,7 +161,7 @@ class StepExchange:
         if self._numbers is None:
             return
         self.scale, self.learning_rate = map(_known, self._numbers)
-        self.fingerprint = self._fingerprint.result()
+        self.fingerprint = replace(self._fingerprint.result(), results=self._last_results)
         self._numbers = None
         last, rate = self._last_rate, self.learning_rate
         self._context = replace(

@@ -41,7 +41,11 @@ def main() -> int:
         _work(arguments)
         return 0
     found = 0
-    for kind, wanted in (("payload", arguments.payloads), ("protocol", arguments.steps)):
+    for kind, wanted in (
+        ("payload", arguments.payloads),
+        ("protocol", arguments.steps),
+        ("sender", arguments.steps),
+    ):
         found += _fuzz(kind, wanted, arguments.seed)
     return bool(found)
 
@@ -50,7 +54,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--payloads", type=int, default=100_000, help="how many (default: 100000)")
     parser.add_argument(
-        "--steps", type=int, default=10_000, help="of the protocol, at least (default: 10000)"
+        "--steps",
+        type=int,
+        default=10_000,
+        help="of the protocol, altered on the way, and as many altered by the sender (default: 10000)",
     )
     parser.add_argument("--seed", type=int, default=1, help="another seed, other cases (default: 1)")
     parser.add_argument("--only", help="one case, as it was reported")
@@ -68,7 +75,7 @@ def _case(kind: str, number: int) -> tuple[int, str]:
         return 1, payloads.run(number)
     from fuzz import protocol
 
-    return protocol.run(number)
+    return protocol.run(number, altered_by_sender=kind == "sender")
 
 
 def _work(arguments: argparse.Namespace) -> None:
@@ -106,11 +113,15 @@ def _fuzz(kind: str, wanted: int, seed: int) -> int:
             findings += worker.findings
         done = sum(worker.done for worker in workers)
     seconds = time.monotonic() - began
-    unit = "payloads" if kind == "payload" else "steps of the protocol"
+    unit = {
+        "payload": "payloads",
+        "protocol": "steps of the protocol, altered on the way",
+        "sender": "steps of the protocol, altered by the sender",
+    }[kind]
     print(f"{done} {unit} in {seconds:.0f} s, {done / seconds:.0f} a second: {len(findings)} findings")
     kinds: Counter[str] = Counter()
     for number, found in sorted(findings):
-        name = found.partition(":")[0] if kind == "protocol" else found.partition(": ")[2]
+        name = found.partition(":")[0] if kind != "payload" else found.partition(": ")[2]
         kinds[name] += 1
         if kinds[name] <= _SHOWN:
             print(f"  --only {kind}:{number}  {found}")

@@ -108,7 +108,7 @@ def altered(buffer: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_result_that_one_rank_passes_on_otherwise_has_another_value(reduction: str):
+def test_a_result_that_one_rank_passes_on_otherwise_is_noticed_in_the_next_exchange(reduction: str):
     """In the last message that anybody sends."""
     sent: list[int] = []
 
@@ -125,8 +125,10 @@ def test_a_result_that_one_rank_passes_on_otherwise_has_another_value(reduction:
         tamper=lambda source, destination, message: altered(message) if next(seen) == last else message,
         checksums=True,
     )
-    ranks.step()
+    ranks.fingerprints = [SAME] * 4
+    assert noticed(ranks) == []
     assert len({p.results for p in ranks.pipelines}) == 2
+    assert noticed(ranks) == [0, 1, 2, 3]
 
 
 def test_notices_reach_all_ranks_once():
