@@ -69,19 +69,28 @@ def sample(table: SegmentTable, values: Words, *, turn: int) -> None:
     check_array("values", values, np.uint32, len(table), writable=True)
     check_elements(table)
     for row, segment in enumerate(table):
-        length = int(segment["length"])
-        run, stride, count = (int(each) for each in sample_of(np.int64(length)))
-        blocks = np.arange(count, dtype=np.uint64)
-        shift = (blocks * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)) * np.uint64(stride) >> np.uint64(32)
-        runs = blocks * np.uint64(stride) + (np.uint64(turn % stride * 641) + shift) % np.uint64(stride)
-        elements = (runs[:, None] * np.uint64(run) + np.arange(run, dtype=np.uint64)).reshape(-1)
-        size = DTYPES[segment["dtype"]].itemsize
-        words = max(1, size // 4)
-        at = (
-            elements[elements < length][:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)
-        ).ravel()
-        bits = memory_at(segment["gradient"], words * length, np.dtype(f"<u{min(size, 4)}"))
-        values[row] = _mixed(bits[at].astype(np.uint32), at.astype(np.uint32)).sum(dtype=np.uint32)
+        length, dtype = int(segment["length"]), DTYPES[segment["dtype"]]
+        elements = sampled_elements(length, turn)
+        values[row] = value_of_sample(memory_at(segment["gradient"], length, dtype)[elements], elements)
+
+
+def sampled_elements(length: int, turn: int) -> npt.NDArray[np.int64]:
+    """The elements of a row that :func:`sample` looks at."""
+    run, stride, count = (int(each) for each in sample_of(np.int64(length)))
+    blocks = np.arange(count, dtype=np.uint64)
+    shift = (blocks * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)) * np.uint64(stride) >> np.uint64(32)
+    runs = blocks * np.uint64(stride) + (np.uint64(turn % stride * 641) + shift) % np.uint64(stride)
+    elements = (runs[:, None] * np.uint64(run) + np.arange(run, dtype=np.uint64)).reshape(-1).astype(np.int64)
+    found: npt.NDArray[np.int64] = elements[elements < length]
+    return found
+
+
+def value_of_sample(taken: npt.NDArray[Any], elements: npt.NDArray[np.int64]) -> np.uint32:
+    """What :func:`sample` makes of these elements, which are ``taken`` from a row."""
+    words = max(1, taken.itemsize // 4)
+    bits = taken.view(f"<u{min(taken.itemsize, 4)}").astype(np.uint32)
+    at = (elements[:, None] * words + np.arange(words)).reshape(-1).astype(np.uint32)
+    return np.uint32(_mixed(bits, at).sum(dtype=np.uint32))
 
 
 def sample_of(lengths: Any) -> tuple[Any, Any, Any]:

@@ -13,6 +13,7 @@ from gradcomp import kernels
 from gradcomp.engine.background import in_background
 from gradcomp.kernels import SEGMENT
 from gradcomp.kernels.devices import Device
+from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
 from gradcomp.kernels.segments import DTYPE_NUMBERS
 from gradcomp.pipeline.fingerprint import Fingerprint, SoonFingerprint
 from gradcomp.torch.layers import Named
@@ -24,7 +25,7 @@ class ParameterSamples:
     """Samples of parameters as they lie in memory: a call of a kernel for all of them.
 
     On a GPU it is made on a thread of its own, behind what computes the parameters, and nobody waits for it but the
-    first bucket.
+    first bucket. Without kernels there, torch takes the elements, layer by layer.
     """
 
     def __init__(self, named: Named, device: Device) -> None:
@@ -45,7 +46,7 @@ class ParameterSamples:
             as_it_was = addresses[i] and form.fits(parameter) and parameter.stride() == form.strides
             self._table["length"][i] = parameter.numel() if as_it_was else 0
         self._table["gradient"] = addresses
-        if self._device.driver is None:
+        if not self._device.is_late:
             return Fingerprint(_sample(self._table, turn), scalars)
         table, streams = self._table.copy(), streams_of(self._parameters[0].device)
         begun = streams.mark()
@@ -53,13 +54,30 @@ class ParameterSamples:
         def work() -> Fingerprint:
             with streams.on(streams.another()):
                 streams.follow(begun)
+                if self._device.driver is None:
+                    return Fingerprint(self._taken(table["length"].tolist(), turn), scalars)
                 self._device.follow([self._device.mark(streams.handle())])
                 return Fingerprint(_sample(table, turn), scalars)
 
         return in_background(self._device.bound(work))
 
+    def _taken(self, lengths: list[int], turn: int) -> Words:
+        """The same values, of elements that torch takes."""
+        values = np.zeros(len(lengths), dtype=np.uint32)
+        for i, (length, parameter) in enumerate(zip(lengths, self._parameters, strict=True)):
+            if length:
+                elements = sampled_elements(length, turn & 0xFFFFFFFF)
+                flat = parameter.detach().as_strided((length,), (1,))
+                found = flat[torch.from_numpy(elements).to(flat.device)].cpu()
+                values[i] = value_of_sample(found.view(_WORDS[found.element_size()]).numpy(), elements)
+        return values
 
-def _sample(table: np.ndarray[Any, Any], turn: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+
+#: By the bytes of an element: what NumPy knows, too.
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
     values = np.zeros(len(table), dtype=np.uint32)
     kernels.sample(table, values, turn=turn & 0xFFFFFFFF)
     return values

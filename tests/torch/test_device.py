@@ -410,3 +410,23 @@ def test_gradients_on_a_device_are_recorded(kernels: bool):
     both = gc.allgather(own.reshape(1, -1))
     if gc.rank() == 0:
         assert read(path).values[0].tolist() == both.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_parameters_are_sampled_alike_with_kernels_and_without(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    named = [
+        (str(size), torch.nn.Parameter(torch.randn(size, dtype=dtype))) for size in (1, 300, 70_000, 140_000)
+    ]
+    named.append(
+        ("turned", torch.nn.Parameter(torch.randn(8, 6, 5, 7).to(memory_format=torch.channels_last)))
+    )
+    staged = staging.Staged("cuda:0", streams=FakeStreams())
+    for turn in (0, 5):
+        here, there = (fingerprint.ParameterSamples(named, device) for device in (devices.HOST, staged))
+        expected, found = here.take(turn, "[]").result(), there.take(turn, "[]").result()
+        assert expected.layers.all()
+        assert found.layers.tolist() == expected.layers.tolist()
+        assert found.value == expected.value
+    named[1][1].data = torch.zeros(3)  # another than before: not read
+    assert here.take(6, "[]").result().layers[1] == there.take(6, "[]").result().layers[1] == 0
