@@ -289,7 +289,10 @@ class PreparedRequest:
         self, program: Rounds, flags: BucketFlags, binding: Arrays, *, ahead: bool
     ) -> Generator[Framed, None, list[Bytes]]:
         """``ahead``: of a comparison."""
-        self._chunks.header.allow(DECLINED | CHANGED if ahead else 0)
+        # What nobody can have said is damage.
+        self._chunks.header.allow(
+            (DECLINED | CHANGED) * ahead | DIFFERENT * (flags.fingerprint != 0 or flags.declined)
+        )
         header_id = HeaderId(self._check, self.number, 0, self._checksums)
         return (yield from framed(program, header_id, flags, binding))
 
