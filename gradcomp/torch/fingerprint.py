@@ -86,14 +86,20 @@ def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
 def scalars_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """The settings of each group of parameters that are numbers: rates, momentum, decay. JSON.
 
-    Tensors on a device are left out: nobody waits for them here.
+    Tensors on a device are left out: nobody waits for them here. So is what names a rank: optimizers that share work
+    among ranks keep theirs.
     """
-    groups = [
-        {name: number for name in optimizer.defaults if (number := _number(group.get(name))) is not None}
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    ]
-    return json.dumps(groups)
+    return json.dumps(
+        [
+            {
+                name: number
+                for name in optimizer.defaults
+                if "rank" not in name and (number := _number(group.get(name))) is not None
+            }
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+    )
 
 
 def _number(value: Any) -> Any:
