@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from soak import launch
 CHANGES = ("1% scattered", "1% side by side", "a column", "an element", "a number", "gradients")
 FRONTENDS = ("optimizer", "hook", "keras")
 BARS = {"an element": 256}
+TRIALS_OF_A_JOB = 20
 SHARE_BAR, RATIO_BAR = 0.005, 1.02
 
 
@@ -125,14 +126,14 @@ def change(arrays: Sequence[Any], kind: str, draw: random.Random) -> None:
         flat[draw.randrange(array.size)] += 1e-3
 
 
-def run_trials(frontend: str, kind: str, trials: int, seed: int) -> list[int]:
+def run_trials(frontend: str, kind: str, trials: Iterable[int], seed: int) -> list[int]:
     """The exchanges of each trial until this rank raised; 0 if it did not in time."""
     from gradcomp import StateError
     from gradcomp.job import runtime
 
     runs = keras_runs() if frontend == "keras" else torch_runs(frontend == "hook")
     found = []
-    for trial in range(trials):
+    for trial in trials:
         arrays, step, set_number = next(runs)
         draw = random.Random(f"{seed} {kind} {trial}")
         others = runtime.rank() == draw.randrange(2)
@@ -159,10 +160,14 @@ def run_trials(frontend: str, kind: str, trials: int, seed: int) -> list[int]:
 def trials(options: argparse.Namespace) -> tuple[list[list[Any]], dict[str, Any]]:
     rows, kept = [], {}
     for frontend, kind in itertools.product(options.frontend or FRONTENDS, CHANGES):
-        # In a job of their own: optimizers that failed stay until it ends.
-        command = ["--rank-of", frontend, kind, "--trials", str(options.trials), "--seed", str(options.seed)]
-        ranks = launch([__file__, *command])
-        each = [max(a, b) if a and b else 0 for a, b in zip(*ranks, strict=True)]
+        each: list[int] = []
+        # A few in a job: optimizers that failed keep their threads until it ends.
+        for first in range(0, options.trials, TRIALS_OF_A_JOB):
+            last = min(first + TRIALS_OF_A_JOB, options.trials)
+            ranks = launch(
+                [__file__, "--rank-of", frontend, kind, str(first), str(last), "--seed", str(options.seed)]
+            )
+            each += [max(a, b) if a and b else 0 for a, b in zip(*ranks, strict=True)]
         most = BARS.get(kind, 2)
         good = sum(0 < took <= most for took in each)
         kept[f"{frontend}, {kind}"] = each
@@ -292,12 +297,13 @@ def main() -> int:
     parser.add_argument("--link", choices=hosts.LINKS, default="1gbit")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        print(json.dumps(run_trials(*options.rank_of, options.trials, options.seed)))
+        frontend, kind, first, last = options.rank_of
+        print(json.dumps(run_trials(frontend, kind, range(int(first), int(last)), options.seed)))
         return 0
     if options.task:
         run_steps(Task(**json.loads(options.task)), options.out)

@@ -61,8 +61,8 @@ def begin(
             runtime.start_timeline(config.timeline)
         if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
-            # shutdown() needs it, and can make none without the rank that hosts the store.
             watch_launcher(runtime)
+            # shutdown() needs it, and can make none without the rank that hosts the store.
             runtime.watchdog.start()
         else:
             _warn_of_variables()

@@ -87,7 +87,7 @@ class SignedControl(ControlChannel):
 
 @dataclass(frozen=True)
 class _Greeting:
-    """What a rank says before the ranks have a key. ``offer``: what names rank 0.s host socket, if it has one."""
+    """What a rank says before the ranks have a key. ``offer``: what names rank 0's host socket, if it has one."""
 
     nonce: str
     has_secret: bool

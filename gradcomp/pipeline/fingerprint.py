@@ -42,11 +42,11 @@ class Fingerprint:
 
     @staticmethod
     def done() -> bool:
-        """It is here."""
+        """A fingerprint stands for one that has come."""
         return True
 
     def result(self) -> Fingerprint:
-        """Itself."""
+        """This fingerprint."""
         return self
 
 

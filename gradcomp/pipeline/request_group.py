@@ -34,6 +34,12 @@ class Run:
     outcome: int = 0
     fingerprint: Fingerprint = NOTHING
 
+    def begin(self, changed: bool | None = None) -> Generator[Framed, None, None]:
+        """The exchange; ``changed``: see :meth:`PreparedRequest.run`."""
+        return self.request.run(
+            self.inputs, self.outputs, self.draw, changed, self.outcome, self.fingerprint.value
+        )
+
 
 class RequestGroup:
     """Runs of requests in their order, which all ranks share: while one is on the wire, the next one is encoded.
@@ -101,19 +107,7 @@ class RequestGroup:
                 assert run.outputs is not None, "compared"
                 run.request.decode_again(run.outputs)
             return
-        in_flight = [
-            self._begun(
-                number,
-                run.request.run(
-                    run.inputs,
-                    run.outputs,
-                    run.draw,
-                    outcome=run.outcome,
-                    fingerprint=run.fingerprint.value,
-                ),
-            )
-            for number, run in enumerate(self._runs)
-        ]
+        in_flight = [self._begun(number, run.begin()) for number, run in enumerate(self._runs)]
         for one in in_flight:
             yield from _prepared(one)
             one.issue(self._transport)
@@ -141,15 +135,7 @@ class RequestGroup:
         takes_part = self._problem is None and [run.request for run in self._runs] == [predicted]
         if takes_part:
             run = self._runs[0]
-            changed, outcome = not run.unchanged, run.outcome
-            program = predicted.run(
-                run.inputs,
-                run.outputs,
-                run.draw,
-                changed=changed,
-                outcome=outcome,
-                fingerprint=run.fingerprint.value,
-            )
+            program = run.begin(changed=not run.unchanged)
         else:
             program = predicted.decline()
         one = self._begun(0, program)

@@ -88,6 +88,7 @@ class TorchTransport(Transport):
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self.bytes_sent = 0
+        self._running: list[_Handle] = []
         # A connection serves one call at a time, and ranks wait for each other in such a call: two threads that make
         # groups of different ranks would wait for each other's.
         alone = _default_connection.acquire(blocking=False)
@@ -169,13 +170,22 @@ class TorchTransport(Transport):
 
     def _issue(self, call: Any, *tensors: torch.Tensor) -> _Handle:
         try:
-            return _Handle(call(), tensors)
+            handle = _Handle(call(), tensors)
         except RuntimeError as error:
             raise TransportError(f"collective failed: {_reason(error)}") from error
+        self._running = [*(one for one in self._running if one.works), handle]
+        return handle
 
     def abandon(self) -> None:
-        """Give the groups up after a failure: their destructors would wait for collectives that never end."""
+        """Give the groups up after a failure: their destructors would wait for collectives that never end.
+
+        The collectives that run are never freed: Gloo's thread would free them when they end, which takes the
+        interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process.
+        """
         self._groups = []
+        running, self._running = self._running, []
+        for work in (work for handle in running for work in handle.works):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
     def close(self) -> None:
         """Destroy the groups, unless they were abandoned."""

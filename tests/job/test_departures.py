@@ -42,6 +42,10 @@ def train(steps):
         model(torch.ones(2, 8)).sum().backward()
         opt.step()
 
+class SlowEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+
 def attempt(what):
     try:
         print(what().tolist())
@@ -76,11 +80,25 @@ patience(60.0)
 if rank == 0:
     gc.allreduce(torch.ones(1))
 """,
-    "a silent store": """
-class SlowEnd:
-    def __del__(self, sleep=time.sleep):
-        sleep(4)
+    "a collective that outlives the interpreter": """
+import atexit
 
+def keep_the_lock():
+    # Rank 1 ends meanwhile, and with it the farewell's collective, on a thread that then waits for the interpreter.
+    sys.setswitchinterval(60)
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        pass
+
+patience(20.0)
+atexit.register(keep_the_lock if rank == 0 else lambda: time.sleep(2))
+runtime.leave_first()
+if rank == 0:
+    slow = SlowEnd()
+else:
+    raise ValueError("it fails while rank 0 takes leave")
+""",
+    "a silent store": """
 patience(20.0)
 gc.barrier()
 if rank == 0:
@@ -206,3 +224,9 @@ def test_a_process_ends_without_a_signal_while_the_store_is_silent(ended):
     _, end = ended("a silent store")
     assert "ValueError: it is silent" in end.stderr
     assert end.returncode == 1
+
+
+def test_a_process_ends_without_a_signal_while_a_collective_of_its_own_still_fails(ended):
+    left, failed = ended("a collective that outlives the interpreter")
+    assert "it fails while rank 0 takes leave" in failed.stderr
+    assert left.returncode == 0, left.stderr
