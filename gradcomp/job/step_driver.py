@@ -65,6 +65,9 @@ class StepDriver:
         self._divisor = divisor
         #: Whether the ranks vote before a step is accepted.
         self.agrees = agrees
+        #: Called when a step that is done is about to end, whatever becomes of it. Collective; may raise on all ranks
+        #: alike. Not before: ranks that wait for several exchanges may come to the ends of these in different orders.
+        self.before_end: Callable[[], None] = lambda: None
         self._rank = rank
         self._phase = Phase.IDLE
         self._means: Means | None = None
@@ -201,7 +204,7 @@ class StepDriver:
 
         ``edited``: they were changed, while some rank is late.
         """
-        after = self._after(Verb.COMMIT)
+        after = self._ending(Verb.COMMIT)
         if self.agrees and not self.exchanger.vote(True):
             self.exchanger.discard()
             self.exchanger.pipeline.statistics.skipped_steps += 1
@@ -213,21 +216,21 @@ class StepDriver:
 
     def keep(self) -> None:
         """The means stay where they are and are added to: what was sent counts as sent."""
-        after = self._after(Verb.KEEP)
+        after = self._ending(Verb.KEEP)
         self._vote_against()
         self.exchanger.commit(KEPT)
         self._end(after)
 
     def refuse(self) -> None:
         """End a step that cannot be accepted, for a value was not finite."""
-        after = self._after(Verb.REFUSE)
+        after = self._ending(Verb.REFUSE)
         self._vote_against()
         self.exchanger.commit(DISCARDED)
         self._end(after)
 
     def discard(self) -> None:
         """Throw the means away: the compression state stays what it was."""
-        after = self._after(Verb.DISCARD)
+        after = self._ending(Verb.DISCARD)
         self._vote_against()
         self.exchanger.discard()
         self._end(after)
@@ -240,6 +243,19 @@ class StepDriver:
         self._after(Verb.AMEND)
         if self.exchanger.pipeline.outcome:
             self.exchanger.pipeline.outcome = outcome
+
+    def _ending(self, verb: Verb) -> Phase:
+        """Where ``verb`` leads from here; a step whose end is refused is thrown away."""
+        after = self._after(verb)
+        try:
+            self.before_end()
+        except Exception:
+            if self.error is None:
+                self.exchanger.owes_vote = False
+                self.exchanger.discard()
+                self._end(self._after(Verb.DISCARD))
+            raise
+        return after
 
     def _vote_against(self) -> None:
         if self.agrees:

@@ -150,6 +150,7 @@ class GradientExchange:
             return
         take_over(self, "DistributedOptimizer", before)
         means_before_unscaling()
+        driver.before_end = partial(self._loss_scale.agree, driver.exchanger)
         self._gradients.attach(driver.exchanger.device)
         self._samples = ParameterSamples(self.named, driver.exchanger.device)
         self._ddp_check = DdpCheck(self._gradients.parameters)
@@ -424,7 +425,8 @@ class GradientExchange:
         self._gradients.give_back()
         self._touched, self._submitted, self._passes = {}, set(), 0
         self._end_ddp_check()
-        self._loss_scale.agree(self.exchanger)
+        if self.driver.agrees:  # a rank that ends without its step votes, and does nothing else
+            self._loss_scale.agree(self.exchanger)
 
     def finalise(self) -> bool:
         """End a step that cannot be accepted any more."""

@@ -305,11 +305,6 @@ def test_windows_and_several_optimizers_do_not_differ_in_silence(case: str):
             if case == "no_sync":
                 with optimizers[0].no_sync():
                     backward(model, step)
-            if step == 0:  # in the first one optimizers compare their scalers, in turn
-                backward(model, step)
-                for optimizer in optimizers:
-                    optimizer.step()
-                continue
             if case == "two optimizers" and gc.rank() == LOSER:
                 model[2](torch.tanh(model[0](data(step))).detach()).square().mean().backward()
             else:
@@ -325,7 +320,7 @@ def test_windows_and_several_optimizers_do_not_differ_in_silence(case: str):
         train()
         assert equal_everywhere(model)
     else:
-        with pytest.raises(gc.StateError, match=r"after step 2 .*rank 1 had no gradient"):
+        with pytest.raises(gc.StateError, match=r"after step 1 .*rank 1 had no gradient"):
             train()
 
 
