@@ -1,6 +1,6 @@
 """The built site in a headless Chromium: nothing overflows, no code is cut off, contrast is that of WCAG's level AA.
 
-``make site-check`` builds the site, fetches Chromium, and runs this with ``GRADCOMP_SITE`` and ``GRADCOMP_CHROMIUM`` set.
+``make site-check`` builds the site, fetches Chromium, and runs this with ``GRADCOMP_SITE`` and ``GRADCOMP_CHROMIUM``.
 Screenshots for review are left in ``GRADCOMP_SCREENSHOTS``, if that is set.
 """
 
@@ -25,7 +25,9 @@ import pytest
 SITE, CHROMIUM = os.environ.get("GRADCOMP_SITE", ""), os.environ.get("GRADCOMP_CHROMIUM", "")
 AXE = importlib.util.find_spec("axe_core_python")
 
-pytestmark = pytest.mark.skipif(not (SITE and CHROMIUM and AXE), reason="needs a site and Chromium: make site-check")
+pytestmark = pytest.mark.skipif(
+    not (SITE and CHROMIUM and AXE), reason="needs a site and Chromium: make site-check"
+)
 
 #: Pages of each kind: their contrast is measured, and their pictures are kept.
 SHOWN = ("", "choose/", "recipes/", "api/torch/", "compressors/", "decisions/0041-collectives-by-name/")
@@ -45,10 +47,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     pages = ["" if page == "./" else page for page in pages]
     assert len(pages) > 40
     assert set(SHOWN) <= set(pages)
-    assert AXE is not None and AXE.origin is not None
+    assert AXE is not None
+    assert AXE.origin is not None
     shutil.copy(Path(AXE.origin).with_name("axe.min.js"), root)
     source = Path(__file__).with_name("check.html").read_text(encoding="utf-8")
-    (root / "check.html").write_text(source.replace("PAGES", json.dumps({f"/{page}": page in SHOWN for page in pages})))
+    (root / "check.html").write_text(
+        source.replace("PAGES", json.dumps({f"/{page}": page in SHOWN for page in pages}))
+    )
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -59,14 +64,16 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
 
 def chromium(url: str, *options: str) -> str:
     flags = ("--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=240000", *options)
-    done = subprocess.run([CHROMIUM, *flags, url], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([CHROMIUM, *flags, url], check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(("scheme", "dark"), [("1", False), ("0", True)], ids=["light", "dark"])
 def test_every_page_is_readable_on_a_phone_and_on_a_desk(address, scheme: str, dark: bool):
-    dom = chromium(f"{address[0]}/check.html", "--dump-dom", f"--blink-settings=preferredColorScheme={scheme}")
+    dom = chromium(
+        f"{address[0]}/check.html", "--dump-dom", f"--blink-settings=preferredColorScheme={scheme}"
+    )
     written = re.search("FOUND(.*)END</pre>", dom, re.DOTALL)
     assert written is not None, dom[-2000:]
     found = json.loads(html.unescape(written[1]))
