@@ -73,7 +73,6 @@ class Plan:
     settings: Settings
     controller: str = ""
     exact: str = "float32"
-    residuals: str = "float32"
     watch: str = ""  # a module beside this one, whose Watch sees every step
 
     @staticmethod
@@ -96,7 +95,7 @@ def run_rank(plan: Plan, out: Path) -> None:
     for seed in plan.seeds:
         job = make_job(plan.task, plan.settings, data, seed, rank, size)
         watch = importlib.import_module(plan.watch).Watch(job, rank) if plan.watch else None
-        trained = train(job, plan.compression, plan.rate, plan.controller, plan.exact, plan.residuals, watch)
+        trained = train(job, plan.compression, plan.rate, plan.controller, plan.exact, watch)
         found.append({"seed": seed, **trained})
     source = getattr(data, "source", None)
     out.with_name(f"{rank}.json").write_text(json.dumps({"source": source, "runs": found}))
@@ -178,9 +177,7 @@ def measure(options: argparse.Namespace, runs: list[Run], failures: dict[str, st
             reason = compressions.why_not(arm.on(task))
             found = None
             if reason is None:
-                plan = Plan(
-                    task, arm.on(task), arm.rates.get(task, 1.0), seeds, settings, residuals=arm.residuals
-                )
+                plan = Plan(task, arm.on(task), arm.rates.get(task, 1.0), seeds, settings)
                 found = launch(plan, options.ranks, options.link)
             if found is None:
                 failures[name] = reason or "a rank failed; its error is above"

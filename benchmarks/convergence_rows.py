@@ -22,8 +22,7 @@ class Arm:
 
     ``by_task``: other settings for single tasks. ``tasks``: where it is measured unless it is asked for elsewhere.
     ``bar``: at most 1% worse is required. ``control``: at most 1% worse must not be reached. ``note``: what a paper
-    says of it. ``rates``: factors on the learning rate, by task, for results that have no magnitude. ``residuals``:
-    what they are kept in.
+    says of it. ``rates``: factors on the learning rate, by task, for results that have no magnitude.
     """
 
     key: str
@@ -35,7 +34,6 @@ class Arm:
     note: str = ""
     by_task: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
-    residuals: str = "float32"
 
     def on(self, task: str) -> str:
         """The compression in this task."""
@@ -70,14 +68,6 @@ ARMS = (
         bar=True,
     ),
     Arm("topk", "TopK 1%", "topk:density=0.01", _MAIN, bar=True),
-    Arm(
-        "4bit-feedback-bf16",
-        "4 bits, nearest, feedback in bfloat16",
-        "quantize:bits=4,rounding=nearest",
-        bar=True,
-        residuals="bfloat16",
-    ),
-    Arm("topk-bf16", "TopK 1%, feedback in bfloat16", "topk:density=0.01", bar=True, residuals="bfloat16"),
     Arm("dgc", "DGC 0.1%", _DGC[DIGITS], _MAIN, bar=True, by_task=_DGC),
     Arm("powersgd-2", "PowerSGD, rank 2", "powersgd:rank=2", _MAIN, bar=True),
     Arm("powersgd-4", "PowerSGD, rank 4", "powersgd:rank=4", _MAIN, bar=True),

@@ -157,12 +157,11 @@ def train(
     rate: float = 1.0,
     controller: str = "",
     exact: str = "float32",
-    residuals: str = "float32",
     watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
 
-    ``exact``: how excluded layers travel. ``residuals``: the dtype that residuals are kept in.
+    ``exact``: how excluded layers travel.
     ``compressible_bytes_per_step``: of the layers that are not excluded, over the run, by formula.
     ``watch`` sees every step; what it found is in the result.
     With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
@@ -181,7 +180,6 @@ def train(
         named_parameters=job.model.named_parameters(),
         compression=(policy := Policy(compressor, exact=exact)),
         controller=controller or None,
-        residuals=residuals,
     )
     plans: list[tuple[int, Any]] = []
     schedule = torch.optim.lr_scheduler.OneCycleLR(

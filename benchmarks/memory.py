@@ -33,11 +33,6 @@ COMPRESSIONS = (
     "random_k:density=0.01", "random_block:density=0.01", "clt_k:density=0.01", "powersgd:rank=4",
     "unbiased_rank:rank=4", "best_rank:rank=4", "spectral_atomo:rank=4", "ef21[topk:density=0.01]",
 )  # fmt: skip
-IN_BFLOAT16 = ", residuals in bfloat16"
-NARROW = tuple(
-    name + IN_BFLOAT16
-    for name in ("quantize:bits=4,rounding=nearest", "topk:density=0.01", "powersgd:rank=4")
-)
 
 
 @dataclass(frozen=True)
@@ -95,10 +90,7 @@ def run_rank(row: str, steps: int) -> dict[str, Any]:
         module = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=DDP[row])
         train(module, plain, steps)
     else:
-        compression, residuals = row.removesuffix(IN_BFLOAT16), "float32"
-        if compression != row:
-            residuals = "bfloat16"
-        opt = gc.DistributedOptimizer(plain, model.named_parameters(), compression, residuals=residuals)
+        opt = gc.DistributedOptimizer(plain, model.named_parameters(), row)
         train(model, opt, steps)
     peak, rest = peak_bytes() - before, resident_bytes() - before
     if row in DDP:
@@ -121,7 +113,7 @@ def main() -> int:
     if options.rank:
         print(json.dumps(run_rank(options.rank, options.steps)))
         return 0
-    machine, rows = report.machine(), options.rows or [*DDP, *COMPRESSIONS, *NARROW]
+    machine, rows = report.machine(), options.rows or [*DDP, *COMPRESSIONS]
     print(report.describe(machine))
     found = {}
     for row in rows:

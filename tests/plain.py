@@ -102,7 +102,7 @@ class Turns(Plain):
     name: ClassVar[str] = "turns"
 
     def exchange(self, group, context):
-        root = context.draw.step % context.trainers
+        root = context.draw.step % context.world
         message = Broadcast(4 * group.elements, partial(self.write, group, context), root, not self.varying)
         reply = yield message
         return self.finish(group, context, padded(reply.data, group.elements), reply.flags, 1.0)
@@ -142,6 +142,6 @@ class Rounds(Plain):
             view[: len(word)] = word[: len(view)]
             return np.zeros_like(flags), len(word)
 
-        reply = yield Broadcast(64, speak, context.trainers - 1, fixed=False)
+        reply = yield Broadcast(64, speak, context.world - 1, fixed=False)
         assert reply.data.tobytes() == word.tobytes()
         return self.finish(group, context, total, reply.flags, context.divisor)

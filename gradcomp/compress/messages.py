@@ -26,16 +26,12 @@ class Sum:
 
     ``by_kernels``: kernels that take tables alone touch the view, before and after, so that it may be a device's
     (:mod:`gradcomp.kernels.cuda.mirrors`, whose ``fill`` may be used too).
-
-    ``finalises``: it is the only message, and next residuals are final when it is written: they need no float32 memory
-    from then on.
     """
 
     length: int
     write: Callable[[Floats], Bytes]
     dtype: str = "float32"
     by_kernels: bool = False
-    finalises: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +55,7 @@ class Gather:
     takes a second round.
     ``reply.data`` lists the payloads in rank order; their lengths are what was announced, their bytes nobody checked.
 
-    ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's. ``finalises``: as in
-    :class:`Sum`.
+    ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's.
 
     ``select`` finds out how much there is to write: it does nothing but call kernels, none of which needs what another
     one leaves on the host (:func:`gradcomp.kernels.routines.run`). ``write`` is called when they are through. Nothing
@@ -72,7 +67,6 @@ class Gather:
     fixed: bool = True
     by_kernels: bool = False
     select: Callable[[], None] | None = None
-    finalises: bool = False
 
     def write_at_once(self, view: Bytes) -> tuple[Bytes, int]:
         """Both parts, where kernels are through when they return."""
@@ -95,7 +89,6 @@ class Broadcast:
     fixed: bool = True
     by_kernels: ClassVar[bool] = False
     select: ClassVar[None] = None
-    finalises: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, eq=False)

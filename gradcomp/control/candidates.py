@@ -45,13 +45,13 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     """Bytes that one rank sends for each segment in one step, in the mean over ranks, without headers.
 
     Sums and codes of d bytes: as the reduction's formula, 2 d (N-1)/N for most. Gathered payloads: d (N-1), and where
-    data decide about d, the most that it can be; nothing from ranks that only serve. One rank's broadcast: d (N-1)/N.
+    data decide about d, the most that it can be. One rank's broadcast: d (N-1)/N.
     """
     world = topology.world
     payload = group.compressor.wire_bytes(group).astype(np.float64)
     first = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), world)))
     if isinstance(first, Gather):
-        gathered: Doubles = payload * (world - 1) * len(scheme.trainers(world)) / world
+        gathered: Doubles = payload * (world - 1)
         return gathered
     if isinstance(first, Reduce):
         scheme = Scheme("sra") if scheme.name == AUTO else scheme
@@ -65,9 +65,7 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     share = (world - 1) / world
     if isinstance(first, Broadcast):
         traffic = group.compressor.traffic(group)
-        mixed: Doubles = share * (
-            traffic.led + traffic.gathered * len(scheme.trainers(world)) + 2.0 * traffic.summed
-        )
+        mixed: Doubles = share * (traffic.led + traffic.gathered * world + 2.0 * traffic.summed)
         return mixed
     added: Doubles = 2.0 * payload * share
     return added

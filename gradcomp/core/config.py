@@ -24,8 +24,10 @@ _LEAST_SECRET_CHARACTERS = 16
 #: Elements of a bucket where no setting says: what suits a CPU's cache, and what makes a GPU's launches pay.
 HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 24
 
-#: What residuals may be kept in between steps.
-RESIDUALS = ("float32", "bfloat16")
+#: Settings of earlier versions, with what to do instead.
+_REMOVED = {
+    "residuals": "residuals are float32; leave the setting out, or choose 8 or 4 bits, which keep none by default",
+}
 
 #: Names of transports; with a plus, of two levels.
 TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
@@ -85,10 +87,7 @@ class Config:
         "sra",
         "How codes are added over ranks: see the page on algorithms; auto takes the cheapest.",
         _is_reduction,
-        lambda: (
-            f"one of {', '.join(names())} and {AUTO}; parameter_server:servers=2 for two servers, "
-            "parameter_server:servers=2,dedicated=true for two that do not train"
-        ),
+        lambda: f"one of {', '.join(names())} and {AUTO}; parameter_server:servers=2 for two servers",
         shared=True,
     )
     reorder: bool = _setting(
@@ -122,14 +121,6 @@ class Config:
         "A CRC-32C in every message of bytes, verified before it is decoded; never over NCCL, nor in sums.",
         lambda v: True,
         "a boolean",
-        shared=True,
-    )
-    residuals: str = _setting(
-        "float32",
-        "What residuals are kept in between steps: float32, 8 bytes an element, or bfloat16, 4 bytes, rounded "
-        "stochastically.",
-        lambda v: v in RESIDUALS,
-        f"one of {', '.join(RESIDUALS)}",
         shared=True,
     )
     deterministic: bool = _setting(
@@ -207,9 +198,13 @@ class Config:
             values.update(_from_file(Path(path), types))
         for variable, text in environ.items():
             name = variable.removeprefix(PREFIX).lower()
-            if variable.startswith(PREFIX) and name in types:
+            if not variable.startswith(PREFIX):
+                continue
+            refuse_removed(name, f"{variable}={text}")
+            if name in types:
                 values[name] = _parse(variable, text, types[name])
         for name, value in arguments.items():
+            refuse_removed(name, f"{name}={value!r}")
             if name not in types:
                 raise ConfigError(f"unknown setting {name!r}{_closest(name, types)}")
             if value is not None:
@@ -242,6 +237,12 @@ class Config:
             cell = "" if default == "" else f"`{default}`"
             rows.append(f"| `{PREFIX}{item.name.upper()}` | {cell} | {meta['doc']} | {meta['rule']()} |")
         return "\n".join(rows)
+
+
+def refuse_removed(name: str, given: str) -> None:
+    """Raise ConfigError for a setting that earlier versions had; the text says what to do instead."""
+    if name in _REMOVED:
+        raise ConfigError(f"{given}: this setting was removed; {_REMOVED[name]}")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -282,6 +283,7 @@ def _from_file(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {PREFIX}CONFIG={path}: {error}") from error
     for name in data:
+        refuse_removed(name, f"{name} in {path}")
         if name not in types:
             raise ConfigError(f"unknown setting {name!r} in {path}{_closest(name, types)}")
     return {name: _coerce(f"{name} in {path}", value, types[name]) for name, value in data.items()}

@@ -1,4 +1,4 @@
-"""How reductions are named in settings: ``"ring"``, ``"parameter_server:servers=2,dedicated=true"``."""
+"""How reductions are named in settings: ``"ring"``, ``"parameter_server:servers=2"``."""
 
 from __future__ import annotations
 
@@ -35,31 +35,13 @@ def names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A reduction and what there is to choose about it: of a parameter server, how many serve, and whether they train.
-
-    ``dedicated``: the first ``servers`` ranks only serve.
-    """
+    """A reduction and its option: the number of a parameter server's servers."""
 
     name: str
     servers: int = 1
-    dedicated: bool = False
 
     def __str__(self) -> str:
-        options = [f"servers={self.servers}"] * (self.servers != 1) + ["dedicated=true"] * self.dedicated
-        return f"{self.name}:{','.join(options)}" if options else self.name
-
-    def trainers(self, world: int) -> range:
-        """Which of so many ranks train: all but dedicated servers. Alone, a rank trains whatever the setting.
-
-        ConfigError if nobody would be left to train.
-        """
-        if not self.dedicated or world == 1:
-            return range(world)
-        if self.servers >= world:
-            raise ConfigError(
-                f"{self.name}:servers={self.servers} needs 1 to {world - 1} dedicated servers among {world} ranks"
-            )
-        return range(self.servers, world)
+        return self.name if self.servers == 1 else f"{self.name}:servers={self.servers}"
 
 
 def parse(text: str) -> Scheme:
@@ -72,14 +54,15 @@ def parse(text: str) -> Scheme:
     given: dict[str, str] = {}
     for option in options.split(",") if options or text.endswith(":") else ():
         key, _, value = option.partition("=")
-        if name != "parameter_server" or key not in ("servers", "dedicated") or key in given:
+        if name == "parameter_server" and key == "dedicated":
             raise ConfigError(
-                f"reduction {text!r}: only parameter_server has options, servers=1 or more and dedicated=true"
+                f"reduction {text!r}: dedicated servers are no longer supported; parameter_server:servers=k has k "
+                "servers that train as well, and every rank runs the same script"
             )
+        if name != "parameter_server" or key != "servers" or key in given:
+            raise ConfigError(f"reduction {text!r}: only parameter_server has an option, servers=1 or more")
         given[key] = value
-    servers, dedicated = given.get("servers", "1"), given.get("dedicated", "false")
+    servers = given.get("servers", "1")
     if not (servers.isascii() and servers.isdecimal() and int(servers) > 0):
         raise ConfigError(f"reduction {text!r}: servers must be a whole number of at least 1")
-    if dedicated not in ("true", "false"):
-        raise ConfigError(f"reduction {text!r}: dedicated must be true or false")
-    return Scheme(name, int(servers), dedicated == "true")
+    return Scheme(name, int(servers))

@@ -2,7 +2,7 @@
 
 Every exchange reads the current value of a row and writes the next one beside it. Committing a row swaps the two;
 discarding a step costs nothing. Rows are layers for first residuals and for fields, ranges of layers for second
-residuals. Memory: 8 bytes per element in float32, 4 in bfloat16, which residuals may be kept in.
+residuals. Memory: 8 bytes per element.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.bfloat16_buffer import Bfloat16Buffer
-from gradcomp.core.rows import Rows
 from gradcomp.core.vectors import LINE, Floats, Indices, Vector, Zeros, host_zeros
 
 
-class DoubleBuffer(Rows):
-    """Rows of float32, each with a current and a next value.
+class DoubleBuffer:
+    """Rows of float32, each with a current value in one of two arenas and its next value in the other.
 
     ``lengths``: elements per row. All rows start at zero, and at a cache line, which lets kernels stream to them.
     ``zeros``: where they lie.
     """
 
     def __init__(self, lengths: Sequence[int], zeros: Zeros = host_zeros) -> None:
-        super().__init__(lengths, LINE)
+        self.lengths: Indices = np.asarray(lengths, dtype=np.int64)
+        padded = -(-self.lengths // LINE) * LINE
+        self._offsets: Indices = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
+        self._total = int(self._offsets[-1])
+        self._current = np.zeros(len(self.lengths), dtype=np.int64)
         self._arenas = zeros(2 * self._total)
         self._bases = np.array(
             [self._arenas.address + 4 * self._total * i for i in range(2)], dtype=np.uint64
@@ -37,6 +39,23 @@ class DoubleBuffer(Rows):
     def nbytes(self) -> int:
         """Memory of both arenas."""
         return 8 * self._total
+
+    def places(self, rows: Indices) -> tuple[Indices, Indices]:
+        """Elements of both arenas at which the rows' current values begin, and at which their next ones do."""
+        current = self._current[rows] * self._total
+        offsets = self._offsets[rows]
+        return current + offsets, self._total - current + offsets
+
+    def turn(self, rows: Indices) -> bytes:
+        """Return which of the two arenas is current for each row: :meth:`places` follows from rows and this."""
+        return self._current[rows].tobytes()
+
+    def commit(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Make the next value current for the rows where the mask is true."""
+        self._current[rows] ^= 1
+
+    def _begin(self, row: int) -> int:
+        return int(self._current[row]) * self._total + int(self._offsets[row])
 
     def read_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
         """Addresses of element ``starts[i]`` of row ``rows[i]``'s current value."""
@@ -110,28 +129,21 @@ class Range:
 class Residuals:
     """First residuals (one row per layer) and the second residuals of the ranges that this rank owns.
 
-    ``sizes[i]`` is the number of elements kept for layer i: its size with error feedback, else 0. ``dtype``: what they
-    are kept in between steps, float32 or bfloat16.
+    ``sizes[i]`` is the number of elements kept for layer i: its size with error feedback, else 0.
     The invariant that every change keeps: the mean over ranks of (first residual) plus the owner's second residual
-    is what has not been applied yet; in bfloat16 up to what rounding has lost.
+    is what has not been applied yet.
     """
 
-    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros, dtype: str = "float32") -> None:
+    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
         self._zeros = zeros
-        self.dtype = dtype
-        self.first = self._rows(sizes)
+        self.first = DoubleBuffer(sizes, zeros)
         self.ranges: tuple[Range, ...] = ()
-        self.second = self._rows(())
+        self.second = DoubleBuffer((), zeros)
         self._range_layers: Indices = np.zeros(0, dtype=np.int64)
 
     def like(self, sizes: Sequence[int]) -> Residuals:
-        """Zeros for layers of other sizes, of the same dtype and in the same memory."""
-        return Residuals(sizes, self._zeros, self.dtype)
-
-    def _rows(self, sizes: Sequence[int]) -> DoubleBuffer | Bfloat16Buffer:
-        if self.dtype == "bfloat16":
-            return Bfloat16Buffer(sizes)
-        return DoubleBuffer(sizes, self._zeros)
+        """Zeros for layers of other sizes, in the same memory."""
+        return Residuals(sizes, self._zeros)
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +155,7 @@ class Residuals:
         wanted = np.maximum(self.first.lengths, np.asarray(sizes, dtype=np.int64))
         if np.array_equal(wanted, self.first.lengths):
             return
-        fresh = self._rows(wanted.tolist())
+        fresh = DoubleBuffer(wanted.tolist(), self._zeros)
         for row in np.flatnonzero(self.first.lengths).tolist():
             fresh.set(row, self.first.value(row))
         self.first = fresh
@@ -160,7 +172,7 @@ class Residuals:
         """
         if tuple(ranges) == self.ranges:
             return
-        fresh = self._rows([r.length for r in ranges])
+        fresh = DoubleBuffer([r.length for r in ranges], self._zeros)
         by_layer: dict[int, list[int]] = {}
         for row, owned in enumerate(ranges):
             by_layer.setdefault(owned.layer, []).append(row)
@@ -182,29 +194,6 @@ class Residuals:
         self.ranges = tuple(ranges)
         self.second = fresh
         self._range_layers = np.array([r.layer for r in ranges], dtype=np.int64)
-
-    def take_over(self, layers: Indices, held: Floats, world: int) -> None:
-        """Of what others held of ``layers``, N-fold and one behind the other, take what this rank owns.
-
-        Its own first residual, which was a part of that, starts again from zero.
-        """
-        begins = self._begins(layers)
-        for row, owned in enumerate(self.ranges):
-            at = begins.get(owned.layer, 0) + owned.start  # an empty layer has a range, of nothing
-            self.second.set(row, self.second.value(row) + held[at : at + owned.length] / np.float32(world))
-        for layer in layers.tolist():
-            self.first.set(layer, np.zeros(int(self.first.lengths[layer]), np.float32))
-
-    def add(self, layers: Indices, held: Floats, wanted: npt.NDArray[np.bool_]) -> None:
-        """Add what others held of ``layers[wanted]`` to this rank's first residuals."""
-        begins = self._begins(layers)
-        for layer in layers[wanted].tolist():
-            value = self.first.value(layer)
-            self.first.set(layer, value + held[begins[layer] : begins[layer] + len(value)])
-
-    def _begins(self, layers: Indices) -> dict[int, int]:
-        sizes = self.first.lengths[layers]
-        return dict(zip(layers.tolist(), (np.cumsum(sizes) - sizes).tolist(), strict=True))
 
 
 #: Makes a layer's first value of a field from the one that it had, which may be empty or of another length.

@@ -17,7 +17,6 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO
 from gradcomp.core.trace import begin_range
-from gradcomp.engine.cues import Cues
 from gradcomp.engine.divergence import comparison_is_due
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.links import measure, shift
@@ -92,7 +91,6 @@ class Exchanger:
         self.before_exchange: Callable[[int], None] | None = None
         #: Looks at gradients; on all ranks, or on none.
         self.recorder: Recorder | None = None
-        self._cues = Cues(transport, self._pipeline.role)
         self._closed = False
         self._aborted = False  # by this rank: the others may be left in a collective
         self._pid = os.getpid()
@@ -135,10 +133,8 @@ class Exchanger:
         learning_rate: Number = 0.0,
         momenta: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Begin an exchange; see :meth:`Pipeline.open`. A server does when it has been told to, by :meth:`listen`."""
+        """Begin an exchange; see :meth:`Pipeline.open`."""
         self._check()
-        # First of all: servers take part in what follows.
-        self._progress.cue = self._cues.begin_step(self._pipeline.step)
         controller = self._pipeline.controller
         if controller is not None and controller.wants_network:
             controller.hear(
@@ -230,9 +226,8 @@ class Exchanger:
 
         ``apart=False``: without memory of its own. It then stands alone in its groups, and what it has gathered cannot
         be decoded again. ``draw_rank``: see :class:`PreparedRequest`. A problem of the request is raised, on all ranks,
-        when it is run. ConfigError beside dedicated servers, which take part in steps only.
+        when it is run.
         """
-        self._pipeline.role.needs_all(request.kind)
         transport = self._transport
         own = transport.allocator(HOST)
         return PreparedRequest(
@@ -273,36 +268,14 @@ class Exchanger:
             self._progress.end_with(group.verdict)  # all ranks have found it: nobody is to be told
         return group.results
 
-    def listen(self) -> bool:
-        """On a server, between steps, blocking: whether the trainers begin a step, or are done for now."""
-        self._check()
-        self._progress.wait_for(self._cues.listen())
-        return self._cues.heard(self._pipeline.step)
-
-    def dismiss(self) -> None:
-        """On a trainer, between steps, blocking: tell the servers that there is no further step for now."""
-        self._check()
-        if (handle := self._cues.dismiss(self._pipeline.step)) is not None:
-            self._progress.wait_for(handle)
-
     def part(self) -> None:
-        """The program ends in good order: trainers dismiss the servers, and servers listen, until the deadline.
-
-        A rank that ends between backward and ``step()`` votes against the step.
-        """
+        """The program ends in good order: a rank that ends between backward and ``step()`` votes against the step."""
         if self._progress.busy:
             self.abort(f"rank {self._transport.rank} ended while a group of requests was under way")
             return
         if self.owes_vote and self.error is None:
             self.owes_vote = False
             self._leave_with(self._transport.allreduce(np.zeros(1, dtype=np.float32)), "all ranks to vote")
-        if self.is_open or self.error is not None:
-            return
-        try:
-            if not self._cues.part(self._pipeline.step, self._leave_with):
-                self.abort(f"rank {self._transport.rank} only serves, and ended without opt.serve()")
-        except GradcompError as error:
-            logger.debug("parting: %s", error)
 
     def vote(self, yes: bool) -> bool:
         """Collective, between steps, blocking: whether all ranks say yes. Wire: one number."""

@@ -34,7 +34,7 @@ _LIFE_SECONDS = 1.0
 class Progress(StepWatch):
     """A step, or collectives between steps, until it is done or fails; one at a time.
 
-    ``is_open``: a step has begun that nobody has waited for. ``cue``: a message that goes with it. ``collectives``: how
+    ``is_open``: a step has begun that nobody has waited for. ``collectives``: how
     many began since the last step. ``error``: why there will be no further one. From :meth:`begin` until the wait ends
     the engine's thread alone touches the pipeline and the communicator.
     """
@@ -46,7 +46,6 @@ class Progress(StepWatch):
         roster = terms.roster or Roster.of_size(transport.size)
         super().__init__(watchdog, config, f"exchanger/{terms.name}", transport.rank, roster)
         self.is_open = False
-        self.cue: Handle | None = None
         self.collectives = 0
         self.error: GradcompError | None = None
         self._engine = engine
@@ -133,11 +132,6 @@ class Progress(StepWatch):
         """Without the step whose gradients have not all come."""
         return Begun(self._begun - (self.is_open and not self._pipeline.registry.complete))
 
-    @property
-    def goes_on(self) -> bool:
-        """Beside dedicated servers ranks do not begin the same: nothing is proved there."""
-        return not self._pipeline.role.all_train
-
     def need(self, what: object) -> Need | None:
         """See :class:`Wait`."""
         if what is not self:
@@ -176,8 +170,6 @@ class Progress(StepWatch):
         # From here on the training thread waits, or is about to: what it handed in stays until we say "done".
         try:
             waiting = self._pipeline.poll() if work is None else work()
-            if waiting is Waiting.NOTHING and self.cue is not None:
-                waiting = _poll(self.cue)
         except GradcompError as error:
             self._fail(error)
             return Waiting.NOTHING
@@ -187,7 +179,6 @@ class Progress(StepWatch):
             self._seen_advances = self._pipeline.advances
             self.since = monotonic()
         if waiting is Waiting.NOTHING:
-            self.cue = None
             if work is None and (divergence := self._divergence()) is not None:
                 # All ranks have found it in the same step: nobody is to be told.
                 self.end_with(divergence)

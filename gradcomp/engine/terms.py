@@ -17,7 +17,6 @@ from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.journal import Journal
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.role import Role
 from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.topology import Topology
 from gradcomp.engine.agreement import agree, agree_on_slices, describe
@@ -80,10 +79,10 @@ class Controlled:
 class Terms:
     """What may differ between exchangers.
 
-    ``arguments``: the frontend's, which the ranks compare. ``needs_all``: what of them needs all ranks to train; may be
-    empty. ``digests``: begins those of the parameters; ``fingerprint``: begins that of a turn. ``advice``: ends the
-    error where some ranks applied the means of a step and others did not. ``problem``: why this rank cannot take part;
-    it raises this, and the others a PlanMismatchError that quotes it.
+    ``arguments``: the frontend's, which the ranks compare. ``digests``: begins those of the parameters;
+    ``fingerprint``: begins that of a turn. ``advice``: ends the error where some ranks applied the means of a step and
+    others did not. ``problem``: why this rank cannot take part; it raises this, and the others a PlanMismatchError that
+    quotes it.
     """
 
     name: str = FIRST
@@ -93,7 +92,6 @@ class Terms:
     schedule: Schedule | None = None
     topology: Topology | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    needs_all: str = ""
     controlled: Controlled | None = None
     compression: str = ""
     device: Device = HOST
@@ -140,7 +138,6 @@ def agree_on_terms(
     journal = _open_journal(transport, config, terms.name)
     try:
         agree(transport, describe(layers, plan, config, **shared), terms.problem, wait_for=wait_for)
-        _check_all_train(terms, config, transport.size)
         config = agree_on_slices(transport, config, terms.device.driver is not None, wait_for=wait_for)
         if config.deterministic:
             _refuse_times(terms.controlled, config, topology)
@@ -161,17 +158,6 @@ def _refuse_times(controlled: Controlled | None, config: Config, topology: Topol
         what = f"{controlled.controller.to_string()} decides by measured times: choose another controller or objective"
     if what:
         raise ConfigError(f"deterministic=True: {what}, or leave deterministic off")
-
-
-def _check_all_train(terms: Terms, config: Config, ranks: int) -> None:
-    """ConfigError if some ranks only serve, for what was asked for that needs all to train."""
-    role = Role(0, parse(config.reduction).trainers(ranks))
-    if terms.needs_all:
-        role.needs_all(terms.needs_all)
-    if terms.controlled is not None:
-        role.needs_all("a controller, which judges by gradients that servers do not have,")
-    if config.residuals != "float32":
-        role.needs_all(f"residuals={config.residuals!r}")
 
 
 def _begin_controller(

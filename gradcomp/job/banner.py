@@ -91,15 +91,13 @@ def _title(proposal: Proposal) -> str:
 
 
 def _explain(exchanger: Exchanger) -> None:
-    """What costs memory, who only serves, and layers that their compressor remarks on."""
+    """What costs memory, and layers that their compressor remarks on."""
     pipeline = exchanger.pipeline
     logger.debug(
         "state %.2f MB; %d buckets",
         (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
         len(pipeline.layout.buckets),
     )
-    if pipeline.role.remark:
-        logger.info(pipeline.role.remark)
     compressors = compressors_of(pipeline.layers, pipeline.plan)
     for layer, compressor in zip(pipeline.layers, compressors, strict=True):
         if remark := compressor.remark(layer):

@@ -13,7 +13,6 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.role import Role
 from gradcomp.engine import Exchanger
 from gradcomp.job.network import Ranks
 from gradcomp.pipeline import Pipeline
@@ -96,18 +95,12 @@ class CheckpointManager:
         return Pipeline(self._layers, self._plan, transport, self._config, lambda layer: 0)
 
     @property
-    def role(self) -> Role:
-        """This rank's among those that exchange."""
-        return Role(0, range(1)) if self._exchanger is None else self._exchanger.pipeline.role
-
-    @property
     def step(self) -> int:
         """Steps so far; none where nothing is exchanged and nothing was restored."""
         return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
 
     def snapshot(self) -> Snapshot:
         """This rank's state. Local."""
-        self.role.needs_all("saving the compression state")
         self.finish_step()
         return snapshot(self.pipeline, self._unit)
 
@@ -117,7 +110,6 @@ class CheckpointManager:
 
     def restore(self, state: Snapshot, expected: Expected | None = None) -> None:
         """Go on from ``state``. Local. ``expected``: what the parameters must hold when the next step begins."""
-        self.role.needs_all("loading a compression state")
         self.finish_step()
         restore(self.pipeline, state, self._unit)
         self.awaited, self._restored, self._begins_anew = False, True, False

@@ -87,7 +87,6 @@ def _exchanges(state: Runtime) -> list[Joinable]:
             raise ConfigError(
                 "join() is for DistributedOptimizer, and this process exchanges gradients otherwise too"
             )
-        exchanger.pipeline.role.needs_all("join()")
     return [by_exchanger[exchanger] for exchanger in state.exchangers]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from gradcomp.compress import Policy
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.scheme import parse
 from gradcomp.kernels.devices import HOST, Device
 
 
 def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0) -> ConfigError | None:
     """Why a compressor cannot learn what it has to; None if it can, or none does.
 
-    ``device``: of the gradients. ``step``: the one in which it would begin. ``config`` has the reduction.
+    ``device``: of the gradients. ``step``: the one in which it would begin.
     """
     learning = [c for c in policy.compressors if c.traits.learns]
     why = ""
@@ -20,8 +19,6 @@ def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0
         return None
     if device.driver is not None:
         why = "it works on gradients in the host's memory, not on a GPU"
-    elif parse(config.reduction).dedicated:
-        why = f"it does not work with dedicated servers (reduction={config.reduction})"
     elif step and any(c.at_step(step).traits.learns for c in learning):
         why = f"its steps are counted from step 0, and this is step {step}: wrap it in gc.Warmup(..., steps={step})"
     elif config.deterministic and any(c.traits.by_times for c in learning):

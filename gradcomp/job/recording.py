@@ -66,7 +66,7 @@ def record_gradients(
     Collective over the ranks of ``opt``, between two steps; so is each recorded step. Wire: a comparison of calls and 4
     bytes for each recorded element, from every rank to rank 0. State: 4 bytes for each recorded element; the recording
     on rank 0. A layer without a dense gradient in a step is NaN there. ``add_param_group`` ends a recording.
-    Raises, on every rank, ConfigError for bad arguments, a world of one, dedicated servers and a file that cannot be
+    Raises, on every rank, ConfigError for bad arguments, a world of one and a file that cannot be
     written or continued, PlanMismatchError if the ranks differ, StateError if ``opt`` is being recorded or a step is
     open. A file that cannot be written later, because the disk is full, ends the recording with a warning.
     Source: Abrahamyan et al. 2021, section III, whose gradients are recorded whole.

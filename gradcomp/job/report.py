@@ -86,7 +86,7 @@ class Readers:
 
 
 class Reporter:
-    """Log lines, of the first rank that trains. ``by_times``: the controller says itself what it gains.
+    """Log lines, of rank 0. ``by_times``: the controller says itself what it gains.
 
     Statistics are local or already reduced; the one collective is the probe after 50 steps.
     """
@@ -109,7 +109,7 @@ class Reporter:
             self._periodic()
 
     def _log(self, line: str) -> None:
-        if self._pipeline.role.leads:
+        if self._pipeline.transport.rank == 0:
             logger.info(line)
 
     def _periodic(self) -> None:

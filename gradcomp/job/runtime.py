@@ -100,12 +100,6 @@ def shutdown() -> None:
     _release(runtime, orderly)
 
 
-def leave_first() -> None:
-    """Let :func:`shutdown` run at exit before what engines that were started since ``init`` do: it still needs them."""
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)
-
-
 def _release(runtime: Runtime, orderly: bool) -> None:
     if runtime.timeline is not None:
         runtime.timeline.close()

@@ -11,7 +11,6 @@ from gradcomp.compress import Policy
 from gradcomp.compress.policy import Automatic
 from gradcomp.control import Controller, controller_from_string
 from gradcomp.control.auto import Auto
-from gradcomp.core.config import RESIDUALS
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -21,13 +20,11 @@ from gradcomp.engine.agreement import agree
 from gradcomp.job.adapter import Adapter
 from gradcomp.job.banner import announce_compression
 from gradcomp.job.checkpoint_manager import CheckpointManager
-from gradcomp.job.learning import refusal as refusal_to_learn
+from gradcomp.job.learning import refusal
 from gradcomp.job.meeting import meet
 from gradcomp.job.network import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.report import Reporter
-from gradcomp.job.residuals import refusal
-from gradcomp.job.runtime import leave_first
 from gradcomp.job.state import Runtime
 from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.transports import make_transport
@@ -63,9 +60,7 @@ def validate_together(
         raise
 
 
-def check_arguments(
-    op: ReduceOp, predivide: float, reduction: str | None, residuals: str | None = None
-) -> None:
+def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> None:
     """ConfigError for arguments, common to all wrappers, that cannot work."""
     if op not in (Average, Sum):
         raise ConfigError(f"op must be Average or Sum, got {op!r}")
@@ -73,8 +68,6 @@ def check_arguments(
         raise ConfigError("gradient_predivide_factor must be positive, and needs op=Average if it is not 1")
     if reduction is not None:
         parse(reduction)
-    if residuals not in (None, *RESIDUALS):
-        raise ConfigError(f"residuals must be one of {', '.join(RESIDUALS)}, got {residuals!r}")
 
 
 @dataclass(frozen=True)
@@ -125,15 +118,13 @@ def propose(
 
 @dataclass(frozen=True)
 class Setup:
-    """What frontends choose, or their users. ``needs_all``, ``arguments``: see :class:`Terms`."""
+    """What frontends choose, or their users. ``arguments``: see :class:`Terms`."""
 
     op: ReduceOp = Average
     predivide: float = 1.0
     agrees: bool = False
-    needs_all: str = ""
     order_step: int = 0
     reduction: str | None = None
-    residuals: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     device: Device = HOST
 
@@ -155,8 +146,6 @@ def start(
     config, op = state.config, setup.op
     if setup.reduction is not None:
         config = replace(config, reduction=setup.reduction)
-    if setup.residuals is not None:
-        config = replace(config, residuals=setup.residuals)
     exchanger = None
     if transport is not None:
         exchanger = Exchanger(
@@ -182,15 +171,11 @@ def start(
                 fingerprint=adapter.fingerprint,
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
-                needs_all=setup.needs_all,
-                problem=refusal(config, proposal.policy, setup.device)
-                or refusal_to_learn(config, proposal.policy, setup.device),
+                problem=refusal(config, proposal.policy, setup.device),
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config, proposal.chooses_by_times).after_steps
         state.add(exchanger)
-        if not exchanger.pipeline.role.all_train:
-            leave_first()  # servers wait to hear of the end, and MPI's would be before it
         announce_compression(exchanger, proposal)
     checkpoint_manager = CheckpointManager(
         proposal.layers,
@@ -206,7 +191,7 @@ def start(
         checkpoint_manager,
         adapter,
         shapes,
-        divisor=float(len(checkpoint_manager.role.trainers)) if op is Average else 1.0,
+        divisor=float(len(ranks)) if op is Average else 1.0,
         agrees=setup.agrees,
         rank=state.rank,
     )

@@ -290,16 +290,6 @@ class StepDriver:
         if not self._adapter.finalise() or self._phase not in BETWEEN_STEPS:
             raise StateError(self._adapter.words.step_is_open)
 
-    def listen(self) -> bool:
-        """On a rank that only serves: see :meth:`gradcomp.engine.Exchanger.listen`."""
-        self._after(Verb.LISTEN)
-        return self.exchanger.listen()
-
-    def dismiss(self) -> None:
-        """On a rank that trains: see :meth:`gradcomp.engine.Exchanger.dismiss`."""
-        self._after(Verb.DISMISS)
-        self.exchanger.dismiss()
-
     def fail(self, error: Exception) -> None:
         """The other ranks wait for what this one cannot bring after ``error``: tell them, unless all have stopped."""
         if self.error is None:

@@ -30,8 +30,6 @@ class Verb(enum.Enum):
     REFUSE = "end a step that is not finite"
     DISCARD = "throw the means away"
     AMEND = "correct what became of the last step"
-    LISTEN = "listen to the ranks that train"
-    DISMISS = "dismiss the ranks that serve"
     RETIRE = "leave the layers to another exchange"
 
 
@@ -49,7 +47,5 @@ TRANSITIONS: Mapping[Verb, Mapping[Phase, Phase]] = {
     Verb.REFUSE: {Phase.DONE: Phase.DISCARDED},
     Verb.DISCARD: {Phase.DONE: Phase.DISCARDED},
     Verb.AMEND: BETWEEN_STEPS,
-    Verb.LISTEN: BETWEEN_STEPS,
-    Verb.DISMISS: BETWEEN_STEPS,
     Verb.RETIRE: dict.fromkeys(Phase, Phase.RETIRED),
 }

@@ -11,8 +11,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.engine import Exchanger
 from gradcomp.job.checkpoint_manager import CheckpointManager
-from gradcomp.job.learning import refusal as refusal_to_learn
-from gradcomp.job.residuals import refusal
+from gradcomp.job.learning import refusal
 from gradcomp.pipeline.layout import compressors_of
 
 logger = logging.getLogger("gradcomp")
@@ -29,7 +28,6 @@ def set_compression(
     In a world of one nothing is exchanged, and the policy is only looked at. ConfigError for one that is impossible,
     StateError in the midst of a step.
     """
-    checkpoint_manager.role.needs_all("set_compression()")
     if isinstance(policy, Automatic):
         raise ConfigError(
             'set_compression("auto"): a controller begins with the optimizer, not in mid-run; name a compressor'
@@ -42,7 +40,7 @@ def set_compression(
         return
     pipeline = exchanger.pipeline
     config = pipeline.config
-    if problem := refusal(config, policy) or refusal_to_learn(config, policy, pipeline.device, step):
+    if problem := refusal(config, policy, pipeline.device, step):
         raise problem
     changes = sorted({change for c in policy.compressors for change in c.changes if change > step})
     pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})

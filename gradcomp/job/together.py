@@ -96,7 +96,6 @@ def together_of(name: str, opt: Any, arguments: Sequence[str]) -> Together:
     checkpoint_manager = checkpoint_manager_or_none(opt)
     if checkpoint_manager is None:
         return Together(name, current().everyone, arguments)
-    checkpoint_manager.role.needs_all(name)
     return Together(name, checkpoint_manager.ranks, arguments)
 
 

@@ -34,18 +34,16 @@ class Observations:
 class StepContext:
     """One step, as one rank takes part in it.
 
-    ``draw``: where this rank's random numbers come from. ``trainers``: how many ranks hand in gradients; ``first``:
-    the first of these ranks. ``scale`` multiplies gradients before they are encoded, and
-    ``unscale`` the results: a loss scale and its inverse. ``average``: the result is the mean over trainers, else their
-    sum. ``rate_ratio``: the last learning rate over this one, for residuals that follow it; ``decay``: what that makes
-    of the residuals of a group. ``momenta``: the optimizer's momentum, by layer, where it is known. ``fields``: the
-    state that compressors keep by layer, beside residuals. ``observations`` is there if a controller looks on.
-    ``number``: of the step.
+    ``draw``: where this rank's random numbers come from. ``world``: how many ranks there are. ``scale`` multiplies
+    gradients before they are encoded, and ``unscale`` the results: a loss scale and its inverse. ``average``: the
+    result is the mean over ranks, else their sum. ``rate_ratio``: the last learning rate over this one, for residuals
+    that follow it; ``decay``: what that makes of the residuals of a group. ``momenta``: the optimizer's momentum, by
+    layer, where it is known. ``fields``: the state that compressors keep by layer, beside residuals. ``observations``
+    is there if a controller looks on. ``number``: of the step.
     """
 
     draw: Draw
-    trainers: int
-    first: int = 0
+    world: int
     scale: float = 1.0
     unscale: float = 1.0
     average: bool = True
@@ -58,13 +56,13 @@ class StepContext:
 
     @property
     def divisor(self) -> float:
-        """Turns a sum over trainers into the result."""
-        return float(self.trainers) if self.average else 1.0
+        """Turns a sum over ranks into the result."""
+        return float(self.world) if self.average else 1.0
 
     @property
     def unscale_mean(self) -> float:
         """Turns the mean of what was encoded into the result."""
-        return self.unscale * (1 if self.average else self.trainers)
+        return self.unscale * (1 if self.average else self.world)
 
     def of(self, group: Group) -> StepContext:
         """The context as the group sees it: a prepared gradient is scaled already."""

@@ -16,7 +16,6 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Fingerprint, Plan
-from gradcomp.core.role import Role
 from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.state import Begin, Range
 from gradcomp.core.topology import Topology
@@ -118,20 +117,20 @@ class Arranger:
         self._scheme = parse(config.reduction)
         if self._scheme.name == AUTO and network is None and len(topology.leaders) > 1:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
-        self.role = Role(rank, self._scheme.trainers(topology.world))
+        self._rank = rank
 
     def context(self, step: int, **known: Any) -> StepContext:
         """Of a step, as this rank takes part in it. ``known``: what else is known of it."""
-        draw = Draw(self._config.seed, step & 0xFFFFFFFF, self.role.number)
-        return StepContext(draw, len(self.role.trainers), self.role.first, **known)
+        draw = Draw(self._config.seed, step & 0xFFFFFFFF, self._rank)
+        return StepContext(draw, self._topology.world, **known)
 
     def arrange(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> Arrangement:
         """Buckets and their programs for a plan, the layers that travel in order, and those of them that come last."""
         layers = self._layers
         layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
-        context = self.context(0)
+        context, world = self.context(0), self._topology.world
         programs = [
-            BucketProgram(bucket, self.role, context, self._reduction, self._memory.messages)
+            BucketProgram(bucket, self._rank, world, context, self._reduction, self._memory.messages)
             for bucket in layout.buckets
         ]
         ranges: list[Range] = []
@@ -151,14 +150,13 @@ class Arranger:
                 sent[bucket.number] += of_layers.sum()
                 np.add.at(predicted, group.layers, of_layers)
         compressors = compressors_of(layers, plan)
-        world = self._topology.world
         return Arrangement(
             layout,
             programs,
             Fingerprint(plan.assignments, layers),
             np.array(order, dtype="<i4").tobytes(),
             layout.residual_sizes(layers),
-            fields_of(layers, compressors, self._config.seed, len(self.role.trainers)),
+            fields_of(layers, compressors, self._config.seed, world),
             ranges,
             2 * sum(layers[i].nbytes for i in order) * (world - 1) // world,
             travels,
@@ -173,7 +171,7 @@ class Arranger:
         scheme = self._scheme
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
-        return make(scheme, parts, layers, self.role.rank, self._topology, bucket, self._memory)
+        return make(scheme, parts, layers, self._rank, self._topology, bucket, self._memory)
 
 
 def _momentum(compressor: Compressor) -> float:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Gather, Message, Reduce, Reply, Sum
-from gradcomp.core.role import Role
-from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.pending import Pending
 from gradcomp.kernels.routines import Collected, Phase
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.fused import FusedGather, FusedSum, Program, Replies, Round, finished
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.pipeline.pieces import Pieces
 from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.framing import Framed, framed
 from gradcomp.reduce.header import BucketFlags, HeaderId
@@ -41,13 +35,14 @@ class BucketProgram:
     def __init__(
         self,
         bucket: Bucket,
-        role: Role,
+        rank: int,
+        world: int,
         context: StepContext,
         make_reduction: MakeReduction,
         allocate: Allocator = host_allocator,
     ) -> None:
         self.bucket = bucket
-        self._role = role
+        self._rank, self._world = rank, world
         self._allocator = allocate
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
@@ -63,40 +58,11 @@ class BucketProgram:
                 if isinstance(message, Reduce)
             ]
             self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
-        #: Whether first residuals are final when the first round leaves.
-        self.finalises = all(
-            self._reduction_finalises if isinstance(message, Reduce) else message.finalises
-            for group, message in zip(bucket.groups, first, strict=True)
-            if group.feedback
-        )
-        self._rows: Sequence[int] = ()
-
-    @property
-    def _reduction_finalises(self) -> bool:
-        return self.reduction is not None and self.reduction.finalises
 
     def assign(self, rows: Sequence[int]) -> None:
         """Rows of the second residual, in the order of the reduction's ranges."""
         assert self.reduction is not None, "nothing else has ranges"
-        self._rows = rows
         self.reduction.assign(rows)
-
-    @cached_property
-    def first_pieces(self) -> Pieces:
-        """First residuals that the bucket changes."""
-        return Pieces.of_groups(self.bucket.groups)
-
-    @cached_property
-    def second_pieces(self) -> Pieces:
-        """Second residuals that this rank has in it."""
-        ranges = () if self.reduction is None else self.reduction.ranges
-        return Pieces.of_ranges(ranges, self._rows, self.bucket.groups)
-
-    @property
-    def owned_layers(self) -> Sizes:
-        """Layers whose reduction may keep a second residual."""
-        groups = [self.bucket.groups[g].layers for g in self._reduced if self.bucket.groups[g].feedback]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *groups])
 
     def run(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
@@ -104,7 +70,7 @@ class BucketProgram:
         """Exchange the bucket once. Yields what it waits for; resumed when that is complete."""
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
-        at = Round(self.bucket, 0, header_id, self._role.world, binding, flags)
+        at = Round(self.bucket, 0, header_id, self._world, binding, flags)
         call = self._phase(0).collecting()
         with binding.span("compress"):
             fused = self._write(messages, at, call)
@@ -125,7 +91,7 @@ class BucketProgram:
                 messages, ends = _answer(exchanges, replies, call)
                 if not messages:
                     call.start()
-            at = Round(self.bucket, at.number + 1, header_id, self._role.world, binding, flags)
+            at = Round(self.bucket, at.number + 1, header_id, self._world, binding, flags)
             if messages:
                 with binding.span("compress"):
                     fused = self._write(messages, at, call)
@@ -143,19 +109,19 @@ class BucketProgram:
         """
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
-        at = Round(self.bucket, 0, header_id, self._role.world, binding, flags)
+        at = Round(self.bucket, 0, header_id, self._world, binding, flags)
         call = self._phase(0).collecting()
         if self.reduction is not None and self.reduction.by_kernels:
             for _ in self.reduction.run(context, binding, flags):
                 pass
-        while messages and self._role.all_train and all(map(_by_kernels, messages.values())):
+        while messages and all(map(_by_kernels, messages.values())):
             fused = self._write(messages, at, call)
             call.start()
             call.finish()
             replies: Replies = {g: Reply(at.flags_of(g)) for g in self._reduced if g in messages}
             for each, given in fused:
                 replies |= each.rehearse(given, at)
-            at = Round(self.bucket, at.number + 1, header_id, self._role.world, binding, flags)
+            at = Round(self.bucket, at.number + 1, header_id, self._world, binding, flags)
             call = self._phase(at.number).collecting()
             messages, _ = _answer(exchanges, replies, call)
         if not messages:
@@ -208,7 +174,9 @@ class BucketProgram:
             *((g, message.max_bytes, message.fixed, message.by_kernels) for g, message in gathers.items()),
         )
         if key not in self._gathers:
-            self._gathers[key] = FusedGather(self.bucket, number, gathers, self._role, self._allocator)
+            self._gathers[key] = FusedGather(
+                self.bucket, number, gathers, self._rank, self._world, self._allocator
+            )
         return self._gathers[key]
 
 

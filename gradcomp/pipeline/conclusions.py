@@ -1,4 +1,4 @@
-"""What ranks tell each other between the buckets of a step and its end: an order, digests, what servers hand over."""
+"""What ranks tell each other between the buckets of a step and its end: an order, digests, a plan."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
-from gradcomp.core.role import Role
-from gradcomp.core.state import DoubleBuffer, Residuals
-from gradcomp.kernels.codec import Sizes
 from gradcomp.pipeline.digests import Digests
 from gradcomp.pipeline.in_flight import Waiting
-from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Transport
+from gradcomp.transport.base import AllGather, Handle, Operation, Transport
 
 
 def until_complete(handle: Handle) -> Generator[Waiting, None, None]:
@@ -29,16 +26,16 @@ def collective(operation: Operation, transport: Transport) -> Generator[Waiting,
 
 
 def agree_on_order(
-    transport: Transport, role: Role, count: int, arrived: Sequence[int]
+    transport: Transport, count: int, arrived: Sequence[int]
 ) -> Generator[Waiting, None, list[int]]:
-    """The order in which the leader's gradients arrived, of those that have any; what did not arrive stays behind."""
-    order, leader = np.zeros(count, dtype="<i4"), role.first
-    if role.leads:
+    """The order in which rank 0's gradients arrived, of those that have any; what did not arrive stays behind."""
+    order = np.zeros(count, dtype="<i4")
+    if transport.rank == 0:
         order[:] = [*arrived, *sorted(set(range(count)) - set(arrived))]
-    counts = [order.nbytes * (rank == leader) for rank in range(transport.size)]
+    counts = [order.nbytes * (rank == 0) for rank in range(transport.size)]
     yield from collective(AllGather(order.view(np.uint8), counts), transport)
     if not np.array_equal(np.sort(order), np.arange(count)):
-        raise WireFormatError(f"rank {leader} sent an order that is not a permutation of the layers")
+        raise WireFormatError("rank 0 sent an order that is not a permutation of the layers")
     agreed: list[int] = order.tolist()
     return agreed
 
@@ -69,22 +66,3 @@ def check_same_plan(transport: Transport, digest: bytes, version: int) -> Genera
             f"plan {version} of rank {transport.rank} differs from that of rank {', '.join(map(str, others))}; "
             "set_compression() takes the same arguments on every rank, between the same two steps"
         )
-
-
-def hand_over(
-    transport: Transport, role: Role, residuals: Residuals, layers: Sizes, owned: Sequence[Sizes]
-) -> Generator[Waiting, None, None]:
-    """What servers no longer own goes, exactly, to who does now: they have no gradients to send it with.
-
-    ``owned``: layers that servers own now. What no server owns any more becomes a part of the first trainer's residual.
-    Nothing where all train.
-    """
-    if role.all_train:
-        return
-    assert isinstance(residuals.first, DoubleBuffer), "bfloat16 is refused beside dedicated servers"
-    held = residuals.first.load(layers) * np.float32(not role.trains)
-    yield from collective(AllReduce(held), transport)
-    if not role.trains:
-        residuals.take_over(layers, held, len(role.trainers))
-    elif role.leads:
-        residuals.add(layers, held, np.isin(layers, np.concatenate(owned), invert=True))

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.role import Role
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.pending import Pending
 from gradcomp.kernels.routines import Phase
@@ -133,8 +132,7 @@ class FusedGather:
 
     A part holds the payloads in the order of the groups. Where sizes depend on data, :class:`Announced` has the rounds,
     and payloads are copied to where they belong; else they are written there. What a device selects is written in a
-    call of its own, once the host knows how much that is. Ranks that do not train send flags only, and compressors do
-    not know of them.
+    call of its own, once the host knows how much that is.
     """
 
     def __init__(
@@ -142,10 +140,11 @@ class FusedGather:
         bucket: Bucket,
         round_number: int,
         messages: Mapping[int, Gather | Broadcast],
-        role: Role,
+        rank: int,
+        world: int,
         allocate: Allocator = host_allocator,
     ) -> None:
-        self._role = role
+        self._rank, self._world = rank, world
         self._most = {g: message.max_bytes for g, message in messages.items()}
         varying = [column for column, message in enumerate(messages.values()) if not message.fixed]
         self._layers = len(bucket.layers)
@@ -159,9 +158,8 @@ class FusedGather:
         self._flags: dict[int, Bytes] = {}
         self._used: dict[int, int] = {}
         self._writing = Phase()  # of what was selected
-        self._announced = Announced(self._layers, role.rank, role.world, varying) if varying else None
-        fixed = all(isinstance(message, Gather) and message.fixed for message in messages.values())
-        self._in_place = fixed and role.all_train
+        self._announced = Announced(self._layers, rank, world, varying) if varying else None
+        self._in_place = all(isinstance(message, Gather) and message.fixed for message in messages.values())
         if not self._in_place:
             # Reserved, not touched: only what a payload fills takes memory.
             self._space = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
@@ -173,7 +171,7 @@ class FusedGather:
         make = allocate if by_kernels else host_allocator
         self._buffer = make(ends[-1], [(begin, begin + header.nbytes) for begin in [0, *ends[:-1]]])
         # The same views in every step: what kernels do with them is kept.
-        self._move = gathered(role.rank, self._buffer, header)
+        self._move = gathered(rank, self._buffer, header)
         self._payloads = self._views(self._buffer, sizes)
 
     def write(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> None:
@@ -188,14 +186,13 @@ class FusedGather:
     def _fill(self, column: int, g: int, message: Gather | Broadcast) -> None:
         """One payload. A gather's has the same view in every step: what kernels do with that is kept."""
         if self._in_place:
-            view = self._payloads[column][self._role.rank]
-        elif isinstance(message, Gather) or self._role.rank == self._role.trainers[message.root]:
+            view = self._payloads[column][self._rank]
+        elif isinstance(message, Gather) or self._rank == message.root:
             view = self._space[g]
         else:
             view = self._space[g][:0]
         self._flags[g], count = message.write(view)
-        # Whoever sends nothing encodes too: that updates the residuals.
-        self._used[g] = min(count, len(view)) if self._role.trains else 0
+        self._used[g] = min(count, len(view))
 
     def _write_selected(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Waits[None]:
         """Payloads of what was selected: the host knows how much that is."""
@@ -243,7 +240,7 @@ class FusedGather:
             pass
         if self._in_place:
             return self.replies(messages, at)
-        payloads = [[self._space[g][: self._used[g]] for _ in range(self._role.world)] for g in messages]
+        payloads = [[self._space[g][: self._used[g]] for _ in range(self._world)] for g in messages]
         return self._replies(messages, payloads, at)
 
     def _replies(
@@ -253,9 +250,9 @@ class FusedGather:
         for (g, message), views in zip(messages.items(), payloads, strict=True):
             at.bind_outputs(g)
             if isinstance(message, Broadcast):
-                data: Any = views[self._role.trainers[message.root]]
+                data: Any = views[message.root]
             else:
-                data = views[self._role.first :]
+                data = views
             replies[g] = Reply(at.flags_of(g), data)
         return replies
 
@@ -268,12 +265,11 @@ class FusedGather:
         ]
 
     def _most_by_rank(self, messages: Mapping[int, Gather | Broadcast]) -> npt.NDArray[np.int64]:
-        """The most bytes of every rank's payload of every group: none unless it trains, or if another broadcasts."""
-        most = np.tile(np.array(list(self._most.values()), dtype=np.int64), (self._role.world, 1))
+        """The most bytes of every rank's payload of every group: none if another broadcasts."""
+        most = np.tile(np.array(list(self._most.values()), dtype=np.int64), (self._world, 1))
         for column, message in enumerate(messages.values()):
             if isinstance(message, Broadcast):
-                most[np.arange(len(most)) != self._role.trainers[message.root], column] = 0
-        most[: self._role.first] = 0
+                most[np.arange(len(most)) != message.root, column] = 0
         return most
 
     def _exchange(self, sizes: npt.NDArray[np.int64]) -> Waits[Bytes]:
@@ -281,10 +277,10 @@ class FusedGather:
         total = sum(header.message_bytes)
         if len(self._buffer) < total:
             self._buffer = np.zeros(total, dtype=np.uint8)
-        mine = self._bounds(sizes)[self._role.rank].tolist()
+        mine = self._bounds(sizes)[self._rank].tolist()
         for (g, space), begin in zip(self._space.items(), mine, strict=True):
             self._buffer[begin : begin + self._used[g]] = space[: self._used[g]]
-        yield gathered(self._role.rank, self._buffer[:total], header)
+        yield gathered(self._rank, self._buffer[:total], header)
         return self._buffer
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.core.state import DoubleBuffer, Residuals
+from gradcomp.core.state import Residuals
 from gradcomp.core.statistics import Statistics
 from gradcomp.core.trace import Trace, begin_range
 from gradcomp.kernels import selection
@@ -28,47 +27,6 @@ Addresses = npt.NDArray[np.uint64]
 Allocate = Callable[[int], int]
 
 
-class ResidualRows(Protocol):
-    """Residuals as kernels find them: float32."""
-
-    def addresses(self, rows: Sizes, starts: Sizes | int) -> tuple[Addresses, Addresses]:
-        """Where element ``starts[i]`` of row ``rows[i]`` is read, and where its next value is to be written.
-
-        The two may be one place: kernels read a residual before they write the next one.
-        """
-        ...
-
-
-class ResidualMemory(Protocol):
-    """First and second residuals."""
-
-    @property
-    def first(self) -> ResidualRows:
-        """A row for each layer."""
-        ...
-
-    @property
-    def second(self) -> ResidualRows:
-        """A row for each range."""
-        ...
-
-
-@dataclass(frozen=True)
-class InPlace:
-    """Residuals that kernels read and write where they are kept."""
-
-    first: DoubleBuffer
-    second: DoubleBuffer
-
-    @staticmethod
-    def of(residuals: Residuals) -> InPlace:
-        """Of residuals in float32."""
-        first, second = residuals.first, residuals.second
-        assert isinstance(first, DoubleBuffer), "kernels do not read bfloat16"
-        assert isinstance(second, DoubleBuffer), "of the same dtype"
-        return InPlace(first, second)
-
-
 class StepMemory:
     """The :class:`gradcomp.reduce.Binding` of one bucket in one step."""
 
@@ -78,7 +36,7 @@ class StepMemory:
         context: StepContext,
         flags: BucketFlags,
         registry: GradientRegistry,
-        residuals: ResidualMemory,
+        residuals: Residuals,
         allocate: Allocate,
         times: Times,
     ) -> None:
@@ -138,7 +96,7 @@ class StepMemory:
             selection.squares(table, squares)
             of_layers = np.bincount(layers, squares)[layers]  # of a layer's segments together
             norms = np.sqrt(of_layers) * (self._context.scale / self._context.divisor)
-            limit = compressor.traits.clip_norm / np.sqrt(self._context.trainers)
+            limit = compressor.traits.clip_norm / np.sqrt(self._context.world)
             with np.errstate(all="ignore"):
                 factors *= np.where(norms > limit, limit / norms, 1.0).astype(np.float32)
         if compressor.traits.momentum:

@@ -32,7 +32,6 @@ from gradcomp.pipeline.conclusions import (
     check_same_plan,
     collective,
     compare,
-    hand_over,
     until_complete,
 )
 from gradcomp.pipeline.digests import Digests
@@ -96,11 +95,7 @@ class Pipeline:
         self._arranger = Arranger(
             self.layers, self.config, device, memory, transport.rank, topology, options.network
         )
-        self.role = self._arranger.role
-        assert config.residuals == "float32" or device.driver is None, (
-            "bfloat16 on a device is refused before"
-        )
-        self.residuals = Residuals([0] * len(layers), device.zeros, config.residuals)
+        self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
         #: What became of this rank's last exchange, for the next one to tell the others; 0: there was none.
@@ -122,7 +117,6 @@ class Pipeline:
         self._order_step = options.order_step
         self.plans = Succession(self.layers, options.schedule)
         self._discards = Discards()
-        self._moved = False  # second residuals, since the last step
         controller = options.controller
         self._steering = Steering(controller, len(layers))
         self.advances = 0  # rounds completed, for whoever watches over progress
@@ -282,7 +276,7 @@ class Pipeline:
         if self.is_open:
             raise StateError("the exchange is still under way")
         if self.result is not None and self.result.finite and self.keeps_state:
-            self._discards.count(speaks=self.role.leads)
+            self._discards.count(speaks=self.transport.rank == 0)
         self.result = None
         self.outcome, self.notices = DISCARDED, 0
 
@@ -341,13 +335,7 @@ class Pipeline:
         while self._steering.overdue:
             yield Waiting.BACKGROUND
         ready = self.plans.next is not None or self._steering.ready
-        own_state = 0
-        if self.role.trains:
-            own_state = self.outcome | self.notices & EDITED | (READY if ready else WAITING)
-        if self._moved:
-            layers, owned = np.flatnonzero(self._keeps_residual), [p.owned_layers for p in self._programs]
-            yield from hand_over(self.transport, self.role, self.residuals, layers, owned)
-            self._moved = False
+        own_state = self.outcome | self.notices & EDITED | (READY if ready else WAITING)
         yield from exchange.run(HeaderId(self._check, self.step, 0, self._checksums), own_state)
         yield from self._finish(exchange)
 
@@ -372,7 +360,7 @@ class Pipeline:
             self.plans.switch.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:
             arrived = self.registry.arrivals
-            order = yield from agree_on_order(self.transport, self.role, len(self.layers), arrived)
+            order = yield from agree_on_order(self.transport, len(self.layers), arrived)
             self._stale |= self.ordering.take(order)
         self._stale |= self.ordering.seen(result.present, result.sparse)
         if all_ready:
@@ -418,12 +406,10 @@ class Pipeline:
         self.fields.arrange(found.fields)
         # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
         self._keeps_residual = np.array(found.sizes) > 0
-        self.residuals.own(found.ranges, len(self.role.trainers))
+        self.residuals.own(found.ranges, self.transport.size)
         if self.plans.switch is not None and self.plans.switch.asked is None:
             self.fields.forget(MOMENTUM)  # it began with another compressor
         self.plans.laid_out(self.plan)
-        self._moved = self.step > 0 and bool(self._keeps_residual.any())
-        self._workplace.spares.clear()
         self._laid_out = found
         self.laid_out_plan = self.plan
         self._stale = False

@@ -17,7 +17,7 @@ from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.bucket import BucketProgram
 from gradcomp.pipeline.gradient_registry import GradientRegistry
-from gradcomp.pipeline.memory import Addresses, InPlace, StepMemory, Times
+from gradcomp.pipeline.memory import Addresses, StepMemory, Times
 from gradcomp.reduce.header import PRESENT, BucketFlags, HeaderId
 
 _SOME_BYTES = 256
@@ -53,8 +53,7 @@ def rehearse(
         for program in programs:
             bucket = program.bucket
             flags = BucketFlags(np.full(len(bucket.layers) + 1, PRESENT, dtype=np.uint8))
-            kept = InPlace.of(residuals)
-            binding = _Anywhere(bucket, context, flags, registry, kept, lambda layer: 0, times)
+            binding = _Anywhere(bucket, context, flags, registry, residuals, lambda layer: 0, times)
             program.rehearse(HeaderId(0, 0, bucket.number, False), context, binding, flags)
             for group in bucket.groups:  # what stood for memory is no one's any more
                 for table in (group.table, group.inputs):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradcomp.core.config import RESIDUALS
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -15,7 +14,7 @@ from gradcomp.core.scheme import parse
 from gradcomp.pipeline.switching import Switch
 
 #: Settings under which a run goes on bit for bit; others only cost that.
-SETTINGS = ("seed", "slice_elements", "cold_after_steps", "reduction", "residuals")
+SETTINGS = ("seed", "slice_elements", "cold_after_steps", "reduction")
 
 _LONGEST_STREAK = 2**62
 
@@ -96,11 +95,7 @@ def _shared(data: Any) -> Shared:
         raise ValueError("the plan is not one for the layers")
     found = mapping_of(data["settings"])
     settings: dict[str, int | str] = {name: _number(found[name], 0, 2**64 - 1) for name in SETTINGS[:3]}
-    # Older states have neither of these.
-    settings["reduction"] = str(parse(_text(found.get("reduction", "sra"))))
-    settings["residuals"] = _text(found.get("residuals", "float32"))
-    if settings["residuals"] not in RESIDUALS:
-        raise ValueError(f"residuals {settings['residuals']!r}")
+    settings["reduction"] = str(parse(_text(found.get("reduction", "sra"))))  # older states have none
     unit = data["unit"]
     if type(unit) not in (int, float) or not 0 < unit < math.inf:
         raise ValueError(f"unit {unit!r}")

@@ -279,7 +279,7 @@ def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
         return [f"its plan cannot be carried out: {error}"]
     sizes = layout.residual_sizes(pipeline.layers)
     compressors = compressors_of(pipeline.layers, shared.plan)
-    wanted = fields_of(pipeline.layers, compressors, pipeline.config.seed, len(pipeline.role.trainers))
+    wanted = fields_of(pipeline.layers, compressors, pipeline.config.seed, pipeline.transport.size)
     missing = [
         f"missing {kind} of {layer.name!r}"
         for layer, fields in zip(pipeline.layers, wanted, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
@@ -20,12 +20,11 @@ from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
 from gradcomp.pipeline.gradient_registry import GradientRegistry
 from gradcomp.pipeline.in_flight import InFlight, Waiting
 from gradcomp.pipeline.layout import Bucket
-from gradcomp.pipeline.memory import Allocate, InPlace, StepMemory, Times
+from gradcomp.pipeline.memory import Allocate, StepMemory, Times
 from gradcomp.pipeline.result import StepResult
 from gradcomp.pipeline.soon import Number
 from gradcomp.pipeline.steering import Steering
 from gradcomp.pipeline.ticks import Ticks
-from gradcomp.pipeline.widened import Spares, Widened
 from gradcomp.reduce.framing import Framed
 from gradcomp.reduce.header import LATE, PRESENT, SPARSE, BucketFlags, HeaderId
 from gradcomp.transport.base import Transport
@@ -36,7 +35,7 @@ class Workplace:
     """What the exchanges of one pipeline have in common.
 
     ``round_complete(seconds)`` and ``on_complete(bucket)`` are called for every round and every bucket that is through.
-    ``overlap``: buckets begin before the flush, and beside each other. ``spares``: for bfloat16 residuals.
+    ``overlap``: buckets begin before the flush, and beside each other.
     """
 
     device: Device
@@ -47,7 +46,6 @@ class Workplace:
     round_complete: Callable[[float], None]
     on_complete: Callable[[Bucket], None] | None
     overlap: bool
-    spares: Spares = field(default_factory=Spares)
 
 
 class StepExchange:
@@ -88,7 +86,6 @@ class StepExchange:
         self.opened_at = perf_counter()
         registry = workplace.registry
         registry.open(laid_out.layout)
-        workplace.spares.begin()
         workplace.steering.open(context.number, self.opened_at, len(laid_out.programs))
         self._ticks: Ticks | None = Ticks(
             laid_out.programs,
@@ -115,7 +112,7 @@ class StepExchange:
         self._take_numbers()
 
     def result(self) -> tuple[StepResult, bool]:
-        """When it is through, what all ranks know of it, and whether all that train are ready for the next plan."""
+        """When it is through, what all ranks know of it, and whether all ranks are ready for the next plan."""
         states = np.zeros(len(self._laid_out.position), dtype=np.uint8)
         outcomes = notices = results = 0
         for layers, flags in self._flags:
@@ -147,14 +144,12 @@ class StepExchange:
         return InFlight(bucket.number, self._exchange(program, flags), self._completed)
 
     def _exchange(self, program: BucketProgram, flags: BucketFlags) -> Generator[Framed, None, None]:
-        place, context, widened = self._workplace, self._context, None
-        if self._residuals.dtype != "float32":
-            widened = Widened(program, self._residuals, context.draw, place.spares)
-        kept = widened or InPlace.of(self._residuals)
-        memory = StepMemory(program.bucket, context, flags, place.registry, kept, place.allocate, place.times)
+        place, context = self._workplace, self._context
+        memory = StepMemory(
+            program.bucket, context, flags, place.registry, self._residuals, place.allocate, place.times
+        )
         place.steering.start(program.bucket.groups, memory, context.scale)
-        running = program.run(replace(self._header_id, bucket=program.bucket.number), context, memory, flags)
-        return running if widened is None else widened.around(running, memory.span)
+        return program.run(replace(self._header_id, bucket=program.bucket.number), context, memory, flags)
 
     def _take_numbers(self) -> None:
         """The loss scale and the learning rate have come: the step's context is known."""

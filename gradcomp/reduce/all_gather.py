@@ -49,7 +49,7 @@ class AllGather:
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """One round; then all chunks are in the outputs. Every rank owns one."""
-        shared = StepContext(Draw(context.draw.seed, context.draw.step, OWNER_RANK), context.trainers)
+        shared = StepContext(Draw(context.draw.seed, context.draw.step, OWNER_RANK), context.world)
         yield from encode(self._chunks.parts, self._inputs, self.own, shared, binding, flags)
         if self.rounds:
             yield self.move

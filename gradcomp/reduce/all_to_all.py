@@ -31,7 +31,6 @@ class AllToAllBroadcast(Reduction):
     """
 
     by_kernels = True
-    finalises = True
 
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY

@@ -134,12 +134,10 @@ class Reduction(ABC):
     ``ranges`` lists what this rank re-quantises under feedback; whoever keeps the state calls :meth:`assign` with one
     row number per range. ``rounds``: how often one execution yields, on every rank. ``bytes_sent``: bytes that it sends
     from this rank, headers included. ``sums_travel``: codes stand for sums over some of the ranks. ``by_kernels``:
-    kernels alone look at what comes, so that a device can go through :meth:`run` beforehand. ``finalises``: first
-    residuals are final when the first round of messages leaves.
+    kernels alone look at what comes, so that a device can go through :meth:`run` beforehand.
     """
 
     sums_travel: ClassVar[bool] = False
-    finalises: ClassVar[bool] = False
     by_kernels: bool = False
 
     ranges: Sequence[Range] = ()

@@ -36,7 +36,6 @@ class GatherAndSum(Reduction):
     """
 
     by_kernels = True
-    finalises = True
 
     def __init__(
         self, parts: Sequence[Part], layers: int, rank: int, world: int, memory: Memory = HOST_MEMORY

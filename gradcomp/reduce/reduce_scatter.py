@@ -36,14 +36,12 @@ class Roles:
     """Who takes part in a reduce-scatter and an all-gather.
 
     ``ranks``: those that have something to add, in the order in which it is added. ``owners``: how many of them, the
-    first ones, own a chunk. ``contributions``: how many those ranks bring together. ``silent``: how many of the ranks,
-    the first ones, have nothing to add after all, and are not waited for in the scatter.
+    first ones, own a chunk. ``contributions``: how many those ranks bring together.
     """
 
     ranks: Sequence[int]
     owners: int
     contributions: int
-    silent: int = 0
 
     @staticmethod
     def of(world: int, owners: int) -> Roles:
@@ -70,31 +68,30 @@ class ReduceScatter:
         self._roles = roles = roles or Roles.of(world, world)
         self._chunks, self._world, self._memory = chunks, world, memory
         self.place = me = roles.ranks.index(rank)
-        #: Whether this rank owns a chunk, and whether it has something to add.
-        self.owns, self.adds = me < roles.owners, me >= roles.silent
+        #: Whether this rank owns a chunk.
+        self.owns = me < roles.owners
         own_bytes = chunks.sizes[me] if self.owns else 0
         others = len(roles.ranks) - 1
         self.rounds = 1 if others else 0
-        self.bytes_sent = (sum(chunks.sizes) - own_bytes) * self.adds
+        self.bytes_sent = sum(chunks.sizes) - own_bytes
 
         # To send: the other owners' chunks in order, then our own, which does not travel.
-        order = [j for j in range(roles.owners) if j != me] + [me] * self.owns if self.adds else []
+        order = [j for j in range(roles.owners) if j != me] + [me] * self.owns
         begins = np.cumsum([0, *(chunks.sizes[j] for j in order)]).tolist()[:-1]
         sent_at = dict(zip(order, begins, strict=True))
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
-        arriving = others - roles.silent + (not self.adds)
-        self._recv = chunks.copies(memory, arriving, me) if self.owns else memory.messages(0, [])
+        self._recv = chunks.copies(memory, others, me) if self.owns else memory.messages(0, [])
         #: What this rank has for each owner, itself included.
         self.sent = {j: chunks.message(self._send[at:], j) for j, at in sent_at.items()}
         heard = [chunks.message(row, me) for row in self._recv]
         # The codes of our chunk, in the order in which they are added.
         self._codes = list(heard)
         if me in self.sent:
-            self._codes.insert(me - roles.silent, self.sent[me])
+            self._codes.insert(me, self.sent[me])
         self._payloads = [message.buffer for message in self._codes]
         #: The round.
         self.move = self._prepared(heard)
-        self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)]) if self.adds else []
+        self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)])
         self._own = chunks.only(me) if self.owns else []
 
     @property
@@ -123,8 +120,7 @@ class ReduceScatter:
 
     def scatter(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
         """The round: then every owner has all codes of its chunk."""
-        if self.adds:
-            yield from self.encode(context, binding, flags)
+        yield from self.encode(context, binding, flags)
         if self.rounds:
             yield self.move
 
@@ -134,7 +130,7 @@ class ReduceScatter:
 
     def code_of(self, place: int) -> Bytes:
         """Room for the own chunk's code from the rank at this place."""
-        return self._codes[place - self._roles.silent].buffer
+        return self._codes[place].buffer
 
     def encode_mean(
         self, target: Bytes, context: StepContext, binding: Binding, flags: BucketFlags
@@ -176,7 +172,7 @@ class ReduceScatter:
     def _prepared(self, heard: Sequence[Message]) -> Move:
         """Chunks to their owners."""
         roles, me, sizes = self._roles, self.place, self._chunks.sizes
-        senders = [rank for i, rank in enumerate(roles.ranks) if i != me and i >= roles.silent]
+        senders = [rank for i, rank in enumerate(roles.ranks) if i != me]
         sends = [(roles.ranks[j], message) for j, message in self.sent.items() if j != me]
         arrivals = list(zip(senders, heard, strict=True)) if self.owns else []
         if roles.owners < self._world:

@@ -40,7 +40,6 @@ class ScatterReduceAllgather(Reduction):
     """
 
     by_kernels = True
-    finalises = True
 
     def __init__(
         self,
@@ -121,8 +120,7 @@ class _Varying:
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
         """Then all of the mean is where the second round's program has it."""
         first, second, me, ranks = self._first, self._second, self._first.place, self._roles.ranks
-        if first.adds:
-            yield from first.encode(context, binding, flags)
+        yield from first.encode(context, binding, flags)
         if not self._alone:
             with binding.span("compress"):
                 own = {
@@ -148,11 +146,11 @@ class _Varying:
                 self._compact.restore(payload, second.gathered.messages[j].buffer, j, ranks[j])
 
 
-def served(load: Load, topology: Topology, servers: int, silent: int = 0) -> Cost:
-    """What it costs if the first ``servers`` ranks own a chunk each, and the first ``silent`` ranks add nothing."""
+def served(load: Load, topology: Topology, servers: int) -> Cost:
+    """What it costs if the first ``servers`` ranks own a chunk each."""
     world = topology.world
     owned = dict(enumerate(load.chunks(servers).tolist()))
-    up = to_owners(topology, range(silent, world), owned)
+    up = to_owners(topology, range(world), owned)
     down = to_owners(topology, range(world), owned).back()
     flows = [up, down] if world > 1 else []
-    return Cost(flows, 2, 1 + 1 / servers, (world - silent) / servers + 1)
+    return Cost(flows, 2, 1 + 1 / servers, world / servers + 1)

@@ -102,8 +102,7 @@ class VaryingScatter:
     def __init__(self, layers: int, roles: Roles, world: int, me: int, room: Sequence[int]) -> None:
         self._layers, self._roles, self._me = layers, roles, me
         self._most = np.array(room, dtype=np.int64)
-        self._adders = range(roles.silent, len(roles.ranks))
-        self._full = roles.owners == world and not roles.silent
+        self._full = roles.owners == world
         self._rooms = _Rooms(len(roles.ranks), roles.owners)
         self._told = padded(8 * roles.owners)
         #: Of the last step: bytes that left this rank, headers included.
@@ -134,7 +133,11 @@ class VaryingScatter:
         return found
 
     def _heard_from(self) -> list[int]:
-        return [i for i in self._adders if i != self._me] if self._me < self._roles.owners else []
+        return (
+            [i for i in range(len(self._roles.ranks)) if i != self._me]
+            if self._me < self._roles.owners
+            else []
+        )
 
     def _telling(self, sizes: Sizes) -> Bytes:
         told: Bytes = np.zeros(self._told, dtype=np.uint8)

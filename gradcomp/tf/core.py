@@ -38,7 +38,6 @@ class Arguments:
     reduction: str | None = None
     controller: Controller | str | None = None
     names: Sequence[str] | None = None
-    residuals: str | None = None
     average_aggregated_gradients: bool = False
     local: Local = field(default_factory=Local)
 
@@ -49,7 +48,7 @@ class Arguments:
             raise ConfigError(
                 f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
             )
-        check_arguments(self.op, self.gradient_predivide_factor, self.reduction, self.residuals)
+        check_arguments(self.op, self.gradient_predivide_factor, self.reduction)
         as_policy(self.compression)
 
 
@@ -105,11 +104,10 @@ class Core:
                 reduction=given.reduction,
                 controller=given.controller,
                 names=given.names if named else None,
-                residuals=given.residuals,
                 scalars=partial(scalars_of, self.owner),
                 momentum=self._momentum,
             )
-        if self.exchange.exchanger is not None and self.exchange.exchanger.pipeline.role.leads:
+        if self.exchange.exchanger is not None and self.exchange.exchanger.pipeline.transport.rank == 0:
             inner = self._inner
             if getattr(inner, "beta_1", 0.0):
                 warn_of_averages(as_policy(given.compression), type(inner).__name__)

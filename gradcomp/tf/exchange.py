@@ -62,7 +62,6 @@ class Exchange:
         reduction: str | None = None,
         controller: Controller | str | None = None,
         names: Sequence[str] | None = None,
-        residuals: str | None = None,
         scalars: Callable[[], Mapping[str, float]] = dict,
         momentum: Callable[[], Group] | None = None,
     ) -> None:
@@ -76,7 +75,7 @@ class Exchange:
         self._shapes = [tuple(variable.shape) for variable in self._variables]
 
         def validate() -> tuple[Proposal, Memory]:
-            check_arguments(op, predivide, reduction, residuals)
+            check_arguments(op, predivide, reduction)
             proposal = propose(as_policy(compression), specs(self._variables, names), 0, controller)
             return proposal, self._memory_of_gradients(
                 [tf.as_dtype(layer.dtype) for layer in proposal.layers]
@@ -101,11 +100,9 @@ class Exchange:
             self._steps,
             self._shapes,
             Setup(
-                needs_all="gradcomp.tf",
                 op=op,
                 predivide=predivide,
                 reduction=reduction,
-                residuals=residuals,
                 arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
                 device=self._memory.device,
             ),

@@ -18,9 +18,9 @@ def join() -> Any:
 
     Until then the others' steps and allreduces go on: this rank adds no gradient and zeros, and means are still divided
     by N. Its variables stay what they are, so broadcast from the rank that is returned: an integer, inside a
-    tf.function an int32 scalar. Any other collective of the others is a ConfigError there. ConfigError beside dedicated
-    servers, StateError before ``init``, TransportError if a rank fails. Wire: as the others' exchanges, and for each
-    exchange a small value in the job's store.
+    tf.function an int32 scalar. Any other collective of the others is a ConfigError there. StateError before ``init``,
+    TransportError if a rank fails. Wire: as the others' exchanges, and for each exchange a small value in the job's
+    store.
     """
     if tf.executing_eagerly() or runtime.size() == 1:
         return joining.join()

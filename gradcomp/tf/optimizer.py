@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.control import Controller
+from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job.plain import from_plain, to_plain
@@ -77,15 +78,16 @@ def DistributedOptimizer(
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
-        residuals: what residuals are kept in between steps, if not as ``init()`` or GRADCOMP_RESIDUALS said:
-            ``"float32"``, or ``"bfloat16"``, rounded stochastically; see the page on concepts for what refuses it.
+        residuals: removed; anything but None is a ConfigError that says what to do instead.
 
     Collective when the optimizer is built, by ``fit`` or by the first ``apply``, or here if it is. Wire: see the
     compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an
-    element, 4 in bfloat16; :func:`gradcomp.tf.save` saves them.
+    element; :func:`gradcomp.tf.save` saves them.
     Raises ConfigError for bad arguments and other backends of Keras, PlanMismatchError on every rank if the ranks
     differ, StateError before ``init()`` and for an optimizer that is distributed already.
     """
+    if residuals is not None:
+        refuse_removed("residuals", f"residuals={residuals!r}")
     check_ignored(num_groups, groups, name=name, device_dense=device_dense, device_sparse=device_sparse)
     arguments = Arguments(
         compression,
@@ -96,7 +98,6 @@ def DistributedOptimizer(
         process_set=process_set,
         reduction=reduction,
         controller=controller,
-        residuals=residuals,
         average_aggregated_gradients=average_aggregated_gradients,
         local=Local(local_layers, scale_local_gradients),
     )

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
+from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
@@ -70,12 +71,10 @@ def DistributedGradientTape(
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
-        residuals: what residuals are kept in between steps, if not as ``init()`` or GRADCOMP_RESIDUALS said:
-            ``"float32"``, or ``"bfloat16"``, rounded stochastically; see the page on concepts for what refuses it.
+        residuals: removed; anything but None is a ConfigError that says what to do instead.
 
     ``gradient()`` is collective. Its means are meant to be applied: each call is a step. Wire: see the compressor;
-    uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element, 4 in
-    bfloat16.
+    uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element.
     Raises ConfigError for bad arguments, for sources that are no variables and under ``jit_compile=True``,
     PlanMismatchError on every rank if the ranks differ, StateError before ``init()``, for a variable of which only
     other ranks have a gradient, and where every step has new variables. Horovod's meaning of the arguments.
@@ -84,6 +83,8 @@ def DistributedGradientTape(
         raise ConfigError(f"expected a tf.GradientTape, got {type(gradtape).__name__}")
     if isinstance(gradtape, _Distributed):
         raise StateError("this tape is already a DistributedGradientTape")
+    if residuals is not None:
+        refuse_removed("residuals", f"residuals={residuals!r}")
     check_ignored(num_groups, groups, device_dense=device_dense, device_sparse=device_sparse)
     ranks = members(process_set)
     given = _Arguments(
@@ -94,7 +95,6 @@ def DistributedGradientTape(
         ranks,
         reduction,
         controller,
-        residuals,
         process_set,
         Local(None, scale_local_gradients),
     )
@@ -144,7 +144,6 @@ class _Arguments:
     ranks: tuple[int, ...]
     reduction: str | None
     controller: Controller | str | None
-    residuals: str | None
     process_set: Members = field(compare=False)
     local: Local = field(compare=False)
 
@@ -179,7 +178,6 @@ class _Arguments:
                 process_set=self.process_set,
                 reduction=self.reduction,
                 controller=self.controller,
-                residuals=self.residuals,
             )
 
 

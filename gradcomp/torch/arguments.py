@@ -14,7 +14,7 @@ from gradcomp.torch.grouping import check_groups
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.timing import Finish, OnSkip, Timing
 
-_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip", "residuals")
+_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
 
 
 @dataclass(eq=False)
@@ -32,7 +32,6 @@ class Arguments:
     reduction: str | None = None
     controller: Controller | str | None = None
     on_skip: OnSkip = "raise"
-    residuals: str | None = None
 
     def __post_init__(self, grad_scaler: Scaler) -> None:
         self.loss_scale = LossScale(grad_scaler)
@@ -45,7 +44,7 @@ class Arguments:
         """Raise ConfigError for what cannot work."""
         # Adasum of one rank's step is that step.
         op = Average if self.op is Adasum else self.op
-        check_arguments(op, self.predivide, self.reduction, self.residuals)
+        check_arguments(op, self.predivide, self.reduction)
         check_groups(self.groups)
         self.loss_scale.check()
         return as_policy(self.compression), Timing(self.passes, self.finish, self.on_skip)

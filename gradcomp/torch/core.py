@@ -117,9 +117,7 @@ def build(
             op=arguments.op,
             predivide=arguments.predivide,
             agrees=timing.on_skip == "agree",
-            needs_all='on_skip="agree", in which all ranks vote,' if timing.on_skip == "agree" else "",
             reduction=arguments.reduction,
-            residuals=arguments.residuals,
             device=device,
             arguments={
                 "backward_passes_per_step": timing.passes,

@@ -72,7 +72,7 @@ def ddp_comm_hook(
 
     Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
     2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
-    an element, 4 with ``init(residuals="bfloat16")``.
+    an element.
     Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients, and for
     a second communication hook when it is registered; PlanMismatchError on every rank if the ranks differ, StateError
     before ``init()``. What fails later (TransportError, StateError, which layers that were frozen and require gradients
@@ -142,7 +142,6 @@ class HookState(Readers):
             self._steps,
             shapes,
             Setup(
-                needs_all="DistributedDataParallel, in which all ranks train,",
                 order_step=_ORDER_STEP,
                 device=device,
             ),

@@ -185,7 +185,7 @@ class BucketSteps:
             return
         if first and had_stepped:
             driver.checkpoint_manager.state_was_due()
-        if driver.exchanger.pipeline.role.leads and averages(optimizer):
+        if driver.exchanger.pipeline.transport.rank == 0 and averages(optimizer):
             warn_of_averages(self.policy, type(optimizer).__name__)
         if driver.phase is Phase.DONE:  # its momentum was not known when the exchange began
             with driver.telling():

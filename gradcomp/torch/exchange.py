@@ -343,15 +343,8 @@ class GradientExchange:
         """The means will be applied. False if the ranks agreed to skip the step."""
         edited = bool(self._before_edits) and self._gradients.described() != self._before_edits
         self._means, self._before_edits = {}, ""
-        self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.role.leads)
+        self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.transport.rank == 0)
         return self.driver.commit(edited=edited)
-
-    def serve(self) -> bool:
-        """Exchange a step of those who train, with nothing to add; False if they are done for now."""
-        if not self.driver.listen():
-            return False
-        self.finish()
-        return True
 
     def stand_in(self) -> None:
         """Take part in one exchange without a gradient; this rank's gradients and parameters stay as they are."""

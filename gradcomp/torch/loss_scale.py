@@ -65,7 +65,7 @@ class LossScale:
         enabled = [scaler for scaler in live(torch.amp.GradScaler) if scaler.is_enabled()]
         self._several = len(enabled) > 1
         self._scaler = _reference(enabled[0] if len(enabled) == 1 else None)
-        if len(enabled) == 1 and pipeline.role.leads:
+        if len(enabled) == 1 and pipeline.transport.rank == 0:
             logger.info(
                 "the GradScaler of this program is taken for that of these gradients; name it with grad_scaler=, or "
                 "say grad_scaler=False if their loss is not scaled"
@@ -74,14 +74,15 @@ class LossScale:
     def agree(self, exchanger: Exchanger) -> None:
         """In the first exchange, and when state begins: ConfigError on every rank if some have a scaler, or several.
 
-        Collective, between steps: one byte a rank. Ranks that only serve need none.
+        Collective, between steps: one byte a rank.
         """
         if self._agreed:
             return
         mine = 2 if self._several else int(self._scaler() is not None)
         said = exchanger.allgather_bytes(bytes([mine]))
-        trainers = exchanger.pipeline.role.trainers
-        none, one, several = ([str(r) for r in trainers if said[r][0] == count] for count in range(3))
+        none, one, several = (
+            [str(rank) for rank, each in enumerate(said) if each[0] == count] for count in range(3)
+        )
         if not several and not (none and one):
             self._agreed = True
             return

@@ -12,6 +12,7 @@ import torch
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
+from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.engine import Exchanger
 from gradcomp.job import runtime
@@ -27,7 +28,6 @@ from gradcomp.torch.grouping import groups_of
 from gradcomp.torch.layers import name_parameters, spec
 from gradcomp.torch.loss_scale import Scaler
 from gradcomp.torch.plain import load_state, state_of
-from gradcomp.torch.serving import Serving
 from gradcomp.torch.step_watch import refuse_inside_backward
 from gradcomp.torch.timing import Finish, OnSkip
 
@@ -85,22 +85,22 @@ def DistributedOptimizer(
             dimension of a DeviceMesh. On other ranks, which need not call this, the optimizer exchanges nothing.
         reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
             ``"ring"``, ``"tree"``, ``"all_to_all"``, ``"gather"``, ``"parameter_server"``, ``"hierarchical"`` or
-            ``"auto"``. With ``"parameter_server:dedicated=true"`` rank 0 only serves: it calls ``serve()``.
+            ``"auto"``.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
         on_skip: what follows when a rank does not step on means that others step on, as after
             ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
             exchange. ``"agree"``: all ranks vote before each step, and skip it if one of them gives up.
-        residuals: what residuals are kept in between steps, if not as ``init()`` or GRADCOMP_RESIDUALS said:
-            ``"float32"``, or ``"bfloat16"``, rounded stochastically. ConfigError for bfloat16 with gradients on a GPU,
-            dedicated servers or ``ef21``.
+        residuals: removed; anything but None is a ConfigError that says what to do instead.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` one number
     more, in a round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
-    compressor keeps them, 8 bytes an element, 4 in bfloat16; :func:`gradcomp.torch.save` saves them.
+    compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
     Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
     ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
     """
+    if residuals is not None:
+        refuse_removed("residuals", f"residuals={residuals!r}")
     arguments = Arguments(
         compression,
         backward_passes_per_step,
@@ -113,7 +113,6 @@ def DistributedOptimizer(
         reduction,
         controller,
         on_skip,
-        residuals,
     )
     if not runtime.is_initialized():  # what is wrong whatever the other ranks do is said before that
         check_plain(optimizer)
@@ -135,7 +134,7 @@ def DistributedOptimizer(
 _CALLER = 6
 
 
-class Distributed(Serving, Readers, Adopted):
+class Distributed(Readers, Adopted):
     """The methods that a distributed optimizer has beside, or instead of, those of its class."""
 
     _gradcomp: Core
@@ -258,11 +257,8 @@ class Distributed(Serving, Readers, Adopted):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, collectively: all ranks add the same. Residuals of the others are kept.
 
-        ``param_group["names"]`` may name them; else their position does. ConfigError where some ranks only serve.
+        ``param_group["names"]`` may name them; else their position does.
         """
-        wrapped: Core | None = self.__dict__.get("_gradcomp")
-        if wrapped is not None:
-            wrapped.checkpoint_manager.role.needs_all("add_param_group()")
         names = param_group.pop("names", None)
         super().add_param_group(param_group)  # type: ignore[misc]
         core: Core | None = self.__dict__.get("_gradcomp")
@@ -287,7 +283,7 @@ class Distributed(Serving, Readers, Adopted):
         controller ends. Steps of a schedule in ``compression`` count from the start of the run.
 
         All ranks, between the same two steps; nothing is sent in the call. In a world of one the argument is only
-        looked at. Raises ConfigError for a bad argument, for ``"auto"`` and where some ranks only serve, StateError
+        looked at. Raises ConfigError for a bad argument, and for ``"auto"``, StateError
         while a step is open. If a rank did not call, or with another argument, the next step raises: a
         PlanMismatchError on every rank that did, on the others this or the TransportError of the abort.
         """

@@ -318,7 +318,7 @@ def test_a_small_model_is_refused_and_told_what_suits_it():
         as_policy("lgc").plan(LAYERS)
 
 
-def test_controllers_schedules_servers_devices_and_a_late_begin_are_refused():
+def test_controllers_schedules_devices_and_a_late_begin_are_refused():
     class Device:
         driver = object()
 
@@ -332,7 +332,6 @@ def test_controllers_schedules_servers_devices_and_a_late_begin_are_refused():
     assert refusal(Config(), policy) is None
     assert refusal(Config(), as_policy(DGC()), Device(), 7) is None
     assert "GPU" in str(refusal(Config(), policy, Device()))
-    assert "servers" in str(refusal(Config(reduction="parameter_server:dedicated=true"), policy))
     assert refusal(Config(), policy, HOST, 1) is None  # it would still be exact
     assert "Warmup" in str(refusal(Config(), policy, HOST, 2))
     assert refusal(Config(), Policy(Warmup(SMALL, 2), filter=FILTER), HOST, 2) is None

@@ -9,6 +9,7 @@ import pytest
 
 from gradcomp import Config, ConfigError
 from gradcomp.core.config import unknown_variables
+from gradcomp.core.scheme import parse
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -51,7 +52,6 @@ def test_every_setting_is_a_variable(name: str):
         "timeline": "timeline.json",
         "reduction": "ring",
         "transport": "shm",
-        "residuals": "bfloat16",
     }
     other = texts.get(name)
     other = other if other else not default if isinstance(default, bool) else default + 8
@@ -129,6 +129,19 @@ BAD_FILES = {
 def test_bad_file_is_refused(toml, text: str):
     with pytest.raises(ConfigError):
         Config.resolve(toml(text))
+
+
+def test_a_setting_of_earlier_versions_is_refused_with_what_to_do_instead(toml):
+    said = "residuals are float32; leave the setting out"
+    for environ, arguments in (
+        ({"GRADCOMP_RESIDUALS": "bfloat16"}, {}),
+        (toml('residuals = "bfloat16"'), {}),
+        ({}, {"residuals": "float32"}),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Config.resolve(environ, **arguments)
+    with pytest.raises(ConfigError, match="parameter_server:servers=k has k servers that train as well"):
+        parse("parameter_server:dedicated=true")
 
 
 def test_missing_file_is_refused(tmp_path: Path):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gradcomp.core.bfloat16_buffer import Bfloat16Buffer
 from gradcomp.core.state import DoubleBuffer, Fields, Range, Residuals
 
 
@@ -75,46 +74,6 @@ class TestDoubleBuffer:
         buffer = DoubleBuffer(())
         buffer.commit(np.zeros(0, dtype=bool))
         assert not buffer.nbytes
-
-
-class TestBfloat16Buffer:
-    def test_memory_is_four_bytes_an_element_in_whole_cache_lines(self):
-        assert Bfloat16Buffer(LENGTHS).nbytes == 4 * sum(32 * -(-length // 32) for length in LENGTHS)
-
-    def test_values_are_float32_and_bfloat16_keeps_them(self):
-        buffer = Bfloat16Buffer(LENGTHS)
-        buffer.set(2, np.array([1, -2, 0.5, 3e38, 2.0**-130], np.float32))
-        buffer.set(2, np.array([7], np.float32), 4)
-        assert buffer.value(2).dtype == np.float32
-        np.testing.assert_allclose(buffer.value(2), np.array([1, -2, 0.5, 3e38, 7], np.float32), rtol=2.0**-8)
-        assert buffer.value(2).tolist() == [1, -2, 0.5, buffer.value(2)[3], 7]
-
-    def test_what_is_set_is_rounded_to_nearest_and_finite(self):
-        buffer = Bfloat16Buffer([3])
-        buffer.set(0, np.array([1 + 2.0**-8 + 2.0**-20, -1 - 2.0**-9, 3.4e38], np.float32))
-        assert buffer.value(0).tolist() == [1 + 2.0**-7, -1, np.float32(3.3895314e38)]
-
-    def test_the_next_value_shows_after_the_commit_of_its_row_only(self):
-        buffer = Bfloat16Buffer(LENGTHS)
-        (_, begin) = buffer.places(np.array([2]))
-        payload = buffer.payload.view(np.uint16)
-        payload[begin[0] : begin[0] + 5] = 0x3F80  # 1.0
-        buffer.commit(np.array([True, True, False]))
-        assert not buffer.value(2).any()
-        buffer.commit(np.array([False, False, True]))
-        assert buffer.value(2).tolist() == [1.0] * 5
-
-    def test_residuals_grow_and_move_in_their_dtype(self):
-        residuals = Residuals([10, 0], dtype="bfloat16")
-        residuals.own([Range(0, 2, 6)], world=3)
-        residuals.second.set(0, np.array([1, 2, 3, 4, 5, 6], np.float32))
-        residuals.own([Range(0, 0, 4), Range(0, 6, 4)], world=3)
-        assert residuals.second.value(0).tolist() == [0, 0, 1, 2]
-        assert residuals.first.value(0).tolist() == [0, 0, 0, 0, 9, 12, 0, 0, 0, 0]
-        residuals.grow([10, 3])
-        assert residuals.first.value(0)[5] == 12
-        for buffer in (residuals.first, residuals.second, residuals.like([4]).first):
-            assert isinstance(buffer, Bfloat16Buffer)
 
 
 # --- ownership ----------------------------------------------------------------------------------------------

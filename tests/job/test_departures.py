@@ -92,7 +92,8 @@ def keep_the_lock():
 
 patience(20.0)
 atexit.register(keep_the_lock if rank == 0 else lambda: time.sleep(2))
-runtime.leave_first()
+atexit.unregister(runtime.shutdown)
+atexit.register(runtime.shutdown)
 if rank == 0:
     slow = SlowEnd()
 else:

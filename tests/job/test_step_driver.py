@@ -36,7 +36,6 @@ class Exchanger:
             ordering=SimpleNamespace(sparse=frozenset()),
             outcome=0,
             statistics=Statistics(),
-            serves=False,
         )
         self.result = StepResult(1, *(np.zeros(3, dtype=bool) for _ in range(3)))
 
@@ -70,13 +69,6 @@ class Exchanger:
 
     def discard(self) -> None:
         self.calls.append("discard")
-
-    def listen(self) -> bool:
-        self.calls.append("listen")
-        return True
-
-    def dismiss(self) -> None:
-        self.calls.append("dismiss")
 
     def abort(self, message: str) -> None:
         self.calls.append(("abort", message))
@@ -171,7 +163,7 @@ LEGAL = {
     (Verb.REFUSE, Phase.DONE): Phase.DISCARDED,
     (Verb.DISCARD, Phase.DONE): Phase.DISCARDED,
     **{(Verb.OPEN, phase): Phase.OPEN for phase in BETWEEN_STEPS},
-    **{(verb, phase): phase for verb in (Verb.AMEND, Verb.LISTEN, Verb.DISMISS) for phase in BETWEEN_STEPS},
+    **{(Verb.AMEND, phase): phase for phase in BETWEEN_STEPS},
     **{(Verb.RETIRE, phase): Phase.RETIRED for phase in Phase},
 }
 
@@ -419,7 +411,7 @@ def test_nobody_is_told_what_all_know():
 def test_after_a_failed_wait_every_verb_raises_its_error():
     case = Case().at(Phase.FLUSHED)
     case.exchanger.error = TransportError("rank 1 is gone")
-    for verb in (Verb.WAIT, Verb.WAIT, Verb.OPEN, Verb.SUBMIT, Verb.FLUSH, Verb.COMMIT, Verb.DISMISS):
+    for verb in (Verb.WAIT, Verb.WAIT, Verb.OPEN, Verb.SUBMIT, Verb.FLUSH, Verb.COMMIT):
         with pytest.raises(TransportError, match="rank 1 is gone"):
             do(case.driver, verb)
     assert case.driver.means is None

@@ -639,11 +639,3 @@ def test_a_rank_that_ends_in_the_midst_of_a_group_tells_the_others(ranks):
             exchanger.allgather_bytes(b"")
 
     ranks(2).each(work)
-
-
-def test_dedicated_servers_take_no_part(ranks):
-    def work(rank, exchanger):
-        with pytest.raises(ConfigError, match="dedicated"):
-            exchanger.prepare(BASE)
-
-    ranks(3, reduction="parameter_server:dedicated=true").each(work)

@@ -17,7 +17,6 @@ from gradcomp import TopK
 
 KINDS = {
     "topk": "topk:density=0.05",
-    "topk in bfloat16": "topk:density=0.05",
     "topk coded": "topk:density=0.1,indices=deflate,values=[quantize:bits=4]",
     "momentum": "local_clip[momentum_correction[topk:density=0.05]:factor=0.5]:max_norm=5",
     "warmup": "warmup[momentum_correction[topk:density=0.05]]:steps=3",
@@ -36,8 +35,6 @@ def net(seed: int = 0) -> torch.nn.Module:
 def wrap(model, kind: str, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     policy = gc.Policy(KINDS.get(kind, kind), filter=gc.Filter(min_elements=100))
-    if kind.endswith("bfloat16"):
-        arguments["residuals"] = "bfloat16"
     return gc.DistributedOptimizer(optimizer, model.named_parameters(), policy, **arguments)
 
 
@@ -141,23 +138,15 @@ def test_residuals_follow_the_optimizers_learning_rate():
 
 
 @on_ranks(2)
-def test_residuals_in_bfloat16_take_half_and_are_refused_where_they_do_not_work():
-    wide, narrow = (wrap(net(), kind) for kind in ("topk", "topk in bfloat16"))
-    sizes = [opt._gradcomp.exchange.exchanger.pipeline.residuals.nbytes for opt in (wide, narrow)]
-    assert sizes[0] > 1.9 * sizes[1] > 0
-    estimates = "ef21[topk:density=0.05]"
-    with pytest.raises(gc.ConfigError, match="estimates"):
-        narrow.set_compression(estimates)
-    with pytest.raises(gc.ConfigError, match="estimates"):
-        wrap(net(), estimates, residuals="bfloat16")
-    with pytest.raises(gc.ConfigError, match="dedicated servers"):
-        wrap(net(), "topk in bfloat16", reduction="parameter_server:dedicated=true")
-    with pytest.raises(gc.ConfigError, match="residuals must be one of"):
-        wrap(net(), "topk", residuals="float16")
-    with pytest.raises(gc.PlanMismatchError, match="residuals"):
-        wrap(net(), "topk" if gc.rank() else "topk in bfloat16")
-    model = net()
-    train(model, wrap(model, "topk in bfloat16"), 0, 1)
+def test_what_was_removed_names_what_to_do_instead():
+    with pytest.raises(
+        gc.ConfigError, match="residuals='bfloat16': this setting was removed; residuals are float32"
+    ):
+        wrap(net(), "topk", residuals="bfloat16")
+    with pytest.raises(
+        gc.ConfigError, match="dedicated servers are no longer supported; parameter_server:servers=k"
+    ):
+        wrap(net(), "topk", reduction="parameter_server:servers=1,dedicated=true")
 
 
 @on_ranks(2)

@@ -246,7 +246,7 @@ class LGC(CLTk):
         draw = context.draw
         counter = np.array([0, _LEADERS, draw.step - draw.step % self.refresh, 0], np.uint32)
         word = philox.philox4x32(counter, (draw.seed & 0xFFFFFFFF, draw.seed >> 32))[0]
-        return int(word) % context.trainers
+        return int(word) % context.world
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Broadcast, then one Gather or one Sum, if anything is left to send."""
@@ -277,7 +277,7 @@ class LGC(CLTk):
         marks = np.zeros(samples.shape, np.bool_)
         parts = []
         for rank, payload in enumerate(reply.data):
-            with sent_by(context.first + rank):
+            with sent_by(rank):
                 samples[rank] = payload[:values].view("<f4")
                 parts += payload[values:end].view("<f4").tolist()
                 marks[rank] = np.unpackbits(payload[end:], count=sent.count)

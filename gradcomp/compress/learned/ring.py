@@ -79,7 +79,7 @@ class Ring(Form):
         reply = yield Sum(network.code_length(sent.count), write)
         flags |= reply.flags
         with np.errstate(all="ignore"):
-            found = network.decode(weights(), reply.data / np.float32(context.trainers), sent.count)
+            found = network.decode(weights(), reply.data / np.float32(context.world), sent.count)
             lost = values[0] - found if self.feedback else np.zeros_like(found)
         if not np.isfinite(found).all():
             flags[:] = 1

@@ -93,11 +93,11 @@ class Server(Form):
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
         """One Broadcast of a code and indices, and one Gather of innovations, if there are any."""
-        network = self.network(context.trainers)
+        network = self.network(context.world)
         coding = _Coding(sent, self._own(group, sent), network, weights)
         shared = yield from share(coding)
         flags, own = shared.flags.copy(), coding.own
-        ranks = [own] * context.trainers
+        ranks = [own] * context.world
         if len(own.indices):
             form = group.scratch.once("innovations", lambda: self.format(group.table, sent.chosen.counts))
 
@@ -109,7 +109,7 @@ class Server(Form):
             reply = yield Gather(form.max_bytes, write, form.fixed)
             ranks = [Selection.allocate(own.counts) for _ in reply.data]
             for rank, (payload, into) in enumerate(zip(reply.data, ranks, strict=True)):
-                form.decode(payload, into, context.first + rank)
+                form.decode(payload, into, rank)
         arrived = Arrived.of(sent, ranks)
         with np.errstate(all="ignore"):
             found = network.decode(weights(), coding.code, arrived.inside)

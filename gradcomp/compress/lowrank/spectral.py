@@ -102,7 +102,7 @@ class Spectral(LowRank):
         total = np.zeros(matrices.exact_size, dtype=np.float32)
         sent = []
         for rank, payload in enumerate(reply.data):
-            atoms, exact = form.read(payload, context.first + rank)
+            atoms, exact = form.read(payload, rank)
             sent.append(atoms)
             with np.errstate(all="ignore"):
                 total += exact

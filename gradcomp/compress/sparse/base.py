@@ -189,7 +189,7 @@ class Sparse(Compressor):
 
         by_kernels = self.by_kernels and form.fixed
         begin = select if apart else None
-        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, begin, finalises=True)
+        reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, begin)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
 
@@ -220,7 +220,7 @@ def scatter_payloads(
 
     def work() -> None:
         for rank, payload in enumerate(payloads):
-            form.decode(payload, arrived.selection(rank), context.first + rank)
+            form.decode(payload, arrived.selection(rank), rank)
         indices.scatter_mean(
             *(table, own, arrived.offsets, arrived.counts, arrived.indices, arrived.values),
             divisor=context.divisor,

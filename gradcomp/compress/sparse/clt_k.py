@@ -119,7 +119,7 @@ class CLTk(Summed):
 
     def leader(self, context: StepContext) -> int:
         """Who selects in this step, among the ranks that train."""
-        return context.draw.step // self.refresh % context.trainers
+        return context.draw.step // self.refresh % context.world
 
     def selection_of(self, group: Group) -> Selection:
         """Where the leader's selection is, in every step."""
@@ -162,7 +162,7 @@ class CLTk(Summed):
         else:
             length = rider.nbytes if stays else rider.nbytes + most
             reply = yield Broadcast(length, write, leader, fixed=stays or not form.deflated)
-            with sent_by(context.first + leader):
+            with sent_by(leader):
                 if len(reply.data) < rider.nbytes:
                     raise ValueError(
                         f"{len(reply.data)} bytes where {rider.nbytes} come in front of the indices"

@@ -63,7 +63,7 @@ class Summed(ByDensity):
             view[np.repeat(flags != 0, chosen.counts)] = np.nan
             return flags
 
-        reply = yield Sum(len(chosen.values), write, finalises=True)
+        reply = yield Sum(len(chosen.values), write)
         flags = reply.flags.copy()
         indices.scatter_values(
             group.table,

@@ -229,7 +229,6 @@ class ShardedCompression:
             name=state.name(ranks),
             topology=state.topology.among(ranks),
             roster=state.roster(ranks),
-            needs_all="compress_fsdp",
         )
         exchanger = Exchanger(
             state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, terms
