@@ -196,7 +196,7 @@ class Sparse(Compressor):
 
 
 def _masked(group: Group) -> bytes:
-    """Return the addresses of masked momentum, as part of a key: :func:`keep_errors` copies them into a replayed call."""
+    """Return the addresses of masked momentum as part of a key, because :func:`keep_errors` writes there."""
     found: bytes = group.inputs["gradient"].tobytes() if group.compressor.traits.masks_momentum else b""
     return found
 
