@@ -59,7 +59,7 @@ class LGC(CLTk):
     step:
 
     1. the first ``warmup_steps``: exact means of u;
-    2. the next ``train_steps``: mean = (1/N) sum over ranks of g. In addition every rank takes the same step of gradient
+    2. the next ``train_steps``: mean = (1/N) sum over ranks of g. Every rank also takes the same step of gradient
        descent on the loss L, of g over a scale, from the same weights;
     3. then codes:
 

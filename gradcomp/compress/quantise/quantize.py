@@ -1,4 +1,4 @@
-"""Quantize is uniform quantisation bucket by bucket: CGX's default (Markov 2024), QSGD, and random shifts."""
+"""Quantize quantises uniformly, bucket by bucket: CGX's default (Markov 2024), QSGD, and random shifts."""
 
 from __future__ import annotations
 

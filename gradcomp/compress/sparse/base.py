@@ -65,6 +65,7 @@ class ByDensity(Compressor):
         return int(elements_at(self.density, np.array([layer.size]))[0])
 
     def limits(self, table: Table) -> Sizes:
+        """Return k, the number of elements that are sent of each row."""
         counts: Sizes = table["level"].astype(np.int64)
         return counts
 
@@ -208,7 +209,7 @@ def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
         selection.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
     if group.compressor.traits.masks_momentum:
         momentum = table.copy()
-        momentum["next_residual"] = table["gradient"]  # which holds the momentum, float32
+        momentum["next_residual"] = table["gradient"]  # the column points to the momentum, float32
         zeros = group.scratch.once("zeros", lambda: chosen.device.array(len(chosen.values), np.float32))
         selection.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
 
