@@ -78,8 +78,8 @@ def check_feedback_around(name: str, distortion: Distortion | None, remedy: str 
     if distortion.freezes:
         raise ConfigError(
             f"{name} may never send what it keeps back: values below {distortion.dead:.3g} times the root mean square "
-            "of their bucket are rounded to zero, and all of a bucket may be that small. Use more bits, a smaller "
-            "bucket_size, scaling=linf or rounding=stochastic"
+            "of their quantisation bucket are rounded to zero, and a whole bucket may be that small. Use more bits, "
+            "a smaller bucket_size, scaling=linf or rounding=stochastic"
         )
     if distortion.unbiased:
         lost = f"is unbiased with a variance omega of up to {distortion.omega:.3g}"

@@ -58,7 +58,7 @@ def registered() -> dict[str, type[Compressor]]:
     for point in entry_points(group="gradcomp.compressors"):
         loaded = point.load()
         if not (isinstance(loaded, type) and issubclass(loaded, Compressor)):
-            raise ConfigError(f"entry point {point.name} is not a Compressor")
+            raise ConfigError(f"entry point {point.name} of gradcomp.compressors is not a Compressor")
         if found.setdefault(loaded.name, loaded) is not loaded:
             raise ConfigError(f"two compressors are named {loaded.name!r}")
     return found
@@ -103,9 +103,9 @@ def _parse(text: str, level: Level) -> Compressor:
     fields = {f.name for f in dataclasses.fields(kind)}
     if ("inner" in fields) != (inner is not None):
         raise ConfigError(
-            f"{text!r}: {name} wraps another compressor"
+            f"{text!r}: {name} wraps another compressor: name it in square brackets"
             if inner is None
-            else f"{text!r}: {name} wraps nothing"
+            else f"{text!r}: {name} wraps nothing: leave the square brackets away"
         )
     wrapped = {} if inner is None else {"inner": _parse(inner, level)}
     arguments = arguments_of(text, rest, fields - {"inner"}, lambda _, value: value_of(value, _nested))

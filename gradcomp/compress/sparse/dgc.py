@@ -71,7 +71,7 @@ class DGC(EstimatedThreshold):
             raise ConfigError(f"warmup_steps must be a whole number of at least 0, got {steps!r}")
         if 0 < steps < len(self._warmup_levels):
             raise ConfigError(
-                f"a warm-up through {len(self._warmup_levels)} densities takes at least as many steps, got {steps}"
+                f"a warm-up through {len(self._warmup_levels)} densities needs at least as many steps, got {steps}"
             )
         self.dense(Identity())  # raises for what the wrappers refuse
 

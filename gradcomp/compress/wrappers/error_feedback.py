@@ -39,7 +39,7 @@ class ErrorFeedback(Wrapper):
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
         if not self.inner.traits.accounts:
             raise ConfigError(
-                f"{self.inner.name} has nothing to feed back: its result is no mean of what was sent"
+                f"{self.inner.name} takes no error feedback: its result is not the mean of what ranks send"
             )
         if not isinstance(self.follow_rate, bool):
             raise ConfigError(f"follow_rate must be true or false, got {self.follow_rate!r}")

@@ -39,7 +39,7 @@ class LocalClip(Wrapper):
         ):
             raise ConfigError(f"max_norm must be positive and finite, got {self.max_norm!r}")
         if self.inner.traits.clip_norm is not None:
-            raise ConfigError(f"{self.inner.name} clips already")
+            raise ConfigError(f"{self.inner.name} clips already: clip once")
 
     @cached_property
     def traits(self) -> Traits:

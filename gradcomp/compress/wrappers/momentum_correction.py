@@ -41,7 +41,7 @@ class MomentumCorrection(Wrapper):
         if not isinstance(self.mask, bool):
             raise ConfigError(f"mask must be true or false, got {self.mask!r}")
         if self.inner.traits.momentum:
-            raise ConfigError(f"{self.inner.name} has momentum already")
+            raise ConfigError(f"{self.inner.name} has momentum already: apply it once")
 
     @cached_property
     def traits(self) -> Traits:

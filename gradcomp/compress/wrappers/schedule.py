@@ -70,7 +70,7 @@ class DensitySchedule(Scheduled):
         _check_steps("steps_per_level", self.steps_per_level)
         if self.inner.traits.learns:
             raise ConfigError(
-                f"{self.inner.to_string()} learns at one density, and takes no schedule of them"
+                f"{self.inner.to_string()} learns at one density, so density_schedule cannot change it"
             )
         if not isinstance(self.levels, tuple) or not self.levels:
             raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
