@@ -1,8 +1,8 @@
-"""Compressors: how a group of layers becomes its mean over ranks.
+"""Compressors define how a group of layers becomes its mean over ranks.
 
-Every module of a family is imported here, so that a compressor is found by its name, and is public, once its file is
-there. The lines below repeat the names for type checkers. What a compressor of your own needs is here too, beside the
-names that ``gradcomp`` itself has: ``docs/tutorials/own-compressor.md``.
+Every module of a family is imported here, so that a new file is enough: its compressor is then known by its name and is
+public. The imports below repeat the names for type checkers. This module also exports what a compressor of your own
+needs beside the names of ``gradcomp``: ``docs/tutorials/own-compressor.md``.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""A group as one NumPy array: for compressors that need no kernel of their own."""
+"""GroupArray presents a group as one NumPy array, for compressors that need no kernel of their own."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Array = npt.NDArray[Any]
 
 
 class GroupArray:
-    """The layers of a group one behind the other, in float32, in this process's memory.
+    """Present the layers of a group one after the other, in float32, in this process's memory.
 
     p = scale g + decay r;  r' = what is kept;  output = total / N, in the gradients' dtype and units
 
-    ``slices[i]``: where the i-th layer's elements are. :meth:`read` and :meth:`keep` are for the function that fills
-    the send buffer, :meth:`finish` for the replies. Gradients on a GPU are copied to this process and back.
+    ``slices[i]``: the slice of the i-th layer's elements. The function that fills the send buffer calls :meth:`read`
+    and :meth:`keep`, the code after the replies calls :meth:`finish`. Gradients on a GPU are copied to this process and
+    back.
 
-    State: working memory of 4 bytes per element, made once for a group.
+    State: working memory of 4 bytes per element, allocated once for a group.
     Errors: ConfigError unless the compressor's traits have ``keeps_residual`` or ``contributes``.
     """
 
@@ -48,11 +49,11 @@ class GroupArray:
 
     @classmethod
     def of(cls, group: Group) -> GroupArray:
-        """The group's, which is made once."""
+        """Return the group's only instance, which the first call makes."""
         return group.scratch.once("group array", lambda: cls(group))
 
     def read(self, context: StepContext) -> tuple[Array, Array]:
-        """p, which may be changed in place, and a flag per layer: nonzero where p is not finite."""
+        """Return p, which may be changed in place, and a flag per layer: nonzero where p is not finite."""
         table = self._group.inputs.copy()
         table["next_residual"] = self._addresses()
         flags = np.zeros(len(table), dtype=np.uint8)
@@ -62,16 +63,16 @@ class GroupArray:
         return self._values, flags
 
     def keep(self, residuals: Array) -> None:
-        """These are the next residuals, if the step is accepted."""
+        """Store the next residuals, which take effect if the step is accepted."""
         self._vector.write(residuals)
         table = self._group.inputs.copy()
         table["gradient"], table["dtype"], table["residual"] = self._addresses(), FLOAT32, 0
         selection.contribute(table, np.zeros(len(table), dtype=np.uint8), self._ones, decay=1.0)
 
     def finish(self, total: Array, flags: Array, context: StepContext) -> Array:
-        """Turn the sum over ranks into the result; returns the flags of the layers that are not finite in it.
+        """Write the result, from the sum over ranks; return the flags of the layers that are not finite in it.
 
-        A layer that is flagged before is NaN.
+        The result of a layer whose flag is set already is NaN.
         """
         flags, table = flags.copy(), self._group.table
         table["payload"] = self._offsets

@@ -1,4 +1,4 @@
-"""What every compressor is: a frozen configuration that turns a group into its mean over ranks."""
+"""A compressor is a frozen configuration that turns a group of gradients into their mean over ranks."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from gradcomp.core.state import Begin
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
-#: The field that holds local momentum.
+#: This field holds the local momentum.
 MOMENTUM = "momentum"
-#: A momentum factor that is the optimizer's own, which may differ between layers and change with every step.
+#: This momentum factor stands for the optimizer's own, which may differ between layers and change with every step.
 OPTIMIZER = "optimizer"
-#: What names of fields begin with that are kept once for all layers.
+#: Names of fields that are kept once for all layers begin with this.
 SHARED = "shared_"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What the pipeline, policies and controllers must know of a compressor beside its exchange.
+    """Describe a compressor to the pipeline, to policies and to controllers.
 
-    ``keeps_residual``: layers under it have a residual, which is multiplied by ``residual_decay`` when it is read and,
-    with ``follows_rate``, by the last learning rate over this one. ``accounts``: the result is a mean of what the ranks
-    sent, so that a residual can account for the rest.
+    ``keeps_residual``: its layers have a residual, which is multiplied by ``residual_decay`` when it is read and, with
+    ``follows_rate``, by the last step's learning rate over this step's. ``accounts``: the result is a mean of what the
+    ranks sent, so that a residual can hold the rest.
 
-    ``momentum``: factor of the local momentum that is exchanged instead of the gradient; 0: none; :data:`OPTIMIZER`:
-    the layer's own in the optimizer, which the context has. ``masks_momentum``: the momentum of an element that was
-    sent starts again from zero. ``clip_norm``: the largest norm of one rank's share of a layer's result, times the
-    square root of the number of ranks; None: no clipping.
+    ``momentum``: the factor of the local momentum that is exchanged instead of the gradient; 0: none;
+    :data:`OPTIMIZER`: the factor that the optimizer has for the layer, which the step context holds.
+    ``masks_momentum``: the momentum of an element that was sent is reset to zero. ``clip_norm``: the largest norm of
+    one rank's share of a layer's result, times the square root of the number of ranks; None: no clipping.
 
-    ``reduces``: exchanges are a Reduce, in whose payload layers that travel exactly can ride. ``contributes``: they
-    want c = scale g + decay r in memory, so that segments always have a next residual. ``whole_model``: all layers
-    must be exchanged together, once the last gradient has arrived. ``exact``: nothing is lost. ``learns``: what is sent
-    depends on what earlier steps have taught it, so that its steps have an order, and a level is no matter of choice.
-    ``by_times``: results depend on measured times, so that no two runs are alike.
+    ``reduces``: the exchange is a Reduce, and layers that travel exactly can be added to its payload. ``contributes``:
+    the exchange reads c = scale g + decay r from memory, so every segment has a next residual to write it to.
+    ``whole_model``: all layers are exchanged together, once the last gradient has arrived. ``exact``: nothing is lost.
+    ``learns``: what is sent depends on what was learned in earlier steps, so its steps have an order, and controllers
+    cannot choose its level. ``by_times``: results depend on measured times, so two runs differ.
     """
 
     keeps_residual: bool = False
@@ -65,13 +65,13 @@ class Traits:
 
     @property
     def preconditions(self) -> bool:
-        """Whether momentum or clipping acts on gradients before they are compressed."""
+        """Return whether momentum or clipping changes gradients before they are compressed."""
         return bool(self.momentum) or self.clip_norm is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Bytes of every segment: of one rank's Broadcast, of every rank's Gather, and of a Sum."""
+    """Hold the bytes of every segment: in one rank's Broadcast, in every rank's Gather, and in a Sum."""
 
     led: npt.NDArray[np.float64]
     gathered: npt.NDArray[np.float64]
@@ -82,9 +82,9 @@ class Traffic:
 class Compressor(ABC):
     """Base of the compressors.
 
-    A compressor is configuration only: it holds no state, draws no numbers of its own and never calls the network.
-    ``name`` is the word in string forms; ``level_field`` names the field that a plan may vary per layer (None: there
-    is none), ``levels_by_block``: also by block of a layer's rows.
+    A compressor is configuration only: it holds no state, draws no random numbers of its own and never calls the
+    network. ``name`` is its name in string forms; ``level_field`` names the field that a plan may vary per layer (None:
+    there is none); ``levels_by_block`` allows a level for each block of a layer's rows.
     """
 
     name: ClassVar[str]
@@ -92,33 +92,33 @@ class Compressor(ABC):
     levels_by_block: ClassVar[bool] = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickle holds the fields alone.
+        # Cached properties are left out of a pickle, which holds the fields alone.
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def __post_init__(self) -> None:  # noqa: B027 - most have nothing to check
-        """Raise ConfigError for fields that cannot be."""
+        """Raise ConfigError for fields that are not allowed."""
 
     @property
     def level(self) -> Level:
-        """The level that layers get unless a plan says otherwise."""
+        """Return the level that layers get unless a plan says otherwise."""
         return None if self.level_field is None else getattr(self, self.level_field)
 
     @property
     def by_block(self) -> bool:
-        """Whether the level may be a tuple, with one for each block of a layer's rows."""
+        """Return whether the level may be a tuple, with one entry for each block of a layer's rows."""
         return self.levels_by_block
 
     @cached_property
     def traits(self) -> Traits:
-        """What others must know of it; a constant of the instance."""
+        """Return what other modules must know of this compressor; it never changes."""
         return Traits()
 
     def distortion(self, layer: LayerSpec) -> Distortion | None:
-        """Bounds on what one rank's code loses of this layer; None where they depend on more than its shape."""
+        """Bound what one rank's code loses of this layer; None where the bound depends on more than its shape."""
         return None
 
     def with_level(self, level: Level) -> Compressor:
-        """The same compressor at another level."""
+        """Return the same compressor at another level."""
         if level is None:
             return self
         if self.level_field is None:
@@ -126,91 +126,93 @@ class Compressor(ABC):
         return dataclasses.replace(self, **{self.level_field: level})
 
     def alternatives(self) -> tuple[Compressor, ...]:
-        """A controller's default choices where there is no level, this one among them; empty: there are none."""
+        """Return a controller's default choices for a compressor without a level, itself included; empty for none."""
         return ()
 
     def dense(self, exact: Compressor) -> Compressor:
-        """What takes this one's place while training warms up: ``exact``, with this one's momentum and clipping."""
+        """Return what replaces it while training warms up: ``exact``, with its own momentum and clipping."""
         return exact
 
     def at_step(self, step: int) -> Compressor:
-        """The compressor of a step, for those that are a schedule of others. Plans hold what this gives."""
+        """Return the compressor of one step, where this one is a schedule. Plans hold what it returns."""
         return self
 
     def bare(self) -> Compressor:
-        """What compresses, without the momentum, clipping, feedback and schedules that act around it."""
+        """Return the compressor without the momentum, clipping, feedback and schedule around it."""
         return self
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """Steps at which :meth:`at_step` begins to give something else, ascending."""
+        """Return the steps at which the result of :meth:`at_step` changes, ascending."""
         return ()
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
-        """What is kept for a layer beside its residual: name -> (float32 elements, how to begin)."""
+        """Return a layer's state beside its residual: name -> (float32 elements, initial values)."""
         return {MOMENTUM: (layer.size, zeros(layer.size))} if self.traits.momentum else {}
 
     def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
-        """What is kept once for all layers under it, the same on all ranks, whatever gradients are measured in.
+        """Return state that is kept once for all of its layers, equal on all ranks and independent of the loss scale.
 
-        Names begin with :data:`SHARED`. It is a field of the first of these layers (``Fields.holder``). ``ranks``: how
-        many train. What begins it may be what another number of ranks had; StateError if it cannot be.
+        Names begin with :data:`SHARED`. The state is stored with the first of these layers (``Fields.holder``).
+        ``ranks``: how many ranks train. The initial values may be computed from the state of another number of ranks;
+        StateError if they cannot.
         """
         return {}
 
     def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
-        """What layers get instead of it, by name, because of their place in the model.
+        """Return the compressors of layers that get another one because of their place in the model, by layer name.
 
-        ``own``: the layers that are to travel under it; ``layers``: all. ConfigError for a model that it does not suit.
+        ``own``: the layers that this compressor was chosen for; ``layers``: all. ConfigError for a model that it cannot
+        serve.
         """
         return {}
 
     @abstractmethod
     def fill(self, table: Table, level: Level) -> None:
-        """Write one level into the static columns of a table of whole or cut layers.
+        """Write one level into the static columns of a table of whole layers or parts of layers.
 
-        The column ``level`` holds what that comes to: bits of a code, a rank, elements to select.
+        The column ``level`` holds the number that the kernel needs: the bits of a code, a rank, or a count of elements.
         """
 
     def cut_elements(self, layer: LayerSpec) -> int:
-        """Slices and chunks of a layer may be cut at multiples of so many elements: here nowhere."""
+        """Return the granularity at which a layer may be cut into slices and chunks: here the whole layer."""
         return max(layer.size, 1)
 
     def remark(self, layer: LayerSpec) -> str | None:
-        """What a user may not expect of this layer, for the line that is logged at the start."""
+        """Return a warning about this layer that is logged at the start, or None."""
         return None
 
     def is_summed(self, layer: LayerSpec) -> bool:
-        """Whether the transport's own allreduce adds this layer, element by element."""
+        """Return whether the transport's own allreduce adds this layer, element by element."""
         return False
 
     @abstractmethod
     def wire_bytes(self, group: Group) -> Sizes:
-        """Bytes of every segment's payload, one direction, without headers; the most where data decide."""
+        """Return the payload bytes of every segment in one direction, without headers; the maximum where they vary."""
 
     def traffic(self, group: Group) -> Traffic:
-        """Where exchanges begin with a Broadcast: :meth:`wire_bytes` by kind of message, in the mean over steps."""
+        """Return :meth:`wire_bytes` by kind of message, averaged over steps; for exchanges that Broadcast first."""
         payload = self.wire_bytes(group).astype(np.float64)
         return Traffic(np.zeros_like(payload), np.zeros_like(payload), payload)
 
     @abstractmethod
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Turn the group's gradients into their mean over ranks: a generator of messages, sent their replies."""
+        """Yield messages, receive their replies, and write the group's mean over ranks to its outputs."""
 
     def to_string(self) -> str:
-        """The string form, ``name:field=value,...``; ``registry.from_string`` is its inverse."""
+        """Return the string form, ``name:field=value,...``; ``registry.from_string`` is its inverse."""
         return self._string(self.name)
 
     def family_string(self) -> str:
-        """The string form without the level: what a plan names, and what makes layers share a group."""
+        """Return the string form without the level, which plans name; layers of one family share a group."""
         return self._string(self.name, self.level_field)
 
     def short_string(self) -> str:
-        """A string form for people: the level, or what stands first, and the fields that are not their default."""
+        """Return a string form for logs: the level or the first field, and all fields that are not their default."""
         return self._string(self.name, *self._defaults())
 
     def _defaults(self) -> list[str]:
-        """Fields that say nothing new."""
+        """Return the names of the fields that have their default value and need not be shown."""
         fields = dataclasses.fields(self)
         first = fields[0].name if fields and isinstance(getattr(self, fields[0].name), str) else None
         shown = self.level_field or first
@@ -224,35 +226,32 @@ class Compressor(ABC):
 
 @dataclass(frozen=True)
 class Coded(Compressor):
-    """Base of the compressors whose codes a reduction adds: one Reduce."""
+    """Base of the compressors whose codes a reduction adds: the exchange is one Reduce."""
 
     @cached_property
     def traits(self) -> Traits:
-        """Exchanges are a Reduce."""
         return Traits(reduces=True)
 
     @abstractmethod
     def codec_for(self, table: Table) -> Codec:
-        """The codec under which a group with this table travels."""
+        """Return the codec that encodes a group with this table."""
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """The codec's formula."""
         return self.codec_for(group.table).wire_bytes(group.table)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Reduce."""
         return (yield Reduce(self.codec_for(group.table), group)).flags
 
 
 def check_momentum_factor(value: object, name: str) -> None:
-    """ConfigError unless it is in [0, 1), or :data:`OPTIMIZER`."""
+    """Raise ConfigError unless the value is in [0, 1) or is :data:`OPTIMIZER`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value != OPTIMIZER and not (number and 0.0 <= value < 1.0):  # type: ignore[operator]
         raise ConfigError(f"{name} must be in [0, 1), or {OPTIMIZER!r}, got {value!r}")
 
 
 def zeros(size: int) -> Begin:
-    """Begins a field of so many elements with zeros."""
+    """Return a function that initialises a field of ``size`` elements with zeros."""
 
     def begin(_: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return np.zeros(size, np.float32)

@@ -1,4 +1,4 @@
-"""Blocks of rows: consecutive rows of a layer that have a level of their own."""
+"""Blocks are consecutive rows of a layer that have a level of their own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import MOST_BLOCKS, Level
 
-#: A block that a controller makes has at least so many quantisation buckets, in the mean over the layer's blocks.
+#: Controllers make blocks of at least so many quantisation buckets, in the mean over the layer's blocks.
 LEAST_BUCKETS = 4
 
 
 def borders(layer: LayerSpec, count: int, unit: int) -> list[int]:
-    """Elements at which ``count`` blocks begin, and where the last one ends.
+    """Return the elements at which ``count`` blocks begin, and the one where the last block ends.
 
-    Block i begins with row R i // count of R rows, at the last multiple of ``unit`` elements that is not behind it: so
-    no scale is shared by two blocks, and none is lost. A vector's rows are its elements. Blocks may be empty.
+    Block i begins with row R i // count of R rows, rounded down to a multiple of ``unit`` elements, so that no two
+    blocks share a scale and none is lost. A vector's rows are its elements. Blocks may be empty.
     """
     rows = layer.shape[0] if len(layer.shape) > 1 else layer.size
     width = layer.size // rows if rows else 0
@@ -26,19 +26,19 @@ def borders(layer: LayerSpec, count: int, unit: int) -> list[int]:
 
 
 def count_for(layer: LayerSpec, compressor: Compressor, most: int) -> int:
-    """Into how many blocks a controller divides a layer: 1 for vectors, and for what is too small for two."""
+    """Return into how many blocks a controller divides a layer: 1 for a vector or a layer too small for two."""
     if len(layer.shape) < 2 or not compressor.by_block:
         return 1
     return max(min(most, layer.shape[0], layer.size // (LEAST_BUCKETS * unit_of(compressor, layer))), 1)
 
 
 def unit_of(compressor: Compressor, layer: LayerSpec) -> int:
-    """Elements that share a scale."""
+    """Return the number of consecutive elements of the layer that share a scale."""
     return compressor.bare().cut_elements(layer)
 
 
 def cut(compressor: Compressor, layer: LayerSpec, start: int, length: int) -> list[tuple[int, int, Level]]:
-    """The parts of a piece of a layer that lie in one block each, with their level: start, length, level.
+    """Return the parts of a piece of a layer that lie in one block each, as (start, length, level).
 
     They follow one another without gaps. A piece without elements is one part.
     """
@@ -56,7 +56,7 @@ def cut(compressor: Compressor, layer: LayerSpec, start: int, length: int) -> li
 
 
 def check_levels(levels: Level, name: str, check: Callable[[Level], None]) -> None:
-    """ConfigError unless it is one level that ``check`` accepts, or 2 to 256 of them, a tuple."""
+    """Raise ConfigError unless ``check`` accepts the level, or each of a tuple of 2 to 256 levels."""
     if not isinstance(levels, tuple):
         check(levels)
         return

@@ -1,4 +1,4 @@
-"""How far a code may be from what it codes: what decides whether error feedback around it works."""
+"""Bounds on how far a code may be from its input decide whether error feedback around it is stable."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from itertools import pairwise
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 
-#: A layer that stands for all of them where none is known yet: 2**31 elements.
+#: This layer of 2**31 elements stands for all of them where none is known yet.
 ANY_LAYER = LayerSpec("any", (1 << 15, 1 << 16))
 
-#: So many times the root mean square of a bucket must not be rounded to zero. Its largest value is no smaller.
+#: The largest value of a quantisation bucket is at least its root mean square, so this multiple of it must survive.
 _REACH = 1.0
 
 
 @dataclass(frozen=True)
 class Distortion:
-    """Bounds on the error of a code C, for every x.
+    """Bound the error of a code C, for every input x.
 
         E||x - C(x)||^2 <= bound ||x||^2;   max |x - C(x)| <= peak max |x|, for every draw
 
-    ``unbiased``: E C(x) = x. An unbiased code has the variance omega = bound, any code with a bound below 1 is a
+    ``unbiased``: E C(x) = x. An unbiased code has the variance omega = bound; any code with a bound below 1 is a
     contraction with delta = 1 - bound. Feedback, e' = p - C(p) with p = g + e, keeps e bounded if ``bound`` or ``peak``
     is below 1: ||e|| <= 2 ||g|| / delta, or max |e| <= peak / (1 - peak) max |g|.
 
-    ``dead``: values below so many times the root mean square of their bucket are rounded to zero. Rounding to nearest
-    never adds to the error (bound 1), but where all values are that small, it never sends anything.
+    ``dead``: values below ``dead`` times the root mean square of their quantisation bucket are rounded to zero.
+    Rounding to nearest never increases the error (bound 1), but a bucket in which all values are that small is never
+    sent.
 
-    ``selects``: the largest elements are sent, by a code that bears feedback itself: what grows is sent, and comes back
-    smaller, whatever the sum of all errors is.
+    ``selects``: the code sends the largest elements, each by a code that is stable under feedback. An element whose
+    residual grows is then sent sooner or later, and comes back smaller, whatever the sum of all errors is.
     """
 
     bound: float
@@ -42,43 +43,43 @@ class Distortion:
 
     @property
     def delta(self) -> float:
-        """Of the contraction; 0 if it is none."""
+        """Return delta of the contraction, or 0 if the code is none."""
         return max(1.0 - self.bound, 0.0)
 
     @property
     def omega(self) -> float:
-        """The variance; infinite if the code is biased."""
+        """Return the variance, or infinity if the code is biased."""
         return self.bound if self.unbiased else math.inf
 
     @property
     def freezes(self) -> bool:
-        """Whether most values would never be sent."""
+        """Return whether most values might never be sent."""
         return self.dead > _REACH
 
     @property
     def bears_feedback(self) -> bool:
-        """Whether residuals stay bounded."""
+        """Return whether residuals stay bounded under error feedback."""
         bounded = self.bound < 1 or self.peak < 1 or (self.bound == 1 and self.dead > 0)
         return not self.freezes and (bounded or self.selects)
 
 
 def worst_of(parts: Sequence[Distortion]) -> Distortion:
-    """Of a layer whose parts are coded apart: one that bears no feedback, or else that of the largest bound."""
+    """Return the bound that decides for a layer coded in parts: one that bears no feedback, or else the largest."""
     return min(parts, key=lambda part: (part.bears_feedback, -part.bound))
 
 
 def check_feedback_around(name: str, distortion: Distortion | None, remedy: str = "") -> None:
-    """ConfigError, with the reason, for feedback around a code whose residual would grow. None: nothing is known.
+    """Raise ConfigError, with the reason, for feedback around a code whose residual would grow. None: nothing is known.
 
-    ``remedy``: what else to do, in the place of what fits most compressors.
+    ``remedy``: advice that replaces the one that fits most compressors.
     """
     if distortion is None or distortion.bears_feedback:
         return
     if distortion.freezes:
         raise ConfigError(
             f"{name} may never send what it keeps back: values below {distortion.dead:.3g} times the root mean square "
-            "of their bucket are rounded to zero, and all of a bucket may be that small. Use more bits, a smaller "
-            "bucket_size, scaling=linf or rounding=stochastic"
+            "of their quantisation bucket are rounded to zero, and a whole bucket may be that small. Use more bits, "
+            "a smaller bucket_size, scaling=linf or rounding=stochastic"
         )
     if distortion.unbiased:
         lost = f"is unbiased with a variance omega of up to {distortion.omega:.3g}"
@@ -94,7 +95,7 @@ def check_feedback_around(name: str, distortion: Distortion | None, remedy: str 
 
 
 def of_extremes(steps: int, elements: int, *, nearest: bool) -> Distortion:
-    """Even steps from the smallest of some elements to the largest. Those two are exact.
+    """Bound a code of even steps from the smallest of some elements to the largest, which are both exact.
 
     unit <= 2 max |x| / s, and unit^2 <= 2 ||x||^2 / s^2; the mean squared error of the others is at most unit^2 / 4.
     """
@@ -103,9 +104,10 @@ def of_extremes(steps: int, elements: int, *, nearest: bool) -> Distortion:
 
 
 def of_moved_extremes(steps: int, elements: int) -> Distortion:
-    """The same, moved by a random part of a step: each error is uniform in half a unit either way, if there are two.
+    """Bound a code as in :func:`of_extremes` whose steps are moved by a random part of a step.
 
-    The mean squared error of each is unit^2 / 12, with unit as above.
+    Every error is uniform in half a unit either way, if there are two elements or more. The mean squared error of each
+    is unit^2 / 12, with the same unit.
     """
     if elements < 2:
         return Distortion(0.0, True, 0.0)
@@ -113,7 +115,7 @@ def of_moved_extremes(steps: int, elements: int) -> Distortion:
 
 
 def of_magnitudes(levels: Sequence[float], elements: int, *, l2: bool, nearest: bool) -> Distortion:
-    """A sign, and zero or one of the ascending levels in units of a norm, l2 or linf. The last level is 1.
+    """Bound a code of a sign and one of 0 and ascending levels up to 1, in units of a norm, l2 or linf.
 
     With r = |x_i| / norm between levels a and b, the variance is (r - a)(b - r) <= r^2 (b - a)^2 / 4ab; below the first
     level f it is r (f - r), in sum at most d f^2 / 4 and f sqrt(d). To nearest, no error is larger than r, and the
@@ -133,10 +135,13 @@ def of_magnitudes(levels: Sequence[float], elements: int, *, l2: bool, nearest: 
 
 
 def of_drawn_sign(elements: int, *, l2: bool) -> Distortion:
-    """Plus or minus the norm, drawn: the variance is d norm^2 - ||x||^2."""
+    """Bound a code of plus or minus the norm, drawn at random: the variance is d norm^2 - ||x||^2."""
     return Distortion(max(elements - 1.0, 0.0), True, 1.0 + (math.sqrt(elements) if l2 else 1.0))
 
 
 def of_mean_sign(elements: int) -> Distortion:
-    """Plus or minus the mean magnitude, or the mean of either sign: what is kept is ||x||_1^2 / d >= ||x||^2 / d."""
+    """Bound a code of plus or minus the mean magnitude, or of the mean of either sign.
+
+    It keeps ||x||_1^2 / d >= ||x||^2 / d of the energy.
+    """
     return Distortion(1.0 - 1.0 / max(elements, 1), False, 1.0)

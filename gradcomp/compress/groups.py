@@ -1,4 +1,4 @@
-"""From layers and their compressors to buckets, and to the table of a group."""
+"""Layers and their compressors become exchange buckets, and the tables of their groups."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gradcomp.kernels.codec import Group, Scratch
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 
-#: So many elements that an allreduce adds take the room of one that is encoded: without a codec to overlap with the
-#: wire, large messages are faster.
+#: An exchange bucket holds so many times more elements where an allreduce adds them than where they are encoded:
+#: large messages are faster if no codec overlaps with the wire.
 SUMMED_PER_CODED = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` elements of layer number ``layer``, from element ``start``."""
+    """Refer to ``length`` elements of layer number ``layer``, from element ``start`` on."""
 
     layer: int
     start: int
@@ -34,9 +34,9 @@ def group_of(
     compressors: Sequence[Compressor],
     device: Device = HOST,
 ) -> Group:
-    """Pieces of layers of one family and dtype, each at its own level; addresses are left to whoever makes a call.
+    """Make a group of pieces of one family and dtype, each at its own level. Callers write the addresses later.
 
-    A piece whose layer has levels by block is cut into segments that follow one another, one for each block.
+    A piece of a layer with levels by block is cut into consecutive segments, one for each block.
     """
     segments = [
         (piece.layer, *part)
@@ -71,11 +71,11 @@ def pack(
     cold: frozenset[int],
     bucket_elements: int,
 ) -> list[list[Piece]]:
-    """What every bucket holds, of the layers numbered in ``order``; those in ``cold`` come last.
+    """Return the pieces of every exchange bucket, of the layers numbered in ``order``; those in ``cold`` come last.
 
-    Buckets are filled in order up to ``bucket_elements``, four times that for layers that an allreduce adds; a layer
-    that does not fit is cut where its compressor allows it. Layers whose compressor wants the whole model at once share
-    one bucket, behind those of the others.
+    Exchange buckets are filled in order up to ``bucket_elements``, or four times that for layers that an allreduce
+    adds; a layer that does not fit is cut where its compressor allows it. Layers whose compressor needs the whole model
+    at once share one exchange bucket, after those of the others.
     """
     hot = [i for i in order if i not in cold]
     together = [i for i in hot if compressors[i].traits.whole_model]
@@ -88,7 +88,7 @@ def pack(
 def by_family(
     pieces: Sequence[Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
 ) -> list[list[Piece]]:
-    """The pieces of a bucket, those of one family and dtype together: its groups."""
+    """Return the groups of an exchange bucket: its pieces, those of one family and dtype together."""
     families: dict[tuple[str, str], list[Piece]] = {}
     for piece in pieces:
         key = (compressors[piece.layer].family_string(), layers[piece.layer].dtype)
@@ -111,7 +111,7 @@ def _fill(
             fits = max(room, 0) // share
             take = left if left <= fits else fits // cut * cut
             if left and not take and not current:
-                take = min(left, cut)  # a bucket of its own for a cut that is larger than the capacity
+                take = min(left, cut)  # one indivisible part exceeds the capacity
             if take or not left:
                 current.append(Piece(i, at, take))
                 at += take

@@ -1,4 +1,4 @@
-"""The first vocabulary: what a compressor may ask of the pipeline. It never names a transport or a reduction."""
+"""Messages are what a compressor may ask of the pipeline. They name neither a transport nor a reduction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Floats = npt.NDArray[Any]
 class Sum:
     """Ask for the sum over ranks of ``length`` elements of ``dtype`` (float32 or float64).
 
-    ``write(view)`` fills this rank's summand, a view into the buffer that all groups of the bucket share, and returns
-    one flag per segment: nonzero where it met a non-finite value. ``reply.data`` is the same view, holding the sum,
-    bit-identical on all ranks. Flags travel with a bucket's first sums only; if a new one is raised later, the group's
-    whole sum is NaN, on all ranks.
+    ``write(view)`` fills this rank's summand, a view into the buffer that all groups of the exchange bucket share, and
+    returns one flag per segment: nonzero where it met a non-finite value. ``reply.data`` is the same view; it then
+    holds the sum, bit-identical on all ranks. Flags travel with the first sums of an exchange bucket only; if a later
+    one raises a new flag, the group's whole sum is NaN on all ranks.
 
-    ``by_kernels``: kernels that take tables alone touch the view, before and after, so that it may be a device's
+    ``by_kernels``: before and after the sum, only kernels that take tables touch the view, so it may be device memory
     (:mod:`gradcomp.kernels.cuda.mirrors`, whose ``fill`` may be used too).
     """
 
@@ -36,10 +36,10 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """Ask for the mean over ranks of the group's segments through a codec whose codes cannot be added.
+    """Ask for the mean over ranks of the group's segments, through a codec whose codes cannot be added.
 
-    The reduction encodes, may re-encode (and then owns the second residual) and writes the mean to the outputs.
-    ``reply.flags`` is the result: nonzero where the mean is not finite.
+    The reduction encodes, may encode the mean again (and then keeps the server-side error) and writes the mean to the
+    outputs. ``reply.flags`` is the result: nonzero where the mean is not finite.
     """
 
     codec: Codec
@@ -51,15 +51,15 @@ class Gather:
     """Ask for every rank's payload of at most ``max_bytes``.
 
     ``write(view)`` fills the payload, in a view of ``max_bytes``, and returns one flag per segment and the bytes used.
-    With ``fixed`` that is always ``max_bytes``; else sizes travel with the first bytes, and what is larger than of late
-    takes a second round.
-    ``reply.data`` lists the payloads in rank order; their lengths are what was announced, their bytes nobody checked.
+    With ``fixed``, that is always ``max_bytes``. Otherwise sizes travel with the first bytes, and a payload that is
+    larger than the sizes of recent steps takes a second round.
+    ``reply.data`` lists the payloads in rank order. Their lengths are those announced; their contents are unchecked.
 
-    ``by_kernels``: kernels alone touch the view, and payloads, which may then be a device's.
+    ``by_kernels``: only kernels touch the view and the payloads, which may then be device memory.
 
-    ``select`` finds out how much there is to write: it does nothing but call kernels, none of which needs what another
-    one leaves on the host (:func:`gradcomp.kernels.routines.run`). ``write`` is called when they are through. Nothing
-    blocks in between. None: ``write`` does all of it.
+    ``select`` determines how much there is to write: it only calls kernels, none of which needs what another one leaves
+    on the host (:func:`gradcomp.kernels.routines.run`). ``write`` is called when they have ended; nothing blocks in
+    between. None: ``write`` does all of it.
     """
 
     max_bytes: int
@@ -69,7 +69,7 @@ class Gather:
     select: Callable[[], None] | None = None
 
     def write_at_once(self, view: Bytes) -> tuple[Bytes, int]:
-        """Both parts, where kernels are through when they return."""
+        """Run ``select`` and ``write`` one after the other, where kernels have ended when they return."""
         if self.select is not None:
             self.select()
         return self.write(view)
@@ -77,10 +77,10 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """Ask for the payload of rank ``root``; as :class:`Gather` otherwise.
+    """Ask for the payload of rank ``root``; otherwise it is like :class:`Gather`.
 
-    ``write`` is called on every rank, for its flags and for what it prepares; ``view`` is empty on the others, and
-    what they return as bytes used does not count. ``reply.data`` is the root's payload.
+    ``write`` is called on every rank, because it returns flags and may prepare state. Except on the root its ``view``
+    is empty, and the number of bytes that it returns is ignored. ``reply.data`` is the root's payload.
     """
 
     max_bytes: int
@@ -93,12 +93,12 @@ class Broadcast:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What came of a message. ``flags``: per segment, whether some rank met a non-finite value so far."""
+    """Answer a message. ``flags``: per segment, nonzero if some rank has met a non-finite value so far."""
 
     flags: Bytes
     data: Any = None
 
 
 Message = Sum | Reduce | Gather | Broadcast
-#: Sent the replies; returns one flag per segment, nonzero where the mean is not finite.
+#: It is sent the replies, and returns one flag per segment: nonzero where the mean is not finite.
 Exchange = Generator[Message, Reply, Bytes]

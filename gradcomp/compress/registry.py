@@ -1,7 +1,7 @@
-"""String forms: ``"quantize:bits=4,bucket_size=512"`` <-> ``Quantize(bits=4, bucket_size=512)``.
+"""The registry maps string forms to compressors: ``"quantize:bits=4"`` <-> ``Quantize(bits=4)``.
 
-A compressor's name stands in one place, above its class: ``@register("quantize")``. A script may register one of its
-own, on every rank; other packages name theirs under the entry point group ``gradcomp.compressors``.
+A compressor's name is written in one place, above its class: ``@register("quantize")``. A script may register its own
+compressor, on every rank; other packages name theirs under the entry point group ``gradcomp.compressors``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gradcomp.core.plan import Level
 
 C = TypeVar("C", bound=Compressor)
 
-#: By name, without what entry points name.
+#: Compressors by name, without those of entry points.
 REGISTERED: dict[str, type[Compressor]] = {}
 _SHORT: dict[str, Compressor] = {}
-#: What plans of earlier checkpoints may say.
+#: Plans in checkpoints of earlier versions may hold these names.
 _RENAMED = {"graded": "two_level_selection"}
-#: Names that are no compressors' and how they are asked for: controllers register theirs.
+#: Controllers register their names here, and how to ask for them, so that error messages can tell.
 OF_CONTROLLERS: dict[str, str] = {}
 
 
 def register(name: str) -> Callable[[type[C]], type[C]]:
-    """Class decorator: the compressor is called ``name`` in string forms. ValueError if another one is."""
+    """Register a class under ``name`` in string forms. ValueError if another class has that name."""
 
     def decorate(kind: type[C]) -> type[C]:
         if name in REGISTERED:
@@ -47,18 +47,18 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
 
 
 def abbreviate(short: str, compressor: Compressor) -> None:
-    """``short`` means this compressor, and takes no fields."""
+    """Make ``short`` a string form of this compressor that takes no fields."""
     _SHORT[short] = compressor
 
 
 @cache
 def registered() -> dict[str, type[Compressor]]:
-    """Every compressor by its name."""
+    """Return every compressor by its name, those of entry points included."""
     found = dict(REGISTERED)
     for point in entry_points(group="gradcomp.compressors"):
         loaded = point.load()
         if not (isinstance(loaded, type) and issubclass(loaded, Compressor)):
-            raise ConfigError(f"entry point {point.name} is not a Compressor")
+            raise ConfigError(f"entry point {point.name} of gradcomp.compressors is not a Compressor")
         if found.setdefault(loaded.name, loaded) is not loaded:
             raise ConfigError(f"two compressors are named {loaded.name!r}")
     return found
@@ -75,7 +75,7 @@ def from_string(text: str) -> Compressor:
 def _hint(text: str) -> str:
     name = head_of(text)
     if name in _SHORT:
-        return ""  # the error says how to write it
+        return ""  # the error already says how to write it
     meant = closest(name, [*registered(), *_SHORT, *OF_CONTROLLERS])
     if meant in OF_CONTROLLERS:
         return f" ({meant} is a controller: {OF_CONTROLLERS[meant]})"
@@ -85,7 +85,7 @@ def _hint(text: str) -> str:
 
 
 def _parse(text: str, level: Level) -> Compressor:
-    """With a level, unless that is None, in place of the one that the text names or leaves out."""
+    """Parse a string form; a ``level`` that is not None replaces the one in the text or the default."""
     name, inner, rest = split(text.strip())
     if name in _SHORT:
         if rest or inner is not None:
@@ -103,9 +103,9 @@ def _parse(text: str, level: Level) -> Compressor:
     fields = {f.name for f in dataclasses.fields(kind)}
     if ("inner" in fields) != (inner is not None):
         raise ConfigError(
-            f"{text!r}: {name} wraps another compressor"
+            f"{text!r}: {name} wraps another compressor: name it in square brackets"
             if inner is None
-            else f"{text!r}: {name} wraps nothing"
+            else f"{text!r}: {name} wraps nothing: leave the square brackets away"
         )
     wrapped = {} if inner is None else {"inner": _parse(inner, level)}
     arguments = arguments_of(text, rest, fields - {"inner"}, lambda _, value: value_of(value, _nested))
@@ -120,9 +120,9 @@ def _nested(text: str) -> Compressor:
     return _parse(text, None)
 
 
-# Plans name a few compressors many times. Of 4 and 4.0 one may be impossible: hence typed.
+# Plans name a few compressors many times. The cache is typed, because a level of 4 may be valid where 4.0 is not.
 @lru_cache(maxsize=4096, typed=True)
 def at_level(family: str, level: Level) -> Compressor:
-    """The compressor that a plan's assignment means."""
-    # Not with_level: the level that a compressor has by default may be one that it refuses beside the other fields.
+    """Return the compressor that a plan's assignment names."""
+    # with_level would build the compressor at its default level first, which its other fields may not allow.
     return _parse(family, level)

@@ -324,5 +324,5 @@ def test_less_than_a_code_is_an_error():
     (bucket,) = pipeline.layout.buckets
     exchange = compressor.exchange(bucket.groups[0], pipeline._context())
     next(exchange)
-    with pytest.raises(WireFormatError, match="10 bytes where 16 come in front of the indices"):
+    with pytest.raises(WireFormatError, match="10 bytes, fewer than the 16 in front of the indices"):
         exchange.send(Reply(np.zeros(2, np.uint8), np.zeros(10, np.uint8)))

@@ -69,7 +69,6 @@ LATER = {
     "job",
     "control",
     "torch",
-    "compress",
     "engine",
     "tf",
     "core",

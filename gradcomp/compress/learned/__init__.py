@@ -1,1 +1,1 @@
-"""Learned compressors: a small network, trained beside the model, codes what is sent."""
+"""Learned compressors code what is sent by a small network that is trained beside the model."""

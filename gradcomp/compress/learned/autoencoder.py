@@ -1,11 +1,11 @@
-"""The autoencoder of LGC: five convolutions and five deconvolutions in one dimension, as matrix products.
+"""The autoencoder of LGC has five convolutions and five deconvolutions in one dimension, as matrix products.
 
-No bias anywhere, so that coding commutes with multiplication by a positive number, and zeros give zeros. Products are
-those of :func:`product`, everything else is elementwise in a fixed order: equal weights and values give equal
+There is no bias, so that coding commutes with multiplication by a positive number, and zeros give zeros. Products are
+those of :func:`product`; everything else is elementwise in a fixed order. Equal weights and values therefore give equal
 bits on every machine.
 
-Activations have the shape (channels, samples, length); a kernel's weights (output channels, 3 taps x input channels) in
-the encoder, (input channels, 3 taps x output channels) in the decoder.
+Activations have the shape (channels, samples, length); the weights of a kernel have (output channels, 3 taps x input
+channels) in the encoder, and (input channels, 3 taps x output channels) in the decoder.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from gradcomp.kernels import philox
 
 Floats = npt.NDArray[np.float32]
 
-#: Values of the input that one position of the code stands for.
+#: One position of the code stands for so many values of the input.
 STRIDE = 16
 
 _ENCODER_CHANNELS = (64, 128, 256, 64)
 _ENCODER_STRIDES = (2, 2, 2, 2, 1)
 _DECODER_CHANNELS = (32, 64, 128, 32)
-#: Which layers are E's, and D's.
+#: The layers of E, and those of D.
 ENCODER, DECODER = slice(5), slice(5, None)
 _TAPS = 3
 _SLOPE = np.float32(0.01)
-# The layer that the draws of the first weights are filed under.
+# This number stands for the layer in the random counter of the first weights.
 _DRAWN_FOR = 0x4C474331
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """An encoder E and a decoder D for codes of ``channels`` floats for every 16 values.
+    """Compute an encoder E and a decoder D for codes of ``channels`` floats for every 16 values.
 
     E: 1 -> 64 -> 128 -> 256 -> 64 -> ``channels``, kernels of 3, strides 2, 2, 2, 2, 1. D: ``channels`` -> 32 -> 64 ->
     128 -> 32 by deconvolutions of kernel 3 and stride 2, then a kernel of 1 over 32 channels. Leaky ReLU of slope 0.01
-    after all but the code and the result. Weights are one flat float32 array: 216,416 with four channels.
+    follows all layers but those of the code and the result. Weights are one flat float32 array: 216,416 with four
+    channels.
 
     ``beside``: further inputs of D's last convolution, as long as the values; their first weights are 1.
 
-    Source: Abrahamyan et al. 2021, section IV-C, which gives the numbers of layers and no others. Ours are those of a
-    later re-implementation.
+    Source: Abrahamyan et al. 2021, section IV-C, which gives the number of layers only. The other numbers are those of
+    a later re-implementation.
     """
 
     channels: int
@@ -57,7 +58,7 @@ class Autoencoder:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Of the weights, layer by layer."""
+        """Return the shapes of the weights, layer by layer."""
         down = (1, *_ENCODER_CHANNELS, self.channels)
         up = (self.channels, *_DECODER_CHANNELS)
         encoder = [(after, _TAPS * before) for before, after in pairwise(down)]
@@ -66,16 +67,16 @@ class Autoencoder:
 
     @property
     def size(self) -> int:
-        """Weights in all."""
+        """Return the number of weights of both nets."""
         return sum(rows * columns for rows, columns in self.shapes)
 
     @property
     def encoder_size(self) -> int:
-        """Weights of E, which come first."""
+        """Return the number of weights of E, which come first."""
         return sum(rows * columns for rows, columns in self.shapes[ENCODER])
 
     def first_weights(self, seed: int) -> Floats:
-        """Uniform with the variance 2 / ((1 + slope**2) n), n being the terms of a layer's sum (He et al. 2015).
+        """Draw uniform weights of variance 2 / ((1 + slope**2) n), with n the terms of a layer's sum (He et al. 2015).
 
         Those of the last layer are a tenth of it: an untrained net then gives nearly zeros, a loss of 1, where it would
         give values that are several times too large.
@@ -84,7 +85,7 @@ class Autoencoder:
         drawn = np.float32(2) * drawn - np.float32(1)
         for i, weights in enumerate(self.layers(drawn)):
             rows, columns = self.shapes[i]
-            # Of a deconvolution of stride 2, one and a half taps on average reach an output.
+            # In a deconvolution of stride 2, one and a half taps on average reach an output.
             terms = 1.5 * rows if 5 <= i < 9 else columns if i < 9 else _DECODER_CHANNELS[-1]
             weights[:] *= np.float32(math.sqrt(6.0 / ((1.0 + float(_SLOPE) ** 2) * terms)))
         last = self.layers(drawn)[-1]
@@ -93,27 +94,25 @@ class Autoencoder:
         return drawn
 
     def code_length(self, values: int) -> int:
-        """Floats of the code of so many values, which are padded with zeros to a multiple of 16."""
+        """Return the floats of a code; ``values`` are padded with zeros to a multiple of 16."""
         return self.channels * (_padded(values) // STRIDE)
 
     def encode(self, weights: Floats, values: Floats) -> Floats:
-        """The code of a vector."""
         codes, _ = self.run_encoder(self.rounded(weights, ENCODER), as_samples(values[None]))
         return codes.reshape(-1)
 
     def decode(self, weights: Floats, code: Floats, values: int) -> Floats:
-        """So many values from a code."""
         found, _ = self.run_decoder(
             self.rounded(weights[self.encoder_size :], DECODER), code.reshape(self.channels, 1, -1)
         )
         return found.reshape(-1)[:values]
 
     def train(self, weights: Floats, samples: Floats, rate: float) -> tuple[Floats, float]:
-        """Weights after one step of gradient descent, and the loss before it.
+        """Return the weights after one step of gradient descent, and the loss before it.
 
             loss = ||D((1/N) sum of E(s_k)) - (1/N) sum of s_k||**2
 
-        ``samples``: (N, values), one row for each rank. Weights stay what they were if any would not be finite.
+        ``samples``: (N, values), one row for each rank. Weights stay as they were if any would not be finite.
         """
         loss, gradient = self.gradient(weights, samples)
         with np.errstate(all="ignore"):
@@ -122,7 +121,7 @@ class Autoencoder:
         return (changed if np.isfinite(changed).all() else weights), loss
 
     def gradient(self, weights: Floats, samples: Floats) -> tuple[float, Floats]:
-        """The loss of :meth:`train`, and its gradient, flat."""
+        """Return the loss of :meth:`train`, and its gradient as a flat array."""
         inputs = as_samples(samples)
         with np.errstate(all="ignore"):
             encoder = self.rounded(weights, ENCODER)
@@ -137,18 +136,18 @@ class Autoencoder:
         return loss, np.concatenate([g.reshape(-1) for g in (*lower, *upper)])
 
     def layers(self, weights: Floats, which: slice = slice(None)) -> list[Floats]:
-        """The weights of every layer, or of :data:`ENCODER` or :data:`DECODER` alone: views of the flat array."""
+        """Return views of the flat array: the weights of every layer, or of those in ``which``."""
         shapes = self.shapes[which]
         ends = np.cumsum([rows * columns for rows, columns in shapes]).tolist()
         begins = [0, *ends[:-1]]
         return [weights[a:b].reshape(shape) for a, b, shape in zip(begins, ends, shapes, strict=True)]
 
     def rounded(self, weights: Floats, which: slice) -> list[Whole]:
-        """Layers as factors. All factors of a layer have the bits that its larger dimension allows."""
+        """Return layers as factors, all of a layer with the bits that its larger dimension allows."""
         return [whole(layer, max(layer.shape)) for layer in self.layers(weights, which)]
 
     def run_encoder(self, layers: Sequence[Whole], x: Floats) -> tuple[Floats, list[Passed]]:
-        """Codes of samples, and what :meth:`encoder_back` needs."""
+        """Return the codes of samples, and what :meth:`encoder_back` needs."""
         passed = []
         for i, stride in enumerate(_ENCODER_STRIDES):
             columns = _columns(whole(x, layers[i].terms), stride)
@@ -158,7 +157,7 @@ class Autoencoder:
         return x, passed
 
     def encoder_back(self, layers: Sequence[Whole], passed: Sequence[Passed], behind: Floats) -> list[Floats]:
-        """Gradients of E's layers, from that of the codes."""
+        """Return the gradients of E's layers, from that of the codes."""
         gradients: list[Floats] = []
         for i in reversed(range(len(passed))):
             if i < len(passed) - 1:
@@ -172,7 +171,10 @@ class Autoencoder:
     def run_decoder(
         self, layers: Sequence[Whole], x: Floats, beside: Floats | None = None
     ) -> tuple[Floats, list[Passed]]:
-        """What codes decode to, and what :meth:`decoder_back` needs. ``beside``: (channels, samples, length)."""
+        """Return what codes decode to, and what :meth:`decoder_back` needs.
+
+        ``beside``: (channels, samples, length).
+        """
         passed = []
         for weights in layers[:-1]:
             flat = whole(x.reshape(len(x), -1), weights.terms)
@@ -189,7 +191,7 @@ class Autoencoder:
     def decoder_back(
         self, layers: Sequence[Whole], passed: Sequence[Passed], behind: Floats
     ) -> tuple[Floats, list[Floats]]:
-        """The gradient of the codes and those of D's layers, from that of what was decoded."""
+        """Return the gradient of the codes and those of D's layers, from that of what was decoded."""
         samples, flat = behind.shape[1], whole(behind.reshape(1, -1), layers[-1].terms)
         gradients = [product(flat, passed[4].inputs.T)]
         channels = len(passed[4].before)
@@ -204,7 +206,7 @@ class Autoencoder:
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    """Of a layer's forward pass: the factor that weights were multiplied with, and what came before the leaky ReLU."""
+    """Hold what a layer's backward pass needs: the factor of its weights, and its output before the leaky ReLU."""
 
     inputs: Whole
     before: Floats
@@ -215,14 +217,14 @@ def _padded(values: int) -> int:
 
 
 def as_samples(rows: Floats) -> Floats:
-    """(N, values) as (1, N, length), zeros behind."""
+    """Reshape (N, values) to (1, N, length), padded with zeros at the end."""
     found = np.zeros((1, len(rows), _padded(rows.shape[1])), np.float32)
     found[0, :, : rows.shape[1]] = rows
     return found
 
 
 def mean_of(x: Floats) -> Floats:
-    """Over samples, added in their order."""
+    """Return the mean over samples, added in their order."""
     total = x[:, 0].copy()
     for k in range(1, x.shape[1]):
         total += x[:, k]
@@ -235,7 +237,7 @@ def _leak(x: Floats) -> Floats:
 
 
 def _leak_back(x: Floats, behind: Floats) -> Floats:
-    slopes = (x > 0).astype(np.float32)  # which is faster than to choose between two numbers
+    slopes = (x > 0).astype(np.float32)  # faster than np.where
     slopes *= np.float32(1) - _SLOPE
     slopes += _SLOPE  # 1, exactly, where x > 0
     slopes *= behind
@@ -243,7 +245,10 @@ def _leak_back(x: Floats, behind: Floats) -> Floats:
 
 
 def _columns(x: Whole, stride: int) -> Whole:
-    """What a kernel of 3 sees at every ``stride``-th place, zeros beyond both ends: (3 channels, samples outputs)."""
+    """Return what a kernel of 3 sees at every ``stride``-th position, as (3 channels, samples outputs).
+
+    There are zeros beyond both ends.
+    """
     channels, samples, length = x.values.shape
     outputs = length // stride
     found = np.zeros((_TAPS, channels, samples, outputs))
@@ -254,7 +259,7 @@ def _columns(x: Whole, stride: int) -> Whole:
 
 
 def _add_up(columns: Floats, shape: tuple[int, ...], stride: int) -> Floats:
-    """The adjoint of :func:`_columns`: ``shape`` is that of what it made columns for, (..., samples, outputs)."""
+    """Apply the adjoint of :func:`_columns`; ``shape``: that of its argument, (..., samples, outputs)."""
     _, samples, outputs = shape
     taps = columns.reshape(_TAPS, -1, samples, outputs)
     wide = np.zeros((taps.shape[1], samples, stride * outputs + 2), np.float32)

@@ -1,4 +1,4 @@
-"""What the forms of LGC differ in: the nets, a step of their training, and how a code travels."""
+"""The forms of LGC differ in their nets, in a step of training, and in how a code travels."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gradcomp.core.errors import StateError
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
-#: Gives the nets' weights.
+#: A function that returns the nets' weights.
 Weights = Callable[[], Floats]
-#: Shares the leader's indices.
+#: A generator function that shares the leader's indices.
 Share = Callable[[Rider], Generator[Message, Reply, Shared]]
 
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What one step of training learns from.
+    """Hold what one step of training learns from.
 
-    ``samples``: the values of all ranks, (N, values). ``innovations``: which of them their rank would send itself.
-    ``leader``: the rank that drew the indices.
+    ``samples``: the values of all ranks, (N, values). ``innovations``: true for values that their rank would send
+    itself. ``leader``: the rank that selected the indices.
     """
 
     samples: Floats
@@ -38,10 +38,10 @@ class Lesson:
 
 
 class Marking(Rider):
-    """A rider of phase 2."""
+    """Add this rank's innovations to phase 2: this base class has none."""
 
     def marks(self) -> npt.NDArray[np.bool_]:
-        """Which of this rank's values at the leader's indices are innovations; empty if that does not travel."""
+        """Return, by value at the leader's indices, whether it is an innovation; empty if that is not sent."""
         return np.zeros(0, np.bool_)
 
 
@@ -49,7 +49,7 @@ class Marking(Rider):
 class Form(ABC):
     """Base of the forms. ``channels``: of the code. ``indices``: their coding. ``feedback``: keep what the code loses.
 
-    Weights are one flat float32 array. No method keeps anything, so any thread may call :meth:`train`.
+    Weights are one flat float32 array. No method keeps state, so any thread may call :meth:`train`.
     """
 
     channels: int
@@ -59,42 +59,47 @@ class Form(ABC):
     @property
     @abstractmethod
     def field(self) -> str:
-        """The name of the weights' field; a model may have nets of several sizes."""
+        """Return the name of the field of the weights; a model may have nets of several sizes."""
 
     @abstractmethod
     def size(self, ranks: int) -> int:
-        """Weights in all."""
+        """Return the number of weights."""
 
     @abstractmethod
     def first_weights(self, seed: int, ranks: int) -> Floats:
-        """Those that training begins with."""
+        """Return the weights that training begins with."""
 
     def adapted(self, weights: Floats, seed: int, ranks: int) -> Floats:
-        """Weights that another number of ranks had. StateError for an impossible number of weights."""
-        raise StateError(f"{len(weights)} weights in {self.field}, {self.size(ranks)} are needed")
+        """Return weights for this number of ranks, from those of another. StateError for an impossible number."""
+        raise StateError(
+            f"{len(weights)} weights in the state's {self.field}, where {self.size(ranks)} are needed"
+        )
 
     @abstractmethod
     def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
-        """Each row's bytes in phase 3, beside the leader's indices; ``counts``: values of each row."""
+        """Return each row's bytes in phase 3, without the leader's indices; ``counts``: values of each row."""
 
     def marking(self, group: Group, sent: Sent) -> Marking:
-        """What ranks do in phase 2 while the indices are shared."""
+        """Return what ranks do in phase 2 while the indices are shared."""
         return Marking()
 
     def marked(self, values: int) -> int:
-        """Of how many values it is told in phase 2 whether they are innovations: of all or none."""
+        """Return the number of values that phase 2 marks as innovations or not: all or none."""
         return 0
 
     @abstractmethod
     def unit(self, lesson: Lesson) -> float:
-        """What samples are divided by, the same on all ranks."""
+        """Return the number that samples are divided by, the same on all ranks."""
 
     @abstractmethod
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
-        """Weights after one step of gradient descent, and the loss before it, which is 1 for zeros."""
+        """Return the weights after one step of gradient descent, and the loss before it, which is 1 for zeros."""
 
     @abstractmethod
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
-        """A step of phase 3. Layouts ask for the first message, before there are weights."""
+        """Run a step of phase 3.
+
+        The first message is also asked for when the layout is planned, before there are weights.
+        """

@@ -1,4 +1,4 @@
-"""Innovations in LGC's parameter-server form: the largest values of each rank, which it sends itself."""
+"""Innovations, in LGC's parameter-server form, are the largest values of each rank, which it sends itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
 
-_WIDTH = 32  # bits of an index
+_WIDTH = 32  # An index has so many bits.
 
 
 class Selecting(Marking):
-    """Selects this rank's innovations, into ``own``, while the leader's indices are shared.
+    """Select this rank's innovations, into ``own``, while the leader's indices are shared.
 
     Each rank takes the largest |p| of its own layers. On the leader they are among what it has selected.
     """
@@ -30,7 +30,7 @@ class Selecting(Marking):
         self.own = own
 
     def lead(self, group: Group, chosen: Selection, flags: Bytes, view: Bytes) -> None:
-        """The largest of the selection, ties by lower index."""
+        """Take the largest elements of the selection, ties by lower index."""
         own, rows = self.own, row_of(chosen.counts)
         order = np.lexsort((chosen.indices, -np.abs(chosen.values), rows))
         rank = np.arange(len(rows)) - np.repeat(np.cumsum(chosen.counts) - chosen.counts, chosen.counts)
@@ -38,7 +38,7 @@ class Selecting(Marking):
         own.indices[:], own.values[:] = chosen.indices[places], chosen.values[places]
 
     def follow(self, group: Group, context: StepContext, flags: Bytes) -> None:
-        """The largest of p, which is written to the next residuals."""
+        """Take the largest elements of p, which is written to the next residuals."""
         own, factors = self.own, context.factors(len(group.table))
         selection.select_top(
             group.inputs,
@@ -50,11 +50,11 @@ class Selecting(Marking):
             own.values,
             own.counts,
             decay=context.decay,
-            zeros=True,  # so that their number does not depend on the values
+            zeros=True,  # their number must not depend on the values
         )
 
     def marks(self) -> npt.NDArray[np.bool_]:
-        """Where innovations lie at the leader's indices."""
+        """Mark the innovations among the leader's indices."""
         sent, own = self._sent, self.own
         at, inside = find(sent.chosen, row_of(own.counts), own.indices)
         marks = np.zeros(len(sent.chosen.indices), np.bool_)
@@ -64,7 +64,7 @@ class Selecting(Marking):
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """Innovations of all ranks, beside a selection S.
+    """Hold the innovations of all ranks, in relation to a selection S.
 
     ``inside``: those in S, (ranks, values of S), in the order of :class:`Sent`, zeros elsewhere. ``outside``: by rank,
     those elsewhere.
@@ -75,7 +75,7 @@ class Arrived:
 
     @staticmethod
     def of(sent: Sent, ranks: list[Selection]) -> Arrived:
-        """Each rank's, apart."""
+        """Divide each rank's innovations into those inside and outside of S."""
         inside = np.zeros((len(ranks), sent.count), np.float32)
         outside = []
         for row, one in zip(inside, ranks, strict=True):
@@ -91,14 +91,14 @@ class Arrived:
 
 
 def row_of(counts: Sizes) -> Sizes:
-    """The row of each of so many elements a row."""
+    """Return the row of each element, for ``counts`` elements per row."""
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def find(
     chosen: Selection, rows: Sizes, wanted: npt.NDArray[np.uint32]
 ) -> tuple[Sizes, npt.NDArray[np.bool_]]:
-    """Where each element lies in a selection of fixed counts, and whether it is there at all."""
+    """Return the place of each element in a selection of fixed counts, and whether it is there at all."""
     keys = (row_of(chosen.counts) << _WIDTH) + chosen.indices
     own = (rows << _WIDTH) + wanted
     at = np.minimum(np.searchsorted(keys, own), len(keys) - 1)

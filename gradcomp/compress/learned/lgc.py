@@ -1,4 +1,4 @@
-"""LGC: top-k values at one rank's indices, coded by an autoencoder that is trained during the first steps."""
+"""LGC codes top-k values at one rank's indices by an autoencoder that it trains during the first steps."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from gradcomp.kernels import philox
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
 
-# What a step's loss weighs in the loss that is kept.
+# The loss that is kept is a moving average, in which a step's loss has this weight.
 _LATEST = 0.05
-# Above it the nets give little more than zeros, whose loss is 1.
+# Above this loss the nets give little more than zeros, whose loss is 1.
 _LITTLE = 0.9
 _MOST_LOSS = 1e6
-# The field that holds m, where nets are trained on every m-th sample.
+# This field holds m, where nets are trained on every m-th sample.
 _EVERY = f"{SHARED}trained_every"
 
 logger = logging.getLogger("gradcomp")
-# The layer that the draws of leaders are filed under.
+# This number stands for the layer in the random counter of leaders.
 _LEADERS = 0x4C474332
 _MOST_CHANNELS = 64
 _MOST_SIMILARITY = 1e6
@@ -51,14 +51,15 @@ _FORMS = ("ring", "server")
 @register("lgc")
 @dataclass(frozen=True)
 class LGC(CLTk):
-    """Send, at one rank's top-k indices, a learned code of everybody's values; ``form`` says of which.
+    """Send, at one rank's top-k indices, a learned code of the ranks' values; ``form`` says which ranks'.
 
     u_t = m u_{t-1} + g_t;  p_t = u_t + e_t;  S: the k = round(density n) largest |p| of each layer, at least one, on
     the step's leader j, which the shared seed draws;  g: the values of p at S, of all layers in the order of the model;
-    e_{t+1} = p_t outside of what is sent and 0 inside;  u_t = 0 inside. Three phases, by the number of the step:
+    e_{t+1} = p_t outside of what is sent and 0 inside;  u_t = 0 inside. There are three phases, by the number of the
+    step:
 
     1. the first ``warmup_steps``: exact means of u;
-    2. the next ``train_steps``: mean = (1/N) sum over ranks of g. Beside it every rank takes the same step of gradient
+    2. the next ``train_steps``: mean = (1/N) sum over ranks of g. Every rank also takes the same step of gradient
        descent on the loss L, of g over a scale, from the same weights;
     3. then codes:
 
@@ -69,30 +70,32 @@ class LGC(CLTk):
     i_k: the innovations of rank k, the round(``innovation`` k) largest |p| of its layers, at least one each; 0: none.
     E and D are those of :class:`Autoencoder` and :class:`Decoders`, with ``code_channels`` floats for 16 values: 4 make
     the code a quarter of g, 1 a sixteenth. The scale is the norm of the mean in a ring, and the root mean square of the
-    norms on a server. ``learning_rate``: that of their training. ``ends``: treat the ends of the model as the paper
-    does. The first layer of two or more dimensions travels exactly; of the last such layer the values at S do, under
-    :class:`CLTk`. ``least_parameters``: of the layers between. ``feedback``: in phase 3 keep e = p - mean inside of S,
-    or p - r_k on a server, so that what the code loses is sent later. Without it that is lost, as in the paper. The
-    first weights come from the seed. ``momentum_factor``: m; ``"optimizer"``: that of the layer's group in the
-    optimizer, as :class:`MomentumCorrection` takes it. If the optimizer has momentum of its own beside a number m, the
-    step is a ConfigError.
+    norms on a server. ``learning_rate``: that of their training.
 
-    ``train_share``: 1/m trains on every m-th sample. ``auto`` trains on all until every rank has measured 10 steps,
-    then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the mean.
+    ``ends``: treat the ends of the model as the paper does: the first layer of two or more dimensions travels exactly;
+    of the last such layer the values at S do, under :class:`CLTk`. ``least_parameters``: the least number of parameters
+    of the layers between. ``feedback``: in phase 3 keep e = p - mean inside of S, or p - r_k on a server, so that what
+    the code loses is sent later. Without it that is lost, as in the paper. The first weights come from the seed.
+
+    ``momentum_factor``: m; ``"optimizer"``: the momentum of the layer's group in the optimizer, as in
+    :class:`MomentumCorrection`. If the optimizer has a momentum of its own beside a number m, the step raises
+    ConfigError. ``train_share``: 1/m trains on every m-th sample. ``"auto"`` trains on all samples until every rank has
+    measured 10 steps, then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the
+    mean.
 
     Wire: phase 1: as uncompressed. Then a Broadcast of the leader's deflated indices and, in phase 2, a Gather of 4k
     bytes, (N - 1) 4k per rank, 4 more where the share is measured, and k / 8 more on a server. In phase 3 a ring has a
     Sum of c = k ``code_channels`` / 4 bytes, with k padded to a multiple of 16. A server has c in the Broadcast, and a
-    Gather of 4i bytes and i deflated indices, for i innovations. The paper counts that once: c, indices and innovations
-    for the leader, innovations for the others. Here every rank is the server: all that is sent (N - 1) times, and there
-    is no way back. Weights do not travel. All layers are exchanged together, once the last gradient has arrived. With
-    ``refresh`` = s indices travel in one step of s.
-    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m, once; what ``refresh``
-    keeps. A server has a D for each rank. With another number of ranks the first of them are kept; new ranks begin with
-    first weights.
-    Errors: ConfigError for settings that cannot be, and for a model with fewer than ``least_parameters`` between its
-    first and its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to
-    another number than is asked for; StateError for weights of no number of ranks.
+    Gather of 4i bytes and i deflated indices, for i innovations. The paper counts every payload once: c, indices and
+    innovations for the leader, innovations for the others. Here every rank is a server: all payloads are sent (N - 1)
+    times, and nothing is sent back. Weights do not travel. All layers are exchanged together, once the last gradient
+    has arrived. With ``refresh`` = s indices travel in one step of s.
+    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m of ``train_share``,
+    once; the indices that ``refresh`` keeps. A server has a D for each rank. When the number of ranks changes, existing
+    D are kept as far as there are ranks, and new ranks begin with first weights.
+    Errors: ConfigError for invalid settings, and for a model with fewer than ``least_parameters`` between its first and
+    its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to a wrong size;
+    StateError for a number of weights that no number of ranks has.
     Source: Abrahamyan et al. 2021, sections IV to V and VI-A, Algorithms 1 (server) and 2 (ring). Differs: S is the
     leader's on all ranks, as in section V-A for the ring (the algorithms select locally); weights are trained on all
     ranks instead of sent by one; the last layer's leader is that of :class:`CLTk`; see docs/decisions/0040 and 0041.
@@ -140,7 +143,10 @@ class LGC(CLTk):
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual, and momentum that starts again where it was sent; the code's error is kept with ``feedback``."""
+        """Return a residual, and momentum that is reset where it was sent.
+
+        The code's error is kept with ``feedback`` only.
+        """
         return Traits(
             keeps_residual=True,
             accounts=self.feedback,
@@ -155,7 +161,7 @@ class LGC(CLTk):
     # -- phases and places --------------------------------------------------------------------------------------
 
     def at_step(self, step: int) -> Compressor:
-        """Exact; then itself without ``warmup_steps``, which trains; then without ``train_steps`` too, which codes."""
+        """Return the exact compressor, then itself in phase 2, which trains, then in phase 3, which codes."""
         if step < self.warmup_steps:
             return self.dense(Identity())
         if step < self.warmup_steps + self.train_steps:
@@ -164,15 +170,14 @@ class LGC(CLTk):
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """The ends of phases 1 and 2."""
+        """Return the ends of phases 1 and 2."""
         return tuple(sorted({self.warmup_steps, self.warmup_steps + self.train_steps} - {0}))
 
     def dense(self, exact: Compressor) -> Compressor:
-        """``exact``, with the same momentum."""
         return MomentumCorrection(exact, self.momentum_factor) if self.momentum_factor else exact
 
     def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
-        """The first layer exactly, the last one's values uncoded. ConfigError where little is between them."""
+        """Send the first layer exactly and the last one's values uncoded. ConfigError if too little is between them."""
         ends = [layer for layer in layers if len(layer.shape) > 1] if self.ends else []
         found: dict[str, Compressor] = {}
         if ends:
@@ -190,9 +195,9 @@ class LGC(CLTk):
         return {name: compressor for name, compressor in found.items() if name in names}
 
     def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
-        """The nets' weights, and the mean loss of the last 20 steps or so, which begins with that of zeros.
+        """Return the nets' weights, and the mean loss of about the last 20 steps, which begins at that of zeros.
 
-        With a share that is measured, the m that was agreed on; 0 before.
+        With a share that is measured, there is also the m that ranks agreed on, or 0 before.
         """
         form = self.nets
 
@@ -212,7 +217,7 @@ class LGC(CLTk):
 
     @cached_property
     def nets(self) -> Form:
-        """The nets, and what is done with them."""
+        """Return the form, which has the nets and uses them."""
         if self.form == "ring":
             return Ring(self.code_channels, self.indices, self.feedback)
         return Server(self.code_channels, self.indices, self.feedback, self.innovation, self.similarity)
@@ -220,13 +225,16 @@ class LGC(CLTk):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """4k bytes per layer in phase 2; in phase 3 its share of the code. Indices are deflated: no formula knows."""
+        """Return 4k bytes per layer in phase 2, and its share of the code in phase 3.
+
+        Indices are deflated, and no formula gives their size.
+        """
         values = self._values(group)
         indices = self.format(group.table).row_bytes(self.limits(group.table))
         return indices + (values.led + values.gathered + values.summed).astype(np.int64)
 
     def traffic(self, group: Group) -> Traffic:
-        """Indices of one step in ``refresh``; values, or what the form sends for them."""
+        """Return the indices of one step in ``refresh``, and values or what the form sends for them."""
         values = self._values(group)
         indices = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
         return replace(values, led=indices + values.led)
@@ -242,21 +250,21 @@ class LGC(CLTk):
         return Traffic(none, gathered, none)
 
     def leader(self, context: StepContext) -> int:
-        """Drawn from the seed, anew in every period."""
+        """Draw the leader from the seed, anew in every period."""
         draw = context.draw
         counter = np.array([0, _LEADERS, draw.step - draw.step % self.refresh, 0], np.uint32)
         word = philox.philox4x32(counter, (draw.seed & 0xFFFFFFFF, draw.seed >> 32))[0]
         return int(word) % context.world
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Broadcast, then one Gather or one Sum, if anything is left to send."""
+        """Ask for one Broadcast, then for one Gather or one Sum, if anything is left to send."""
         sent = group.scratch.once("sent", lambda: Sent.of(group, self.selection_of(group)))
         return (yield from (self._train if self.train_steps else self._code)(group, context, sent))
 
     def _train(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
-        """The values of all ranks, which are added up, and which the nets learn from.
+        """Gather the values of all ranks, which are added up, and which the nets learn from.
 
-        Behind them travels what training takes on each rank, if that is measured.
+        If training is measured, its time on each rank travels after the values.
         """
         marking, watch = self.nets.marking(group, sent), group.scratch.once("watch", Stopwatch)
         shared = yield from self.share_indices(group, context, marking)
@@ -296,7 +304,7 @@ class LGC(CLTk):
         return flags
 
     def _every(self, group: Group, context: StepContext, holder: int, parts: Sequence[float]) -> int:
-        """Training is on every so many-th sample. While that is not known: 0, and on all."""
+        """Return m, to train on every m-th sample; while it is not known, return 0 and train on all."""
         if not self._measures:
             return round(1 / float(self.train_share))
         number = int(context.field(_EVERY).value(holder)[0])
@@ -315,7 +323,7 @@ class LGC(CLTk):
         return number
 
     def _learn(self, weights: Floats, kept: float, lesson: Lesson) -> tuple[Floats, float]:
-        """Weights and loss after one step of gradient descent."""
+        """Return weights and loss after one step of gradient descent."""
         unit = self.nets.unit(lesson)
         if 0.0 < unit < math.inf and np.isfinite(lesson.samples).all():
             lesson = replace(lesson, samples=(lesson.samples / unit).astype(np.float32))
@@ -325,7 +333,7 @@ class LGC(CLTk):
         return weights, kept
 
     def _kept(self, context: StepContext) -> tuple[int, Floats, float]:
-        """The layer that the nets are a field of, their weights and their loss."""
+        """Return the layer that the nets are a field of, their weights and their loss."""
         assert context.fields is not None, "state is there when a step runs"
         holder = context.fields.holder(self.nets.field)
         nets = context.field(self.nets.field).value(holder)
@@ -335,7 +343,7 @@ class LGC(CLTk):
         context.store(self.nets.field, np.array([holder]), np.append(weights, np.float32(loss)))
 
     def _say(self, context: StepContext, loss: float) -> bool:
-        """What came of the training, in the log of one rank."""
+        """Log how the training ended, on one rank."""
         if context.draw.rank == 0 and context.number:
             little = loss > _LITTLE
             logger.log(
@@ -348,11 +356,11 @@ class LGC(CLTk):
         return True
 
     def _code(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
-        """The form's codes."""
+        """Send codes, as the form does, and log once how training ended."""
         share = partial(self.share_indices, group, context)
         flags = yield from self.nets.code(group, context, sent, lambda: self._kept(context)[1], share)
         holder, weights, loss = self._kept(context)
         group.scratch.once("said", lambda: self._say(context, loss))
-        if holder in group.layers:  # a commit swaps both places of the field
+        if holder in group.layers:  # a commit swaps the buffers, so both need the weights
             self._keep(context, holder, weights, loss)
         return flags

@@ -1,4 +1,4 @@
-"""Matrix products that have the same bits on every machine, whatever its BLAS adds up first."""
+"""Matrix products have the same bits on every machine, in whatever order its BLAS adds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-#: Whole numbers up to 2**53 in magnitude are exact in float64, and so is every sum that stays below.
+#: Whole numbers up to 2**53 in magnitude are exact in float64, and so is every sum below that.
 _EXACT_BITS = 53
-#: OpenBLAS takes one thread for products of at most so many multiply-adds.
+#: OpenBLAS uses one thread for products of at most so many multiply-adds.
 _ONE_THREAD = 1 << 18
 #: Products above it are worth several threads.
 _SEVERAL_THREADS = 1 << 26
-#: What NumPy's BLAS may call the function that tells its threads.
+#: The function that returns the number of threads of NumPy's BLAS has one of these names.
 _THREADS = (
     "scipy_openblas_get_num_threads64_",
     "scipy_openblas_get_num_threads",
@@ -32,7 +32,7 @@ _THREADS = (
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A factor of products: ``values`` are whole numbers of magnitude 2**``bits`` at most, of which one is ``unit``."""
+    """Hold a factor: ``values`` are whole numbers of magnitude up to 2**``bits``, in units of ``unit``."""
 
     values: Doubles
     unit: float
@@ -40,28 +40,26 @@ class Whole:
 
     @property
     def T(self) -> Whole:
-        """Transposed."""
         return Whole(self.values.T, self.unit, self.bits)
 
     @property
     def terms(self) -> int:
-        """The larger dimension."""
         return int(max(self.values.shape))
 
     def first(self, columns: int) -> Whole:
-        """The first so many columns."""
         return Whole(self.values[:, :columns], self.unit, self.bits)
 
     def in_bits(self, bits: int) -> Whole:
-        """Rounded once more, to at most so many bits."""
+        """Return the factor rounded once more, to at most ``bits`` bits."""
         fewer = self.bits - bits
         return self if fewer <= 0 else Whole(np.rint(self.values * 2.0**-fewer), self.unit * 2.0**fewer, bits)
 
 
 def whole(values: Floats, terms: int) -> Whole:
-    """Rounded to nearest on multiples of 2**(e - bits), with the largest magnitude below 2**e.
+    """Round to multiples of 2**(e - bits), where the largest magnitude is below 2**e.
 
-    ``terms``: bits are the most for which terms 2**(2 bits) stays below 2**53. NaN everywhere if one is not finite.
+    ``terms``: the bits are the most for which terms 2**(2 bits) stays below 2**53. NaN everywhere if a value is not
+    finite.
     """
     bits = _bits(terms)
     largest = max(float(values.max(initial=0)), -float(values.min(initial=0)))
@@ -75,9 +73,9 @@ def whole(values: Floats, terms: int) -> Whole:
 
 
 def product(a: Whole, b: Whole) -> Floats:
-    """a b, whose sums are exact, so that their order does not matter; each is rounded once, to float32.
+    """Return a b. Sums are exact, so that their order does not matter; each is rounded once, to float32.
 
-    Factors of more bits than k terms allow are rounded once more: 21 for k = 768. NaN everywhere if a factor is.
+    Factors of more bits than k terms allow are rounded once more: to 21 for k = 768. NaN everywhere if a factor is NaN.
 
     a: (m, k), b: (k, n). Returns (m, n), float32.
     """
@@ -85,7 +83,7 @@ def product(a: Whole, b: Whole) -> Floats:
     if a.bits + b.bits > 2 * bits:
         a, b = a.in_bits(bits), b.in_bits(bits)
     found = np.empty((len(a.values), b.values.shape[1]), np.float32)
-    with np.errstate(over="ignore"):  # what is too large is infinite, and whoever asked looks for that
+    with np.errstate(over="ignore"):  # the caller looks for infinite values
         np.multiply(_multiply(a.values, b.values), a.unit * b.unit, out=found, casting="same_kind")
     return found
 
@@ -95,15 +93,15 @@ def _bits(terms: int) -> int:
 
 
 def exact_product(a: Floats, b: Floats) -> Floats:
-    """:func:`product` of float32 matrices."""
+    """Return :func:`product` of float32 matrices."""
     return product(whole(a, a.shape[1]), whole(b, a.shape[1]))
 
 
 def _multiply(a: Doubles, b: Doubles) -> Doubles:
-    """a b, in blocks that one thread computes, unless it is large.
+    """Return a b, in blocks that one thread computes, unless it is large.
 
-    Ranks that share cores have more threads than cores, if each takes several: then threads wait for each other most of
-    the time. Blocks take 1.6 times as long as the whole, so a BLAS that has one thread anyway gets that.
+    Ranks that share cores have more threads than cores if each takes several, and threads then mostly wait for each
+    other. Blocks take 1.6 times as long as the whole, so a BLAS that has only one thread computes the whole.
     """
     (rows, terms), columns = a.shape, b.shape[1]
     if not _ONE_THREAD < rows * terms * columns <= _SEVERAL_THREADS or _threads()() == 1:
@@ -121,10 +119,10 @@ def _multiply(a: Doubles, b: Doubles) -> Doubles:
 
 @cache
 def _threads() -> Callable[[], int]:
-    """Tells how many threads NumPy's BLAS takes for large products; 0: it does not say."""
+    """Return a function that returns the number of threads of NumPy's BLAS, or 0 if that is not known."""
     user = importlib.util.find_spec("numpy.linalg._umath_linalg")
     try:
-        library = ctypes.CDLL(user.origin if user is not None else None)  # and what that is linked with
+        library = ctypes.CDLL(user.origin if user is not None else None)  # and its dependencies
     except OSError:
         return lambda: 0
     for name in _THREADS:

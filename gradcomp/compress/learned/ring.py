@@ -1,4 +1,4 @@
-"""The ring-allreduce form of LGC: codes are summed, and every rank decodes their mean (Algorithm 2)."""
+"""LGC's ring-allreduce form sums codes, and every rank decodes their mean (Abrahamyan et al. 2021, Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -22,49 +22,44 @@ from gradcomp.kernels.step import StepContext
 
 @dataclass(frozen=True)
 class Ring(Form):
-    """mean = D((1/N) sum over ranks of E(g)); the loss is that of the mean."""
+    """Compute mean = D((1/N) sum over ranks of E(g)); the loss is that of the mean."""
 
     @cached_property
     def network(self) -> Autoencoder:
-        """E and D."""
         return Autoencoder(self.channels)
 
     @property
     def field(self) -> str:
-        """By channels."""
         return f"{SHARED}lgc_nets_{self.channels}"
 
     def size(self, ranks: int) -> int:
-        """Of one encoder and one decoder."""
         return self.network.size
 
     def first_weights(self, seed: int, ranks: int) -> Floats:
-        """The autoencoder's."""
         return self.network.first_weights(seed)
 
     def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
-        """One code, summed."""
+        """Return the bytes of one code, which is summed, as each row's share."""
         code = shares(4 * self.network.code_length(int(counts.sum())), counts).astype(np.float64)
         return Traffic(np.zeros_like(code), np.zeros_like(code), code)
 
     def unit(self, lesson: Lesson) -> float:
-        """The norm of the samples' mean."""
+        """Return the norm of the samples' mean."""
         with np.errstate(all="ignore"):
             total = lesson.samples[0].copy()
             for other in lesson.samples[1:]:
                 total += other
             mean = total / np.float32(len(lesson.samples))
-        # Exactly rounded, whatever the order.
+        # The sum is exactly rounded, whatever the order.
         return math.sqrt(math.fsum((mean.astype(np.float64) ** 2).tolist()))
 
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
-        """On the mean of samples."""
         return self.network.train(weights, lesson.samples, rate)
 
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
-        """The sum of codes, which every rank decodes."""
+        """Ask for the sum of codes, which every rank decodes."""
         shared = yield from share(Rider())
         flags, network = shared.flags.copy(), self.network
         values: list[Floats] = []
@@ -72,7 +67,7 @@ class Ring(Form):
         def write(view: Floats) -> Bytes:
             own = shared.prepare()
             values.append(sent.values(group, flags | own))
-            # An infinite value in the code is one in the sum, on all ranks.
+            # An infinite value in the code makes the sum infinite, on all ranks.
             view[:] = network.encode(weights(), values[0])
             return own
 

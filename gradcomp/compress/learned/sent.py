@@ -1,4 +1,4 @@
-"""The vector g of LGC: what a group's layers have at the selected indices."""
+"""Sent is the vector g of LGC: the values of a group's layers at the selected indices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gradcomp.kernels.codec import Group, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """g: the selected values of a group, its layers in the order of the model, whatever order they travel in.
+    """Locate g, the selected values of a group, with layers in the order of the model, whatever order they travel in.
 
-    ``places``: where each lies in the arrays of ``chosen``. ``rows``: the row that each belongs to.
+    ``places``: of each value in the arrays of ``chosen``. ``rows``: the row that each belongs to.
     """
 
     chosen: Selection
@@ -27,7 +27,7 @@ class Sent:
 
     @staticmethod
     def of(group: Group, chosen: Selection) -> Sent:
-        """Of the selection of a group."""
+        """Return the places for the selection of a group."""
         order = np.argsort(group.layers, kind="stable")
         places = [np.arange(n) + begin for begin, n in zip(chosen.offsets, chosen.counts, strict=True)]
         ordered = [places[row] for row in order.tolist()]
@@ -39,11 +39,11 @@ class Sent:
 
     @property
     def count(self) -> int:
-        """Values in all: mu."""
+        """Return the number of values."""
         return len(self.places)
 
     def values(self, group: Group, flags: Bytes) -> Floats:
-        """This rank's; zeros for rows that are flagged, since a code mixes rows."""
+        """Return this rank's values; zeros for rows that are flagged, because a code mixes rows."""
         chosen = self.chosen
         selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
         found: Floats = chosen.values[self.places]
@@ -51,7 +51,7 @@ class Sent:
         return found
 
     def in_rows(self, values: Floats) -> Floats:
-        """Values of g where the selection has them."""
+        """Return values of g in the order of the selection."""
         found: npt.NDArray[np.float32] = np.zeros_like(self.chosen.values)
         found[self.places] = values
         return found
@@ -72,7 +72,7 @@ class Sent:
 
 
 def shares(nbytes: int, counts: Sizes) -> Sizes:
-    """``nbytes`` divided among rows in proportion to their ``counts``."""
+    """Divide ``nbytes`` among rows in proportion to their ``counts``."""
     ends = np.cumsum(counts) * nbytes // max(int(counts.sum()), 1)
     found: Sizes = np.diff(ends, prepend=0)
     return found

@@ -1,4 +1,4 @@
-"""The parameter-server form of LGC: every rank decodes one rank's code with everybody's innovations (Algorithm 1)."""
+"""LGC's parameter-server form decodes one rank's code with all innovations (Abrahamyan et al. 2021, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from gradcomp.kernels.step import StepContext
 
 @dataclass(frozen=True)
 class Server(Form):
-    """rec_k = D_k(E(g of the leader), innovations of rank k in S); mean = (1/N) sum over k of (rec_k + those not in S).
+    """Decode one rank's code with the innovations of each rank.
 
-    Every rank is the server: it has all N decoders, and decodes for all. ``innovation``: of a layer's k values, the
-    share that is innovations, at least one; 0: none. ``similarity``: the weight of that part of the loss.
+    rec_k = D_k(E(g of the leader), innovations of rank k in S); mean = (1/N) sum over k of (rec_k + those not in S).
+
+    Every rank is a server: it has all N decoders, and decodes for all. ``innovation``: of a layer's k values, the share
+    that is innovations, at least one; 0: none. ``similarity``: the weight of that part of the loss.
     """
 
     innovation: float
@@ -35,56 +37,51 @@ class Server(Form):
 
     @property
     def field(self) -> str:
-        """By channels."""
         return f"{SHARED}lgc_server_{self.channels}"
 
     def network(self, ranks: int) -> Decoders:
-        """E, and D of every rank."""
+        """Return E, and a D for every rank."""
         return Decoders(self.channels, ranks, float(self.similarity))
 
     def size(self, ranks: int) -> int:
-        """Of one encoder and a decoder for each rank."""
         return self.network(ranks).size
 
     def first_weights(self, seed: int, ranks: int) -> Floats:
-        """The same for all decoders."""
         return self.network(ranks).first_weights(seed)
 
     def adapted(self, weights: Floats, seed: int, ranks: int) -> Floats:
-        """Decoders of ranks that were not there begin with first weights."""
         found = self.network(ranks).adapted(weights, seed)
         return super().adapted(weights, seed, ranks) if found is None else found
 
     def limits(self, counts: Sizes) -> Sizes:
-        """Innovations of each row; ``counts``: values of each row."""
+        """Return the number of innovations of each row; ``counts``: values of each row."""
         return elements_at(float(self.innovation), counts) if self.innovation else np.zeros_like(counts)
 
     def format(self, table: Table, counts: Sizes) -> SparseFormat:
-        """How a rank's innovations travel."""
+        """Return the payload format of a rank's innovations."""
         return SparseFormat(table, self.limits(counts), True, self.indices, Cast("float32"))
 
     def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
-        """One rank's code, and everybody's innovations."""
+        """Return the bytes of one rank's code, and of all ranks' innovations."""
         code = shares(4 * self.network(1).code_length(int(counts.sum())), counts).astype(np.float64)
         innovations = self.format(table, counts).wire_bytes(self.limits(counts)).astype(np.float64)
         return Traffic(code, innovations, np.zeros_like(code))
 
     def marking(self, group: Group, sent: Sent) -> Marking:
-        """Selects innovations, as in phase 3."""
+        """Select innovations, as in phase 3."""
         return Selecting(sent, self._own(group, sent))
 
     def marked(self, values: int) -> int:
-        """All."""
         return values
 
     def unit(self, lesson: Lesson) -> float:
-        """The root of the mean over ranks of the squared norm: zeros have a loss of 1 then."""
+        """Return the root of the mean over ranks of the squared norm: zeros then have a loss of 1."""
         squares = (lesson.samples.astype(np.float64) ** 2).ravel().tolist()
-        # Exactly rounded, whatever the order.
+        # The sum is exactly rounded, whatever the order.
         return math.sqrt(math.fsum(squares) / len(lesson.samples))
 
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
-        """On everybody's values, from the leader's code, as in phase 3."""
+        """Train on all ranks' values, from the leader's code, as in phase 3."""
         samples = lesson.samples
         innovations = np.where(lesson.innovations, samples, np.float32(0))
         return self.network(len(samples)).train(weights, samples, innovations, lesson.leader, rate)
@@ -92,7 +89,7 @@ class Server(Form):
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
-        """One Broadcast of a code and indices, and one Gather of innovations, if there are any."""
+        """Ask for one Broadcast of a code and indices, and for one Gather of innovations, if there are any."""
         network = self.network(context.world)
         coding = _Coding(sent, self._own(group, sent), network, weights)
         shared = yield from share(coding)
@@ -123,7 +120,6 @@ class Server(Form):
         return flags
 
     def _own(self, group: Group, sent: Sent) -> Selection:
-        """Room for this rank's innovations."""
         return group.scratch.once("own", lambda: Selection.allocate(self.limits(sent.chosen.counts)))
 
     def _keep(
@@ -135,7 +131,7 @@ class Server(Form):
         arrived: Arrived,
         found: Floats,
     ) -> None:
-        """Of what this rank contributed, what nobody can decode, with feedback."""
+        """Keep, with feedback, what this rank contributed and nobody can decode."""
         rank = context.draw.rank
         with np.errstate(all="ignore"):
             lost = sent.values(group, flags) - found[rank]
@@ -145,7 +141,7 @@ class Server(Form):
 
 
 class _Coding(Selecting):
-    """Selects innovations; the leader's code travels in front of its indices."""
+    """Select innovations, and send the leader's code in front of its indices."""
 
     def __init__(self, sent: Sent, own: Selection, network: Decoders, weights: Weights) -> None:
         super().__init__(sent, own)
@@ -154,21 +150,20 @@ class _Coding(Selecting):
         self.code: Floats = np.zeros(0, np.float32)
 
     def lead(self, group: Group, chosen: Selection, flags: Bytes, view: Bytes) -> None:
-        """Rows that are flagged hold zeros, since a code mixes rows."""
+        """Write the code. Rows that are flagged hold zeros, because a code mixes rows."""
         super().lead(group, chosen, flags, view)
         with np.errstate(all="ignore"):
             code = self._network.encode(self._weights(), chosen.values[self._sent.places])
         view[:] = code.astype("<f4").view(np.uint8)
 
     def read(self, data: Bytes) -> None:
-        """The code."""
         self.code = data.view("<f4").astype(np.float32)
 
 
 def _scatter(
     group: Group, context: StepContext, sent: Sent, flags: Bytes, arrived: Arrived, total: Floats
 ) -> None:
-    """Write the sum of what was decoded and of innovations elsewhere, over the divisor, to the outputs."""
+    """Write the sum of decoded values and of innovations elsewhere, over the divisor, to the outputs."""
     lists = [sent.chosen, *arrived.outside]
     begins = np.cumsum([0, *(len(one.indices) for one in lists[:-1])])
     kernel.scatter_mean(

@@ -1,4 +1,4 @@
-"""On how many of its samples LGC trains, so that training lengthens a step by little."""
+"""LGC trains on so few of its samples that training lengthens a step by little."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-#: The setting that lets ranks measure, and decide together.
+#: With this setting ranks measure, and decide together.
 AUTO: Final = "auto"
-#: Steps that every rank measures.
+#: Every rank measures so many steps.
 MEASURED: Final = 10
-#: The part of a step that training may take beside the rest of it, in the mean.
+#: Training may take this part of the rest of a step, in the mean.
 PART: Final = 0.05
 _LEAST_SHARE = 1000
 
 
 class Stopwatch:
-    """What training takes beside the rest of a step, on this rank. ``now``: a clock, in seconds."""
+    """Measure training against the rest of a step, on this rank. ``now``: a clock, in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -29,7 +29,10 @@ class Stopwatch:
         self._ended: float | None = None
 
     def time(self, lesson: Callable[[], T]) -> T:
-        """What the lesson gives. Behind the last one, until this one began, was the rest of a step."""
+        """Return the result of ``lesson``, and measure it.
+
+        The time between two lessons is the rest of a step.
+        """
         began = self._now()
         if self._ended is not None:
             self._rests.append(began - self._ended)
@@ -40,14 +43,14 @@ class Stopwatch:
 
     @property
     def part(self) -> float:
-        """Median time of a lesson over that of the rest of a step; 0 until enough were measured."""
+        """Return the median time of a lesson over that of the rest of a step; 0 until enough were measured."""
         if len(self._rests) < MEASURED:
             return 0.0
         return median(self._lessons) / max(median(self._rests), 1e-9)
 
 
 def every(parts: Sequence[float]) -> int:
-    """The m for which training on every m-th sample takes at most :data:`PART`, by the parts of all ranks.
+    """Return the m for which training on every m-th sample takes at most :data:`PART`, by the parts of all ranks.
 
     0 while a rank has not measured enough.
     """
@@ -58,7 +61,7 @@ def every(parts: Sequence[float]) -> int:
 
 
 def is_share(share: object) -> bool:
-    """Whether it is :data:`AUTO`, or 1/m for a whole number m."""
+    """Return whether a setting is :data:`AUTO`, or 1/m for a whole number m."""
     if share == AUTO:
         return True
     if isinstance(share, bool) or not isinstance(share, int | float) or not 1 / _LEAST_SHARE <= share <= 1:

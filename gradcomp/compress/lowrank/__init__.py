@@ -1,1 +1,1 @@
-"""Compressors that see layers as matrices and send factors of low rank."""
+"""Low-rank compressors see layers as matrices and send their factors."""

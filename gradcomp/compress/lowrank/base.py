@@ -1,4 +1,4 @@
-"""What low-rank compressors share: layers as matrices, factors in flat arrays, vectors sent as they are."""
+"""Low-rank compressors share this: layers as matrices, factors in flat arrays, other layers sent exactly."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from gradcomp.kernels.step import StepContext
 from gradcomp.kernels.subspace import Layers
 
 EXACT = Codec(FP32)
-"""Of layers that are not approximated."""
+"""The codec of layers that are not approximated."""
 
 
 def check_rank(rank: Level) -> None:
-    """ConfigError unless it is a whole number from 1 on."""
+    """Raise ConfigError unless the rank is a whole number from 1 on."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank < 2**15:
         raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """n x m: the first dimension against all others, as in Vogels et al. 2019; (size, 1) for a vector."""
+    """Return n x m: the first dimension against all others, as in Vogels et al. 2019; (size, 1) for a vector."""
     if len(shape) < 2:
         return int(np.prod(shape)), 1
     return shape[0], int(np.prod(shape[1:]))
 
 
 def clamped_rank(shape: tuple[int, ...], rank: int) -> int:
-    """The rank at which a layer of this shape is approximated: at most min(n, m); 0 where it is sent as it is.
+    """Return the rank at which a layer of this shape is approximated: at most min(n, m), or 0 if it is sent exactly.
 
-    That is where the factors would take r (n + m) >= n m elements: vectors, and matrices that are small or narrow.
+    A layer is sent exactly where the factors would take r (n + m) >= n m elements: vectors, and small or narrow
+    matrices.
     """
     n, m = matrix_shape(shape)
     rank = min(rank, n, m)
@@ -48,7 +49,7 @@ def clamped_rank(shape: tuple[int, ...], rank: int) -> int:
 
 @dataclass(frozen=True)
 class LowRank(Compressor):
-    """Base of the compressors that see layers as matrices, at a rank that is their level."""
+    """Base of the compressors that see layers as matrices; their level is the rank."""
 
     level_field: ClassVar[str | None] = "rank"
 
@@ -58,13 +59,13 @@ class LowRank(Compressor):
         check_rank(self.rank)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the rank; its column holds it as asked for, see :class:`Matrices`."""
+        """Write the rank as it was asked for; :class:`Matrices` clamps it."""
         check_rank(level)
         table["level"] = level
         table["bucket_size"] = 1
 
     def remark(self, layer: LayerSpec) -> str | None:
-        """Where the rank is more than a matrix can have."""
+        """Warn of a rank that is higher than the matrix can have."""
         n, m = matrix_shape(layer.shape)
         clamped = len(layer.shape) > 1 and self.rank > min(n, m)
         return f"rank {self.rank} is more than a matrix of {n} x {m} has" if clamped else None
@@ -72,11 +73,11 @@ class LowRank(Compressor):
 
 @dataclass(frozen=True, eq=False)
 class Matrices(Layers):
-    """The group's layers that are approximated, and those that travel exactly beside them."""
+    """Divide a group's layers into those that are approximated and those that travel exactly beside them."""
 
     @staticmethod
     def of(group: Group) -> Matrices:
-        """For the ranks that the rows ask for."""
+        """Return the matrices of a group, at the ranks in its table."""
         shapes = [matrix_shape(shape) for shape in group.shapes]
         wanted = group.table["level"].tolist()
         ranks = np.array(
@@ -106,17 +107,17 @@ class Matrices(Layers):
         )
 
     def split(self, flags: Bytes) -> tuple[Bytes, Bytes]:
-        """The flags of the approximated layers, and of the others."""
+        """Return the flags of the approximated layers, and of the others."""
         return flags[self.low], flags[self.exact]
 
     def join(self, low: Bytes, exact: Bytes) -> Bytes:
-        """The flags of all layers."""
+        """Return the flags of all layers, from those of :meth:`split`."""
         flags = np.empty(len(self.low) + len(self.exact), dtype=np.uint8)
         flags[self.low], flags[self.exact] = low, exact
         return flags
 
     def project(self, table: Table, context: StepContext, q: lowrank.Factor, p: Floats, flags: Bytes) -> None:
-        """M to the next residuals and M Q to ``p``: NaN for a layer that is not finite, and so for all ranks' sum.
+        """Write M to the next residuals and M Q to ``p``; NaN, and so a sum of NaN, for a layer that is not finite.
 
         ``table``, ``flags``: of the approximated layers.
         """
@@ -124,7 +125,7 @@ class Matrices(Layers):
         lowrank.project(table, flags, factors, self.shapes, q, self.p(p), decay=context.decay)
 
     def expand(self, group: Group, context: StepContext, p: Floats, q: Floats, flags: Bytes) -> None:
-        """Means to the outputs, from factors of which one is a sum over ranks. ``flags``: of the approximated ones."""
+        """Write means to the outputs, from factors of which one is a sum; ``flags``: of the approximated layers."""
         lowrank.expand(
             group.table[self.low],
             flags,
@@ -158,7 +159,7 @@ class Matrices(Layers):
 
 
 def elements(group: Group, sent: Callable[[int, int, int], int]) -> Sizes:
-    """``sent(n, m, r)`` of every row, or its length where it travels exactly."""
+    """Return ``sent(n, m, r)`` for every row, or its length where it travels exactly."""
     sizes = []
     for shape, rank, length in zip(
         group.shapes, group.table["level"].tolist(), group.table["length"].tolist(), strict=True

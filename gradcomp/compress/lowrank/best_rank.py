@@ -1,4 +1,4 @@
-"""BestRank: the best approximation of a rank, by singular value decomposition."""
+"""BestRank sends the best approximation at a given rank, by singular value decomposition."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class BestRank(Spectral):
 
         C = U_r S_r V_r^T;  mean = (1/N) sum over ranks of C;  e' = M - C
 
-    A baseline that shows what PowerSGD's single step of iteration costs in quality; a decomposition per step is too
-    slow for anything else: 673 ms where PowerSGD's whole step takes 105 (Vogels et al. 2019, section 4.2). The first
-    dimension of a tensor is n, all others together are m. Layers for which r (n + m) >= n m, vectors among them, travel
-    exactly. The level is the rank, at most min(n, m). ``feedback=False``: no e.
+    This is a baseline that shows what PowerSGD loses by its single step of iteration. To decompose in every step is too
+    slow for anything else: 673 ms where a whole step with PowerSGD takes 105 (Vogels et al. 2019, section 4.2). The
+    first dimension of a tensor is n, all others together are m. Layers for which r (n + m) >= n m, vectors among them,
+    travel exactly. The level is the rank, at most min(n, m). ``feedback=False``: there is no e.
 
     Wire: r (n + m) floats, sqrt(S_r) in both factors, to all ranks: (N - 1) d bytes per rank; one round.
     State: a residual per layer.
-    Errors: ConfigError for a rank below 1; numpy.linalg.LinAlgError should LAPACK not converge.
-    Source: Vogels et al. 2019, Table 2 ("best approximation"). The paper does not say whether that is of each worker's
-    matrix or of their mean, which only a dense exchange could give. Here it is of each rank's, so the mean has a rank
-    of up to N r where PowerSGD's has r; with one rank they are the same.
+    Errors: ConfigError for a rank below 1; numpy.linalg.LinAlgError if LAPACK does not converge.
+    Source: Vogels et al. 2019, Table 2 ("best approximation"). The paper does not say whether it approximates each
+    worker's matrix or their mean, which would need a dense exchange. Here each rank's matrix is approximated, so the
+    mean has a rank of up to N r where PowerSGD's has r; with one rank they are the same.
     """
 
     fixed: ClassVar[bool] = True
@@ -52,20 +52,19 @@ class BestRank(Spectral):
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual by default, since a truncation is biased."""
+        """Return a residual by default, because a truncation is biased."""
         return Traits(keeps_residual=self.feedback)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """The r largest of min(n, m) singular values hold r / min(n, m) of the energy at least."""
+        """Bound the loss: the r largest of min(n, m) singular values hold at least r / min(n, m) of the energy."""
         rank = clamped_rank(layer.shape, self.rank)
         return Distortion(1.0 - rank / min(matrix_shape(layer.shape)) if rank else 0.0)
 
     def most_atoms(self, n: int, m: int, rank: int) -> int:
-        """r."""
         return rank
 
     def choose(
         self, sigma: Doubles, rank: int, hashes: npt.NDArray[np.uint32], draw: Draw
     ) -> tuple[Booleans, Doubles]:
-        """The first ones, as they are."""
+        """Choose the first ``rank`` atoms, weighted by their singular values."""
         return np.broadcast_to(np.arange(sigma.shape[1]) < rank, sigma.shape), sigma

@@ -1,4 +1,4 @@
-"""PowerSGD: a step of subspace iteration per exchange, warm-started with the last result (Vogels et al. 2019)."""
+"""PowerSGD takes one step of subspace iteration per exchange, from the last result (Vogels et al. 2019)."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class PowerSGD(LowRank):
     of a tensor is n, all others together are m. Layers for which r (n + m) >= n m, vectors among them, travel exactly
     in the first sum. The level is the rank, at most min(n, m).
 
-    ``alternate``: half an iteration per step, one Sum: P = mean M Q^ with the last orthonormal Q^ in even steps, mean =
-    P Q^^T, and the other side in odd ones. Half the bytes. ``warm_start=False``: a fresh random Q each step (Vogels et
-    al. 2019, Table 2). ``feedback=False``: no e (Vogels et al. 2019, Table 1).
+    ``alternate``: half an iteration per step, with one Sum and half the bytes: in even steps P = mean of M Q^, with the
+    last orthonormal Q^, and mean = P Q^^T; in odd steps the two sides are exchanged. ``warm_start=False``: a new random
+    Q in each step (Vogels et al. 2019, Table 2). ``feedback=False``: there is no e (Vogels et al. 2019, Table 1).
 
     Wire: r n and r m floats, summed: two rounds of 2 d (N-1)/N bytes per rank; one round with ``alternate``.
-    State: a residual per layer, and Q (r m floats, the same on all ranks); with ``alternate`` P too. At a new rank the
-    columns are kept as far as there are any, and the others begin as all did, with normal numbers from the seed.
+    State: a residual per layer, and Q (r m floats, the same on all ranks); with ``alternate`` P too. When the rank
+    changes, existing columns are kept, and new ones begin as all did, with normal numbers from the seed.
     Errors: ConfigError for a rank below 1.
     Source: Vogels et al. 2019, Algorithms 1 and 2. The residual is that of the *local* projection P^ P^^T M: see
-    docs/decisions/0024. Differs: columns that vanish are zero instead of noise, and a column of Q that
-    came out zero stays what it was; Q is kept scaled by a power of two. Momentum is the optimizer's, after this.
+    docs/decisions/0024. Differs: columns that vanish are zero instead of noise, and a column of Q that would become
+    zero keeps its last value; Q is kept scaled by a power of two. Momentum is the optimizer's, after the exchange.
     """
 
     warm_start: bool = True
@@ -60,15 +60,15 @@ class PowerSGD(LowRank):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be true or false, got {getattr(self, field)!r}")
         if self.alternate and not self.warm_start:
-            raise ConfigError("alternate goes on from the last step's factors: it needs warm_start")
+            raise ConfigError("alternate continues from the last step's factors, so it needs warm_start=true")
 
     @cached_property
     def traits(self) -> Traits:
-        """M in memory; a residual by default, since a projection is biased."""
+        """Return a residual by default, because a projection is biased; M is kept in memory."""
         return Traits(keeps_residual=self.feedback, contributes=True)
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
-        """The factors of the last step."""
+        """Return the factors of the last step."""
         found = super().fields(layer, seed)
         n, m = matrix_shape(layer.shape)
         rank = clamped_rank(layer.shape, self.rank)
@@ -78,11 +78,11 @@ class PowerSGD(LowRank):
         return found
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """Both factors, or the one that travels in an even step."""
+        """Return the bytes of both factors, or of the one that travels in an even step."""
         return 4 * elements(group, lambda n, m, r: r * n if self.alternate else r * (n + m))
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Two Sums, or one."""
+        """Ask for two Sums, or for one where factors alternate or nothing is approximated."""
         matrices = group.scratch.once("matrices", lambda: Matrices.of(group))
         if not len(matrices.low):
             return (yield from _exactly(group, context, matrices))
@@ -171,14 +171,13 @@ class PowerSGD(LowRank):
         return matrices.join(low, exact)
 
     def _kept_q(self, context: StepContext, memory: _Memory) -> tuple[DoubleBuffer | None, bytes]:
-        """Where Q is kept from step to step, and which of its two places holds that of the last one."""
+        """Return the field that keeps Q over steps, and which of its two buffers holds the last step's."""
         if not self.warm_start:
             return None, b""
         kept = context.field(_Q)
         return kept, kept.turn(memory.layers)
 
     def _fresh(self, context: StepContext, matrices: Matrices, memory: _Memory) -> Floats:
-        """A new Q."""
         draw = context.draw
         memory.fresh[:] = lowrank.random_factors(
             matrices.columns, matrices.ranks, memory.hashes, seed=draw.seed, step=draw.step
@@ -188,7 +187,7 @@ class PowerSGD(LowRank):
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """What a group needs in every step: the same arrays, so that a device keeps its calls.
+    """Hold what a group needs in every step: the same arrays each time, so that a device can replay its calls.
 
     ``own``: this rank's Q. ``flags``: of what is sent; ``found``: of the mean; ``none``: no flags. ``layers``,
     ``hashes``: of the matrices. ``fresh``: a Q that is drawn.
@@ -219,13 +218,12 @@ class _Memory:
 
 
 def _written(table: Table) -> bytes:
-    """Which rows have an output."""
     written: bytes = (table["output"] != 0).tobytes()
     return written
 
 
 def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange:
-    """Nothing in the group is worth approximating."""
+    """Ask for one Sum, for a group in which no layer is worth approximating."""
     inputs, outputs = group.inputs, group.table
     memory = group.scratch.once("memory", lambda: _Memory.of(group, matrices))
     flags, found = memory.flags, memory.found
@@ -265,8 +263,8 @@ def _begin(side: int, rank: int, seed: int, layer: int) -> Begin:
 def _remember(name: str, group: Group, context: StepContext, factor: Floats, matrices: Matrices) -> None:
     """Keep a factor for the next step, each column scaled by a power of two to a largest magnitude below 1.
 
-    The basis of a product does not depend on it, and no number can grow or vanish over the steps. A column of zeros
-    would stay zero for ever: the one that was there before goes on instead.
+    The basis of a product does not depend on the scale, and no number can grow or vanish over the steps. A column of
+    zeros would stay zero for ever, so the column of the step before is kept instead.
     """
     kept = context.field(name)
     sides, columns = (

@@ -1,4 +1,4 @@
-"""What compressors by singular value decomposition share: decompose on every rank, gather atoms, add them up.
+"""Spectral compressors decompose matrices on every rank, gather atoms, and add them up.
 
 An atom is one singular triplet with a weight w in place of its singular value: w u v^T. It travels as the two columns
 sqrt(w) u and sqrt(w) v, neither of which overflows where their product does not.
@@ -29,7 +29,10 @@ _EPSILON = 2.0**-52
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Layers of one shape and rank, ``rows`` of the approximated ones. Their M lie side by side from ``start`` on."""
+    """Describe the layers of one shape and rank: ``rows`` of the approximated layers.
+
+    Their matrices M lie side by side from ``start`` on.
+    """
 
     rows: Sizes
     n: int
@@ -39,13 +42,15 @@ class Stack:
 
     @property
     def end(self) -> int:
-        """Where the last M ends."""
         return self.start + len(self.rows) * self.n * self.m
 
 
 @dataclass(frozen=True, eq=False)
 class Atoms:
-    """Atoms of one rank: ``counts[i]`` of row i; their columns row by row in ``p`` (length n) and ``q`` (length m)."""
+    """Hold one rank's atoms, ``counts[i]`` of row i.
+
+    Their columns lie row by row in ``p`` (of length n) and ``q`` (of length m).
+    """
 
     counts: Sizes
     p: Floats
@@ -54,33 +59,32 @@ class Atoms:
 
 @dataclass(frozen=True)
 class Spectral(LowRank):
-    """Base of the compressors that send some of each layer's atoms, weighted; mean = (1/N) sum over ranks of those.
+    """Base of the compressors that send some of each layer's atoms; mean = (1/N) sum over ranks of weighted atoms.
 
-    Decomposition is in float64 and batched by shape, so that the float32 columns hardly depend on whose LAPACK it was;
-    of u and v, whose sign is open, u gets a positive element of largest magnitude. Singular values that are rounding
-    errors, up to max(n, m) 2^-52 of the largest, count as zero.
+    Decomposition is in float64 and batched by shape, so that the float32 columns depend little on the LAPACK. The sign
+    of u and v is arbitrary; it is chosen so that the element of u with the largest magnitude is positive. Singular
+    values that are rounding errors, up to max(n, m) 2^-52 of the largest, count as zero.
     """
 
-    #: Whether a layer's size and level alone decide how many atoms are sent.
+    #: True if a layer's size and level alone decide how many atoms are sent.
     fixed: ClassVar[bool]
 
     @abstractmethod
     def most_atoms(self, n: int, m: int, rank: int) -> int:
-        """How many atoms of a matrix are sent: exactly if :attr:`fixed`, else at most."""
+        """Return how many atoms of a matrix are sent: exactly if :attr:`fixed`, else at most."""
 
     @abstractmethod
     def choose(
         self, sigma: Doubles, rank: int, hashes: npt.NDArray[np.uint32], draw: Draw
     ) -> tuple[Booleans, Doubles]:
-        """Which atoms of each matrix travel, and their weights; ``sigma``: its singular values in a row, descending."""
+        """Choose each matrix's atoms and their weights; ``sigma``: its singular values in a row, descending."""
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """Both columns of every atom, and the count where it varies."""
+        """Return the bytes of both columns of every atom, and of the count where it varies."""
         overhead = 0 if self.fixed else 1
         return 4 * elements(group, lambda n, m, r: overhead + self.most_atoms(n, m, r) * (n + m))
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Gather."""
         form = group.scratch.once("form", lambda: SpectralFormat(self, group))
         matrices = form.matrices
 
@@ -89,9 +93,7 @@ class Spectral(LowRank):
             atoms = self._decompose(group, context, form, flags)
             exact = group.scratch.array("exact", matrices.exact_size)
             found = flags[matrices.exact]
-            matrices.write_exact(
-                group, context, exact, found
-            )  # zeros for one that is not finite: its flag travels
+            matrices.write_exact(group, context, exact, found)  # zeros if not finite: its flag travels
             flags[matrices.exact] |= found
             if group.feedback:
                 _keep_rest(group, context, matrices, atoms)
@@ -141,7 +143,7 @@ class Spectral(LowRank):
 
 
 class SpectralFormat:
-    """The payload of a group: ``[counts][p of every row][q of every row][the layers that travel exactly]``.
+    """Encode and decode a group's payload: ``[counts][p of every row][q of every row][the exact layers]``.
 
     The counts, 4 bytes for every approximated layer, are there only where they vary.
     """
@@ -167,14 +169,14 @@ class SpectralFormat:
         return 4 * ((0 if self._fixed else len(counts)) + columns + self.matrices.exact_size)
 
     def write(self, atoms: Atoms, exact: Floats, view: Bytes) -> int:
-        """Fill the payload; returns the bytes used."""
+        """Fill the payload; return the bytes used."""
         counts = np.zeros(0, "<u4") if self._fixed else atoms.counts.astype("<u4")
         payload = np.concatenate([part.view(np.uint8) for part in (counts, atoms.p, atoms.q, exact)])
         view[: len(payload)] = payload
         return len(payload)
 
     def read(self, payload: Bytes, sender: int) -> tuple[Atoms, Floats]:
-        """What rank ``sender`` sent: atoms, and the layers that travel exactly. WireFormatError for what cannot be."""
+        """Return rank ``sender``'s atoms and exact layers. WireFormatError for an impossible payload."""
         at, counts = 0, self._most
         if not self._fixed:
             at = 4 * len(self._most)
@@ -202,24 +204,24 @@ def _begins(sizes: Sizes) -> Sizes:
 
 
 def _columns(u: Doubles, vt: Doubles, chosen: Booleans, weights: Doubles) -> tuple[Floats, Floats]:
-    """sqrt(w) u and sqrt(w) v of the chosen atoms, a row each, matrix by matrix."""
+    """Return sqrt(w) u and sqrt(w) v of the chosen atoms, one row each, matrix by matrix."""
     matrix, atom = np.nonzero(chosen)
     left, right = u.transpose(0, 2, 1)[matrix, atom], vt[matrix, atom]
     largest = np.take_along_axis(left, np.abs(left).argmax(axis=1, keepdims=True), axis=1)
     factor = np.copysign(np.sqrt(weights[matrix, atom])[:, None], largest)
-    # Adding 0 makes a -0 of a layer of zeros 0.
+    # Adding 0 turns the -0 that a layer of zeros has into 0.
     return (factor * left).astype(np.float32) + 0, (factor * right).astype(np.float32) + 0
 
 
 def _place(columns: Floats, into: Floats, begins: Sizes, counts: Sizes) -> None:
-    """Row k of ``columns`` behind the one before it, each matrix's first at its place in ``begins``."""
+    """Copy the rows of ``columns`` one after the other, each matrix's first to its place in ``begins``."""
     within = np.arange(len(columns)) - np.repeat(_begins(counts), counts)
     at = np.repeat(begins, counts) + within * columns.shape[1]
     into[at[:, None] + np.arange(columns.shape[1])] = columns
 
 
 def _keep_rest(group: Group, context: StepContext, matrices: Matrices, atoms: Atoms) -> None:
-    """Residual = M - what was sent, to the next residuals."""
+    """Write M minus what was sent to the next residuals."""
     table = group.inputs[matrices.low]
     ignored = np.zeros(len(table), dtype=np.uint8)
     contribute(table, ignored, context.factors(len(table)), decay=context.decay)
@@ -230,7 +232,7 @@ def _keep_rest(group: Group, context: StepContext, matrices: Matrices, atoms: At
 
 
 def _expand(group: Group, context: StepContext, matrices: Matrices, sent: list[Atoms], flags: Bytes) -> None:
-    """Means to the outputs: each layer's atoms are added up in the order of the ranks."""
+    """Write means to the outputs: each layer's atoms are added up in the order of the ranks."""
     counts = np.stack([atoms.counts for atoms in sent])
     shapes = matrices.shapes._replace(ranks=counts.sum(axis=0))
     p = _merge([atoms.p for atoms in sent], counts * matrices.rows)
@@ -249,7 +251,7 @@ def _expand(group: Group, context: StepContext, matrices: Matrices, sent: list[A
 
 
 def _merge(parts: list[Floats], sizes: Sizes) -> lowrank.Factor:
-    """All ranks' columns of a row side by side; ``sizes[rank, row]`` elements each."""
+    """Put all ranks' columns of a row side by side; ``sizes[rank, row]``: elements of each."""
     begins = _begins(sizes.sum(axis=0))
     merged = np.empty(int(sizes.sum()), dtype=np.float32)
     for part, size, at in zip(parts, sizes, begins + np.cumsum(sizes, axis=0) - sizes, strict=True):

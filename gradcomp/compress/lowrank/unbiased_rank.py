@@ -1,4 +1,4 @@
-"""UnbiasedRank: a random projection that all ranks share, which Vogels et al. 2019 compare PowerSGD with."""
+"""UnbiasedRank projects on random directions that all ranks share (Vogels et al. 2019, section 4.1)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class UnbiasedRank(LowRank):
 
         P = sum over ranks of M U;  mean = P U^T / N
 
-    A baseline: it reaches 71 to 76% where PowerSGD reaches 94 (Vogels et al. 2019, Table 1). The error is 0 in
-    expectation, so no residual is kept, and about sqrt(m / r) times M in size: an ErrorFeedback around it is refused.
+    This is a baseline: it reaches 71 to 76% where PowerSGD reaches 94% (Vogels et al. 2019, Table 1). The error is 0 in
+    expectation, so no residual is kept, but its size is about sqrt(m / r) times that of M: ErrorFeedback around it is
+    refused.
     The first dimension of a tensor is n, all others together are m. Layers for which r (n + m) >= n m, vectors among
     them, travel exactly. The level is the rank, at most min(n, m).
 
@@ -40,21 +41,18 @@ class UnbiasedRank(LowRank):
     """
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """E||x (U U^T - I)||^2 = ||x||^2 (m + 1) / r for every row x."""
+        """Return the variance: E||x (U U^T - I)||^2 = ||x||^2 (m + 1) / r for every row x."""
         rank = clamped_rank(layer.shape, self.rank)
         return Distortion((matrix_shape(layer.shape)[1] + 1) / rank if rank else 0.0, True)
 
     @cached_property
     def traits(self) -> Traits:
-        """M in memory."""
         return Traits(contributes=True)
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """M U."""
         return 4 * elements(group, lambda n, m, r: r * n)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Sum."""
         matrices = group.scratch.once("matrices", lambda: Matrices.of(group))
         u = _directions(group, context, matrices)
         own = group.scratch.array("own", matrices.p_size)
@@ -85,7 +83,7 @@ class UnbiasedRank(LowRank):
 
 
 def _directions(group: Group, context: StepContext, matrices: Matrices) -> Floats:
-    """U of every layer, the same on all ranks, to the last bit."""
+    """Return U of every layer, bit-identical on all ranks."""
     hashes = group.table["layer"][matrices.low]
     seed, step = context.draw.seed, context.draw.step
     normal = lowrank.random_factors(matrices.columns, matrices.ranks, hashes, seed=seed, step=step)

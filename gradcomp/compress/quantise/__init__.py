@@ -1,1 +1,1 @@
-"""Compressors that code every value in few bits: casts, quantisers, codebooks."""
+"""Quantisers code every value in few bits: casts, uniform quantisers, codebooks."""

@@ -1,4 +1,4 @@
-"""Narrow floating formats whose values share a scale, as hardware has them (OCP Microscaling, NVFP4)."""
+"""BlockFloat sends narrow floating formats whose values share a scale, such as OCP Microscaling and NVFP4."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class BlockFloat(Bucketed):
 
     value_i = X P_i; P_i is v_i / X in the format, subnormal numbers included, and P_max its largest number.
     ``scale="e8m0"`` (default): X = 2^ceil(log2(max |v| / P_max)), the least power of two with no |v_i| / X above P_max.
-    ``scale="e4m3"``: X = S s, s the least number of E4M3 with no |v_i| / X above P_max, S = max |v| / (448 P_max), the
-    maximum being that of the layer's part within a chunk. With ``block=16`` that is NVFP4.
+    ``scale="e4m3"``: X = S s, s the least number of E4M3 with no |v_i| / X above P_max, S = max |v| / (448 P_max),
+    where the maximum is that of the layer's part within a chunk. With ``block=16`` this is NVFP4.
 
     ``format``: ``"fp8_e4m3"`` (default: P_max = 448), ``"fp8_e5m2"`` (57344) or ``"fp4_e2m1"`` (6).
     ``block``: values that share X; None: the whole layer.
-    ``rounding="stochastic"`` (default): to one of the two neighbours, unbiased. ``"nearest"``: ties to even, biased;
-    ``feedback`` is then on by default.
-    Wire, per direction: 1 or half a byte a value and 1 byte a block, 8.25 and 4.25 bits a value at 32; with
-    ``scale="e4m3"`` also 4 bytes for S, 4.5 bits a value at 16. Two rounds under scatter-reduce-allgather.
-    State: with feedback, a residual per layer and the chunk owner's second residual.
-    Errors: ConfigError for an unknown word, a block below 1, or ``scale="e4m3"`` with a format of 8 bits. Values above
-    1.75 x 2^127 (1.5 x 2^127 of fp4_e2m1) are not finite under E8M0.
+    ``rounding="stochastic"`` (default): to one of the two neighbouring numbers, unbiased. ``"nearest"``: ties to even,
+    biased; ``feedback`` is then on by default.
+    Wire, per direction: 1 or half a byte per value and 1 byte per block, 8.25 and 4.25 bits per value at 32; with
+    ``scale="e4m3"`` also 4 bytes for S, 4.5 bits per value at 16. Two rounds under scatter-reduce-allgather.
+    State: with feedback, a residual per layer and the chunk owner's server-side error.
+    Errors: ConfigError for an unknown word, a block below 1, or ``scale="e4m3"`` with a format of 8 bits. Under E8M0,
+    values above 1.75 x 2^127 (1.5 x 2^127 for fp4_e2m1) count as not finite.
     Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6 (E4M3, E5M2, E2M1; scale E8M0; block 32);
-    NVIDIA, Pretraining Large Language Models with NVFP4, 2025 (scale E4M3 and the two levels of it; block 16).
-    Differs: X is rounded up, so that no value is cut off and stochastic rounding has no bias (6.3 takes
-    2^floor(log2 max |v|) over the largest power of two of the format, and cuts off; NVFP4 rounds s to nearest); X is at
-    least 2^-126, s at least 2^-9; codes that a format reserves for infinities and NaN are never sent. S is not the
-    tensor's: slice size and order of layers change it.
+    NVIDIA 2025, Pretraining Large Language Models with NVFP4 (scale E4M3 in two levels; block 16).
+    Differs: X is rounded up, so that no value is clamped and stochastic rounding has no bias (section 6.3 takes
+    2^floor(log2 max |v|) over the largest power of two of the format, and clamps; NVFP4 rounds s to nearest); X is at
+    least 2^-126, s at least 2^-9; codes that a format reserves for infinities and NaN are never sent. S is not that of
+    the whole tensor: it depends on the slice size and the order of layers.
     """
 
     format: str = "fp8_e4m3"
@@ -73,11 +73,11 @@ class BlockFloat(Bucketed):
 
     @property
     def bucket_size(self) -> int | None:  # type: ignore[override]
-        """The block."""
+        """Return ``block``, the number of values that share a scale."""
         return self.block
 
     def alternatives(self) -> tuple[BlockFloat, ...]:
-        """Eight bits and four, and its own format."""
+        """Return this compressor with 8 bits, with its own format, and with 4 bits."""
         formats = dict.fromkeys(("fp8_e4m3", self.format, "fp4_e2m1"))
         return tuple(
             replace(self, format=each, scale=self.scale if (self.scale, each) in _CODECS else "e8m0")
@@ -85,11 +85,11 @@ class BlockFloat(Bucketed):
         )
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """Of d values in a block, and a format with m bits of mantissa and the smallest number f.
+        """Bound the error for d values in a block, and a format with m bits of mantissa and the smallest number f.
 
         Normal numbers of the format are at most 2^-m |v| apart; the variance is at most a quarter of that squared.
         Below them it is at most (f X)^2 / 4. Under E8M0, max |v| > P_max X / 2. Under E4M3, X is at most 9/8 max |v| /
-        P_max, or max |v| / P_max + 2^-9 S where s is subnormal. To nearest, half the distance is the error.
+        P_max, or max |v| / P_max + 2^-9 S where s is subnormal. To nearest, the error is at most half the distance.
         """
         form = FORMATS[_FORMATS[self.format]]
         elements = min(self.block or WHOLE_LAYER, layer.size)
@@ -106,7 +106,7 @@ class BlockFloat(Bucketed):
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual as ``feedback`` says; by default where rounding is biased."""
+        """Return a residual as ``feedback`` says; by default there is one where rounding is biased."""
         return Traits(
             keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
             reduces=True,
@@ -114,9 +114,7 @@ class BlockFloat(Bucketed):
 
     @property
     def code_bits(self) -> int:
-        """Those of the format."""
         return LEVELS[_FORMATS[self.format]].start
 
     def codec_for(self, table: Table) -> Codec:
-        """The format's."""
         return Codec(_CODECS[self.scale, self.format], self.rounding == "stochastic")

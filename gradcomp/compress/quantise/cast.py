@@ -1,4 +1,4 @@
-"""Half-precision (or plain float32) on the wire, float32 in every sum."""
+"""Cast sends half-precision (or plain float32) values, and adds them in float32."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gradcomp.kernels.segments import BF16, FP16, FP32
 
 _KINDS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
 
-#: Elements that share one power-of-two scale in the float16 codec.
+#: So many elements share one power-of-two scale in the float16 codec.
 FP16_BLOCK = 512
 
-#: From a tensor to what travels and a context, and back.
+#: The two functions of a coder: from a tensor to what is sent and a context, and back.
 Coder = tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], Any]]
 
-#: By the package of a framework, what its frontend does with tensors that travel in "float16" or "bfloat16".
+#: A frontend adds its coder for tensors that travel in "float16" or "bfloat16", by the framework's package.
 CODERS: dict[str, Callable[[str], Coder]] = {}
 
 
@@ -34,10 +34,11 @@ CODERS: dict[str, Callable[[str], Coder]] = {}
 class Cast(Coded):
     """Round every value to ``dtype``: float16, bfloat16, or float32 (exact: how excluded layers travel).
 
-    Means are added in float32 and rounded once more for the way back. Float16 values are scaled per block of 512 by a
-    power of two (4 bytes a block), so that neither a large loss scale overflows nor a small gradient vanishes.
+    Sums are float32, and the mean is rounded once more before it is sent back. Float16 values are scaled per block of
+    512 by a power of two, so that neither a large loss scale overflows nor a small gradient vanishes.
     Wire, per element and direction: 2 bytes (+ 4/512 for float16), or 4. Two rounds under scatter-reduce-allgather.
-    State: a residual with ``feedback`` (off by default: rounding to nearest has no systematic direction).
+    State: a residual per layer with ``feedback`` (off by default: rounding to nearest has no systematic direction).
+    Errors: ConfigError for another dtype, and for a feedback that is neither true nor false.
     """
 
     dtype: str = "bfloat16"
@@ -50,11 +51,11 @@ class Cast(Coded):
             raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Horovod's: a tensor of PyTorch or TensorFlow as a collective sends it, and what :meth:`decompress` needs."""
+        """Return a PyTorch or TensorFlow tensor as collectives send it, and the context of :meth:`decompress`."""
         return self._coder(tensor)[0](tensor)
 
     def decompress(self, tensor: Any, context: Any) -> Any:
-        """Horovod's: the tensor in the dtype that it had."""
+        """Return the tensor in the dtype that it had before :meth:`compress`."""
         return self._coder(tensor)[1](tensor, context)
 
     def _coder(self, tensor: Any) -> Coder:
@@ -65,7 +66,7 @@ class Cast(Coded):
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual with ``feedback``, unless nothing is lost."""
+        """Return a residual with ``feedback``, unless nothing is lost."""
         return Traits(
             keeps_residual=self.feedback and self.dtype != "float32",
             reduces=True,
@@ -73,21 +74,18 @@ class Cast(Coded):
         )
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """By the digits of the dtype."""
         relative = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-8}[self.dtype]
         return Distortion(relative**2, self.traits.exact, relative)
 
     def codec_for(self, table: Table) -> Codec:
-        """The codec of the wire dtype."""
         return Codec(_KINDS[self.dtype])
 
     def fill(self, table: Table, level: Level) -> None:
-        """No level; float16 has scaling blocks."""
         table["level"] = 0
         table["bucket_size"] = FP16_BLOCK if self.dtype == "float16" else CAST_BLOCK
 
     def cut_elements(self, layer: LayerSpec) -> int:
-        """A scaling block for float16, else one cache line."""
+        """Return the size of a scaling block for float16, else that of a cache line."""
         return FP16_BLOCK if self.dtype == "float16" else CAST_BLOCK
 
 

@@ -1,4 +1,4 @@
-"""NUQSGD: quantisation with exponentially spaced levels (Ramezani-Kebrya et al. 2021)."""
+"""NUQSGD quantises to exponentially spaced levels (Ramezani-Kebrya et al. 2021)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradcomp.kernels.segments import MAGNITUDES_SHAPE, Magnitudes
 
 
 def _exponential() -> Magnitudes:
-    """0, 2^-(s-1), ..., 1/2, 1 for all bits; with 8 of them the smallest one is float32's smallest normal number."""
+    """Return 0, 2^-(s-1), ..., 1/2, 1 for all numbers of bits; 8 bits reach float32's smallest normal number."""
     magnitudes = np.zeros(MAGNITUDES_SHAPE, np.float32)
     for bits in range(2, 9):
         s = (1 << (bits - 1)) - 1
@@ -45,19 +45,20 @@ class NUQSGD(Bucketed):
     """Quantise to a sign and a power of two, in units of the bucket's norm.
 
     |v_i| / ||v|| is rounded to one of the levels 0, 2^-(s-1), ..., 1/4, 1/2, 1, where b bits give
-    s = 2^(b-1) - 1 levels beside 0; value = sign(v_i) ||v|| level. Most values are far smaller than the norm, where
-    these levels lie close together.
+    s = 2^(b-1) - 1 levels beside 0; value = sign(v_i) ||v|| level. Most values are far smaller than the norm, and
+    these levels are close together there.
 
     ``bits``: b, from 2 to 8. ``bucket_size``: values that share a norm; None: the whole layer.
     ``scaling``: ``"l2"`` (the paper's) or ``"linf"``.
     ``rounding="stochastic"`` (default): to the upper level with probability (v - lower) / (upper - lower), unbiased.
     ``"nearest"``: biased, ties to the lower level; ``feedback`` is then on by default.
-    Wire, per direction: ceil(n b / 8) bytes of codes and 4 bytes a bucket; two rounds under
-    scatter-reduce-allgather. State: with feedback, a residual per layer and the chunk owner's second residual.
+    Wire, per direction: ceil(n b / 8) bytes of codes and 4 bytes per bucket; two rounds under
+    scatter-reduce-allgather.
+    State: with feedback, a residual per layer and the chunk owner's server-side error.
     Errors: ConfigError for bits outside 2..8, a bucket size below 1, unknown words; for feedback that would diverge, or
     never send anything.
-    Source: Ramezani-Kebrya et al. 2021, as cited in Markov 2024. Differs: codes of a fixed length where the
-    paper's are of variable length; the mean over ranks is quantised again for the way back.
+    Source: Ramezani-Kebrya et al. 2021, as cited in Markov 2024. Differs: codes have a fixed length, where the paper
+    has codes of variable length; the mean over ranks is quantised again before it is sent back.
     """
 
     level_field: ClassVar[str | None] = "bits"
@@ -78,7 +79,6 @@ class NUQSGD(Bucketed):
             check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """By levels, and number of values that share a norm."""
         s = (1 << (self.bits - 1)) - 1
         elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
         levels = [2.0**-i for i in reversed(range(s))]
@@ -86,19 +86,18 @@ class NUQSGD(Bucketed):
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual as ``feedback`` says; by default where rounding is biased."""
+        """Return a residual as ``feedback`` says; by default there is one where rounding is biased."""
         return Traits(
             keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
             reduces=True,
         )
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the number of bits."""
         _check_bits(level)
         super().fill(table, level)
 
     def codec_for(self, table: Table) -> Codec:
-        """A codebook of powers of two; the number of bits is in the segment table."""
+        """Return a codebook of powers of two; the number of bits is in the segment table."""
         return Codec(KINDS[self.scaling], self.rounding == "stochastic", _MAGNITUDES)
 
 

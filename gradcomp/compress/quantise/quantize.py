@@ -1,4 +1,4 @@
-"""Bucketed uniform quantisation: CGX's default (Markov 2024, sections 2.2.3 and 3.5.3), QSGD, and random shifts."""
+"""Quantize quantises uniformly, bucket by bucket: CGX's default (Markov 2024), QSGD, and random shifts."""
 
 from __future__ import annotations
 
@@ -50,40 +50,41 @@ class Quantize(Coded):
         norm = ||v||; s = 2^(b-1) - 1 magnitudes and a sign bit; code = round(s |v| / norm); value = sign norm code / s.
         One bit is the sign alone. 4 bytes of scale per bucket.
     ``bits=(3, 4, 4, 2)``
-        2 to 256 numbers of bits: block i of n holds the rows R i // n to R (i + 1) // n of R, a vector's rows being its
-        elements. A block begins with the quantisation bucket in which its first row begins, so scales are those of
-        one number of bits.
+        2 to 256 numbers of bits: block i of n holds the rows R i // n to R (i + 1) // n of R; a vector's rows are its
+        elements. A block begins with the quantisation bucket in which its first row begins, so all values of a
+        bucket have one number of bits.
     ``rounding="stochastic"`` (default)
         to the upper level with probability (v - lower) / (upper - lower): unbiased, so no residual is needed, neither
         here nor where the chunk owner quantises the mean again.
     ``rounding="nearest"``
-        biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and stands for the mean
-        magnitude of the bucket; with ``minmax`` for the mean of its negative values or that of the others.
+        biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and decodes to plus or
+        minus the mean magnitude of the bucket; with ``minmax`` to the mean of its negative values or of the others.
     ``rounding="shift"`` (Markov 2024, definition 1)
-        one draw u in (-1/2, 1/2) for a layer and a step; code = round((v - lo) / unit - u);
-        value = lo + (code + u) unit. The record holds lo + u unit. Unbiased; the variance is unit^2 / 12, whatever v
-        is. Values may lie half a unit outside of [lo, hi], and all codes have b bits. It needs ``minmax``. Each rank
-        draws a u for its gradient; a mean has one, and all shards of an all-gather have the same.
+        one draw u in (-1/2, 1/2) per layer and step; code = round((v - lo) / unit - u);
+        value = lo + (code + u) unit. The record holds lo + u unit. Unbiased; the variance is unit^2 / 12 for every v.
+        Values may lie half a unit outside of [lo, hi], and all codes have b bits. It needs ``minmax``. Each rank
+        draws a u for its gradient; a mean has one u, and all shards of an all-gather have the same one.
     ``allocate="bucket"``
-        bits by bucket, 0 to 8, the fewest at which a layer's expected squared error stays that of ``bits`` bits for
-        all: minimise sum n_k b_k subject to sum n_k R_k^2 e(b_k) <= sum n_k R_k^2 e(b), R = hi - lo, e(b) =
-        (1/6) / (2^b - 1)^2, and 1/4 for one bit. A constant bucket takes 0 bits. The unit is a layer's part within a
-        chunk; each rank chooses for its payload, the chunk's owner for the mean. Unbiased, nothing accumulates. It
-        needs ``minmax`` and stochastic rounding.
+        0 to 8 bits for each quantisation bucket, the fewest at which the expected squared error of a layer is no
+        larger than with ``bits`` bits for all: minimise sum n_k b_k subject to
+        sum n_k R_k^2 e(b_k) <= sum n_k R_k^2 e(b), R = hi - lo, e(b) = (1/6) / (2^b - 1)^2, and 1/4 for one bit. A
+        constant bucket takes 0 bits. Bits are chosen for each layer's part within a chunk, by each rank for its
+        payload and by the chunk's owner for the mean. The code is unbiased and needs no residual. It needs ``minmax``
+        and stochastic rounding.
     ``allocate="bytes"``
-        the bytes of ``bits`` bits for all, and the least error with them: sizes are fixed. Where ``"bucket"`` runs
-        under a reduction that needs fixed sizes, it is this.
+        as many bytes as with ``bits`` bits for all, and the least error at that size, which is fixed. ``"bucket"``
+        acts like this under a reduction that needs fixed sizes.
 
     Wire, per direction: ceil(n b / 8) bytes of codes and the scales; two rounds under scatter-reduce-allgather.
     ``allocate``: 9 bytes of scale and bits per bucket, and codes in groups of eight; ``"bucket"`` announces sizes, and
-    takes a round more where one grows.
-    State: with feedback, a residual per layer and the chunk owner's second residual.
+    takes one more round when a size grows.
+    State: with feedback, a residual per layer and the chunk owner's server-side error.
     Errors: ConfigError for bits outside 1..8, one block or more than 256, a bucket size below 1, unknown words; for
     feedback that would diverge, or never send anything (few bits of an l2 norm, to nearest); for ``shift`` with another
-    scaling or ``allocate``.
-    Source: Markov 2024 (CGX), sections 2.2.3, 3.5.1, 3.5.3 and 5.5.1; QSGD as cited there. Differs: the default bucket
-    is 512 (Markov uses 128 and 1024 by model family); the probability is that of section 2.2.3 (5.4.2 has it
-    inverted). ``allocate`` is gradcomp's own, see ``docs/decisions/0032``.
+    scaling or with ``allocate``.
+    Source: Markov 2024, sections 2.2.3, 3.5.1, 3.5.3 and 5.5.1; QSGD as cited there. Differs: the default bucket size
+    is 512 (Markov uses 128 or 1024, by model family); the probability is that of section 2.2.3 (section 5.4.2 inverts
+    it). ``allocate`` is gradcomp's own, see ``docs/decisions/0032``.
     """
 
     level_field: ClassVar[str | None] = "bits"
@@ -121,7 +122,7 @@ class Quantize(Coded):
             check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """By number of steps, and of values that share a scale; of several numbers of bits, the worst."""
+        """Bound the error by the steps and the values that share a scale; of several numbers of bits the worst."""
         numbers = set(self.bits) if isinstance(self.bits, tuple) else {self.bits}
         return worst_of([self._distortion(bits, layer) for bits in sorted(numbers)])
 
@@ -133,7 +134,7 @@ class Quantize(Coded):
             return of_moved_extremes((1 << bits) - 1, elements)
         if self.scaling == "minmax":
             uniform = of_extremes((1 << bits) - 1, elements, nearest=nearest)
-            # Buckets may take one bit; of a layer the error is within 1/4 over 1/6 of that of uniform bits.
+            # A bucket may take one bit; a layer's error is at most 1/4 over 1/6 times that of uniform bits.
             return uniform if self.allocate is None else Distortion(1.5 * uniform.bound, True, 2.0)
         if bits == 1:
             return of_drawn_sign(elements, l2=self.scaling == "l2")
@@ -143,7 +144,7 @@ class Quantize(Coded):
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual as ``feedback`` says; by default where rounding is biased."""
+        """Return a residual as ``feedback`` says; by default there is one where rounding is biased."""
         return Traits(
             keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
             residual_decay=self.decay,
@@ -151,7 +152,7 @@ class Quantize(Coded):
         )
 
     def codec_for(self, table: Table) -> Codec:
-        """The codec; the number of bits is in the segment table."""
+        """Return the codec; the number of bits is in the segment table."""
         if self.allocate is not None:
             return Codec(_ALLOCATIONS[self.allocate], stochastic=True)
         if self.rounding == "shift":
@@ -159,13 +160,12 @@ class Quantize(Coded):
         return Codec(_KINDS[self.scaling], self.rounding == "stochastic")
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the number of bits."""
         _check_bits(level)
         table["level"] = level
         table["bucket_size"] = self.bucket_size
 
     def cut_elements(self, layer: LayerSpec) -> int:
-        """Cuts fall on quantisation buckets, so that no cut changes a scale."""
+        """Return the bucket size, so that no cut changes a scale."""
         return self.bucket_size
 
 

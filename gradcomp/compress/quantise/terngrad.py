@@ -1,4 +1,4 @@
-"""TernGrad: minus, nothing or plus the largest magnitude, at random (Wen et al. 2017)."""
+"""TernGrad sends minus, zero or plus the largest magnitude, at random (Wen et al. 2017)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class TernGrad(Bucketed):
     """Round every value to -s, 0 or s, where s is the bucket's largest magnitude, without bias.
 
     Q(v_i) = s sign(v_i) b_i with s = ||v||_inf and P(b_i = 1) = |v_i| / s, so E[Q(v)] = v and no residual is needed.
-    The mean over ranks is rounded in the same way for the way back.
+    The mean over ranks is rounded in the same way before it is sent back.
 
     ``bucket_size``: values that share s; None: the whole layer, as in the paper.
-    Wire, per direction: 2 bits a value and 4 bytes a bucket, 2.0625 bits a value at 512; two rounds under
-    scatter-reduce-allgather. State: none.
+    Wire, per direction: 2 bits per value and 4 bytes per bucket, 2.0625 bits per value at 512; two rounds under
+    scatter-reduce-allgather.
+    State: none.
     Errors: ConfigError for a bucket size below 1.
-    Source: Markov 2024 (CGX), section 2.2.3; Wen et al. 2017, as cited there. Differs: the default is a bucket
-    of 512 values instead of a layer; no ternary packing (log2 3 = 1.58 bits); gradients are not clipped and scales not
-    shared among ranks, which are the paper's options.
+    Source: Markov 2024, section 2.2.3; Wen et al. 2017, as cited there. Differs: the default is a bucket of 512 values
+    instead of a layer; codes are not packed as ternary digits (log2 3 = 1.58 bits); the paper's options, to clip
+    gradients and to share scales among ranks, are left out.
     """
 
     bucket_size: int | None = 512
@@ -35,15 +36,14 @@ class TernGrad(Bucketed):
         check_bucket_size(self.bucket_size)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """That of one level, the largest magnitude."""
         elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
         return of_magnitudes((1.0,), elements, l2=False, nearest=False)
 
     @property
     def code_bits(self) -> int:
-        """A sign and a magnitude of 0 or 1."""
+        """Return 2: a sign, and a magnitude of 0 or 1."""
         return 2
 
     def codec_for(self, table: Table) -> Codec:
-        """Even steps of the largest magnitude, of which two bits leave one."""
+        """Return a codec of even steps of the largest magnitude, of which two bits leave one."""
         return Codec(LINF, stochastic=True)

@@ -1,1 +1,1 @@
-"""Compressors that send one bit per value, its sign."""
+"""Sign compressors send one bit per value, its sign."""

@@ -1,4 +1,4 @@
-"""What compressors share that send the sign of every value, and mean magnitudes of each quantisation bucket."""
+"""SignAndMeans sends the sign of every value, and mean magnitudes of each quantisation bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from gradcomp.kernels.codec import Codec, Table
 
 @dataclass(frozen=True)
 class SignAndMeans(Bucketed):
-    """``kind``: of the codec. ``bucket_size``: values that share means; None: the whole layer."""
+    """Base of the compressors that send signs and means.
+
+    ``kind``: the number of the codec. ``bucket_size``: the values that share means; None: the whole layer.
+    """
 
     kind: ClassVar[int]
 
@@ -27,14 +30,11 @@ class SignAndMeans(Bucketed):
         check_feedback(self.feedback)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """By number of values that share a scale."""
         return of_mean_sign(min(self.bucket_size or WHOLE_LAYER, layer.size))
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual as ``feedback`` says."""
         return Traits(keeps_residual=self.feedback, reduces=True)
 
     def codec_for(self, table: Table) -> Codec:
-        """The same for all segments."""
         return Codec(self.kind)

@@ -1,4 +1,4 @@
-"""Signum: signs of a momentum, and a majority vote (Bernstein et al. 2019)."""
+"""Signum sends signs of a momentum and takes a majority vote (Bernstein et al. 2019)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from gradcomp.kernels.segments import VOTE
 @register("signum")
 @dataclass(frozen=True)
 class Signum(Bucketed):
-    """Every rank votes with the sign of its momentum; what comes back is +1 or -1, the majority's sign.
+    """Vote with the sign of every rank's momentum; the result is +1 or -1, the majority's sign.
 
-    m <- beta m + (1 - beta) g on every rank; result = sign(sum over ranks of sign(m)). A zero votes +1 or -1 at random,
-    each rank by its own draw, and a draw that all ranks share decides a tie: one bit cannot say zero, but its mean is
-    zero. The result has no magnitude: the learning rate is the step of every parameter, and is chosen smaller
-    than for SGD. What is kept is u <- beta u + g, which is m / (1 - beta) and has the same sign. The optimizer must
-    have no momentum of its own.
+    m <- beta m + (1 - beta) g on every rank; result = sign(sum over ranks of sign(m)). A rank whose value is zero votes
+    +1 or -1 at random, by its own draw, and a draw that all ranks share decides a tie: one bit cannot represent zero,
+    but its mean is zero. The result has no magnitude: the learning rate is the step of every parameter, and must be
+    smaller than for SGD. The state is u <- beta u + g, which is m / (1 - beta) and has the same sign. The optimizer
+    must not have a momentum of its own.
 
-    ``bucket_size``: values that share a record, which is 0 where all of them are 0 and else 1, so that a layer
-    without gradients stays where it is (a rank with a record of 0 does not vote); None: the whole layer.
+    ``bucket_size``: values that share a record, which is 0 where all of them are 0 and else 1, so that a layer without
+    gradients does not move (a rank with a record of 0 does not vote); None: the whole layer.
     ``momentum``: beta, from 0 up to but not including 1; 0 votes with the gradient itself (signSGD).
-    Wire, per direction: 1 bit a value and 4 bytes a bucket, 1.008 bits a value at 4,096; two rounds under
-    scatter-reduce-allgather. State: u per layer and rank, float32, with ``momentum``; never a residual: the
-    result is no mean of what the ranks sent, so that nothing telescopes (a declared exception).
+    Wire, per direction: 1 bit per value and 4 bytes per bucket, 1.008 bits per value at 4,096; two rounds under
+    scatter-reduce-allgather.
+    State: u per layer and rank, float32, with ``momentum``. There is never a residual: the result is no mean of what
+    the ranks sent, so no residual could hold the rest (a declared exception to the contract of compressors).
     Errors: ConfigError for a bucket size below 1 and a momentum outside [0, 1).
-    Source: Bernstein et al. 2019, as used in Vogels et al. 2019, Tables 6 and 7. Differs: votes are counted by the
-    chunk's owner, instead of by every rank after a gather; in a bucket in which every vote is a tie the result is 0.
+    Source: Bernstein et al. 2019, as used in Vogels et al. 2019, Tables 6 and 7. Differs: the chunk's owner counts the
+    votes, instead of every rank after a gather; in a bucket in which every vote is a tie the result is 0.
     """
 
     bucket_size: int | None = 4096
@@ -46,9 +47,9 @@ class Signum(Bucketed):
 
     @cached_property
     def traits(self) -> Traits:
-        """Momentum; and a vote is no mean, so no residual can account for what it leaves out."""
+        """Return momentum and no residual, because none can hold what a vote leaves out."""
         return Traits(momentum=self.momentum, reduces=True, accounts=False)
 
     def codec_for(self, table: Table) -> Codec:
-        """Signs without a magnitude: encoding their mean again is the vote. Draws decide ties."""
+        """Return a codec of signs without magnitude: to encode their mean is to vote. Draws decide ties."""
         return Codec(VOTE, stochastic=True)

@@ -1,1 +1,1 @@
-"""Compressors that send some elements of each layer."""
+"""Sparse compressors send some elements of each layer."""

@@ -1,4 +1,4 @@
-"""AdaComp: what one more gradient like this one would make the largest of its bin."""
+"""AdaComp sends what one more gradient like this one would make the largest of its bin (Chen et al. 2018)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from gradcomp.kernels.step import StepContext
 @register("adacomp")
 @dataclass(frozen=True)
 class AdaComp(Sparse):
-    """Send the elements that another gradient like this one would make the largest of their bin: no density to choose.
+    """Send the elements that another gradient like this one would make the largest of their bin; no density is chosen.
 
-    G = p = g + e;  H = G + g;  S = {i: |H_i| >= max |G| over the bin of i, and that is not 0}, bins being
-    ``bin_size`` elements in a row. How many these are follows from the data: much residual, few of them; none of a bin
-    that holds only zeros. Of more than ceil(limit n) of a layer, or one per bin if that is more, the largest |G| are
-    sent (without a residual, as in the first step, up to a quarter of a layer qualifies).
+    G = p = g + e;  H = G + g;  S = {i: |H_i| >= max |G| over the bin of i, and that is not 0}, where bins are
+    ``bin_size`` consecutive elements. The data decide how many these are: few where residuals are large, and none of a
+    bin that holds only zeros. If they are more than ceil(limit n) elements of a layer, or than one per bin if that is
+    more, the largest |G| are sent (without a residual, as in the first step, up to a quarter of a layer qualifies).
 
     The paper sends the sign of G times the layer's mean of the bins' maxima. Here values travel as ``values`` says:
-    exactly by default; ``OneBit()`` is the closest to the paper, with means per sign instead of the means of maxima.
+    exactly by default; ``OneBit()`` is closest to the paper, with means per sign instead of the means of maxima.
 
-    Wire: at most ceil(limit n) values and coded indices, with 4 bytes per layer that say how many: one round,
-    or two where a payload grows.
+    Wire: at most ceil(limit n) values and coded indices, and their count (4 bytes per layer): one round, or two where a
+    payload grows.
     State: a residual per layer.
     Errors: ConfigError for a bin without elements or a limit outside (0, 1].
-    Source: AdaComp (Chen et al. 2018), Algorithm 2, which Markov 2024 compares with in section 3.7.3; the
-    paper has bins of 50 for convolutions and 500 for other layers. Differs: ``limit``, zeros, and the values.
+    Source: Chen et al. 2018, Algorithm 2, which Markov 2024 compares with in section 3.7.3; the paper has bins of 50
+    for convolutions and 500 for other layers. Differs: ``limit``, zeros, and the values.
     """
 
     by_kernels = True
@@ -52,18 +52,17 @@ class AdaComp(Sparse):
             raise ConfigError(f"limit must be in (0, 1], got {self.limit!r}")
 
     def fill(self, table: Table, level: Level) -> None:
-        """There is none."""
         table["level"], table["bucket_size"] = 1, 1
 
     def limits(self, table: Table) -> Sizes:
-        """ceil(limit n), or one per bin."""
+        """Return ceil(limit n), or the number of bins if that is more."""
         lengths = table["length"].astype(np.int64)
         bins = -(-lengths // self.bin_size)
         most: Sizes = np.minimum(np.maximum(np.ceil(self.limit * lengths).astype(np.int64), bins), lengths)
         return most
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """By bins; a row that is not finite sends nothing."""
+        """Select bin by bin; a row that is not finite sends nothing."""
         table, by = group.inputs, context.factors(len(group.inputs))
         selection.contribute(table, flags, by, decay=context.decay)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))

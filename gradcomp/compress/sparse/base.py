@@ -1,4 +1,4 @@
-"""What sparse compressors share: select on every rank, gather what was selected, scatter its mean."""
+"""Sparse compressors share this: select on every rank, gather what was selected, scatter its mean."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.step import StepContext
 
-#: Zeros lie below it, and nothing else does.
+#: Only zeros are below this magnitude.
 LEAST_MAGNITUDE: Final = np.finfo(np.float32).smallest_subnormal
 
 
 def check_density(density: Level) -> None:
-    """ConfigError unless it is in (0, 1]."""
+    """Raise ConfigError unless the density is in (0, 1]."""
     if isinstance(density, bool) or not isinstance(density, int | float) or not 0.0 < density <= 1.0:
         raise ConfigError(f"density must be in (0, 1], got {density!r}")
 
 
 def elements_at(density: float | npt.NDArray[np.float64], lengths: Sizes) -> Sizes:
-    """How many elements a density means: round(density n), at least one of a layer that has any."""
+    """Return the number of elements at a density: round(density n), at least one of a layer that has any."""
     counts = np.rint(density * lengths).astype(np.int64)
     limited: Sizes = np.minimum(np.maximum(counts, 1), lengths)
     return limited
@@ -54,18 +54,18 @@ class ByDensity(Compressor):
         check_density(self.density)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the density; its column holds k."""
+        """Write k, the number of elements to select, into the column of the level."""
         check_density(level)
         assert isinstance(level, int | float), "checked"
         table["level"] = elements_at(float(level), table["length"].astype(np.int64))
         table["bucket_size"] = 1
 
     def sent_of(self, layer: LayerSpec) -> int:
-        """k of a layer."""
+        """Return k, the number of elements that are selected of this layer."""
         return int(elements_at(self.density, np.array([layer.size]))[0])
 
     def limits(self, table: Table) -> Sizes:
-        """k of each row."""
+        """Return k, the number of elements that are sent of each row."""
         counts: Sizes = table["level"].astype(np.int64)
         return counts
 
@@ -78,10 +78,10 @@ class Sparse(Compressor):
     S; e' = p outside of S, and inside what the coding of values lost.
 
     ``values``: how selected values travel, any coded compressor: exact (default), ``Cast("bfloat16")``,
-    ``Quantize(4)``, ``OneBit()`` (one mean per sign, RedSync). ``indices``: ``auto`` (the smallest by formula for the
-    layer's size and count, see docs/wire-format.md), ``raw`` (32 bits), ``packed``, ``bitmap``, ``deflate`` (as in
-    Abrahamyan et al. 2021, section V-A). ``feedback``: keep what was not sent; ConfigError for ``values`` whose coding
-    would make it grow.
+    ``Quantize(4)``, ``OneBit()`` (one mean per sign, as in RedSync). ``indices``: ``auto`` (the smallest coding by
+    formula for the layer's size and count, see docs/wire-format.md), ``raw`` (32 bits), ``packed``, ``bitmap``,
+    ``deflate`` (as in Abrahamyan et al. 2021, section V-A). ``feedback``: keep what was not sent; ConfigError for
+    ``values`` whose coding would make the residual grow.
 
     Layers are never cut into slices: a selection is the whole layer's. Every rank receives N - 1 payloads.
     """
@@ -90,10 +90,10 @@ class Sparse(Compressor):
     indices: str = field(default="auto", kw_only=True)
     feedback: bool = field(default=True, kw_only=True)
 
-    #: Whether kernels alone touch what ``select`` selects, so that it may stay on a device.
+    #: True if only kernels touch what ``select`` selects, so that it may stay on a device.
     by_kernels = False
 
-    #: Whether ``select`` does nothing but call kernels, none of which needs what another one leaves on the host.
+    #: True if ``select`` only calls kernels, none of which needs what another one leaves on the host.
     in_one_call = False
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Sparse(Compressor):
             check_feedback_around(name, self.values.distortion(ANY_LAYER), remedy)
 
     def distortion_of_largest(self, count: int, layer: LayerSpec) -> Distortion:
-        """If the ``count`` largest elements are sent: those hold count / n of the energy at least."""
+        """Bound the loss if the ``count`` largest elements are sent, which hold at least count / n of the energy."""
         coded = self.values.distortion(replace(layer, shape=(count,)))
         if coded is None:
             coded = Distortion(0.0)
@@ -124,34 +124,37 @@ class Sparse(Compressor):
 
     @property
     def fixed(self) -> bool:
-        """Whether a layer's size and level alone decide how many elements are sent."""
+        """Return whether a layer's size and level alone decide how many elements are sent."""
         return False
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual by default, since a selection is biased; selections are made from p."""
+        """Return a residual by default, because a selection is biased; selections are made from p in memory."""
         return Traits(keeps_residual=self.feedback, contributes=True)
 
     @abstractmethod
     def limits(self, table: Table) -> Sizes:
-        """How many elements of each row are sent: exactly if :attr:`fixed`, else at most."""
+        """Return how many elements of each row are sent: exactly if :attr:`fixed`, else at most."""
 
     @abstractmethod
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """Write p to the rows' next residuals, and the selection; flag rows that are not finite."""
+        """Write p to the rows' next residuals, and write the selection; flag rows that are not finite."""
 
     def format(self, table: Table, device: Device = HOST) -> SparseFormat:
-        """The payload of a group with this table, which lies on ``device``."""
+        """Return the payload format of a group with this table, which lies on ``device``."""
         device = device if self.by_kernels else HOST
         return SparseFormat(table, self.limits(table), self.fixed, self.indices, self.values, device)
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """Indices and values; with DEFLATE, values only."""
+        """Return the bytes of indices and values, without indices that are deflated."""
         form = self.format(group.table)
         return form.wire_bytes(form.limits)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Gather. On a device a selection of known size is encoded in the call that finds it, else in the next."""
+        """Ask for one Gather.
+
+        On a device, a selection of known size is encoded in the call that makes it, any other in a second call.
+        """
         form = group.scratch.once("format", lambda: self.format(group.table, group.scratch.device))
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(form.limits, form.device))
         flags = group.scratch.once("flags", lambda: np.zeros(len(group.table), dtype=np.uint8))
@@ -194,19 +197,19 @@ class Sparse(Compressor):
 
 
 def _masked(group: Group) -> bytes:
-    """Where momentum lies that starts again: a table of its own refers to it, see :func:`keep_errors`."""
+    """Return the addresses of masked momentum as part of a key, because :func:`keep_errors` writes there."""
     found: bytes = group.inputs["gradient"].tobytes() if group.compressor.traits.masks_momentum else b""
     return found
 
 
 def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
-    """The residual of what is sent is what its coding lost; its momentum, if that is masked, starts again."""
+    """Write the coding's loss to the residuals of what is sent, and reset its momentum, if that is masked."""
     table = group.inputs
     if group.feedback:
         selection.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
     if group.compressor.traits.masks_momentum:
         momentum = table.copy()
-        momentum["next_residual"] = table["gradient"]  # which holds the momentum, float32
+        momentum["next_residual"] = table["gradient"]  # the column points to the momentum, float32
         zeros = group.scratch.once("zeros", lambda: chosen.device.array(len(chosen.values), np.float32))
         selection.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
 
@@ -214,7 +217,7 @@ def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
 def scatter_payloads(
     form: SparseFormat, group: Group, context: StepContext, payloads: list[Bytes], flags: Bytes
 ) -> Bytes:
-    """Decode every rank's payload and write the mean to the outputs; returns the rows that are not finite."""
+    """Decode every rank's payload and write the mean to the outputs; return the rows that are not finite."""
     arrived = group.scratch.once("arrived", lambda: _Arrived.of(form, len(payloads)))
     own, table = arrived.flags, group.table
 
@@ -239,7 +242,7 @@ def scatter_payloads(
 
 @dataclass(eq=False)
 class _Arrived:
-    """Selections of all ranks, one behind the other. ``flags``: of the rows of their mean."""
+    """Hold the selections of all ranks, one after the other. ``flags``: of the rows of their mean."""
 
     offsets: Sizes
     counts: Sizes

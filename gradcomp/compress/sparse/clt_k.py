@@ -1,4 +1,4 @@
-"""CLT-k: one rank's largest elements decide for all (ScaleCom)."""
+"""CLT-k sends the elements of all ranks that are largest on one rank (Chen et al. 2020, ScaleCom)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from gradcomp.kernels.step import StepContext
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A selection without values, the same on all ranks; of its rows, what is known of values that are not finite.
+    """Hold a selection without values, the same on all ranks, and what is known of values that are not finite.
 
-    ``flags``: of all ranks, as far as they were told; where indices stay, nothing may have been told yet. ``prepare``:
-    returns the flags of this rank's rows, and sees to it that p is in the next residuals. To be called once.
+    ``flags``: rows that some rank has reported as not finite; where indices are kept, nothing may have been reported
+    yet. ``prepare``: writes p to the next residuals if that is not done, and returns the flags of this rank's rows. It
+    is to be called once.
     """
 
     chosen: Selection
@@ -36,23 +37,23 @@ class Shared:
 
 
 class Rider:
-    """What travels in front of the leader's indices, and what else ranks do in that round: here nothing.
+    """Add data in front of the leader's indices, and work to that round: this base class adds none.
 
-    ``nbytes``: of what travels.
+    ``nbytes``: the size of the data.
     """
 
     nbytes: int = 0
 
     def lead(self, group: Group, chosen: Selection, flags: Bytes, view: Bytes) -> None:
-        """On the leader, which has selected: write what travels."""
+        """Write the data, on the leader, which has selected."""
 
     def follow(self, group: Group, context: StepContext, flags: Bytes) -> None:
-        """On the others: write p to the next residuals."""
+        """Write p to the next residuals, on the other ranks."""
         factors = context.factors(len(group.table))
         selection.contribute(group.inputs, flags, factors, decay=context.decay)
 
     def read(self, data: Bytes) -> None:
-        """On all ranks: what came, ``nbytes`` long. ValueError if that cannot be."""
+        """Read the ``nbytes`` that have arrived, on all ranks. ValueError if they are impossible."""
 
 
 @register("clt_k")
@@ -60,24 +61,23 @@ class Rider:
 class CLTk(Summed):
     """Send the k = round(density n) elements of each layer, at least one, whose p is largest on this step's leader.
 
-    Cyclic local top-k: in step t rank t mod N leads. It selects the k largest |p| of each layer, ties by lower index,
-    and broadcasts their indices; then all ranks' p at these indices are summed. e' = p elsewhere, and 0 there. The
-    level is the density.
+    This is cyclic local top-k: in step t rank t mod N leads. It selects the k largest |p| of each layer, ties by lower
+    index, and broadcasts their indices; then all ranks' p at these indices are summed. e' = p elsewhere, and 0 there.
+    The level is the density.
 
-    With ``refresh`` = s, indices stay for a period of s steps: rank (t div s) mod N leads in all of it, and selects in
-    its first step, or in the first that is accepted.
+    With ``refresh`` = s, indices are kept for a period of s steps: rank (t div s) mod N leads in all of it, and selects
+    in its first step, or in the first that is accepted.
 
-    It rests on residuals that resemble each other over ranks: then one rank's largest elements are nearly those of the
-    mean. ``indices``: their coding, as in :class:`Sparse`.
+    It assumes that residuals are similar on all ranks: then one rank's largest elements are nearly those of the mean.
+    ``indices``: their coding, as in :class:`Sparse`.
 
-    Wire: a Broadcast of the leader's coded indices, then one Sum of k values, 8k (N - 1) / N bytes per rank with a
-    ring; only the first has a size that depends on the coding. TopK gathers N lists where this sums one.
-    Where indices stay there is no Broadcast.
+    Wire: a Broadcast of the leader's coded indices, whose size depends on the coding, unless indices are kept; then one
+    Sum of k values, 8k (N - 1) / N bytes per rank with a ring. TopK gathers N lists where this sums one.
     State: a residual per layer, with ``feedback``; with ``refresh`` > 1, 16 bytes per index and 8 per layer.
     Errors: ConfigError for a density outside (0, 1]; WireFormatError for indices that are out of range or not
     ascending; StateError for such indices in a checkpoint.
-    Source: ScaleCom (Chen et al. 2020) as Abrahamyan et al. 2021 describe it, section II. Differs: no low-pass filter
-    on the residuals, which they do not mention; ``refresh``.
+    Source: Chen et al. 2020 (ScaleCom) as Abrahamyan et al. 2021 describe it, section II. Differs: there is no low-pass
+    filter on the residuals, which they do not mention; ``refresh``.
     """
 
     indices: str = field(default="auto", kw_only=True)
@@ -95,45 +95,48 @@ class CLTk(Summed):
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual by default, since a selection is biased."""
+        """Return a residual by default, because a selection is biased; selections are made from p in memory."""
         return Traits(keeps_residual=self.feedback, contributes=True)
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
-        """Indices that stay."""
+        """Return the fields of the base, and with ``refresh`` the one that keeps indices."""
         size = elements_for(self.sent_of(layer))
         kept = {KEPT: (size, zeros(size))} if self.refresh > 1 else {}
         return {**super().fields(layer, seed), **kept}
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """The leader's, when it selects: indices and values; with DEFLATE, values only."""
+        """Return the leader's bytes when it selects: indices, unless they are deflated, and values."""
         return super().wire_bytes(group) + self.format(group.table).row_bytes(self.limits(group.table))
 
     def traffic(self, group: Group) -> Traffic:
-        """Indices of one step in ``refresh``, and a sum."""
+        """Return the indices of one step in ``refresh``, and a sum of values."""
         led = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
         return Traffic(led, np.zeros_like(led), super().wire_bytes(group).astype(np.float64))
 
     def format(self, table: Table) -> IndexFormat:
-        """How the leader's indices travel."""
+        """Return the format of the leader's indices."""
         return IndexFormat(table["length"].astype(np.int64), self.indices)
 
     def leader(self, context: StepContext) -> int:
-        """Who selects in this step, among the ranks that train."""
+        """Return the rank that selects in this step."""
         return context.draw.step // self.refresh % context.world
 
     def selection_of(self, group: Group) -> Selection:
-        """Where the leader's selection is, in every step."""
+        """Return the group's only selection, which every step fills."""
         return group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Broadcast, unless indices stay, and one Sum."""
+        """Ask for one Broadcast, unless indices are kept, and one Sum."""
         shared = yield from self.share_indices(group, context)
         return (yield from self.sum_at(group, context, shared.chosen, shared.prepare))
 
     def share_indices(
         self, group: Group, context: StepContext, rider: Rider | None = None
     ) -> Generator[Message, Reply, Shared]:
-        """The selection of this step. One Broadcast, unless indices stay and nothing else travels with them."""
+        """Return the selection of this step.
+
+        It takes one Broadcast, unless indices are kept and a rider adds no data.
+        """
         form = group.scratch.once("format", lambda: self.format(group.table))
         chosen = self.selection_of(group)
         most = group.scratch.once("most", lambda: form.most_bytes(chosen.counts, fixed=True))
@@ -165,7 +168,7 @@ class CLTk(Summed):
             with sent_by(leader):
                 if len(reply.data) < rider.nbytes:
                     raise ValueError(
-                        f"{len(reply.data)} bytes where {rider.nbytes} come in front of the indices"
+                        f"{len(reply.data)} bytes, fewer than the {rider.nbytes} in front of the indices"
                     )
                 rider.read(reply.data[: rider.nbytes])
                 if not stays:
@@ -177,7 +180,7 @@ class CLTk(Summed):
 
 
 def _select(group: Group, context: StepContext, flags: Bytes, chosen: Selection) -> None:
-    """On the leader: the largest |p|; p is written to the next residuals."""
+    """Select the largest |p| on the leader; write p to the next residuals."""
     selection.select_top(
         group.inputs,
         flags,
@@ -188,11 +191,11 @@ def _select(group: Group, context: StepContext, flags: Bytes, chosen: Selection)
         chosen.values,
         chosen.counts,
         decay=context.decay,
-        zeros=True,  # other ranks' elements there need not be 0
+        zeros=True,  # other ranks' elements at these indices need not be 0
     )
 
 
 def _take_kept(group: Group, context: StepContext, flags: Bytes, chosen: Selection) -> None:
-    """The same at indices that stay."""
+    """Take the values of p at indices that are kept, on the leader; write p to the next residuals."""
     selection.contribute(group.inputs, flags, context.factors(len(group.table)), decay=context.decay)
     selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)

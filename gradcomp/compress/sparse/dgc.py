@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: a sampled threshold, momentum correction and masking, local clipping, density warm-up."""
+"""Deep Gradient Compression sends what exceeds a sampled threshold of each rank's momentum (Lin et al. 2018)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Sizes, Table
 
-#: Densities of the warm-up, as far as they are above the final one.
+#: The warm-up has these densities, as far as they are above the final one.
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 
 # A sampled rank r estimates k with a relative deviation of about 1 / sqrt(r).
@@ -30,25 +30,26 @@ _LEAST_RANK = 10
 class DGC(EstimatedThreshold):
     """Send the elements above a threshold that a sample of each layer gives, of each rank's clipped momentum.
 
-    u_t = m u_{t-1} + clip(g_t);  p_t = u_t + e_t;  t = magnitude of rank density x m among m sampled |p|;
-    S = {i: |p_i| >= t}, or the k = round(density n) largest of them;  e_{t+1} = p_t outside of S;  u_t = 0 inside of S.
+    u_t = m u_{t-1} + clip(g_t);  p_t = u_t + e_t;  t = magnitude of rank density x m among m sampled |p|;  S = {i:
+    |p_i| >= t}, or the k = round(density n) largest of them;  e_{t+1} = p_t outside of S;  u_t = 0 inside of S.
 
-    ``momentum_factor``: m; 0: no momentum; ``"optimizer"``: that of the layer's group in the optimizer, as
-    :class:`MomentumCorrection` takes it. ``mask``: set the momentum of what was sent to zero. ``clip``: the largest
-    norm as in :class:`LocalClip`; None: no clipping. ``sample``: share of a layer that is sampled, in strides of
-    round(1 / sample) from a place that varies with the step; layers whose sample would say little, those with fewer
-    than 10 sampled elements above the threshold, are read whole, which selects as :class:`TopK` does. ``warmup_steps``:
-    densities of 25, 6.25, 1.5625 and 0.4%, those above ``density``, for equal parts of so many steps. If the
-    optimizer has momentum of its own beside a number m, the step is a ConfigError.
+    ``momentum_factor``: m; 0: no momentum; ``"optimizer"``: the momentum of the layer's group in the optimizer, as in
+    :class:`MomentumCorrection`. If the optimizer has a momentum of its own beside a number m, the step raises
+    ConfigError. ``mask``: reset the momentum of what was sent to zero. ``clip``: the largest norm as in
+    :class:`LocalClip`; None: no clipping. ``sample``: the share of a layer that is sampled, in strides of round(1 /
+    sample) from an offset that varies with the step; layers with fewer than 10 sampled elements above the threshold are
+    read whole, which selects as :class:`TopK` does, because their sample would say little. ``warmup_steps``: the number
+    of steps over which the densities 25, 6.25, 1.5625 and 0.4%, as far as they are above ``density``, hold for equal
+    parts.
 
-    Wire: at most k values and coded indices, with 4 bytes per layer that say how many: one round, or two
-    where a payload grows.
+    Wire: at most k values and coded indices, and their count (4 bytes per layer): one round, or two where a payload
+    grows.
     State: a residual and, with momentum, u per layer: 16 bytes per element.
     Errors: ConfigError for a density or sample outside (0, 1], a momentum that is neither in [0, 1) nor the
     optimizer's, a warm-up of fewer steps than it has densities, and what LocalClip refuses.
-    Source: Deep Gradient Compression (Lin et al. 2018) as used in Abrahamyan et al. 2021, section V-A, and Tyagi and
-    Swany 2023, section IV. Differs: strides instead of random samples; clipping per layer; no Nesterov form; warm-up in
-    steps instead of epochs.
+    Source: Lin et al. 2018 as used in Abrahamyan et al. 2021, section V-A, and Tyagi and Swany 2023, section IV.
+    Differs: strides instead of random samples; clipping per layer; no Nesterov form; warm-up in steps instead of
+    epochs.
     """
 
     density: float = 0.001
@@ -70,13 +71,12 @@ class DGC(EstimatedThreshold):
             raise ConfigError(f"warmup_steps must be a whole number of at least 0, got {steps!r}")
         if 0 < steps < len(self._warmup_levels):
             raise ConfigError(
-                f"a warm-up through {len(self._warmup_levels)} densities takes at least as many steps, got {steps}"
+                f"a warm-up through {len(self._warmup_levels)} densities needs at least as many steps, got {steps}"
             )
         self.dense(Identity())  # raises for what the wrappers refuse
 
     @cached_property
     def traits(self) -> Traits:
-        """Momentum and clipping as well."""
         return Traits(
             keeps_residual=self.feedback,
             contributes=True,
@@ -86,7 +86,6 @@ class DGC(EstimatedThreshold):
         )
 
     def dense(self, exact: Compressor) -> Compressor:
-        """``exact``, with the same momentum and clipping."""
         if self.momentum_factor:
             exact = MomentumCorrection(exact, self.momentum_factor, self.mask)
         return exact if self.clip is None else LocalClip(exact, self.clip)
@@ -103,20 +102,19 @@ class DGC(EstimatedThreshold):
         return DensitySchedule(replace(self, warmup_steps=0), levels, self.warmup_steps // len(levels))
 
     def at_step(self, step: int) -> Compressor:
-        """Itself without warm-up, at the step's density."""
+        """Return itself without a warm-up, at the step's density."""
         return self._schedule.at_step(step) if self._schedule else replace(self, warmup_steps=0)
 
     def bare(self) -> Compressor:
-        """The threshold alone."""
         return replace(self, momentum_factor=0.0, clip=None, warmup_steps=0)
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """The end of every part of the warm-up."""
+        """Return the end of every part of the warm-up."""
         return self._schedule.changes if self._schedule else ()
 
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
-        """From a sample, or from all of a layer that is too small for one."""
+        """Estimate thresholds from a sample, or from all of a layer that is too small for one."""
         stride = round(1 / self.sample)
         found = np.zeros(len(table), dtype=np.float32)
         sampled = wanted >= _LEAST_RANK * stride
@@ -127,5 +125,5 @@ class DGC(EstimatedThreshold):
                     table[rows], wanted[rows], estimates, stride=distance, phase=step % distance
                 )
                 found[rows] = estimates
-        found[wanted == table["length"]] = 0  # all of it, not only what exceeds the smallest sampled element
+        found[wanted == table["length"]] = 0  # send it whole, whatever was sampled
         return found

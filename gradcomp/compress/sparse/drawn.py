@@ -1,4 +1,4 @@
-"""What compressors share whose indices every rank draws for itself, from the shared seed."""
+"""Drawn is the base of the compressors whose indices every rank draws from the shared seed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Indices = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Drawn(Summed):
-    """Base of the compressors whose indices are a function of seed, step and layer: no index travels.
+    """Base of the compressors whose indices are a function of seed, step and layer, so that no index is sent.
 
     ``scaled``: send p over its probability of being sent, so that the expected mean is the true one. ``feedback``: keep
-    what was not sent; by default, unless ``scaled``.
+    what was not sent; by default it is on unless ``scaled``.
     """
 
     density: float = 0.1
@@ -41,33 +41,32 @@ class Drawn(Summed):
             raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
         if self.scaled and self.feedback:
             raise ConfigError(
-                "feedback of scaled values grows without bound: what is sent once is kept many times over, negated"
+                "feedback of scaled values grows without bound, because more is sent than there is: use one of the two"
             )
 
     @cached_property
     def traits(self) -> Traits:
-        """A residual as ``feedback`` says; by default where nothing is scaled."""
+        """Return a residual as ``feedback`` says; by default there is one unless ``scaled``."""
         return Traits(
             keeps_residual=not self.scaled if self.feedback is None else self.feedback, contributes=True
         )
 
     @abstractmethod
     def draw(self, table: Table, draw: Draw) -> Indices:
-        """The indices of all rows, ascending in each."""
+        """Draw the indices of all rows, ascending in each."""
 
     @abstractmethod
     def weights(self, table: Table) -> Floats:
-        """One over the probability of being sent, of every element that is."""
+        """Return one over the probability of being sent, for every element that is sent."""
 
     def weigh(self, group: Group, values: Floats) -> Floats:
-        """The values times their weights, if they are ``scaled``."""
+        """Return the values times their weights, if they are ``scaled``."""
         if not self.scaled:
             return values
         weighed: Floats = values * group.scratch.once("weights", lambda: self.weights(group.table))
         return weighed
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Sum."""
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
         table = group.inputs
 

@@ -1,4 +1,4 @@
-"""What sparse compressors share that send all elements from an estimated threshold on."""
+"""EstimatedThreshold is the base of the compressors that send all elements above an estimated threshold."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ Doubles = npt.NDArray[np.float64]
 
 
 def is_number(value: object) -> bool:
-    """Whether a field holds a number; True is none."""
+    """Return whether a field holds a number; a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class EstimatedThreshold(ByDensity, Sparse):
-    """Base: S = the elements with |p| >= t, where t is chosen for about k = round(density n) of them.
+    """Base of the compressors with S = {i: |p_i| >= t}, where t is chosen for about k = round(density n) elements.
 
-    If there are more than ``limits``, the largest of them (re-selection; ties to the lower index). Elements of 0 are
-    not selected, whatever the threshold; a row that is not finite selects nothing. The level is the density.
+    If these are more than ``limits``, the largest of them are sent (ties to the lower index). Elements of 0 are not
+    selected, whatever the threshold; a row that is not finite selects nothing. The level is the density.
     """
 
     by_kernels = True
 
     @abstractmethod
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
-        """Of every row: p lies in its next residual and is finite; ``wanted`` is k."""
+        """Return every row's threshold: p lies in its next residual and is finite; ``wanted`` is k."""
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """What reaches the threshold."""
+        """Select what reaches the threshold; a row that is not finite sends nothing."""
         table = group.inputs
         selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
         finite = flags == 0
-        thresholds = np.full(len(table), np.nan, dtype=np.float32)  # which nothing reaches
+        thresholds = np.full(len(table), np.nan, dtype=np.float32)  # no element reaches NaN
         rows = table[finite]
         thresholds[finite] = self.thresholds(rows, rows["level"].astype(np.int64), context.draw.step)
         thresholds = np.maximum(thresholds, LEAST_MAGNITUDE)
@@ -55,7 +55,7 @@ class EstimatedThreshold(ByDensity, Sparse):
 
 @dataclass(frozen=True, eq=False)
 class Tails:
-    """Over the elements of each row with |p| >= its threshold: number, sum of |p|, sum of |p|^2, largest |p|."""
+    """Hold, of the elements of each row with |p| >= its threshold: number, sums of |p| and |p|^2, and largest |p|."""
 
     counts: Sizes
     sums: Doubles
@@ -64,12 +64,12 @@ class Tails:
 
     @staticmethod
     def of(table: Table, thresholds: Floats) -> Tails:
-        """One pass over the rows."""
+        """Make one pass over the rows."""
         rows = len(table)
         found = Tails(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, np.float32))
         selection.tail(table, thresholds, found.counts, found.sums, found.squares, found.maxima)
         return found
 
     def at(self, rows: npt.NDArray[np.bool_]) -> Tails:
-        """Those of some rows."""
+        """Return the values of a subset of the rows."""
         return Tails(self.counts[rows], self.sums[rows], self.squares[rows], self.maxima[rows])

@@ -1,4 +1,4 @@
-"""Global top-k: the largest elements of the whole model."""
+"""GlobalTopK sends the largest elements of the whole model."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
-#: A density in the table's whole numbers.
+#: The table holds a density in whole numbers of this unit.
 _DENSITY_UNITS = 1 << 30
 
 
 @register("global_topk")
 @dataclass(frozen=True)
 class GlobalTopK(Sparse):
-    """Send the k = round(density n) elements of largest magnitude of the whole model, n elements in all; at least one.
+    """Send the k = round(density n) elements of largest magnitude of the whole model of n elements, at least one.
 
     S = the k largest |p_i| over all layers together, or all that are not 0 if those are fewer; ties by layer, in the
-    order in which they travel, and then by lower index. Layers of small gradients may send nothing for long. Where
-    densities differ by layer, k = round(sum over layers of density n). The level is the density.
+    order in which layers travel, and then by lower index. Layers of small gradients may send nothing for a long time.
+    Where densities differ by layer, k = round(sum over layers of density n). The level is the density.
 
-    For comparison: the selection waits for the last gradient, so nothing overlaps with backward. One model is what
-    travels under this compressor in one dtype, without layers that nobody used in the last steps.
+    It is meant for comparison: the selection waits for the last gradient, so nothing overlaps with the backward pass.
+    The model here is all that travels under this compressor in one dtype, without layers that were unused in the last
+    steps.
 
     Wire: at most k values and their coded indices, and a count per layer (4 bytes), to all ranks: (N - 1) d bytes per
-    rank for a payload of d bytes; one round, or two where it grows. ``wire_bytes`` shares k out in proportion to
-    n.
+    rank for a payload of d bytes; one round, or two where it grows. ``wire_bytes`` divides k in proportion to n.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1].
     Source: Markov et al. 2024, section 5.3; Markov 2024, section 4.6.3 (Global TopK).
@@ -53,22 +53,24 @@ class GlobalTopK(Sparse):
 
     @cached_property
     def traits(self) -> Traits:
-        """The selection is the whole model's."""
         return Traits(keeps_residual=self.feedback, contributes=True, whole_model=True)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the density; its column holds it in units of 2**-30, since k is nothing that a row has."""
+        """Write the density in units of 2**-30 into the column of the level, because a row has no k of its own."""
         check_density(level)
         assert isinstance(level, int | float), "checked"
         table["level"] = round(level * _DENSITY_UNITS)
         table["bucket_size"] = 1
 
     def limits(self, table: Table) -> Sizes:
-        """All k may lie in one layer."""
+        """Return k or the row's length, because all k elements may lie in one layer."""
         return np.minimum(table["length"].astype(np.int64), elements_of_model(table))
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """As if every layer sent its share of k: together about what travels, wherever the largest elements are."""
+        """Return the bytes as if every layer sent its share of k.
+
+        Their sum is about the size of a payload, wherever the largest elements are.
+        """
         table = group.table
         lengths = table["length"].astype(np.int64)
         ends = np.rint(np.cumsum(lengths) * (elements_of_model(table) / max(1, int(lengths.sum()))))
@@ -76,7 +78,7 @@ class GlobalTopK(Sparse):
         return self.format(table).wire_bytes(np.minimum(shares, lengths))
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """The k largest of all rows; nothing from rows that are not finite."""
+        """Select the k largest elements of all rows; a row that is not finite sends nothing."""
         table = group.inputs
         limits = group.scratch.once("limits", lambda: self.limits(table))
         count = group.scratch.once("count", lambda: elements_of_model(table))
@@ -89,8 +91,8 @@ class GlobalTopK(Sparse):
 
 
 def elements_of_model(table: Table) -> int:
-    """k: the sum of density n over the rows, rounded; at least 1 of any."""
-    # Whole numbers without bounds, so that all ranks agree.
+    """Return k: the sum of density n over the rows, rounded; at least 1 if there are elements."""
+    # Python's integers are exact, so all ranks get the same.
     lengths: list[int] = table["length"].tolist()
     densities: list[int] = table["level"].tolist()
     total = sum(n * density for n, density in zip(lengths, densities, strict=True))
@@ -98,11 +100,11 @@ def elements_of_model(table: Table) -> int:
 
 
 def _common_threshold(table: Table, flags: Bytes, count: int) -> npt.NDArray[np.float32]:
-    """A magnitude that at least ``count`` elements of all rows reach, if there are so many, and not many more.
+    """Return a magnitude that at least ``count`` elements of all rows reach, if there are so many, and not many more.
 
-    Equal for all rows but those that are flagged, where nothing reaches it. Magnitudes are ordered as the bits that
-    they are stored in: a bisection of those finds the largest such magnitude in at most 32 passes; it stops where no
-    more than twice ``count`` elements are left.
+    It is the same for all rows except flagged ones, which get NaN. Magnitudes are ordered as the bits that store them:
+    a bisection of the bits finds the largest such magnitude in at most 32 passes. It stops when no more than twice
+    ``count`` elements are left.
     """
     rows = len(table)
     counts, sums, squares = np.zeros(rows, dtype=np.int64), np.zeros(rows), np.zeros(rows)

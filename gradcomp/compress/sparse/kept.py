@@ -1,4 +1,4 @@
-"""Indices that stay for several steps, as state: a field of each layer, the same on all ranks."""
+"""KeptIndices stores indices for several steps, as state: a field of each layer, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from gradcomp.kernels.step import StepContext
 
 Floats = npt.NDArray[np.float32]
 
-#: The field.
+#: The name of the field.
 KEPT: Final = f"{SHARED}kept_indices"
-# Whole numbers below it are exact in float32; a half of an index is below 2**16.
+# The field is float32, in which marks up to this number and halves of an index, below 2**16, are exact.
 _PERIODS = 1 << 23
 _HALF = 1 << 16
 
 
 def elements_for(count: int) -> int:
-    """Of the field of a layer with so many indices."""
+    """Return the elements of the field of a layer with ``count`` indices."""
     return 2 * count + 1 if count else 0
 
 
 def mark_of(period: int) -> int:
-    """What stands for a period in the field: never 0, which a field begins with."""
+    """Return the number that marks a period in the field: never 0, with which a field begins."""
     return period % _PERIODS + 1
 
 
 @dataclass(frozen=True, eq=False)
 class KeptIndices:
-    """Where the field of a group's layers has what: of each a mark, then upper halves of indices, then lower ones.
+    """Locate each layer's mark, upper halves of indices, and lower halves, in the fields of a group.
 
-    By index: ``starts`` tells which are the first of their layers, ``lengths`` how long those are.
+    For every index, ``starts`` tells if it is the first of its layer, and ``lengths`` is the length of that layer.
     """
 
     marks: Sizes
@@ -48,7 +48,7 @@ class KeptIndices:
 
     @staticmethod
     def of(group: Group, chosen: Selection) -> KeptIndices:
-        """Of the selection of a group."""
+        """Return the places for the selection of a group."""
         counts = chosen.counts
         sizes = np.where(counts > 0, 2 * counts + 1, 0)
         begins = np.cumsum(sizes) - sizes
@@ -59,19 +59,19 @@ class KeptIndices:
         return KeptIndices(begins[counts > 0], upper, upper + np.repeat(counts, counts), starts, lengths)
 
     def load(self, group: Group, context: StepContext, mark: int, into: Selection) -> bool:
-        """Read the indices, if all layers have those of this mark. StateError for indices that none can have."""
+        """Read the indices; return False unless all layers have this mark. StateError for impossible indices."""
         values = context.load(KEPT, group.layers)
         if not (values[self.marks] == mark).all():
             return False
         found = values[self.upper].astype(np.int64) * _HALF + values[self.lower].astype(np.int64)
         ascends = self.starts[1:] | (np.diff(found) > 0)
         if not ascends.all() or (found < 0).any() or (found >= self.lengths).any():
-            raise StateError("the indices that were kept are out of range or do not ascend")
+            raise StateError("the kept indices in the state are out of range or do not ascend")
         into.indices[:] = found
         return True
 
     def store(self, group: Group, context: StepContext, mark: int, chosen: Selection) -> None:
-        """Keep them, once the step is accepted."""
+        """Store the indices, which takes effect once the step is accepted."""
         values = np.zeros(len(self.marks) + 2 * len(self.upper), np.float32)
         values[self.marks] = mark
         values[self.upper] = chosen.indices // _HALF

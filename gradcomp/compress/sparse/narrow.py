@@ -1,4 +1,4 @@
-"""Narrowing: what was selected is compressed further, without another look at the layer."""
+"""narrow() compresses a selection further, without another pass over the layer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
 
 def narrow(chosen: Selection, counts: Sizes) -> Selection:
-    """Of the selected elements of every row the ``counts[i]`` largest, ties to the lower index.
+    """Return, of the selected elements of every row, the ``counts[i]`` largest, ties to the lower index.
 
-    Selecting at one density and narrowing to a lower one gives exactly what selecting at the lower one gives, for
-    selections of the largest (TopK with zeros; without them, of as many as were selected): the n elements need not be
-    read again. ``chosen`` stays as it is.
+    To select at one density and narrow to a lower one gives exactly the selection at the lower density, for selections
+    of the largest elements (TopK with zeros; without them, of as many as were selected). The n elements are not read
+    again, and ``chosen`` stays as it is.
 
     Args:
         chosen: selections of any rows, with finite values.
@@ -24,8 +24,8 @@ def narrow(chosen: Selection, counts: Sizes) -> Selection:
     Raises:
         ValueError: a count is negative or more than were selected.
 
-    Source: multi-level compression of GraVAC (Tyagi and Swany 2023, section IV-C), which compresses to theta_min and
-    then further.
+    Source: Tyagi and Swany 2023, section IV-C (multi-level compression), which compresses to theta_min and then
+    further.
     """
     if ((counts < 0) | (counts > chosen.counts)).any():
         raise ValueError(f"counts {counts} are not in 0..{chosen.counts}")

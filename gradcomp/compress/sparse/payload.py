@@ -1,4 +1,4 @@
-"""How selected elements of a group's layers travel: counts, indices, values."""
+"""A sparse payload holds the counts, indices and values of selected elements of a group's layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.uint32]
 
-#: Words for index codings; ``auto`` takes the smallest for (n, k), row by row.
+#: Index codings by name; ``auto`` takes the smallest for (n, k), row by row.
 CODINGS = {
     "auto": None,
     "raw": kernel.RAW,
@@ -36,9 +36,10 @@ _DEFLATE_LEVEL = 6
 
 @dataclass(eq=False)
 class Selection:
-    """Selected elements: those of row i are ``offsets[i]`` ... ``offsets[i] + counts[i]`` of the flat arrays.
+    """Hold selected elements: row i has ``offsets[i]`` up to ``offsets[i] + counts[i]`` of the flat arrays.
 
-    ``indices``: ascending within each row. ``values``: float32. On a ``device``, kernels alone may touch both.
+    ``indices``: ascending within each row. ``values``: float32. If they lie on a ``device``, only kernels may touch
+    both.
     """
 
     offsets: Sizes
@@ -49,7 +50,7 @@ class Selection:
 
     @staticmethod
     def allocate(limits: Sizes, device: Device = HOST) -> Selection:
-        """Room for up to ``limits[i]`` elements of row i, for kernels of a device."""
+        """Allocate memory for up to ``limits[i]`` elements of row i, on a device."""
         ends = np.cumsum(limits)
         total = int(ends[-1]) if len(ends) else 0
         return Selection(
@@ -62,10 +63,10 @@ class Selection:
 
 
 class IndexFormat:
-    """How the indices of a group's rows travel, where both sides know how many there are.
+    """Encode and decode the indices of a group's rows, where both sides know how many there are.
 
-    Row by row (:mod:`gradcomp.kernels.codings`); with DEFLATE, the differences between neighbours in 4 bytes, all rows
-    together, compressed: then no formula knows the size.
+    Rows are coded one by one (:mod:`gradcomp.kernels.codings`). With DEFLATE, the differences between neighbours, 4
+    bytes each, are compressed for all rows together: no formula gives the size then.
     """
 
     def __init__(self, lengths: Sizes, coding: str) -> None:
@@ -77,20 +78,20 @@ class IndexFormat:
         self._last: tuple[bytes, npt.NDArray[np.int32], Sizes] | None = None
 
     def row_bytes(self, counts: Sizes) -> Sizes:
-        """Bytes of every row; 0 with DEFLATE."""
+        """Return the bytes of every row; 0 with DEFLATE."""
         return np.zeros_like(counts) if self.deflated else self._coded(counts)[1]
 
     def most_bytes(self, limits: Sizes, fixed: bool) -> int:
-        """Bytes of all rows: with ``limits`` elements each, or with at most so many."""
+        """Return the most bytes of all rows, with ``limits`` elements each if ``fixed``, else with up to ``limits``."""
         if self.deflated:
             size = int(4 * limits.sum())
             return len(zlib.compress(b"")) + size + size // 1000 + 64
-        # Fewer indices may take more bytes: PACKED and BITMAP have a part that depends on n alone.
+        # Fewer indices may take more bytes, because a part of PACKED and BITMAP depends on n alone.
         slack = 0 if fixed else (self.lengths + 7) // 8 + 16
         return int((self.row_bytes(limits) + slack).sum())
 
     def _coded(self, counts: Sizes) -> tuple[npt.NDArray[np.int32], Sizes]:
-        """Coding and bytes of every row. Counts are mostly those of the call before."""
+        """Return coding and bytes of every row, cached because counts are mostly those of the call before."""
         key = counts.tobytes()
         if self._last is None or self._last[0] != key:
             codings = (
@@ -102,7 +103,7 @@ class IndexFormat:
         return self._last[1:]
 
     def encode(self, chosen: Selection, payload: Bytes, at: int) -> int:
-        """Write the indices from byte ``at`` on; returns where they end."""
+        """Write the indices from byte ``at`` on; return where they end."""
         if self.deflated:
             packed = zlib.compress(_differences(chosen).tobytes(), _DEFLATE_LEVEL)
             payload[at : at + len(packed)] = np.frombuffer(packed, dtype=np.uint8)
@@ -114,7 +115,7 @@ class IndexFormat:
         return at + int(sizes.sum())
 
     def decode(self, payload: Bytes, into: Selection) -> None:
-        """Read ``into.counts`` indices of each row. ValueError or zlib.error for bytes that cannot be theirs."""
+        """Read ``into.counts`` indices of each row. ValueError or zlib.error for impossible bytes."""
         counts = into.counts
         if self.deflated:
             _add_up(_inflate(payload, 4 * int(counts.sum())), into, self.lengths)
@@ -128,7 +129,7 @@ class IndexFormat:
 
 @contextmanager
 def sent_by(sender: int) -> Iterator[None]:
-    """Where a payload of rank ``sender`` is read: WireFormatError for what it cannot have sent."""
+    """Raise WireFormatError, which names rank ``sender``, for errors in its payload."""
     try:
         yield
     except (ValueError, zlib.error) as error:
@@ -136,13 +137,13 @@ def sent_by(sender: int) -> Iterator[None]:
 
 
 class SparseFormat:
-    """The payload of a group: its size if counts are fixed, encode and decode.
+    """Encode and decode the payload of a group.
 
-    ``limits``: elements of each row, at most, or exactly if ``fixed``. Layout: the counts (4 bytes each, only if they
-    vary), the coded indices row by row, the coded values row by row. Deflated indices come last; then no size is fixed.
-    Attribute ``device``: where its selections are; the host if they are to be deflated there. On a device, encoding is
-    one call, and so is decoding: counts are known to the host before. ``draws``: whether coded values depend on the
-    step's random numbers.
+    ``limits``: the elements of each row, exactly if ``fixed``, else at most. The payload holds the counts (4 bytes
+    each, only if they vary), the coded indices row by row, and the coded values row by row. Deflated indices come last,
+    and no size is fixed then. ``device``: where its selections are; the host if indices are deflated there. On a
+    device, encoding is one call, and so is decoding, because the host knows the counts before. ``draws``: true if coded
+    values depend on the step's random numbers.
     """
 
     def __init__(
@@ -167,10 +168,10 @@ class SparseFormat:
         self.draws = self._codec.stochastic
         self.max_bytes = int(self._without_indices(limits).sum()) + self._indices.most_bytes(limits, fixed)
         self._errors: Floats = self.device.array(int(limits.sum()), np.float32)
-        self._begun: tuple[bytes, int] | None = None  # counts, and the bytes that they come to
+        self._begun: tuple[bytes, int] | None = None  # counts, and the bytes of a payload with them
 
     def wire_bytes(self, counts: Sizes) -> Sizes:
-        """Bytes of every row; without the indices where those are deflated, which no formula knows."""
+        """Return the bytes of every row, without indices that are deflated, for which there is no formula."""
         return self._without_indices(counts) + self._indices.row_bytes(counts)
 
     def _without_indices(self, counts: Sizes) -> Sizes:
@@ -178,15 +179,15 @@ class SparseFormat:
         return self._codec.wire_bytes(self._values) + 4 * self._counts_travel
 
     def begin(self, counts: Sizes, payload: Bytes) -> int:
-        """Write the part that is the host's: the counts, if they travel. Returns the bytes of all, not deflated."""
+        """Write the counts, if they are sent: the host's part. Return the bytes of the payload, not deflated."""
         key = counts.tobytes()
-        if self._begun is None or self._begun[0] != key:  # mostly they are those of the step before
+        if self._begun is None or self._begun[0] != key:  # mostly equal to those of the last step
             self._begun = key, int(self.wire_bytes(counts).sum())
         self._tell(counts, payload)
         return self._begun[1]
 
     def _tell(self, counts: Sizes, payload: Bytes) -> int:
-        """Write the counts, if they travel; returns where they end."""
+        """Write the counts, if they are sent; return where they end."""
         if not self._counts_travel:
             return 0
         end = 4 * len(counts)
@@ -194,11 +195,11 @@ class SparseFormat:
         return end
 
     def told(self, payload: Bytes) -> tuple[int, bytes]:
-        """What decides how a payload is decoded: how long it is, and its counts, if they travel."""
+        """Return what decides how a payload is decoded: its length and, if they are sent, its counts."""
         return len(payload), payload[: 4 * len(self.limits)].tobytes() if self._counts_travel else b""
 
     def encode(self, chosen: Selection, payload: Bytes, flags: Bytes, draw: Draw) -> tuple[int, Floats]:
-        """Fill the payload; returns the bytes used, and by how much the values that arrive will be too small.
+        """Fill the payload; return the bytes used, and by how much the values that arrive will be too small.
 
         Rows whose values cannot be coded are flagged.
         """
@@ -207,7 +208,7 @@ class SparseFormat:
         if not self._indices.deflated:
             at = self._indices.encode(chosen, payload, at)
         at = self._place_values(counts, at)
-        table = self._values.copy()  # a call that is repeated keeps it
+        table = self._values.copy()  # a replayed call keeps it
         table["gradient"] = address_of(chosen.values) + 4 * chosen.offsets
         table["next_residual"] = 0 if self._lossless else address_of(self._errors) + 4 * chosen.offsets
         self._codec.encode(table, payload[:at], flags, draw)
@@ -216,14 +217,14 @@ class SparseFormat:
         return at, self._errors
 
     def _place_values(self, counts: Sizes, at: int) -> int:
-        """Payload offsets of the values behind byte ``at``; returns where they end."""
+        """Write the payload offsets of the values after byte ``at``; return where they end."""
         self._values["length"] = counts
         sizes = self._codec.wire_bytes(self._values)
         self._values["payload"] = at + np.cumsum(sizes) - sizes
         return at + int(sizes.sum())
 
     def decode(self, payload: Bytes, into: Selection, sender: int) -> None:
-        """What rank ``sender`` sent, into ``into``: nothing in it is believed. WireFormatError for what cannot be."""
+        """Read the payload of rank ``sender``, all of which is checked. WireFormatError for an impossible one."""
         with sent_by(sender):
             self._decode(payload, into)
 
@@ -250,12 +251,12 @@ class SparseFormat:
         self._indices.decode(payload[end:] if deflated else payload[at:values_at], into)
         table = self._values.copy()
         table["output"] = address_of(into.values) + 4 * into.offsets
-        # A value that is not finite shows in the mean.
+        # Flags are ignored here: a value that is not finite makes the mean not finite.
         self._codec.decode(table, payload[:end], np.zeros(len(counts), dtype=np.uint8))
 
 
 def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
-    """Each index minus the one before it in its row; first of all that of an imagined -1, so that none is 0."""
+    """Return each index minus the one before it in its row, or minus -1 for the first, so that none is 0."""
     places = places_of(chosen)
     picked = chosen.indices[places].astype(np.int64)
     first = np.zeros(len(picked), dtype=np.bool_)
@@ -266,7 +267,7 @@ def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
 
 
 def places_of(chosen: Selection) -> Sizes:
-    """Where the selected elements lie in the flat arrays, row after row."""
+    """Return the places of the selected elements in the flat arrays, row after row."""
     ends = np.cumsum(chosen.counts)
     shift = np.repeat(chosen.offsets - ends + chosen.counts, chosen.counts)
     places: Sizes = np.arange(len(shift)) + shift
@@ -274,7 +275,7 @@ def places_of(chosen: Selection) -> Sizes:
 
 
 def _inflate(stream: Bytes, nbytes: int) -> npt.NDArray[np.int64]:
-    """Exactly so many bytes as numbers; never more, whatever the stream promises."""
+    """Return exactly ``nbytes`` bytes as numbers; never inflate more, whatever the stream contains."""
     inflater = zlib.decompressobj()
     data = (
         inflater.decompress(stream.tobytes(), nbytes + 1)
@@ -287,13 +288,13 @@ def _inflate(stream: Bytes, nbytes: int) -> npt.NDArray[np.int64]:
 
 
 def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes) -> None:
-    """Indices from differences, checked."""
+    """Write indices, the sums of differences, and check that they ascend and are in range."""
     if (differences < 1).any():
-        raise ValueError("indices that do not ascend")
+        raise ValueError("the indices do not ascend")
     counts = into.counts
     totals = np.concatenate(([0], np.cumsum(differences)))
     begins = np.cumsum(counts) - counts
     found = totals[1:] - np.repeat(totals[begins], counts) - 1
     if (found >= np.repeat(lengths, counts)).any():
-        raise ValueError("an index out of range")
+        raise ValueError("an index is out of range")
     into.indices[places_of(into)] = found.astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Random block: neighbouring elements of every layer, the same on all ranks."""
+"""RandomBlock sends neighbouring elements of every layer, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gradcomp.kernels.codec import Draw, Table
 class RandomBlock(Drawn):
     """Send a block of k = round(density n) consecutive elements of each layer, at least one, the same on all ranks.
 
-    The first element is drawn from the shared seed, uniform in 0..n - 1; behind the last element of the layer the block
-    goes on at its first. Biased, with error feedback, by default; with ``scaled`` every element is sent as (n / k) p,
-    which is unbiased and has no residual. The level is the density.
+    The first element is drawn from the shared seed, uniform in 0..n - 1; a block that reaches the end of the layer
+    continues at its beginning. By default the selection is biased and has error feedback; with ``scaled`` every element
+    is sent as (n / k) p, which is unbiased and has no residual. The level is the density.
 
-    Memory is read in at most two stretches per layer, which makes this the cheapest way to send few elements; it also
-    trains worst (Vogels et al. 2019, Table 4: 87.8% where Random K reaches 92.6%), since all elements of a block wait
+    At most two contiguous parts of a layer are read, so this is the cheapest way to send few elements. It also trains
+    worst (Vogels et al. 2019, Table 4: 87.8% where Random K reaches 92.6%), because all elements of a block wait
     equally long.
 
     Wire: one Sum of k values, 8k (N - 1) / N bytes per rank with a ring; no indices.
@@ -36,19 +36,19 @@ class RandomBlock(Drawn):
     """
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """1 - k/n; n/k - 1 if ``scaled``."""
+        """Return 1 - k/n as the bound, or the variance n/k - 1 if ``scaled``."""
         share = self.sent_of(layer) / max(layer.size, 1)
         if not share:
             return Distortion(0.0, self.scaled)
         return Distortion(1.0 / share - 1.0, True) if self.scaled else Distortion(1.0 - share)
 
     def draw(self, table: Table, draw: Draw) -> Indices:
-        """The elements of each block."""
+        """Draw one block of each layer."""
         lengths = table["length"].astype(np.int64)
         return random_blocks(lengths, self.limits(table), table["layer"], draw.seed, draw.step)[1]
 
     def weights(self, table: Table) -> Floats:
-        """n / k."""
+        """Return n / k for all elements of a layer."""
         counts = self.limits(table)
         shares = table["length"].astype(np.float64) / np.maximum(counts, 1)
         return np.repeat(shares.astype(np.float32), counts)

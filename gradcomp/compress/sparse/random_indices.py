@@ -1,4 +1,4 @@
-"""Indices that all ranks draw alike from the shared seed, so that none of them travels."""
+"""All ranks draw equal indices from the shared seed, so that no index is sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcomp.kernels.codec import Sizes
 Indices = npt.NDArray[np.uint32]
 
 INDEX_RANK: Final = 0xFFFFFFFE
-"""The rank in the random counter of these draws: no rank has it, and a chunk's owner has another."""
+"""This number stands for the rank in the random counter of these draws; no rank and no chunk owner has it."""
 
 
 def random_indices(
@@ -46,14 +46,15 @@ def random_blocks(
 ) -> tuple[Sizes, Indices]:
     """Draw a block of counts[i] consecutive indices below lengths[i] for every row, ascending.
 
-    Its first element is what :func:`random_indices` draws as the only one; behind the last element of the row the block
-    goes on at element 0, so that every element has probability k / n. Arguments and result as there.
+    Its first element is the one that :func:`random_indices` draws for a count of 1. A block that reaches the end of the
+    row continues at element 0, so that every element has probability k / n. Arguments and result are those of
+    :func:`random_indices`.
     """
     starts = np.zeros(len(counts), dtype=np.int64)
     starts[counts > 0] = random_indices(lengths, np.minimum(counts, 1), layers, seed, step)[1]
     offsets = np.cumsum(counts) - counts
-    wrapped = np.maximum(starts + counts - lengths, 0)  # elements at the beginning, which come first
-    # j - offset for the first ones, start + j - offset - wrapped for the others
+    wrapped = np.maximum(starts + counts - lengths, 0)  # elements at the beginning, first in order
+    # Index j of all rows is j - offset among those, and start + j - offset - wrapped after them.
     shifts = np.stack((-offsets, starts - wrapped - offsets), axis=1).reshape(-1)
     pieces = np.stack((wrapped, counts - wrapped), axis=1).reshape(-1)
     indices = np.arange(int(counts.sum())) + np.repeat(shifts, pieces)

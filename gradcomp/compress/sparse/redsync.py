@@ -1,4 +1,4 @@
-"""RedSync: a threshold found by bisection between the mean and the largest magnitude."""
+"""RedSync finds a threshold by bisection between the mean and the largest magnitude (Fang et al. 2019)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import bodies
 from gradcomp.kernels.codec import Sizes, Table
 
-#: Passes over a layer, at most.
+#: Bisection takes at most so many passes over a layer.
 PASSES = 20
 
 
@@ -23,19 +23,19 @@ PASSES = 20
 class RedSync(EstimatedThreshold):
     """Send between k and (1 + tolerance) k elements of each layer, above a threshold that bisection finds.
 
-    t = mean |p| + r (max |p| - mean |p|), and r in [0, 1] is halved in on until k <= #{|p| >= t} <= (1 + tolerance) k,
-    k = round(density n); S = {i: |p_i| >= t}. If fewer than k elements reach the mean, as at high densities, between 0
-    and the mean. If 20 passes do not suffice (many equal magnitudes), the (1 + tolerance) k largest are sent.
+    t = mean |p| + r (max |p| - mean |p|), with r in [0, 1] by bisection until k <= #{|p| >= t} <= (1 + tolerance) k,
+    k = round(density n); S = {i: |p_i| >= t}. If fewer than k elements reach the mean, as at high densities, t is
+    between 0 and the mean. If 20 passes do not suffice (many equal magnitudes), the (1 + tolerance) k largest are sent.
 
-    The compressor of the paper that sends one mean per sign instead of the selected values is ``values=OneBit()``.
+    The paper's compressor that sends one mean per sign instead of the selected values is ``values=OneBit()``.
 
-    Wire: at most ceil((1 + tolerance) k) values and coded indices, with 4 bytes per layer that say how many: one
-    round, or two where a payload grows.
+    Wire: at most ceil((1 + tolerance) k) values and coded indices, and their count (4 bytes per layer): one round, or
+    two where a payload grows.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1] or a tolerance that is not positive.
-    Source: RedSync (Fang et al. 2019), threshold binary search, as used in Tyagi and Swany 2023, section IV. Differs:
-    the paper accepts up to 2k elements, which is ``tolerance=1.0``; it keeps thresholds for several steps, here each
-    step finds its own.
+    Source: Fang et al. 2019, threshold binary search, as used in Tyagi and Swany 2023, section IV. Differs: the paper
+    accepts up to 2k elements, which is ``tolerance=1.0``; it keeps thresholds for several steps, and here each step
+    finds its own.
     """
 
     tolerance: float = 0.25
@@ -46,11 +46,10 @@ class RedSync(EstimatedThreshold):
             raise ConfigError(f"tolerance must be positive, got {self.tolerance!r}")
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """That of the k largest, or better."""
+        """Return the bound for the k largest elements, because at least those are sent."""
         return self.distortion_of_largest(self.sent_of(layer), layer)
 
     def limits(self, table: Table) -> Sizes:
-        """(1 + tolerance) k."""
         return self._most(super().limits(table), table)
 
     def _most(self, wanted: Sizes, table: Table) -> Sizes:
@@ -58,7 +57,7 @@ class RedSync(EstimatedThreshold):
         return most
 
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
-        """By bisection; rows that are done are not read again."""
+        """Find thresholds by bisection; rows that have one are not read again."""
         most = self._most(wanted, table)
         if (device := bodies.of(table)) is not None:
             on_device: Floats = device.bisect(table, wanted, most, PASSES)
@@ -75,7 +74,7 @@ class RedSync(EstimatedThreshold):
             found[rows[~few]] = trial[~few]
             rows = rows[few | many]
             trial = found[rows] + (high[rows] - found[rows]) / np.float32(2)
-            apart = (found[rows] < trial) & (trial < high[rows])  # else no threshold is left to try
+            apart = (found[rows] < trial) & (trial < high[rows])  # else no float32 is left between the two
             rows, trial = rows[apart], trial[apart]
             if not len(rows):
                 break

@@ -1,4 +1,4 @@
-"""SIDCo: a threshold from a distribution that is fitted to the magnitudes, and to their tail again."""
+"""SIDCo takes a threshold from a distribution that is fitted to the magnitudes, and again to their tail."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gradcomp.kernels.codec import Sizes, Table
 
 DISTRIBUTIONS = ("exponential", "pareto")
 
-#: Share of what is left that a stage keeps, unless it is the last or may keep more.
+#: A stage keeps this share of what is left, unless it is the last one or may keep more.
 STAGE_SHARE = 0.25
 
-#: A count within this relative distance above k ends the stages.
+#: Stages end at a count within this relative distance above k.
 TOLERANCE = 0.2
 
 
@@ -32,17 +32,17 @@ class SIDCo(EstimatedThreshold):
     pareto (generalised, by moments): t_i = t_{i-1} + (sigma / xi) (delta_i^(-xi) - 1), xi = (1 - mu^2 / s^2) / 2,
     sigma = mu (mu^2 / s^2 + 1) / 2.
 
-    Stages end when at most 1.2 k elements are left, and at the latest after ``stages``. One that would leave fewer than
-    k / 2 is not taken (equal magnitudes, tails that end suddenly). Of more than 2k elements the 2k largest are sent, so
-    that a layer sends between k / 2 and 2k.
+    Stages end when at most 1.2 k elements are left, and at the latest after ``stages``. A stage that would leave fewer
+    than k / 2 is not used (equal magnitudes, tails that end suddenly). Of more than 2k elements the 2k largest are
+    sent, so that a layer sends between k / 2 and 2k. Each stage reads the layer once.
 
-    Wire: at most 2k values and coded indices, with 4 bytes per layer that say how many: one round, or two
-    where a payload grows. Each stage reads the layer once.
+    Wire: at most 2k values and coded indices, and their count (4 bytes per layer): one round, or two where a payload
+    grows.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1], an unknown distribution, or fewer than one stage.
-    Source: SIDCo (Abdelmoniem et al. 2021), which Markov 2024 uses for Top-K in section 3.7.2. Differs: the
-    paper adapts the number of stages from step to step, by what the last ones achieved; here every stage counts what it
-    left, the next aims from there, and nothing is kept between steps. No gamma distribution.
+    Source: Abdelmoniem et al. 2021, which Markov 2024 uses for Top-K in section 3.7.2. Differs: the paper adapts the
+    number of stages from step to step, by what the last ones achieved; here every stage counts what it left, the next
+    one starts from there, and nothing is kept between steps. There is no gamma distribution.
     """
 
     stages: int = 4
@@ -58,12 +58,11 @@ class SIDCo(EstimatedThreshold):
             )
 
     def limits(self, table: Table) -> Sizes:
-        """2k."""
         most: Sizes = np.minimum(2 * super().limits(table), table["length"])
         return most
 
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
-        """Stage by stage; rows that are done are not read again."""
+        """Find thresholds stage by stage; rows that have one are not read again."""
         found = np.zeros(len(table), dtype=np.float32)
         rows = np.flatnonzero(wanted < table["length"])
         left = Tails.of(table[rows], found[rows])
@@ -83,7 +82,7 @@ class SIDCo(EstimatedThreshold):
         return found
 
     def _distance(self, share: Doubles, left: Tails, threshold: Floats) -> Doubles:
-        """How far beyond the threshold the share of what is beyond it begins."""
+        """Return the distance from the threshold to the quantile beyond which ``share`` of the rest lies."""
         mean = left.sums / left.counts
         mu = mean - threshold
         if self.distribution == "exponential":
@@ -92,12 +91,12 @@ class SIDCo(EstimatedThreshold):
         variance = np.maximum(left.squares / left.counts - mean * mean, np.finfo(np.float64).tiny)
         ratio = np.minimum(mu * mu / variance, _LARGEST_RATIO)
         xi = (1 - ratio) / 2
-        xi = np.where(np.abs(xi) < _EXPONENTIAL, _EXPONENTIAL, xi)  # whose limit for 0 is the exponential
+        xi = np.where(np.abs(xi) < _EXPONENTIAL, _EXPONENTIAL, xi)  # the limit is the exponential
         sigma = mu * (ratio + 1) / 2
         pareto: Doubles = sigma / xi * np.expm1(-xi * np.log(share))
         return pareto
 
 
-# Equal magnitudes have no variance.
+# Equal magnitudes have no variance, and the ratio would be infinite.
 _LARGEST_RATIO = 1e6
 _EXPONENTIAL = 1e-9

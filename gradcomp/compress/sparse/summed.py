@@ -1,4 +1,4 @@
-"""What compressors share that send the same elements on all ranks: their values are summed, nothing is gathered."""
+"""Summed is the base of the compressors that send the same elements on all ranks: values are summed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Summed(ByDensity):
-    """Base of the compressors that send k = round(density n) elements of each layer, at least one, the same everywhere.
+    """Base of the compressors that send k = round(density n) elements of each layer, at least one, equal on all ranks.
 
     p = scale g + decay e on every rank; indices S that all ranks know; mean = (1/N) sum over ranks of p restricted to
-    S; e' = p outside of S, and inside what is left when the weight of what was sent is not 1. The level is the density.
+    S; e' = p outside of S, and inside p minus what was sent, which is 0 unless values are weighted. The level is the
+    density.
 
     The last message is a Sum of 4k bytes per layer: 8k (N - 1) / N bytes per rank with a ring, however many ranks.
     Layers are never cut into slices.
@@ -33,24 +34,21 @@ class Summed(ByDensity):
 
     @cached_property
     def traits(self) -> Traits:
-        """Values are taken from p."""
         return Traits(contributes=True)
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """The values."""
         return 4 * self.limits(group.table)
 
     def weigh(self, group: Group, values: Floats) -> Floats:
-        """What is sent for the values of p at the selected indices."""
+        """Return what is sent for the values of p at the selected indices."""
         return values
 
     def sum_at(
         self, group: Group, context: StepContext, chosen: Selection, prepare: Callable[[], Bytes]
     ) -> Exchange:
-        """One Sum of everybody's values at the indices of ``chosen``.
+        """Ask for one Sum of all ranks' values at the indices of ``chosen``.
 
-        ``prepare`` sees to it that those are there, and p in the next residuals; it returns the rows that are not
-        finite.
+        ``prepare`` writes those indices, and p to the next residuals; it returns the rows that are not finite.
         """
         table = group.inputs
 

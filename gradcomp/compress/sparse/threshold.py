@@ -1,4 +1,4 @@
-"""Hard threshold: all elements that are large enough."""
+"""Threshold sends all elements that are large enough."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from gradcomp.kernels.step import StepContext
 @register("threshold")
 @dataclass(frozen=True)
 class Threshold(Sparse):
-    """Send every element of magnitude lambda or more: how many, the data decide.
+    """Send every element of magnitude lambda or more; the data decide how many these are.
 
-    S = {i : |p_i| >= ``threshold``}, lambda in units of the gradient, without loss scale. Of a layer with more such
-    elements than round(``capacity`` n), the largest are sent, ties by lower index. The level is the threshold.
+    S = {i : |p_i| >= ``threshold``}, with lambda = ``threshold`` in units of the gradient, without loss scale. Of a
+    layer with more such elements than round(``capacity`` n), the largest are sent, ties by lower index. The level is
+    the threshold.
 
-    A residual holds less than lambda in every element (unless capacity is short), for as long as no more arrives.
+    Every element of a residual is smaller than lambda, unless ``capacity`` has cut a selection off.
 
     Wire: for every layer its count (4 bytes), coded indices and values, to all ranks: (N - 1) d bytes per rank for a
     payload of d bytes; one round, or two where it grows. ``wire_bytes`` is that of layers filled to capacity.
     State: a residual per layer.
     Errors: ConfigError for a threshold that is not a positive float32, or a capacity outside (0, 1].
-    Source: Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, as L-GreCo
-    compares with it (Markov et al. 2024, section 5; Markov 2024, section 4.6.3: lambda = 4.72e-3 for ResNet-18).
+    Source: Sahu et al. 2021, "Rethinking gradient sparsification as total error minimization", as Markov et al. 2024,
+    section 5, compare L-GreCo with it (Markov 2024, section 4.6.3: lambda = 4.72e-3 for ResNet-18).
     Differs: ``capacity``, which bounds a step's bytes.
     """
 
@@ -49,17 +50,16 @@ class Threshold(Sparse):
         check_density(self.capacity)
 
     def fill(self, table: Table, level: Level) -> None:
-        """The level is the threshold; its column holds the bits of a float32."""
+        """Write the bits of the threshold as float32 into the column of the level."""
         _check_threshold(level)
         table["level"] = np.array(level, dtype=np.float32).view(np.int32)
         table["bucket_size"] = 1
 
     def limits(self, table: Table) -> Sizes:
-        """What capacity allows."""
         return elements_at(self.capacity, table["length"].astype(np.int64))
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """All from the threshold on; nothing from rows that are not finite."""
+        """Select all elements from the threshold on; a row that is not finite sends nothing."""
         table = group.inputs
         selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
         thresholds = np.where(flags, np.float32(np.nan), table["level"].astype(np.int32).view(np.float32))

@@ -1,4 +1,4 @@
-"""Top-k: the largest elements of every layer."""
+"""TopK sends the largest elements of every layer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ class TopK(ByDensity, Sparse):
     S = the k largest |p|, at least one, without those that are 0. Ties go to the lower index, so that the selection is
     a function of the values. The level is the density.
 
-    ``zeros``: send elements of 0 too, so that there are always k of them. Of exact or cast values the mean is the same,
-    bit for bit. A payload then has the same size in every step; on a GPU it is made in one call, else in two, between
-    which the counts come to the host. It is read in one call.
+    ``zeros``: send elements of 0 too, so that there are always k elements. With exact or cast values the mean is the
+    same, bit for bit. A payload then has the same size in every step. On a GPU it is encoded in one call; without
+    ``zeros`` it takes two, between which the counts are copied to the host. It is decoded in one call.
 
     Wire: for every layer its count (4 bytes) and min(k, non-zeros) values and coded indices, to all ranks: (N - 1) d
-    bytes per rank for a payload of d bytes; one round, or two where it grows. With ``zeros`` no count and k
-    elements, in one round. With exact values and the default coding a density of 1% costs 40.6 bits an element sent,
-    where 32-bit indices would make it 64. ``wire_bytes`` is that of layers with k non-zeros.
+    bytes per rank for a payload of d bytes; one round, or two where it grows. With ``zeros`` there are k elements and
+    no count, in one round. With exact values and the default coding a density of 1% costs 40.6 bits per element sent,
+    where 32-bit indices would cost 64. ``wire_bytes`` is that of layers with k non-zeros.
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1], and for ``zeros`` that is neither true nor false.
-    Source: Markov 2024, section 2.2.3 (Top-K); Markov et al. 2024. Selection is per layer, as in both. Differs: zeros.
+    Source: Markov 2024, section 2.2.3 (Top-K); Markov et al. 2024. Selection is per layer, as in both. Differs: zeros
+    are not sent by default.
     """
 
     by_kernels = in_one_call = True
@@ -48,15 +49,12 @@ class TopK(ByDensity, Sparse):
 
     @property
     def fixed(self) -> bool:
-        """With zeros there are always k elements."""
         return self.zeros
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """That of the k largest."""
         return self.distortion_of_largest(self.sent_of(layer), layer)
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """The k largest."""
         selection.select_top(
             group.inputs,
             flags,

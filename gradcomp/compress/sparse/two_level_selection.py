@@ -1,4 +1,4 @@
-"""Two densities of one selection in every step, one of which is sent: what GraVAC decides by (Tyagi and Swany 2023)."""
+"""TwoLevelSelection selects at two densities and sends one, as GraVAC needs it (Tyagi and Swany 2023)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from gradcomp.kernels.step import Observations, StepContext
 
 Addresses = npt.NDArray[np.uint64]
 
-#: What may be sent.
+#: ``send`` is one of these.
 CANDIDATE, MINIMUM, DENSE = "candidate", "minimum", "dense"
 
-#: Names of what is noted of every layer: squared norms of scale g, of p, of its selection and of the candidate's.
+#: Observations of every layer: squared norms of scale g, of p, of p in the first selection and in the candidate's.
 GRADIENT, TOTAL = "two_level_selection.gradient", "two_level_selection.total"
 KEPT, KEPT_BY_CANDIDATE = "two_level_selection.minimum", "two_level_selection.candidate"
 
@@ -46,23 +46,24 @@ class TwoLevelSelection(Wrapper):
     """Select at two densities, the second among what the first selected; send one of the two, or everything.
 
     p = scale g + decay e;  S_min = ``inner``'s selection at its density;  S_c = the k_c = round(``candidate`` n)
-    largest elements of S_min, ties to the lower index, at most as many as S_min has. ``send``: ``candidate`` sends p on
-    S_c, ``minimum`` on S_min, and e' = p outside, as ``inner`` has it; ``dense`` sends p, and e' = 0. The level is
-    ``inner``'s density.
+    largest elements of S_min, ties to the lower index, at most as many as S_min has. ``send="candidate"`` sends p on
+    S_c and ``"minimum"`` on S_min, with e' = p outside, as ``inner`` has it; ``"dense"`` sends p, with e' = 0. The
+    level is ``inner``'s density.
 
-    A controller that looks on finds the squared norms of scale g, of p, of p on S_min and of p on S_c (float64, per
-    layer) among the observations :data:`GRADIENT`, :data:`TOTAL`, :data:`KEPT` and :data:`KEPT_BY_CANDIDATE`; without
-    one nothing is selected that is not sent. The second selection reads what the first one selected and not the layer.
-    Of an exact top-k it is the exact top-k: ``TwoLevelSelection(TopK(0.1), 0.01)`` sends the bytes of ``TopK(0.01)``.
+    A controller that watches the exchange finds the squared norms of scale g, of p, of p on S_min and of p on S_c
+    (float64, per layer) as the observations :data:`GRADIENT`, :data:`TOTAL`, :data:`KEPT` and
+    :data:`KEPT_BY_CANDIDATE`. Without a watcher nothing is selected that is not sent. The second selection reads the
+    first one and not the layer. If the first is an exact top-k, so is the second: ``TwoLevelSelection(TopK(0.1),
+    0.01)`` sends the bytes of ``TopK(0.01)``.
 
-    Momentum and clipping are ``inner``'s. Masked momentum starts again where an element was sent: with ``dense``
+    Momentum and clipping are ``inner``'s. Masked momentum is reset where an element was sent: with ``"dense"``
     everywhere.
 
     Wire: as ``inner`` at the density that is sent; dense: one Sum of 4 bytes per element, 2 d (N-1)/N bytes per rank
     for d bytes, added by the transport's own allreduce.
     State: as ``inner``.
-    Errors: ConfigError for an ``inner`` that does not select elements by density on every rank, a candidate outside
-    (0, 1], and any other ``send``.
+    Errors: ConfigError for an ``inner`` that does not select elements by density on every rank, a candidate outside (0,
+    1], and any other ``send``.
     Source: Tyagi and Swany 2023, section IV-C (multi-level compression) and Algorithm 1, lines 6 to 8, 13, 18 and 23.
     """
 
@@ -81,21 +82,20 @@ class TwoLevelSelection(Wrapper):
             raise ConfigError(f"send must be candidate, minimum or dense, got {self.send!r}")
 
     def bare(self) -> Compressor:
-        """What is sent. The candidate is a top k: of elements that a threshold selected, the largest are sent."""
+        """Return what is sent. The candidate is a top-k, because the largest selected elements are sent."""
         if self.send == DENSE:
             return Identity()
         inner = self._inner
         return inner.bare() if self.send == MINIMUM else TopK(self.candidate, values=inner.values)
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """Of what is sent."""
         if self.send == DENSE:
             return 4 * group.table["length"].astype(np.int64)
         form = self._format(group.table)
         return form.wire_bytes(form.limits)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """One Gather, or one Sum."""
+        """Ask for one Gather, or one Sum if ``send`` is ``"dense"``."""
         return self._dense(group, context) if self.send == DENSE else self._sparse(group, context)
 
     def _sparse(self, group: Group, context: StepContext) -> Exchange:
@@ -115,12 +115,12 @@ class TwoLevelSelection(Wrapper):
 
     def _dense(self, group: Group, context: StepContext) -> Exchange:
         lengths = group.table["length"].astype(np.int64)
-        # Exactly as a Sum's buffer holds the segments: one after the other.
+        # The buffer of a Sum holds the segments in this way, one after the other.
         group.table["payload"] = 4 * (np.cumsum(lengths) - lengths)
 
         def write(view: Floats) -> Bytes:
             flags = np.zeros(len(group.table), dtype=np.uint8)
-            # p is made where it is sent from, or, on a device, before it goes there.
+            # On the host p is written to the send buffer; on a device, to device memory that is copied there.
             made = HostVector(view) if group.scratch.device is HOST else group.scratch.vector("p", len(view))
             places = np.uint64(made.address) + group.table["payload"].astype(np.uint64)
             self._select(self._levels(group), places, group, context, flags)
@@ -130,7 +130,7 @@ class TwoLevelSelection(Wrapper):
             if group.feedback:
                 _clear(group, "next_residual")
             if group.compressor.traits.masks_momentum:
-                _clear(group, "gradient")  # which holds the momentum, float32
+                _clear(group, "gradient")  # the column points to the momentum, float32
             return flags
 
         reply = yield Sum(group.elements, write)
@@ -141,14 +141,14 @@ class TwoLevelSelection(Wrapper):
         return flags
 
     def _format(self, table: Table) -> SparseFormat:
-        """The payload of what is sent."""
+        """Return the payload format of what is sent."""
         inner = self._inner
         if self.send == MINIMUM:
             return inner.format(table)
         return SparseFormat(table, self.wanted(table), inner.fixed, inner.indices, inner.values)
 
     def wanted(self, table: Table) -> Sizes:
-        """k_c of each row."""
+        """Return k_c of each row."""
         wanted: Sizes = np.minimum(
             elements_at(self.candidate, table["length"].astype(np.int64)), table["level"]
         ).astype(np.int64)
@@ -160,13 +160,13 @@ class TwoLevelSelection(Wrapper):
         return self.inner
 
     def _levels(self, group: Group) -> Levels:
-        """Working memory, made once for a group."""
+        """Return the group's working memory, which is made once."""
         return group.scratch.once("levels", lambda: Levels(group, self._inner, self.wanted(group.table)))
 
     def _select(
         self, levels: Levels, places: Addresses, group: Group, context: StepContext, flags: Bytes
     ) -> None:
-        """Write p to ``places``, and select from it what is to be sent or looked at."""
+        """Write p to ``places``, and select from it what is sent or watched."""
         levels.group.inputs[:] = group.inputs
         levels.group.inputs["next_residual"] = places
         watcher = context.observations
@@ -184,7 +184,7 @@ class TwoLevelSelection(Wrapper):
 
 
 class Levels:
-    """Both selections of a group, and what is needed to make the second from the first."""
+    """Hold both selections of a group, and what is needed to make the second from the first."""
 
     def __init__(self, group: Group, inner: Sparse, wanted: Sizes) -> None:
         self.group = replace(
@@ -193,7 +193,7 @@ class Levels:
         self.minimum = Selection.allocate(inner.limits(group.table))
         self.everything = bool((wanted == group.table["length"]).all())
         self._wanted = wanted
-        self._top = Selection.allocate(wanted)  # whose indices count within the first selection
+        self._top = Selection.allocate(wanted)  # its indices count within the first selection
         self._indices = np.zeros_like(self._top.indices)
         rows = len(group.table)
         self._ones = np.ones(rows, dtype=np.float32)
@@ -201,27 +201,27 @@ class Levels:
         self._values["dtype"] = FLOAT32
 
     def refine(self) -> None:
-        """The largest of what was selected: one call over the selected values."""
+        """Select the largest of the selected values, in one call."""
         first, top, table = self.minimum, self._top, self._values
         np.minimum(self._wanted, first.counts, out=top.counts)
         _point_to(table, "gradient", first.values, first)
-        table["next_residual"] = table["gradient"]  # where the same values are written
+        table["next_residual"] = table["gradient"]  # the kernel writes the values back in place
         finite = np.zeros(len(table), dtype=np.uint8)
         places = top.counts, top.offsets, top.indices, top.values, top.counts
-        # The selected are sorted anew; zeros among them stay as they are.
+        # Zeros among the selected elements may be selected again.
         selection.select_top(table, finite, self._ones, *places, decay=1.0, zeros=True)
 
     def candidate(self) -> Selection:
-        """The second selection, its indices counted within layers."""
+        """Return the second selection, with indices that count within layers."""
         first, top, table = self.minimum, self._top, self._values
         _point_to(table, "next_residual", first.indices, first)
-        # Four bytes are four bytes: the kernel that gathers values gathers indices.
+        # The kernel that gathers 4-byte values gathers indices just as well.
         gathered = self._indices.view(np.float32)
         selection.take(table, top.offsets, top.counts, top.indices, gathered)
         return Selection(top.offsets, top.counts, self._indices, top.values)
 
     def note(self, watcher: Observations, scale: float) -> None:
-        """Squared norms of scale g, of p and of both selections."""
+        """Note squared norms of scale g, of p and of both selections."""
         layers = self.group.layers
         self._note_layers(watcher, scale)
         squares = np.zeros(len(layers))
@@ -231,13 +231,13 @@ class Levels:
             watcher.add(name, layers, squares)
 
     def note_everything(self, watcher: Observations, scale: float) -> None:
-        """The same where both selections are the whole layers."""
+        """Note the same norms where both selections are the whole layers."""
         squares = self._note_layers(watcher, scale)
         for name in (KEPT, KEPT_BY_CANDIDATE):
             watcher.add(name, self.group.layers, squares)
 
     def _note_layers(self, watcher: Observations, scale: float) -> npt.NDArray[np.float64]:
-        """Note scale g and p; the squared norms of p."""
+        """Note squared norms of scale g and p; return those of p."""
         table = self.group.inputs.copy()
         of_gradient, of_p = np.zeros(len(table)), np.zeros(len(table))
         selection.squares(table, of_gradient)
@@ -249,7 +249,7 @@ class Levels:
 
 
 def _point_to(table: Table, column: str, flat: Floats, chosen: Selection) -> None:
-    """Rows are the selections in a flat array of 4-byte items."""
+    """Write the addresses and lengths of the selections in a flat array of 4-byte items into a table."""
     table[column] = flat.ctypes.data + 4 * chosen.offsets
     table["length"] = chosen.counts
 
@@ -264,9 +264,9 @@ def _clear(group: Group, column: str) -> None:
 
 
 def select_twice(compressor: Compressor, density: float, candidate: float, send: str) -> Compressor:
-    """The compressor with its selections in a :class:`TwoLevelSelection`, inside of its wrappers.
+    """Return the compressor with its selection in a :class:`TwoLevelSelection`, inside of its wrappers.
 
-    ConfigError if it has none.
+    ConfigError if it selects nothing.
     """
     if isinstance(compressor, TwoLevelSelection):
         compressor = compressor.inner

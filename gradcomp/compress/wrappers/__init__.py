@@ -1,1 +1,1 @@
-"""Wrappers: what acts around a compressor, as momentum, clipping, feedback and schedules."""
+"""Wrappers act around a compressor: momentum, clipping, feedback and schedules."""

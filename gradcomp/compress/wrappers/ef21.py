@@ -1,4 +1,4 @@
-"""EF21: every rank sends by how much its gradient differs from what all know of it (Richtarik et al. 2021)."""
+"""EF21 sends how much each rank's gradient differs from what all ranks know of it (Richtarik et al. 2021)."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _OWN, _MEAN, _MOMENTUM = "ef21_own", "ef21_mean", "ef21_momentum"
 @register("ef21")
 @dataclass(frozen=True)
 class EF21(Wrapper):
-    """Send C(v - g_i), with C = ``inner``; the result is the mean over ranks of all that was ever sent.
+    """Send C(v - g_i), with C = ``inner``; the result is the mean over ranks of the sum of all that was ever sent.
 
     v = m v + (1 - m) x;  c_i = C(v - g_i);  g_i <- g_i + c_i;  g <- g + (1/N) sum over ranks of c_i;  result = g
 
-    x is a rank's gradient, g_i what all know of it, g the mean of the g_i, the same on every rank. Where gradients
-    settle, differences vanish, and so does what C loses of them; a residual of error feedback does not. A discarded
-    step leaves g_i, g and v as they were. ``momentum``: m; 0 (default): v = x, the plain EF21. With momentum it is
-    EF21-SGDM, for gradients with noise.
+    x is a rank's gradient, g_i what all ranks know of it, and g the mean of the g_i, the same on every rank. As
+    gradients converge the differences vanish, and so does what C loses of them; a residual of error feedback does not
+    vanish. A discarded step leaves g_i, g and v as they were. ``momentum``: m; 0 (default): v = x, the plain EF21. With
+    momentum it is EF21-SGDM, for noisy gradients.
 
-    C must be a contraction, as under error feedback, and its own feedback is left out. Codes are never coded again: a
-    quantiser's are gathered from all ranks and added, where it alone would use a reduction.
+    C must be a contraction, as under error feedback. Its own feedback is turned off. Codes are never coded again: a
+    quantiser's codes are gathered from all ranks and added, where the quantiser alone would use a reduction.
 
-    Wire: what ``inner`` sends; of a quantiser every rank's payload to all ranks, (N - 1) d bytes per rank.
-    State: g_i and g, and v with momentum, float32 per layer: 16 or 24 bytes per element. All begin at zero.
+    Wire: as ``inner``; for a quantiser every rank's payload to all ranks, (N - 1) d bytes per rank.
+    State: g_i and g, and v with momentum, float32 per layer: 16 or 24 bytes per element. All are zero at first.
     Errors: ConfigError for a momentum outside [0, 1), and for an ``inner`` that is a wrapper, loses nothing, votes, has
     momentum, clipping, a schedule or a decay of its own, or diverges under feedback.
-    Source: Richtarik et al. 2021, Algorithm 2; momentum: Fatkhullin et al. 2023, Algorithm 1. Differs: g_i and v begin
-    at zero, where the papers begin with a first gradient.
+    Source: Richtarik et al. 2021, Algorithm 2; momentum: Fatkhullin et al. 2023, Algorithm 1. Differs: g_i and v are
+    zero at first, where the papers begin with a first gradient.
     """
 
     momentum: float = 0.0
@@ -70,20 +70,20 @@ class EF21(Wrapper):
 
     @cached_property
     def traits(self) -> Traits:
-        """No residual, and nothing that a residual could account for."""
+        """Return traits without a residual, since the result is not the mean of what a step sends."""
         return Traits(accounts=False, whole_model=self.inner.traits.whole_model)
 
     def dense(self, exact: Compressor) -> Compressor:
-        """``exact``: nothing is remembered."""
+        """Return ``exact``: nothing is remembered while training warms up."""
         return exact
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
-        """g_i, g and v, and the inner one's."""
+        """Return g_i, g and v, and the fields of the inner compressor."""
         names = (_OWN, _MEAN, _MOMENTUM) if self.momentum else (_OWN, _MEAN)
         return {**self.inner.fields(layer, seed), **{name: (layer.size, zeros(layer.size)) for name in names}}
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """The inner one's, of differences; one Gather in the place of a Reduce."""
+        """Run the inner exchange on the differences, with a Gather in place of a Reduce."""
         memory = group.scratch.once("ef21", lambda: _Memory(self, group))
         exchange = self.inner.exchange(memory.group, replace(context, scale=1.0, unscale=1.0, decay=1.0))
         first = next(exchange)
@@ -95,7 +95,7 @@ class EF21(Wrapper):
         reply = yield memory.begin_with(first, group, context, self.momentum)
         try:
             while True:
-                with routines.at_once():  # the mean is read as soon as it is there
+                with routines.at_once():  # the mean is read at once
                     message = exchange.send(reply)
                 reply = yield message
         except StopIteration as end:
@@ -103,7 +103,7 @@ class EF21(Wrapper):
 
 
 class _Memory:
-    """What a group and the one that ``inner`` sees share: difference, loss and mean, one layer behind the other."""
+    """Hold what the group shares with the one that ``inner`` sees: difference, loss and mean, layer after layer."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("difference", "lost", "mean")
 
@@ -123,7 +123,7 @@ class _Memory:
             group,
             compressor=ef21.inner,
             table=table,
-            feedback=True,  # so that what is lost is written; no residual is read
+            feedback=True,  # so that the loss is written; no residual is read
             decay=1.0,
             follows_rate=False,
             prepared=False,
@@ -135,10 +135,10 @@ class _Memory:
     def begin_with(
         self, message: Sum | Gather | Broadcast, group: Group, context: StepContext, momentum: float
     ) -> Message:
-        """The first message, which writes the differences before anything is made of them."""
+        """Return the first message, changed to write the differences before they are encoded."""
 
         def write(view: Floats) -> Bytes | tuple[Bytes, int]:
-            with routines.at_once():  # so that the flags are the step's own
+            with routines.at_once():  # so that the flags are those of this step
                 found = self._differ(group, context, momentum)
                 both = message.write_at_once if isinstance(message, Gather) else message.write
                 written = both(view)
@@ -151,7 +151,7 @@ class _Memory:
         return replace(message, write=write)  # type: ignore[arg-type]
 
     def _differ(self, group: Group, context: StepContext, momentum: float) -> Bytes:
-        """difference <- v - g_i, and the next v; returns the rows that are not finite."""
+        """Write difference <- v - g_i, and the next v; return the rows that are not finite."""
         table, flags = group.inputs.copy(), np.zeros(len(group.table), dtype=np.uint8)
         factors = context.factors(len(table))
         if momentum:
@@ -164,7 +164,7 @@ class _Memory:
         return flags
 
     def everyone(self, codec: Codec, context: StepContext) -> Gather:
-        """In the place of a Reduce: codes of the differences, for all ranks."""
+        """Return a Gather of the codes of the differences, in place of a Reduce."""
         table = self.group.table
         sizes = codec.wire_bytes(table)
         table["payload"] = np.cumsum(sizes) - sizes
@@ -178,7 +178,7 @@ class _Memory:
         return Gather(int(sizes.sum()), write)
 
     def added(self, codec: Codec, reply: Reply) -> Bytes:
-        """mean <- every rank's codes, added in rank order. Returns the rows that are not finite."""
+        """Write mean <- every rank's codes, added in rank order; return the rows that are not finite."""
         table, flags = self.group.table, reply.flags.copy()
         first, *others = reply.data
         codec.decode(table, first, flags)
@@ -187,7 +187,7 @@ class _Memory:
         return flags
 
     def finish(self, group: Group, context: StepContext, divisor: float, flags: Bytes) -> Bytes:
-        """The next g_i and g; g to the outputs. Returns the rows that are not finite."""
+        """Write the next g_i and g, and g to the outputs; return the rows that are not finite."""
         ignored = np.zeros(len(flags), dtype=np.uint8)
         table = self.group.table.copy()
 
@@ -211,7 +211,7 @@ class _Memory:
 
 
 def _both(group: Group, context: StepContext, name: str) -> tuple[Addresses, Addresses]:
-    """Where a field's current values lie, and the next ones."""
+    """Return the addresses of a field's current values, and of its next values."""
     assert context.fields is not None, "state is there when a step runs"
     field, starts = context.fields[name], group.table["start"]
     return field.read_addresses(group.layers, starts), field.write_addresses(group.layers, starts)

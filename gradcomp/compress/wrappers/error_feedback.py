@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent in one step is sent in a later one."""
+"""ErrorFeedback adds what was lost in one step to the gradient of the next."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ErrorFeedback(Wrapper):
     """Give ``inner`` a residual, or change how it reads the one that it has.
 
     p_t = g_t + a_t e_t;  c_t = Q(p_t);  e_{t+1} = p_t - c_t;  a_t = ``decay``, times gamma_{t-1} / gamma_t with
-    ``follow_rate``: gradients are in units of 1 / learning rate, so what was held back at one learning rate is worth
-    more at a lower one (Zheng et al., dist-EF-SGD, as Abrahamyan et al. 2021 cites it). The learning rate is that of
-    the optimizer's first group.
+    ``follow_rate``: residuals are in units of 1 / learning rate, so what was kept back at one learning rate is worth
+    more at a lower one (Zheng et al. 2019, as Abrahamyan et al. 2021 cite it). The learning rate is that of the
+    optimizer's first group.
 
-    Biased compressors have feedback by themselves; wrap those that do not, or to set ``decay`` or ``follow_rate``.
-    State: a residual per layer, 8 bytes per element; with a decay below 1 it is no longer an exact account.
-    Errors: ConfigError for a decay outside [0, 1], for an ``inner`` whose result is no mean (a vote), and for one whose
-    residual would grow (see :class:`~gradcomp.compress.bounds.Distortion`).
+    Biased compressors have feedback by default. Wrap the others, or wrap to set ``decay`` or ``follow_rate``.
+    State: a residual per layer, 8 bytes per element; with a decay below 1 it no longer holds all that was lost.
+    Errors: ConfigError for a decay outside [0, 1], for an ``inner`` whose result is not a mean (a vote), and for one
+    whose residual would grow (see :class:`~gradcomp.compress.bounds.Distortion`).
     Source: Markov 2024, Algorithm 2.1; Vogels et al. 2019, Algorithm 2.
     """
 
@@ -39,19 +39,18 @@ class ErrorFeedback(Wrapper):
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
         if not self.inner.traits.accounts:
             raise ConfigError(
-                f"{self.inner.name} has nothing to feed back: its result is no mean of what was sent"
+                f"{self.inner.name} takes no error feedback: its result is not the mean of what ranks send"
             )
         if not isinstance(self.follow_rate, bool):
             raise ConfigError(f"follow_rate must be true or false, got {self.follow_rate!r}")
         check_feedback_around(self.inner.to_string(), self.inner.distortion(ANY_LAYER))
 
     def dense(self, exact: Compressor) -> Compressor:
-        """Without feedback: nothing is held back."""
+        """Return the exact compressor without feedback, because it loses nothing."""
         return self.inner.dense(exact)
 
     @cached_property
     def traits(self) -> Traits:
-        """The inner one's, with a residual."""
         return replace(
             self.inner.traits,
             keeps_residual=True,

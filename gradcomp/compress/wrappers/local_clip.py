@@ -1,4 +1,4 @@
-"""Local clipping: every rank clips its own gradient before it adds anything to it (Deep Gradient Compression)."""
+"""LocalClip clips every rank's own gradient before anything is added to it (Lin et al. 2018)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from gradcomp.core.layers import LayerSpec
 class LocalClip(Wrapper):
     """Scale down what each rank adds to the result, per layer, so that its norm is at most ``max_norm`` / sqrt(N).
 
-    s <- min(1, max_norm N^(-1/2) / ||s||_2) s for a rank's share s of the result: g / N of a mean, g of a sum, before
-    momentum and residual are added. N independent shares of that norm add up to a result of norm ``max_norm``.
+    s <- min(1, max_norm N^(-1/2) / ||s||_2) s for a rank's share s of the result, before momentum and residual are
+    added: s is g / N for a mean and g for a sum. N independent shares of that norm add up to a result of norm
+    ``max_norm``.
 
-    State: none. Layers are not cut into slices: the norm is the whole layer's.
-    Source: DGC (Lin et al. 2018). Differs: the norm of each layer instead of that of the model, so that the exchange
-    need not wait for the last gradient.
+    State: none. Layers are not cut into slices, because the norm is the whole layer's.
+    Errors: ConfigError for a norm that is not positive and finite, and for an ``inner`` that clips already.
+    Source: Lin et al. 2018. Differs: the norm is that of each layer instead of the model, so that the exchange need not
+    wait for the last gradient.
     """
 
     max_norm: float = 1.0
@@ -37,13 +39,11 @@ class LocalClip(Wrapper):
         ):
             raise ConfigError(f"max_norm must be positive and finite, got {self.max_norm!r}")
         if self.inner.traits.clip_norm is not None:
-            raise ConfigError(f"{self.inner.name} clips already")
+            raise ConfigError(f"{self.inner.name} clips already: clip once")
 
     @cached_property
     def traits(self) -> Traits:
-        """The inner one's, with clipping."""
         return replace(self.inner.traits, clip_norm=self.max_norm)
 
     def cut_elements(self, layer: LayerSpec) -> int:
-        """The whole layer."""
         return max(layer.size, 1)

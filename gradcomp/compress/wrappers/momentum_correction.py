@@ -1,4 +1,4 @@
-"""Momentum correction: momentum is applied before compression, on every rank (Deep Gradient Compression)."""
+"""MomentumCorrection applies momentum on every rank, before compression (Lin et al. 2018)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class MomentumCorrection(Wrapper):
 
     u_t = m u_{t-1} + g_t;  p_t = u_t + e_t;  e_{t+1} = p_t - Q(p_t). An element that waits in the residual keeps
     collecting momentum, as it would if it were sent at once. With ``mask`` (momentum factor masking) u is set to zero
-    where a sparse compressor sent an element, so that old momentum does not push it twice. The optimizer must have no
-    momentum of its own, or ``factor`` be ``"optimizer"``: then m is that of the layer's group in the optimizer, SGD
-    without Nesterov's form, as it is when the step begins, and the optimizer steps without one. If both have momentum,
-    the step is a ConfigError.
+    where a sparse compressor sent an element, so that old momentum does not push it twice.
 
-    State: u per layer and rank, 8 bytes per element, in unscaled units; averaged when the number of ranks changes.
-    Errors: ConfigError for a momentum outside (0, 1) that is not ``"optimizer"``.
-    Source: DGC (Lin et al. 2018) as used in Abrahamyan et al. 2021, section V-A, and Tyagi and Swany 2023, section IV.
+    The optimizer must not have a momentum of its own, or ``factor`` must be ``"optimizer"``: then m is the momentum of
+    the layer's group in the optimizer at the beginning of the step, for SGD without Nesterov's form, and the optimizer
+    steps without it. If both have momentum, the step raises ConfigError.
+
+    State: u per layer and rank, 8 bytes per element, without the loss scale; averaged when the number of ranks changes.
+    Errors: ConfigError for a momentum outside (0, 1) that is not ``"optimizer"``, and for an ``inner`` with momentum.
+    Source: Lin et al. 2018 as used in Abrahamyan et al. 2021, section V-A, and Tyagi and Swany 2023, section IV.
     Differs: no Nesterov form.
     """
 
@@ -40,9 +41,8 @@ class MomentumCorrection(Wrapper):
         if not isinstance(self.mask, bool):
             raise ConfigError(f"mask must be true or false, got {self.mask!r}")
         if self.inner.traits.momentum:
-            raise ConfigError(f"{self.inner.name} has momentum already")
+            raise ConfigError(f"{self.inner.name} has momentum already: apply it once")
 
     @cached_property
     def traits(self) -> Traits:
-        """The inner one's, with momentum."""
         return replace(self.inner.traits, momentum=self.factor, masks_momentum=self.mask)

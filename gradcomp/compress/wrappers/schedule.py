@@ -1,4 +1,4 @@
-"""Schedules: one compressor in the first steps, another later. Plans hold what they give, never themselves."""
+"""Schedules choose another compressor in the first steps. Plans hold their choice, never the schedule."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def _check_steps(what: str, steps: int) -> None:
 
 @dataclass(frozen=True)
 class Scheduled(Wrapper):
-    """Base of the wrappers that are a schedule: what they give in a step is not wrapped in them."""
+    """Base of the schedules: the compressor that they choose for a step is not wrapped in them."""
 
     def dense(self, exact: Compressor) -> Compressor:
-        """The inner one's, in all steps."""
+        """Return the inner compressor's dense form, without a schedule."""
         return self.inner.dense(exact)
 
 
 @register("warmup")
 @dataclass(frozen=True)
 class Warmup(Scheduled):
-    """Exchange exactly for the first ``steps`` steps, then as ``inner`` says.
+    """Exchange exactly for the first ``steps`` steps, then with ``inner``.
 
-    Gradients change fast while training begins, and what is held back then is stale soon (Abrahamyan et al. 2021,
+    Gradients change fast while training begins, and what is kept back then is soon out of date (Abrahamyan et al. 2021,
     section V-B). Momentum and clipping of ``inner`` act from the start. The change is a change of plan: all ranks make
     it at the same step.
     """
@@ -42,12 +42,12 @@ class Warmup(Scheduled):
         _check_steps("steps", self.steps)
 
     def at_step(self, step: int) -> Compressor:
-        """Dense, then ``inner``, whose own schedule begins when this one ends."""
+        """Return the dense form, then ``inner``, whose own schedule begins when the warm-up ends."""
         return self.inner.dense(Identity()) if step < self.steps else self.inner.at_step(step - self.steps)
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """The end of the warm-up, and what the inner one changes later."""
+        """Return the end of the warm-up, and the later changes of ``inner``."""
         return (self.steps, *(self.steps + step for step in self.inner.changes))
 
 
@@ -56,9 +56,10 @@ class Warmup(Scheduled):
 class DensitySchedule(Scheduled):
     """Lower the level of ``inner`` in equal intervals: ``levels[i]`` for ``steps_per_level`` steps each.
 
-    Then, and wherever ``levels[i]`` is lower, the level is ``inner``'s own. The default is DGC's warm-up from 25% down,
-    one epoch each (Lin et al. 2018). A schedule inside counts the same steps; of two levels the higher one is taken.
-    Made for densities; any compressor with a level will do.
+    ``inner``'s own level holds after the last interval, and where it is higher than ``levels[i]``. The default is the
+    warm-up of Lin et al. 2018 from 25% down, with steps where they have epochs. A schedule inside counts the same
+    steps; of two levels the higher one is used. The levels are meant as densities, but any compressor with a level will
+    do.
     """
 
     levels: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
@@ -69,7 +70,7 @@ class DensitySchedule(Scheduled):
         _check_steps("steps_per_level", self.steps_per_level)
         if self.inner.traits.learns:
             raise ConfigError(
-                f"{self.inner.to_string()} learns at one density, and takes no schedule of them"
+                f"{self.inner.to_string()} learns at one density, so density_schedule cannot change it"
             )
         if not isinstance(self.levels, tuple) or not self.levels:
             raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
@@ -79,16 +80,16 @@ class DensitySchedule(Scheduled):
             self.inner.with_level(level)  # raises for an impossible one
 
     def at_step(self, step: int) -> Compressor:
-        """What ``inner`` gives then, at the step's level."""
+        """Return what ``inner`` gives at this step, at the level of its interval or its own if that is higher."""
         number = step // self.steps_per_level
         given = self.inner.at_step(step)
         own = given.level
-        if own is None or number >= len(self.levels):  # without a level: warming up
+        if own is None or number >= len(self.levels):  # a compressor without a level, as in a warm-up inside
             return given
         return given.with_level(max(self.levels[number], own))
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """The end of every interval, and what the inner one changes."""
+        """Return the end of every interval, and the changes of ``inner``."""
         ends = {self.steps_per_level * (i + 1) for i in range(len(self.levels))}
         return tuple(sorted(ends.union(self.inner.changes)))
