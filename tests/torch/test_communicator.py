@@ -17,8 +17,8 @@ import gradcomp.torch as gc
     [
         (3, "comm must be a list of ranks"),
         ("01", "comm must be a list of ranks"),
-        ([0.5], "0 or more"),
-        ([-1], "0 or more"),
+        ([0.5], "at least 0"),
+        ([-1], "at least 0"),
         ([1, 0], "ascending"),
         ([0, 0], "once"),
         ([0, 1], "rank 0 of 0 .. 0"),
