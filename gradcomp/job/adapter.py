@@ -43,9 +43,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def digests(self) -> Digests:
-        """Return digests of the parameters."""
-        ...
+    def digests(self) -> Digests: ...
 
     def begin_digests(self) -> Future[Digests]:
         """Start to compute the digests while training goes on; no parameter changes before the step is done."""

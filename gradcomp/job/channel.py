@@ -114,8 +114,6 @@ class _CallWatch(Watch):
 
 @dataclass(eq=False)
 class _Item:
-    """Holds a queued call."""
-
     call: Call
     work: Callable[[list[int]], Any]
     reply: Reply[Any]

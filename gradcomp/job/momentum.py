@@ -19,8 +19,8 @@ logger = logging.getLogger("gradcomp")
 Numbers = npt.NDArray[np.int64]
 
 _TWICE = """\
-momentum acts twice on layer {layer!r}: {compressor} accumulates it before compression, and {optimizer} has a momentum of \
-{momentum:g}, which acts on the mean again, so that steps are far too long. Either give the optimizer none: \
+momentum acts twice on layer {layer!r}: {compressor} accumulates it before compression, and {optimizer} has a momentum \
+of {momentum:g}, which acts on the mean again, so that steps are far too long. Either give the optimizer none: \
 momentum=0, and cycle_momentum=False to a scheduler such as OneCycleLR, which sets it at every step. Or let \
 compression take the optimizer's, which then steps without: momentum_factor="optimizer" of dgc and lgc, \
 factor="optimizer" of momentum_correction; signum takes momentum=0"""

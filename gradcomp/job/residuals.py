@@ -1,4 +1,4 @@
-"""Residuals in bfloat16: where they are refused."""
+"""Refuses residuals in bfloat16 where they cannot be kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradcomp.kernels.devices import HOST, Device
 
 
 def refusal(config: Config, policy: Policy, device: Device = HOST) -> ConfigError | None:
-    """Why residuals cannot be kept as the settings say; None if they can. ``device``: of the gradients."""
+    """Return why residuals cannot be kept as the settings say, or None if they can. ``device`` holds the gradients."""
     why = ""
     if config.residuals == "float32":
         return None
@@ -23,7 +23,7 @@ def refusal(config: Config, policy: Policy, device: Device = HOST) -> ConfigErro
 
 
 def _estimates(policy: Policy) -> bool:
-    """Whether EF21 compresses a layer in any step."""
+    """Return whether EF21 compresses a layer in any step."""
     for compressor in policy.compressors:
         for step in (0, *compressor.changes):
             inner = compressor.at_step(step)
