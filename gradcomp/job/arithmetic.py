@@ -58,9 +58,8 @@ def combine(parts: Sequence[Array], how: ScaledOp) -> Array:
 
 def prescaled(values: Array, how: ScaledOp) -> Array:
     """Return a copy in the wide dtype, multiplied by the prescale factor."""
-    if (
-        values.dtype.kind in "iu"
-    ):  # the product is cast to the given dtype first, as if the user had scaled it
+    if values.dtype.kind in "iu":
+        # The product is cast to the given dtype first, as if the user had scaled it.
         values = _times(values, how.prescale)
         return values.astype(wide(values.dtype))
     return _times(values.astype(wide(values.dtype)), how.prescale)

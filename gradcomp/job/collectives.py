@@ -62,7 +62,7 @@ KINDS = {
 }
 
 
-#: In these one call takes two tensors that belong together; two are no group.
+#: One call of these takes two tensors that belong together and are no group.
 _PAIRS = {"sparse_allreduce"}
 
 
@@ -82,7 +82,7 @@ class Descriptor:
     shape: tuple[int, ...] = ()
     how: ScaledOp | None = None
     root: int | None = None
-    #: A text, shown after the shape, that must be the same too.
+    #: A further text that must be the same on all ranks; it is shown after the shape.
     note: str = ""
 
     def __str__(self) -> str:

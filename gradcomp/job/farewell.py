@@ -39,9 +39,8 @@ def part(runtime: Runtime, reason: str | None) -> bool:
     for exchanger in runtime.exchangers:
         exchanger.part()
         exchanger.leave()
-    if (
-        runtime.everyone not in runtime.channels
-    ):  # the channel's close() would publish it; other ranks may be in their first call
+    if runtime.everyone not in runtime.channels:
+        # A channel's close() would have published it. Other ranks may be in their first call.
         publish_departure(runtime.watchdog, calls_among(runtime.key(runtime.everyone)), runtime.rank)
     runtime.watchdog.leave()
     return _farewell(runtime)

@@ -52,9 +52,8 @@ class HostSocket:
         """Return the text, or None while no process of this user offers one."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE
-                )  # connect() blocks while the backlog is full
+                # The first bounds connect(), which blocks while the backlog is full.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PATIENCE)
                 connection.connect(f"\0{self.name}")
                 if not _is_own(connection):

@@ -197,10 +197,8 @@ def _mpi_world() -> tuple[Any, str]:
 
     try:
         MPI = load()
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # a RuntimeError means that no MPI library can be loaded, or the wrong one
+    # A RuntimeError means that no MPI library can be loaded, or the wrong one.
+    except (ImportError, RuntimeError) as error:
         return None, first_line(error)
     initialise(MPI)
     return MPI.COMM_WORLD, ""

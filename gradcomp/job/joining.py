@@ -138,9 +138,8 @@ class _Standing:
         pipeline = self._exchange.driver.exchanger.pipeline
         control = self._state.watchdog.control
         control.publish(self._key(self._state.rank), f"[{pipeline.step}]".encode())
-        self._since(
-            self._state.rank
-        )  # returns once the store has the number, before any rank can look for it
+        # This returns once the store has the number, before any rank can look for it.
+        self._since(self._state.rank)
         waited_for = [rank for rank in self._ranks if rank != self._state.rank]
         while waited_for:
             step = pipeline.step

@@ -62,7 +62,7 @@ def begin(
         if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
             watch_launcher(runtime)
-            # shutdown() needs it, and cannot make one once the rank that serves the store is gone.
+            # shutdown() needs the watchdog, and cannot make one once the rank that serves the store is gone.
             runtime.watchdog.start()
         else:
             _warn_of_variables()

@@ -69,15 +69,14 @@ class StepDriver:
         #: Whether the ranks vote before a step is accepted.
         self.agrees = agrees
         #: Called when a step that is done is about to end, in whatever way. Collective; may raise on all ranks alike.
-        #: It is not called when the means come, since those of several exchanges may come in other orders elsewhere.
+        #: It is not called when the means come: those of several exchanges may come in another order on each rank.
         self.before_end: Callable[[], None] = lambda: None
         self._rank = rank
         self._phase = Phase.IDLE
         self._means: Means | None = None
         self._rows: dict[int, Callable[[], tuple[Array, Array]]] = {}
-        self._failed: tuple[type[GradcompError], str] | None = (
-            None  # this rank's error; the others were told to stop
-        )
+        #: This rank's error; the other ranks were told to stop.
+        self._failed: tuple[type[GradcompError], str] | None = None
 
     # -- what a frontend may ask ----------------------------------------------------------------------------------
 
@@ -158,7 +157,7 @@ class StepDriver:
         self._rows[layer] = rows
 
     def flush(self, *, late: bool = False) -> None:
-        """Take no more gradients in this step. ``late``: the other ranks ended it, and not this rank's own gradients."""
+        """Take no more gradients in this step. ``late``: other ranks ended it, and not this rank's own gradients."""
         after = self._after(Verb.FLUSH)
         self.exchanger.flush(late=late)
         self._phase = after
@@ -306,7 +305,7 @@ class StepDriver:
     def fail(self, error: Exception) -> None:
         """Tell the other ranks, unless all have stopped, that this one cannot go on after ``error``."""
         if self.error is None:
-            # Its type and text are kept, and not the error, which would keep the variables of all its frames alive.
+            # Only type and text are kept: the error would keep the variables of all its frames alive.
             text = f"{type(error).__name__}: {error}"
             self._failed = StateError, text
             if isinstance(error, GradcompError):
