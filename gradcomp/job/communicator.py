@@ -28,5 +28,5 @@ def ranks_of(comm: Any) -> Ranks | None:
     if any(type(rank) is not int or rank < 0 for rank in ranks):
         raise ConfigError(f"comm must list ranks, whole numbers of at least 0, got {list(ranks)}")
     if list(ranks) != sorted(set(ranks)):
-        raise ConfigError(f"comm must list every rank once, in ascending order, got {list(ranks)}")
+        raise ConfigError(f"comm must list each rank only once, in ascending order, got {list(ranks)}")
     return ranks or None

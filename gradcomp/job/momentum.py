@@ -1,4 +1,4 @@
-"""Checks that momentum acts once: in the optimizer or before compression, not in both and not in neither."""
+"""Checks that momentum acts exactly once: in the optimizer, or before compression."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ProcessSet:
         if not given or any(type(rank) is not int or rank < 0 for rank in given):
             raise ConfigError(f"a process set needs ranks, whole numbers of at least 0, got {given}")
         if len(set(given)) < len(given):
-            raise ConfigError(f"a process set may list every rank once, got {given}")
+            raise ConfigError(f"a process set must list each rank only once, got {given}")
         self._ranks = tuple(sorted(given))
         self._removed = False
 
